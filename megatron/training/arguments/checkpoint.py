@@ -1,0 +1,82 @@
+"""Flags: saving and resuming."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ft.errors import UserError
+from megatron.training.arguments.schema import flag
+
+
+@dataclass
+class CheckpointOptions:
+    """checkpointing"""
+
+    save: str | None = None
+    """Folder in which checkpoints are written."""
+
+    save_interval: int | None = flag(None, on=["--save-interval", "--persistent-save-interval"])
+    """Steps between checkpoints."""
+
+    keep_last: int | None = None
+    """Complete checkpoints to keep; older ones are removed after a newer one is complete. Default: keep all."""
+
+    load: str | None = None
+    """Folder to resume from: the newest complete checkpoint that verifies, or --ckpt-step."""
+
+    ckpt_step: int | None = None
+    """Load the checkpoint of this step and no other."""
+
+    exit_on_missing_checkpoint: bool = False
+    """Stop if --load holds no checkpoint, rather than starting from random weights."""
+
+    finetune: bool = False
+    """Load the weights only and start at step 0."""
+
+    no_save_optim: bool = False
+    """Leave the optimizer state out of checkpoints."""
+
+    no_save_rng: bool = False
+    """Leave the random number generator states out of checkpoints."""
+
+    no_load_optim: bool = False
+    """Do not load the optimizer state."""
+
+    no_load_rng: bool = False
+    """Do not load the random number generator states."""
+
+    async_save: bool = False
+    """Write checkpoints from a forked process while training goes on."""
+
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """On-disk format of megatron-core's dist_checkpointing."""
+
+    ckpt_fully_parallel_save: bool = flag(
+        True, on="--ckpt-fully-parallel-save", off="--no-ckpt-fully-parallel-save"
+    )
+    """Spread the writing of replicated tensors over the data-parallel ranks."""
+
+    ckpt_fully_parallel_load: bool = False
+    """Spread the reading of replicated tensors over the data-parallel ranks, then exchange them."""
+
+    ckpt_assume_constant_structure: bool = False
+    """Reuse the save plan of the first checkpoint for the later ones."""
+
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all"
+    ] = "assume_ok_unexpected"
+    """What to do when the checkpoint's keys and the model's differ."""
+
+    dist_ckpt_optim_fully_reshardable: bool = flag(
+        True, on="--dist-ckpt-optim-fully-reshardable", off="--no-dist-ckpt-optim-fully-reshardable"
+    )
+    """Store the distributed optimizer so that it loads into any TP x PP x DP; off: only DP may change, saving is faster."""
+
+    def __post_init__(self):
+        if self.save_interval is not None and self.save_interval < 1:
+            raise UserError(f"--save-interval is {self.save_interval}", "give at least 1")
+        if self.save_interval is not None and self.save is None:
+            raise UserError("--save-interval was given without --save", "add --save FOLDER")
+        if self.keep_last is not None and self.keep_last < 1:
+            raise UserError(f"--keep-last is {self.keep_last}", "keep at least 1 checkpoint")
+        if self.ckpt_step is not None and self.load is None:
+            raise UserError("--ckpt-step was given without --load", "add --load FOLDER")

@@ -1,0 +1,105 @@
+"""Flags: the text that is trained on, and the tokenizer it was made with."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ft.errors import UserError
+from megatron.training.arguments.schema import flag
+
+TOKENIZERS = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+
+
+@dataclass
+class DataOptions:
+    """data and dataloader"""
+
+    data_path: list[str] | None = None
+    """Indexed dataset prefix, or a blend: weight prefix weight prefix ... (or prefixes alone, weighted by size)."""
+
+    split: str | None = None
+    """Comma-separated shares of documents for train, valid and test, e.g. 969,30,1."""
+
+    train_data_path: list[str] | None = None
+    """Blend for training only; with it give --valid-data-path and --test-data-path and no --data-path."""
+
+    valid_data_path: list[str] | None = None
+    """Blend for validation only."""
+
+    test_data_path: list[str] | None = None
+    """Blend for testing only."""
+
+    data_cache_path: str | None = None
+    """Folder for the sample indices; default: a cache folder beside the data."""
+
+    mock_data: bool = False
+    """Train on synthetic samples; needs no data path."""
+
+    seq_length: int | None = flag(None, on=["--seq-length", "--encoder-seq-length"])
+    """Tokens in a sample."""
+
+    num_workers: int = 2
+    """Threads that read samples ahead of the training loop; 0 reads inside it."""
+
+    reset_position_ids: bool = False
+    """Start position ids afresh after every end-of-document token."""
+
+    reset_attention_mask: bool = False
+    """Let no token attend across an end-of-document token."""
+
+    eod_mask_loss: bool = False
+    """Leave end-of-document tokens out of the loss."""
+
+    create_attention_mask_in_dataloader: bool = True
+    """Build attention masks with the samples (they are built only where a mask is not simply causal)."""
+
+    mmap_bin_files: bool = True
+    """Map .bin files into memory rather than reading them."""
+
+    num_dataset_builder_threads: int = 1
+    """Threads that build the datasets of a blend."""
+
+    dataloader_type: Literal["single", "cyclic"] | None = None
+    """single (default): one pass in a seeded order; cyclic: reshuffled after every pass."""
+
+    def __post_init__(self):
+        per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
+        if self.data_path and any(per_split):
+            raise UserError(
+                "--data-path and --train/valid/test-data-path were both given",
+                "use --data-path with --split, or one path per split",
+            )
+        if self.split and any(per_split):
+            raise UserError("--split has no meaning with one data path per split", "drop --split")
+        if self.mock_data and (self.data_path or any(per_split)):
+            raise UserError("--mock-data was given together with data paths", "drop one of them")
+        if self.seq_length is not None and self.seq_length < 1:
+            raise UserError(f"--seq-length is {self.seq_length}", "give at least 1")
+
+
+@dataclass
+class TokenizerOptions:
+    """tokenizer"""
+
+    tokenizer_type: Literal[TOKENIZERS] | None = None
+    """ByteLevelTokenizer (256 bytes + special tokens), HuggingFaceTokenizer (a local tokenizers file) or NullTokenizer
+    (token ids are numbers). Default: what the dataset was made with, else ByteLevelTokenizer."""
+
+    tokenizer_model: str | None = None
+    """File (tokenizer.json) or folder of a HuggingFaceTokenizer."""
+
+    vocab_size: int | None = None
+    """Size of the vocabulary before padding; needed by NullTokenizer, checked against the others."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    padded_vocab_size: int | None = None
+    """Padded vocabulary size to use instead of computing it."""
+
+    def __post_init__(self):
+        if self.tokenizer_type == "HuggingFaceTokenizer" and not self.tokenizer_model:
+            raise UserError(
+                "HuggingFaceTokenizer needs its file", "add --tokenizer-model /path/to/tokenizer.json"
+            )
+        if self.tokenizer_type == "NullTokenizer" and not self.vocab_size:
+            raise UserError("NullTokenizer needs the number of token ids", "add --vocab-size N")

