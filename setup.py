@@ -24,6 +24,7 @@ setup(
         "torch>=2.9",
         "numpy",
         "einops",  # imported by megatron-core's distributed optimizer instances, not required by it
+        "psutil",  # imported by dist_checkpointing's writers, not required by megatron-core; without it a save never ends
         "tqdm",
         "matplotlib",
         "tensorboard",

@@ -50,9 +50,7 @@ class CheckpointOptions:
     ckpt_format: Literal["torch_dist"] = "torch_dist"
     """On-disk format of megatron-core's dist_checkpointing."""
 
-    ckpt_fully_parallel_save: bool = flag(
-        True, on="--ckpt-fully-parallel-save", off="--no-ckpt-fully-parallel-save"
-    )
+    ckpt_fully_parallel_save: bool = flag(True, on="--ckpt-fully-parallel-save", off="--no-ckpt-fully-parallel-save")
     """Spread the writing of replicated tensors over the data-parallel ranks."""
 
     ckpt_fully_parallel_load: bool = False
@@ -69,7 +67,8 @@ class CheckpointOptions:
     dist_ckpt_optim_fully_reshardable: bool = flag(
         True, on="--dist-ckpt-optim-fully-reshardable", off="--no-dist-ckpt-optim-fully-reshardable"
     )
-    """Store the distributed optimizer so that it loads into any TP x PP x DP; off: only DP may change, saving is faster."""
+    """Store the distributed optimizer so that it loads into any TP x PP x DP (off: only DP may change, but saving is
+    faster)."""
 
     def __post_init__(self):
         if self.save_interval is not None and self.save_interval < 1:

@@ -98,8 +98,6 @@ class TokenizerOptions:
 
     def __post_init__(self):
         if self.tokenizer_type == "HuggingFaceTokenizer" and not self.tokenizer_model:
-            raise UserError(
-                "HuggingFaceTokenizer needs its file", "add --tokenizer-model /path/to/tokenizer.json"
-            )
+            raise UserError("HuggingFaceTokenizer needs its file", "add --tokenizer-model /path/to/tokenizer.json")
         if self.tokenizer_type == "NullTokenizer" and not self.vocab_size:
             raise UserError("NullTokenizer needs the number of token ids", "add --vocab-size N")

@@ -48,7 +48,8 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
             if on:
                 group.add_argument(*on, action="store_true", **common)
             if off:
-                group.add_argument(*off, action="store_false", **common)
+                help_off = "Turns off: " + common["help"]
+                group.add_argument(*off, action="store_false", **{**common, "help": help_off})
         else:
             if f.metadata.get("parse"):
                 kind["type"] = f.metadata["parse"]

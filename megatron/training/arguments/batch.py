@@ -1,0 +1,31 @@
+"""How many samples a step takes: constant, or ramped up (Megatron-LM's --rampup-batch-size)."""
+
+from megatron.training.arguments.training import TrainingOptions
+
+
+def global_batch_size(options: TrainingOptions, consumed_samples: int) -> int:
+    """Samples in the step that begins after ``consumed_samples``.
+
+    With a ramp (START INCREMENT SAMPLES) the batch grows by INCREMENT at equal distances in samples, so that it
+    reaches the full size after SAMPLES.
+    """
+    if options.rampup_batch_size is None:
+        return options.global_batch_size
+    start, increment, ramp_samples = options.rampup_batch_size
+    rungs = (options.global_batch_size - start) // increment
+    if consumed_samples > ramp_samples or rungs == 0:
+        return options.global_batch_size
+    return min(start + int(consumed_samples / (ramp_samples / rungs)) * increment, options.global_batch_size)
+
+
+def train_steps(options: TrainingOptions) -> int:
+    """Steps of the whole run."""
+    if options.train_iters is not None:
+        return options.train_iters
+    if options.rampup_batch_size is None:
+        return options.train_samples // options.global_batch_size
+    steps = consumed = 0
+    while consumed <= options.rampup_batch_size[2] and consumed < options.train_samples:
+        consumed += global_batch_size(options, consumed)
+        steps += 1
+    return steps + max(options.train_samples - consumed, 0) // options.global_batch_size

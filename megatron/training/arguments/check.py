@@ -1,0 +1,263 @@
+"""Combinations of flags that cannot work, found before any process group is made.
+
+Each ``_check_*`` is a pure function of the options and the layout that yields (problem, fix) pairs; the problems carry
+the numbers. What megatron-core's own configuration refuses beyond these is reported by ``model.transformer_config``.
+"""
+
+from collections.abc import Iterator
+
+from ft.errors import UserError
+from megatron.training.arguments.batch import global_batch_size
+from megatron.training.arguments.layout import Layout, layout
+
+Problem = tuple[str, str]
+
+REQUIRED = {
+    "model": ("num_layers", "hidden_size", "num_attention_heads"),
+    "data": ("seq_length",),
+    "training": ("micro_batch_size",),
+}
+
+
+def check(options, world_size: int, *, has_te: bool) -> Layout:
+    """The layout of ``options`` on ``world_size`` ranks.
+
+    Args:
+        options: ``megatron.training.arguments.Options``; defaults that depend on other flags are filled in.
+        world_size: ranks of the job.
+        has_te: Transformer Engine can be imported.
+
+    Raises:
+        UserError: naming every problem found, each with its fix.
+    """
+    _refuse(_check_required(options))
+    _refuse(_check_world(options, world_size))
+    grid = layout(options.parallel, options.model.num_layers, world_size)
+    _fill_defaults(options, grid)
+    checks = (_check_model, _check_pipeline, _check_moe, _check_batch, _check_length, _check_schedule, _check_data)
+    found = [problem for one in checks for problem in one(options, grid)]
+    found += _check_needs_te(options, grid) if not has_te else []
+    _refuse(found)
+    return grid
+
+
+def _refuse(problems) -> None:
+    problems = list(problems)
+    if len(problems) == 1:
+        raise UserError(*problems[0])
+    if problems:
+        raise UserError("\n".join(f"{i}. {p}\n   fix: {f}" for i, (p, f) in enumerate(problems, 1)))
+
+
+def _fill_defaults(options, grid: Layout) -> None:
+    """Defaults that depend on other flags."""
+    if options.training.global_batch_size is None:
+        options.training.global_batch_size = options.training.micro_batch_size * grid.dp
+    if options.model.max_position_embeddings is None:
+        options.model.max_position_embeddings = options.data.seq_length
+    if options.data.data_path and options.data.split is None:
+        options.data.split = "969,30,1"
+    if options.moe.num_experts and options.moe.moe_ffn_hidden_size is None:
+        options.moe.moe_ffn_hidden_size = options.model.ffn_hidden_size
+    if grid.tp == 1:
+        options.parallel.sequence_parallel = False  # Megatron-LM too: there is nothing to split over
+
+
+def _check_required(options) -> Iterator[Problem]:
+    for concern, names in REQUIRED.items():
+        for name in names:
+            if getattr(getattr(options, concern), name) is None:
+                yield f"--{name.replace('_', '-')} is missing", f"add --{name.replace('_', '-')} N"
+    if not (options.training.train_iters or options.training.train_samples or options.evaluation.skip_train):
+        yield "the length of the run is missing", "add --train-iters N or --train-samples N"
+    if options.schedule.lr is None and not options.evaluation.skip_train:
+        yield "--lr is missing", "add --lr RATE"
+
+
+def _check_world(options, world_size: int) -> Iterator[Problem]:
+    p = options.parallel
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    if world_size % (tp * pp * cp):
+        need = tp * pp * cp
+        yield (
+            f"{world_size} ranks cannot be split into TP {tp} x PP {pp} x CP {cp} = {need}",
+            f"start a multiple of {need} ranks, or change the sizes",
+        )
+        return
+    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size or tp
+    if ep > 1 or p.expert_tensor_parallel_size:
+        if world_size % (etp * ep * pp):
+            yield (
+                f"{world_size} ranks cannot be split into expert-TP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}",
+                f"start a multiple of {etp * ep * pp} ranks, or change the sizes",
+            )
+        if ep > 1 and not options.moe.num_experts:
+            yield f"--expert-model-parallel-size {ep} without experts", "add --num-experts N"
+    dp, instances = world_size // (tp * pp * cp), p.num_distributed_optimizer_instances
+    if (dp * cp) % instances:
+        yield (
+            f"{dp * cp} data-parallel ranks cannot be split into {instances} distributed-optimizer instances",
+            f"make --num-distributed-optimizer-instances a divisor of {dp * cp}",
+        )
+
+
+def _check_model(options, grid: Layout) -> Iterator[Problem]:
+    m, seq = options.model, options.data.seq_length
+    heads, groups = m.num_attention_heads, m.num_query_groups
+    if heads % grid.tp:
+        yield f"{heads} attention heads cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp} heads"
+    if m.kv_channels == 0:
+        yield f"{heads} heads for a hidden size of {m.hidden_size}", f"use at most {m.hidden_size} heads"
+    if m.group_query_attention:
+        if heads % groups:
+            yield f"{heads} heads cannot share {groups} query groups evenly", f"use a divisor of {heads} groups"
+        if groups % grid.tp:
+            yield f"{groups} query groups cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp} groups"
+    elif groups != 1:
+        yield f"--num-query-groups {groups} without --group-query-attention", "add --group-query-attention"
+    if m.ffn_hidden_size % grid.tp:
+        yield (
+            f"--ffn-hidden-size {m.ffn_hidden_size} cannot be split over TP {grid.tp}",
+            f"use a multiple of {grid.tp}",
+        )
+    if m.max_position_embeddings < seq:
+        yield (
+            f"--max-position-embeddings {m.max_position_embeddings} is shorter than --seq-length {seq}",
+            f"use --max-position-embeddings {seq}",
+        )
+    if options.parallel.sequence_parallel and seq % grid.tp:
+        yield f"--seq-length {seq} cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp}"
+    if grid.cp > 1 and seq % (2 * grid.cp):
+        yield f"--seq-length {seq} cannot be split over 2 x CP {grid.cp}", f"use a multiple of {2 * grid.cp}"
+    if m.position_embedding_type == "rope" and (m.kv_channels or 0) % 2:
+        yield f"rotary embeddings need an even head width, this is {m.kv_channels}", "set --kv-channels"
+
+
+def _check_pipeline(options, grid: Layout) -> Iterator[Problem]:
+    p, layers = options.parallel, options.model.num_layers
+    if grid.pp == 1:
+        if p.num_layers_per_virtual_pipeline_stage or p.num_virtual_stages_per_pipeline_rank:
+            yield "the interleaved schedule needs pipeline stages", "add --pipeline-model-parallel-size 2 or more"
+        return
+    chunks = grid.vpp or 1
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    rest = layers - (first or 0) - (last or 0)
+    stages = grid.pp - (first is not None) - (last is not None)
+    extra = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+    per_chunk = p.num_layers_per_virtual_pipeline_stage
+    if rest < 0 or (stages == 0 and rest):
+        yield (
+            f"{first} layers on the first and {last} on the last of {grid.pp} stages do not make {layers}",
+            "change --decoder-first-pipeline-num-layers / --decoder-last-pipeline-num-layers",
+        )
+    elif stages and (rest + extra) % (stages * chunks):
+        yield (
+            f"{rest + extra} layers cannot be split over {stages} pipeline stages x {chunks} model chunks",
+            f"use a multiple of {stages * chunks} layers, or --decoder-first/last-pipeline-num-layers",
+        )
+    elif per_chunk and (layers + extra) // grid.pp % per_chunk:
+        yield (
+            f"{(layers + extra) // grid.pp} layers per stage cannot be cut into chunks of {per_chunk}",
+            "change --num-layers-per-virtual-pipeline-stage",
+        )
+    if grid.vpp and not p.overlap_p2p_communication and grid.pp < 3:
+        yield "the interleaved schedule without overlapped communication needs 3 stages", "use PP 3 or more"
+
+
+def _check_moe(options, grid: Layout) -> Iterator[Problem]:
+    moe = options.moe
+    if not moe.num_experts:
+        return
+    if moe.num_experts % grid.ep:
+        yield f"{moe.num_experts} experts cannot be spread over EP {grid.ep}", f"use a multiple of {grid.ep} experts"
+    if moe.moe_ffn_hidden_size % grid.etp:
+        yield (
+            f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size} cannot be split over expert-TP {grid.etp}",
+            f"use a multiple of {grid.etp}",
+        )
+    if grid.tp > 1 and not options.parallel.sequence_parallel:
+        yield "experts with tensor parallelism train only with sequence parallelism", "add --sequence-parallel"
+    if isinstance(moe.moe_layer_freq, list) and len(moe.moe_layer_freq) != options.model.num_layers:
+        yield (
+            f"--moe-layer-freq describes {len(moe.moe_layer_freq)} layers, the model has {options.model.num_layers}",
+            "make them equal",
+        )
+    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
+        yield "--moe-pad-expert-input-to-capacity needs a capacity", "add --moe-expert-capacity-factor 1.0"
+
+
+def _check_batch(options, grid: Layout) -> Iterator[Problem]:
+    t, group = options.training, options.parallel.microbatch_group_size_per_virtual_pipeline_stage or grid.pp
+    rank_samples = t.micro_batch_size * grid.dp
+    sizes = {t.global_batch_size}
+    if t.rampup_batch_size is not None:
+        start, increment, samples = t.rampup_batch_size
+        if min(start, increment, samples) < 1 or start > t.global_batch_size:
+            yield f"--rampup-batch-size {start} {increment} {samples}", "use positive numbers up to the global batch"
+            return
+        if (t.global_batch_size - start) % increment:
+            yield (
+                f"the batch cannot grow from {start} to {t.global_batch_size} in steps of {increment}",
+                f"make {t.global_batch_size - start} a multiple of the increment",
+            )
+            return
+        sizes = set(range(start, t.global_batch_size + 1, increment))
+    for size in sorted(sizes):
+        if size % rank_samples:
+            yield (
+                f"global batch {size} is not a multiple of micro batch {t.micro_batch_size} x DP {grid.dp} = "
+                f"{rank_samples}",
+                f"use a multiple of {rank_samples}",
+            )
+        elif grid.vpp:
+            microbatches = size // rank_samples
+            if microbatches < group or 0 < microbatches % group < grid.pp:
+                yield (
+                    f"{microbatches} microbatches do not fit the interleaved schedule in groups of {group}",
+                    f"make global batch / (micro batch x DP) a multiple of {group}",
+                )
+
+
+def _check_length(options, grid: Layout) -> Iterator[Problem]:
+    t = options.training
+    if t.train_samples and t.rampup_batch_size is None and t.train_samples < global_batch_size(t, 0):
+        yield f"--train-samples {t.train_samples} is less than one batch of {t.global_batch_size}", "train for longer"
+
+
+def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
+    s, by_samples = options.schedule, options.training.train_samples is not None
+    wrong = ("iters", "samples") if by_samples else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(s, f"{name}_{wrong[0]}"):
+            dashed = name.replace("_", "-")
+            yield (
+                f"--{dashed}-{wrong[0]} does not go with --train-{wrong[1]}",
+                f"use --{dashed}-{wrong[1]}",
+            )
+    if not by_samples and options.training.train_iters:
+        decay = s.lr_decay_iters or options.training.train_iters
+        if s.lr_warmup_iters >= decay and s.lr_decay_style != "constant":
+            yield (
+                f"--lr-warmup-iters {s.lr_warmup_iters} does not end before the decay of {decay} steps",
+                "shorten the warm-up or lengthen --lr-decay-iters",
+            )
+
+
+def _check_data(options, grid: Layout) -> Iterator[Problem]:
+    d = options.data
+    if not (d.mock_data or d.data_path or d.train_data_path or options.evaluation.skip_train):
+        yield "there is nothing to train on", "add --data-path PREFIX or --mock-data"
+    if d.reset_attention_mask and options.kernels.transformer_impl == "transformer_engine":
+        yield "--reset-attention-mask needs explicit masks", "add --transformer-impl local"
+
+
+def _check_needs_te(options, grid: Layout) -> list[Problem]:
+    wanted = {
+        "--context-parallel-size": grid.cp > 1,
+        "--transformer-impl transformer_engine": options.kernels.transformer_impl == "transformer_engine",
+        "--moe-grouped-gemm": bool(options.moe.num_experts) and options.moe.moe_grouped_gemm,
+        "--moe-permute-fusion": bool(options.moe.num_experts) and options.moe.moe_permute_fusion,
+        "--cross-entropy-fusion-impl te": options.kernels.cross_entropy_fusion_impl == "te",
+    }
+    fix = "pip install 'megatron-ft[te]' on a CUDA machine, or drop the flag"
+    return [(f"{flag} needs Transformer Engine, which is not installed", fix) for flag, on in wanted.items() if on]

@@ -1,0 +1,53 @@
+"""What a flag is that no option dataclass defines: obsolete, renamed, another one's misspelling, or not supported."""
+
+import difflib
+from functools import cache
+from pathlib import Path
+
+ACCEPTED = {
+    "--use-mcore-models": "megatron-core's models are the only ones",
+    "--use-dist-ckpt": "distributed checkpoints are the only ones",
+    "--dist-ckpt-format": "torch_dist is the only format",
+    "--auto-detect-ckpt-format": "torch_dist is the only format",
+    "--log-throughput": "throughput is always logged",
+    "--log-timers-to-tensorboard": "timers go to TensorBoard whenever both are on",
+    "--no-one-logger": "there is no one-logger",
+    "--disable-msc": "there is no multi-storage client",
+    "--lazy-mpu-init": "long gone from Megatron-LM",
+    "--no-scatter-gather-tensors-in-pipeline": "long gone from Megatron-LM",
+}
+"""Megatron-LM flags that ask for what is always so here. A value, where the flag takes one, is read and dropped."""
+
+ACCEPTED_WITH_VALUE = {"--dist-ckpt-format"}
+
+RENAMED = {
+    "--batch-size": "--micro-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--checkpoint-activations": "--recompute-activations",
+}
+"""Flags Megatron-LM itself refuses in favour of another one."""
+
+
+@cache
+def megatron_lm_flags() -> frozenset[str]:
+    """The flags of Megatron-LM's own parser, core releases 0.16.1 to 0.19.0."""
+    return frozenset((Path(__file__).parent / "megatron_lm_flags.txt").read_text().split())
+
+
+def explain(unknown: str, supported: list[str]) -> tuple[str, str | None]:
+    """What is wrong with ``unknown`` and what to write instead.
+
+    Args:
+        unknown: a command-line word that starts with ``--``, without ``=value``.
+        supported: every flag the parser knows.
+
+    Returns:
+        (problem, fix)
+    """
+    if unknown in RENAMED:
+        return f"{unknown} is no longer a Megatron-LM flag", f"use {RENAMED[unknown]}"
+    if unknown in megatron_lm_flags():
+        return f"{unknown} is a Megatron-LM flag that is not supported here", "remove it from the command"
+    near = difflib.get_close_matches(unknown, supported, n=1, cutoff=0.6)
+    return f"unknown flag {unknown}", f"did you mean {near[0]}?" if near else "see --help"

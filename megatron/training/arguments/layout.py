@@ -1,0 +1,52 @@
+"""The grid of logical ranks: TP x CP x EP x DP x PP, as a pure function of the flags and the world size."""
+
+from dataclasses import asdict, dataclass
+
+from megatron.training.arguments.parallel import ParallelOptions
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of every parallel dimension. ``vpp`` is None without the interleaved schedule."""
+
+    world_size: int
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    dp: int
+    pp: int
+    vpp: int | None
+
+    def __str__(self) -> str:
+        sizes = {k: v for k, v in asdict(self).items() if k not in ("world_size", "etp") and v not in (None, 1)}
+        return " x ".join(f"{k.upper()}{v}" for k, v in sizes.items()) or "1 rank"
+
+
+def layout(options: ParallelOptions, num_layers: int, world_size: int) -> Layout:
+    """The layout; sizes that do not divide are rounded down (``check`` refuses them beforehand)."""
+    tp, pp, cp = (
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        options.context_parallel_size,
+    )
+    return Layout(
+        world_size=world_size,
+        tp=tp,
+        cp=cp,
+        ep=options.expert_model_parallel_size,
+        etp=options.expert_tensor_parallel_size or tp,
+        dp=world_size // (tp * pp * cp),
+        pp=pp,
+        vpp=_virtual_stages(options, num_layers),
+    )
+
+
+def _virtual_stages(options: ParallelOptions, num_layers: int) -> int | None:
+    """Model chunks per rank; None where that is one."""
+    chunks = options.num_virtual_stages_per_pipeline_rank
+    if options.num_layers_per_virtual_pipeline_stage:
+        extra = options.account_for_embedding_in_pipeline_split + options.account_for_loss_in_pipeline_split
+        slots = num_layers + extra
+        chunks = slots // options.pipeline_model_parallel_size // options.num_layers_per_virtual_pipeline_stage
+    return chunks if chunks and chunks > 1 else None
