@@ -1,0 +1,26 @@
+"""From text to microbatches.
+
+In the order in which a run uses them:
+
+* ``sources``, ``preprocess``: files, folders and JSON lines become an indexed dataset (``P.bin``, ``P.idx``) with a
+  sidecar (``P.meta.json``) that says how it was made.
+* ``indexed``, ``sidecar``, ``blend``, ``checks``: everything that can be wrong with a dataset is found here, before
+  megatron-core opens it.
+* ``datasets``, ``index_cache``, ``share``: megatron-core's datasets, their sample indices built once, by rank 0.
+* ``order``, ``loader``: which sample comes when, and microbatches of them.
+
+What preprocessing needs imports no torch, so that the tool and its workers start at once; for the same reason the
+names below are imported when they are first asked for.
+"""
+
+import importlib
+
+_MODULES = {"MicrobatchLoader": "loader", "build_datasets": "datasets", "dataset_prefixes": "blend"}
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,208 @@
+"""megatron-core's datasets for a run, built so that every rank gets the same samples in the same order.
+
+The datasets, their sizes and so their samples are those of megatron-core's ``BlendedMegatronDatasetBuilder``. It is not
+used itself because an error on rank 0 leaves its other ranks waiting in a barrier, and because its index files are
+trusted however a crash has left them.
+"""
+
+import dataclasses
+import math
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy
+import torch.distributed as dist
+
+import megatron.core
+from ft.errors import UserError
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split, normalize
+from megatron.training.arguments.data import DataOptions
+from megatron.training.data import index_cache
+from megatron.training.data.blend import Blend, Recipe, parse_recipe
+from megatron.training.data.checks import check_enough, check_part, check_tokens
+from megatron.training.data.indexed import read_index
+from megatron.training.data.share import from_rank_0
+from megatron.training.data.sidecar import read_sidecar
+from megatron.training.tokenizer import Tokenizer
+
+_WHOLE = (0.0, 1.0)
+_CACHE_NAME = "index-cache"
+
+
+def build_datasets(
+    data: DataOptions,
+    tokenizer: Tokenizer,
+    seed: int,
+    samples: Sequence[int],
+    is_built_on_rank: Callable[[], bool] = lambda: True,
+) -> tuple:
+    """The (train, valid, test) datasets; a collective call over the default process group where there is one.
+
+    Rank 0 checks the data and builds the sample indices; its errors are raised on every rank.
+
+    Args:
+        data: the data flags; ``seq_length`` has to be set.
+        seed: decides the order of documents and samples.
+        samples: how many samples the run takes of train, valid and test. A part with 0 is not built.
+        is_built_on_rank: whether this rank reads samples; the others get None for every part.
+
+    Returns:
+        Three megatron-core datasets; each sample is a dict of CPU tensors: tokens, labels, position_ids (seq_length,)
+        int64, loss_mask (seq_length,) float32, and with --reset-attention-mask attention_mask (1, seq, seq) bool,
+        True where attention is not allowed. None for a part of which no samples are wanted, that
+        has no data (a share of 0, no path of its own; Megatron-LM skips its evaluation), or that is not built here.
+
+    Raises:
+        UserError: the data can't be used; nothing has been built then.
+    """
+    if data.mock_data:
+        if not is_built_on_rank():
+            return None, None, None
+        return _mock_datasets(_config(data, tokenizer, seed), samples)
+    recipe = parse_recipe(data)
+    bounds = _bounds(data, recipe, tokenizer, seed)
+    wanted = [n if share else 0 for n, share in zip(samples, bounds, strict=True)]
+    if samples[0] and not wanted[0]:
+        given = f"--split {recipe.split}" if recipe.split else "no --train-data-path"
+        raise UserError(f"{given} leaves no data for training", "give train a share, or --train-data-path")
+    root = data.data_cache_path or os.path.join(os.path.dirname(recipe.prefixes[0]) or ".", _CACHE_NAME)
+
+    def check_and_index() -> str:
+        _check(data, recipe, bounds, wanted, tokenizer, root)
+        identity = [megatron.core.__version__, data.seq_length, seed, recipe.split, wanted, tokenizer.fingerprint]
+        identity += [[dataclasses.astuple(b) for b in recipe.blends if b]]
+        identity += [[index_cache.dataset_identity(prefix) for prefix in recipe.prefixes]]
+        return index_cache.prepare(root, index_cache.cache_key(identity), build)
+
+    def build(folder: str) -> None:
+        _assemble(data, recipe, bounds, wanted, _config(data, tokenizer, seed, recipe, folder))
+
+    folder = from_rank_0(check_and_index)
+    if not is_built_on_rank():
+        return None, None, None
+    if not os.path.isdir(folder):
+        raise UserError(
+            f"the index cache {folder}, built by rank 0, is not visible on {socket.gethostname()}",
+            "give --data-cache-path a folder on a file system that all nodes share",
+        )
+    return _assemble(data, recipe, bounds, wanted, _config(data, tokenizer, seed, recipe, folder))
+
+
+def _config(
+    data: DataOptions, tokenizer: Tokenizer, seed: int, recipe: Recipe | None = None, folder: str | None = None
+) -> GPTDatasetConfig:
+    """megatron-core's description of the data; without a recipe, of mock data."""
+    source = {}
+    if recipe and recipe.split:
+        source = {"blend": _as_core(recipe.blends[0]), "split": recipe.split}
+    elif recipe:
+        source = {"blend_per_split": [_as_core(blend) for blend in recipe.blends]}
+    return GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=data.seq_length,
+        path_to_cache=folder,
+        tokenizer=tokenizer,
+        mmap_bin_files=data.mmap_bin_files,
+        num_dataset_builder_threads=data.num_dataset_builder_threads,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        # A causal mask is what attention applies anyway: made per sample it would cost seq_length**2 bytes of traffic.
+        create_attention_mask=data.reset_attention_mask and data.create_attention_mask_in_dataloader,
+        **source,
+    )
+
+
+def _as_core(blend: Blend | None):
+    return blend and (list(blend.prefixes), list(blend.weights) if blend.weights else None)
+
+
+def _bounds(data: DataOptions, recipe: Recipe, tokenizer: Tokenizer, seed: int) -> list:
+    """For each part the shares of the documents between which it lies, or None for a part with none."""
+    if recipe.split:
+        return _config(data, tokenizer, seed, recipe).split_matrix
+    return [_WHOLE if blend else None for blend in recipe.blends]
+
+
+def _check(data: DataOptions, recipe: Recipe, bounds, wanted, tokenizer: Tokenizer, root: str) -> None:
+    indices = {prefix: read_index(prefix) for prefix in recipe.prefixes}
+    for part, blend in enumerate(recipe.blends):
+        for prefix in blend.prefixes if wanted[part] else ():
+            flag = f"--split {recipe.split}" if recipe.split else blend.flag
+            check_part(part, indices[prefix], bounds[part], flag, data.seq_length)
+    for prefix, index in indices.items():
+        check_tokens(index, read_sidecar(prefix), tokenizer, root)
+
+
+def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTDatasetConfig) -> tuple:
+    """The datasets of all parts that samples are wanted of; index files are read from or written to the cache."""
+    opened = {}
+
+    def low_level(prefix: str) -> IndexedDataset:
+        if prefix not in opened:
+            opened[prefix] = GPTDataset.build_low_level_dataset(prefix, config)
+        return opened[prefix]
+
+    def one(prefix: str, part: int, size: int | None) -> GPTDataset:
+        return _documents(GPTDataset, low_level(prefix), prefix, bounds[part], size, Split(part), config)
+
+    datasets = []
+    for part, (blend, size) in enumerate(zip(recipe.blends, wanted, strict=True)):
+        if not size:
+            datasets.append(None)
+        elif len(blend.prefixes) == 1 and (blend.weights is None or recipe.split is None):
+            datasets.append(one(blend.prefixes[0], part, size))
+        else:
+            datasets.append(_blended(blend, part, size, one, config))
+            if data.dataloader_type != "cyclic":
+                check_enough(part, blend.flag, len(datasets[-1]), size)
+    return tuple(datasets)
+
+
+def _blended(blend: Blend, part: int, size: int, one: Callable, config: GPTDatasetConfig) -> BlendedDataset:
+    """``size`` samples of a blend; without weights at most one pass through it."""
+    sizes = [None] * len(blend.prefixes)
+    if blend.weights:
+        weights = normalize(blend.weights)
+        targets = [math.ceil(size * weight) for weight in weights]
+        # megatron-core's surplus: the blending order may take slightly more of a dataset than its share.
+        sizes = [math.ceil(target * (1 + config.mid_level_dataset_surplus)) for target in targets]
+    with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
+        parts = list(pool.map(lambda item: one(item[0], part, item[1]), zip(blend.prefixes, sizes, strict=True)))
+    if blend.weights:
+        size = sum(targets)
+    else:
+        weights = [len(dataset) for dataset in parts]
+        size = min(size, sum(weights))
+    if not dist.is_initialized():
+        # megatron-core 0.16 asks torch.distributed for its rank before it writes this index; without one, keep it
+        # in memory.
+        config = dataclasses.replace(config, path_to_cache=None)
+    return BlendedDataset(parts, weights, size, config)
+
+
+def _documents(cls, low_level, prefix: str | None, bounds, size: int | None, split: Split, config) -> GPTDataset:
+    """``size`` samples (None: one pass) of the documents of ``low_level`` that lie in ``bounds``."""
+    count = cls.numel_low_level_dataset(low_level)
+    first, last = (round(share * float(count)) for share in bounds)
+    return cls(low_level, prefix, numpy.arange(first, last, dtype=numpy.int32), size, split, config)
+
+
+def _mock_datasets(config: GPTDatasetConfig, samples: Sequence[int]) -> tuple:
+    """megatron-core's synthetic samples: counting token ids in documents of random length, equal in every run."""
+    low_level = MockGPTLowLevelDataset(config.tokenizer)
+    bounds = config.split_matrix
+    return tuple(
+        _documents(MockGPTDataset, low_level, None, bounds[part], size, Split(part), config) if size else None
+        for part, size in enumerate(samples)
+    )

@@ -1,0 +1,105 @@
+"""The folder of a run's sample indices: complete and checked, or not there.
+
+megatron-core writes its index files one after the other under their final names and later trusts any that exist: a
+crash in between leaves torn files, and data made anew under the same prefix is read with the old indices. Here every
+set of inputs has its own folder, which gets its name only when all files in it are written.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ft.errors import UserError
+from megatron.training.data.temporary import remove_leftovers, temporary_name
+
+logger = logging.getLogger(__name__)
+
+_MANIFEST = "complete.json"
+_CHECKED_BYTES = 16 << 20
+_FIX = "give --data-cache-path a writable folder with free space"
+
+
+def dataset_identity(prefix: str) -> list:
+    """Name, sizes and times of a dataset's two files: changes when the dataset is made anew."""
+    stats = [os.stat(prefix + suffix) for suffix in (".idx", ".bin")]
+    return [prefix, *((s.st_size, s.st_mtime_ns) for s in stats)]
+
+
+def cache_key(inputs: Sequence[Any]) -> str:
+    """Name of the folder for these inputs (JSON-able)."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def prepare(root: str, key: str, build: Callable[[str], None]) -> str:
+    """The complete folder ``root/key``; where there is none, ``build(folder)`` fills one. Call on one rank only.
+
+    A folder that is not what its manifest says is built again, with a warning.
+
+    Raises:
+        UserError: the folder can't be written.
+    """
+    final = Path(root) / key
+    problem = _problem(final)
+    if problem is None:
+        return str(final)
+    staged = Path(temporary_name(str(final)))
+    try:
+        if final.exists():
+            logger.warning("index cache %s is damaged (%s): building it again", final, problem)
+            shutil.rmtree(final)
+        staged.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(str(final))
+        build(str(staged))
+        _seal(staged)
+        _publish(staged, final)
+    except OSError as error:
+        raise UserError(f"can't write the index cache {final}: {error}", _FIX) from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return str(final)
+
+
+def _problem(folder: Path) -> str | None:
+    """Why a folder can't be used, or None."""
+    try:
+        files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        for name, facts in files.items():
+            if _facts(folder / name) != facts:
+                return f"{name} is not as it was written"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"no usable manifest: {error}"
+    return None
+
+
+def _seal(folder: Path) -> None:
+    """Writes all files through to the disk, then the manifest."""
+    facts = {}
+    for path in sorted(folder.iterdir()):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        facts[path.name] = _facts(path)
+    with open(folder / _MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(facts, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(staged: Path, final: Path) -> None:
+    try:
+        staged.rename(final)
+    except OSError:
+        # Another run built the same folder meanwhile; both are equal, so its own serves.
+        if _problem(final) is not None:
+            raise
+
+
+def _facts(path: Path) -> list[int]:
+    # Bounded, so that starting a run does not read terabytes: files that were cut short show in the size.
+    with open(path, "rb") as file:
+        return [path.stat().st_size, zlib.crc32(file.read(_CHECKED_BYTES))]

@@ -1,0 +1,74 @@
+"""``P.meta.json``: what an indexed dataset ``P.bin``/``P.idx`` was made from and with.
+
+Not ``P.json``: that is what the text itself is often called.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+
+from ft.errors import UserError
+
+FORMAT_VERSION = 1
+SUFFIX = ".meta.json"
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Facts about one indexed dataset.
+
+    Attributes:
+        tokenizer_type, tokenizer_model, fingerprint, vocab_size: the tokenizer (its file as an absolute path).
+        documents, tokens: totals, end-of-document tokens included.
+        max_id: the largest token id in the dataset.
+        unigram_entropy: entropy of the token frequencies, nats per token: the loss of a model that knows nothing else.
+        sources: number of input files. text_bytes: size of the text that was tokenised.
+        bin_bytes, idx_bytes: sizes of the two files, by which a dataset and its sidecar are matched.
+        inputs_digest: SHA-256 over the inputs' names, sizes and times and over the options.
+        format_version: version of this file's layout.
+    """
+
+    tokenizer_type: str
+    tokenizer_model: str | None
+    fingerprint: str
+    vocab_size: int
+    documents: int
+    tokens: int
+    max_id: int
+    unigram_entropy: float
+    sources: int
+    text_bytes: int
+    bin_bytes: int
+    idx_bytes: int
+    inputs_digest: str
+    format_version: int = FORMAT_VERSION
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def read_sidecar(prefix: str) -> Sidecar | None:
+    """The sidecar of a dataset, or None where it has none (data made with Megatron-LM's own tool).
+
+    Raises:
+        UserError: the file is there but unreadable, of another version, or describes other files than those beside it.
+    """
+    path = prefix + SUFFIX
+    if not os.path.exists(path):
+        return None
+    fix = "make the dataset again with tools/preprocess_data.py, or remove the file if the dataset is sound without it"
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read: {error}", fix) from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path} has format version {version}, this code reads {FORMAT_VERSION}", fix)
+    if missing := {f.name for f in fields(Sidecar)} - set(content):
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}", fix)
+    sidecar = Sidecar(**{f.name: content[f.name] for f in fields(Sidecar)})
+    for suffix, expected in ((".bin", sidecar.bin_bytes), (".idx", sidecar.idx_bytes)):
+        if os.path.exists(prefix + suffix) and (found := os.path.getsize(prefix + suffix)) != expected:
+            raise UserError(f"{path} says {prefix}{suffix} has {expected} bytes, it has {found}", fix)
+    return sidecar

@@ -1,0 +1,285 @@
+"""Tokenizers: text to token ids and back, with a fingerprint that datasets remember.
+
+Every tokenizer has what megatron-core's ``GPTDataset`` reads (``eod``, ``eos``, ``pad``, ``vocab_size``,
+``unique_identifiers``). ``GPTDataset`` replaces tokens equal to ``pad`` by 0 and leaves them out of the loss, so
+``pad`` is never the id of a token that text can contain, nor ``eod``; where a vocabulary has no such token it is -1.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy
+
+from ft.errors import UserError
+from megatron.training.arguments.data import TokenizerOptions
+from megatron.training.data.sidecar import Sidecar, read_sidecar
+
+NO_TOKEN = -1
+
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eod|>", "<|im_end|>", "[EOS]")
+_PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
+_HF_INSTALL = "pip install 'megatron-ft[hf]'"
+
+
+class Tokenizer:
+    """Interface of all tokenizers.
+
+    Attributes:
+        vocab_size: number of token ids before padding; every id is in [0, vocab_size).
+        eod: id that ends a document.
+        pad: id that fills up a sample, or -1 where the vocabulary has none.
+        model: path of the file it was read from, if any.
+    """
+
+    vocab_size: int
+    eod: int
+    pad: int
+    model: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The value of --tokenizer-type."""
+        return type(self).__name__
+
+    @property
+    def eos(self) -> int:
+        return self.eod
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of ``text``, without special tokens around them."""
+        raise NotImplementedError
+
+    def tokenize_to_array(self, text: str, dtype) -> numpy.ndarray:
+        """Like ``tokenize``, as a 1-D array of ``dtype``."""
+        return numpy.array(self.tokenize(text), dtype=dtype)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """Text of token ids; special tokens leave nothing behind."""
+        raise NotImplementedError
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over everything that decides which ids a text gets; equal in every process."""
+        text = json.dumps([self.kind, self.vocab_size, self.eod, self.pad, self._segmentation()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def unique_identifiers(self) -> OrderedDict:
+        """What megatron-core hashes into the names of its index caches."""
+        return OrderedDict({"class": self.kind, "fingerprint": self.fingerprint})
+
+    def _segmentation(self):
+        """JSON-able description of the vocabulary and of how text is cut."""
+        return None
+
+
+class ByteLevelTokenizer(Tokenizer):
+    """UTF-8 bytes are ids 0..255; special tokens follow: 256 end of document, 257 padding, 258 begin of text.
+
+    The special ids lie above the bytes, so that no text can contain one and every text comes back unchanged.
+    (Megatron-LM's tokenizer of this name takes bytes 0 and 1 for end of document and padding.)
+    """
+
+    vocab_size = 259
+    eod = 256
+    pad = 257
+    bos = 258
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def tokenize_to_array(self, text: str, dtype) -> numpy.ndarray:
+        return numpy.frombuffer(text.encode("utf-8"), dtype=numpy.uint8).astype(dtype)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def _segmentation(self):
+        return {"bytes": "utf-8", "bos": self.bos}
+
+
+class NullTokenizer(Tokenizer):
+    """Text is token ids in decimal, separated by white space; for data that is already tokenised, and for benchmarks.
+
+    As in Megatron-LM since 0.17 the vocabulary has exactly ``vocab_size`` ids and the last one ends a document
+    (earlier versions added one more id for it: give them ``vocab_size`` - 1 to get the same ids).
+    """
+
+    pad = NO_TOKEN
+
+    def __init__(self, vocab_size: int):
+        if vocab_size < 2:
+            raise UserError(f"--vocab-size {vocab_size} leaves no id beside end of document", "give at least 2")
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def tokenize(self, text: str) -> list[int]:
+        ids = []
+        for word in text.split():
+            if not word.isdecimal() or int(word) >= self.vocab_size:
+                raise UserError(
+                    f"NullTokenizer reads token ids in [0, {self.vocab_size}), found {word[:40]!r}",
+                    "give text of ids separated by spaces, or another --tokenizer-type or --vocab-size",
+                )
+            ids.append(int(word))
+        return ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A local ``tokenizers`` file (``tokenizer.json``), or a folder that holds one.
+
+    In a folder, ``special_tokens_map.json`` or ``tokenizer_config.json`` name the end-of-document and padding
+    tokens; otherwise they are looked up by their usual names.
+    """
+
+    def __init__(self, model: str):
+        file = _tokenizer_file(model)
+        self.model = str(Path(model).absolute())
+        self._tokenizer = _load_hf(file)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        named = _named_specials(file.parent) if Path(model).is_dir() else {}
+        eod = _first_id(vocabulary, [named.get("eos_token"), *_END_NAMES])
+        if eod is None:
+            raise UserError(
+                f"{file} has no end-of-document token (looked for {', '.join(_END_NAMES)})",
+                "add one to the tokenizer, or give the folder whose special_tokens_map.json names its eos_token",
+            )
+        self.eod = eod
+        pad = _first_id(vocabulary, [named.get("pad_token"), *_PAD_NAMES])
+        self.pad = NO_TOKEN if pad is None or pad == eod else pad
+        self._file = file
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+    def _segmentation(self):
+        # From the file rather than from the library, whose serialisation changes between versions. Post-processing,
+        # truncation and padding play no part in encoding without special tokens.
+        content = json.loads(self._file.read_text(encoding="utf-8"))
+        return {part: content.get(part) for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+
+
+def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] = ()) -> Tokenizer:
+    """The tokenizer that the flags name, else the one that the datasets were made with, else the byte-level one.
+
+    Args:
+        options: the tokenizer's flags.
+        dataset_prefixes: prefixes of all datasets of the run; those with a sidecar say how they were made.
+
+    Raises:
+        UserError: a file is missing or unreadable, the vocabulary is not as large as --vocab-size says, or the
+            tokenizer is not the one that a dataset was made with.
+    """
+    made_with = [(prefix, sidecar) for prefix in dataset_prefixes if (sidecar := read_sidecar(prefix))]
+    kind = options.tokenizer_type or (made_with[0][1].tokenizer_type if made_with else "ByteLevelTokenizer")
+    first = made_with[0][1] if made_with and made_with[0][1].tokenizer_type == kind else None
+    tokenizer = _build(kind, options, first)
+    if kind != "NullTokenizer" and options.vocab_size not in (None, tokenizer.vocab_size):
+        raise UserError(
+            f"--vocab-size is {options.vocab_size} but {_named(tokenizer)} has {tokenizer.vocab_size} ids",
+            f"drop --vocab-size or give {tokenizer.vocab_size}",
+        )
+    for prefix, sidecar in made_with:
+        check_made_with(prefix, sidecar, tokenizer)
+    return tokenizer
+
+
+def check_made_with(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer) -> None:
+    """Refuses a dataset that was made with another tokenizer than ``tokenizer``.
+
+    Raises:
+        UserError: the fingerprints differ; both are named.
+    """
+    if sidecar.fingerprint == tokenizer.fingerprint:
+        return
+    made = f"{sidecar.tokenizer_type} {sidecar.tokenizer_model or ''}".strip()
+    raise UserError(
+        f"{prefix} was made with {made} (fingerprint {sidecar.fingerprint[:12]}, {sidecar.vocab_size} ids), "
+        f"this run has {_named(tokenizer)} (fingerprint {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids)",
+        "use the dataset's tokenizer, or make the dataset again with tools/preprocess_data.py",
+    )
+
+
+def padded_vocab_size(options: TokenizerOptions, vocab_size: int, tensor_parallel_size: int) -> int:
+    """Rows of the embedding: --padded-vocab-size, else ``vocab_size`` padded as --make-vocab-size-divisible-by says.
+
+    Raises:
+        UserError: --padded-vocab-size holds fewer ids than the vocabulary, or can't be split over the ranks.
+    """
+    padded = options.padded_vocab_size
+    if padded is None:
+        multiple = options.make_vocab_size_divisible_by * tensor_parallel_size
+        return -(-vocab_size // multiple) * multiple
+    if padded < vocab_size or padded % tensor_parallel_size:
+        raise UserError(
+            f"--padded-vocab-size {padded} has to hold {vocab_size} ids and be divisible by the tensor-parallel size "
+            f"{tensor_parallel_size}",
+            "drop it, or give such a number",
+        )
+    return padded
+
+
+def _build(kind: str, options: TokenizerOptions, sidecar: Sidecar | None) -> Tokenizer:
+    if kind == "ByteLevelTokenizer":
+        return ByteLevelTokenizer()
+    if kind == "NullTokenizer":
+        return NullTokenizer(options.vocab_size or sidecar.vocab_size)
+    model = options.tokenizer_model or (sidecar.tokenizer_model if sidecar else None)
+    if kind != "HuggingFaceTokenizer" or model is None:
+        raise UserError(f"the dataset was made with {kind}", "add --tokenizer-model with its file, or make it again")
+    return HuggingFaceTokenizer(model)
+
+
+def _named(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind} {tokenizer.model or ''}".strip()
+
+
+def _tokenizer_file(model: str) -> Path:
+    path = Path(model)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"no tokenizer file at {file}", "give --tokenizer-model a tokenizer.json or its folder")
+    return file
+
+
+def _load_hf(file: Path):
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError("HuggingFaceTokenizer needs the package 'tokenizers'", _HF_INSTALL) from error
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for anything it can't parse
+        raise UserError(f"{file} is not a tokenizers file: {error}", "give a tokenizer.json") from error
+
+
+def _named_specials(folder: Path) -> dict[str, str]:
+    """Names of the special tokens (eos_token, pad_token, ...) that a folder's JSON files give."""
+    named = {}
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{file} is not valid JSON: {error}", "repair or remove it") from error
+        for key, value in content.items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(token, str):
+                named[key] = token
+    return named
+
+
+def _first_id(vocabulary: dict[str, int], names: Iterable[str | None]) -> int | None:
+    return next((vocabulary[name] for name in names if name in vocabulary), None)

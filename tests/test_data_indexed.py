@@ -1,0 +1,94 @@
+"""Every way in which the two files of a dataset can be broken has an error that names the file and the fix."""
+
+import os
+import struct
+
+import numpy
+import pytest
+
+from ft.errors import UserError
+from megatron.training.data.indexed import encode_index, id_range, read_index
+from megatron.training.data.sidecar import read_sidecar
+
+LENGTHS = [5, 0, 7, 3]
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    path = tmp_path / "data"
+    numpy.arange(sum(LENGTHS), dtype=numpy.uint16).tofile(f"{path}.bin")
+    path.with_suffix(".idx").write_bytes(encode_index(numpy.dtype("uint16"), LENGTHS))
+    return str(path)
+
+
+def overwrite(path, offset, content):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def test_sound(prefix):
+    index = read_index(prefix)
+    assert (index.documents, index.tokens, index.dtype) == (4, 15, numpy.uint16)
+    assert index.lengths.tolist() == LENGTHS
+    assert id_range(index) == (0, 14)
+    assert read_sidecar(prefix) is None
+
+
+BREAKS = {
+    "no idx": (lambda p: os.unlink(f"{p}.idx"), r"data\.idx does not exist"),
+    "no bin": (lambda p: os.unlink(f"{p}.bin"), r"data\.bin does not exist"),
+    "magic": (lambda p: overwrite(f"{p}.idx", 0, b"GGUF"), "not a Megatron index: it starts with b'GGUFIDX"),
+    "empty idx": (lambda p: os.truncate(f"{p}.idx", 0), "not a Megatron index"),
+    "short header": (lambda p: os.truncate(f"{p}.idx", 20), "cut short: it has 20 bytes, its header alone 34"),
+    "version": (lambda p: overwrite(f"{p}.idx", 9, struct.pack("<Q", 3)), "index version 3"),
+    "dtype": (lambda p: overwrite(f"{p}.idx", 17, b"\x63"), "dtype code 99"),
+    "float dtype": (lambda p: overwrite(f"{p}.idx", 17, b"\x07"), "dtype code 7"),
+    "short idx": (lambda p: os.truncate(f"{p}.idx", 100), "cut short: it has 100 bytes, its header says 122"),
+    "huge count": (lambda p: overwrite(f"{p}.idx", 18, struct.pack("<Q", 2**50)), "cut short"),
+    "no documents": (lambda p: overwrite(f"{p}.idx", 18, struct.pack("<QQ", 0, 1)), "holds no documents"),
+    "no tokens": (lambda p: overwrite(f"{p}.idx", 34, bytes(4 * 4 + 4 * 8)), "without a single token"),
+    "short bin": (lambda p: os.truncate(f"{p}.bin", 20), r"data\.bin has 20 bytes, .* says 15 tokens .*\(30\)"),
+    "negative length": (lambda p: overwrite(f"{p}.idx", 38, struct.pack("<i", -5)), "inconsistent at sequence 1"),
+    "offset": (lambda p: overwrite(f"{p}.idx", 66, struct.pack("<q", 3)), "inconsistent at sequence 2"),
+    "boundaries": (lambda p: overwrite(f"{p}.idx", 114, struct.pack("<q", 9)), "do not cover its 4 sequences"),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_broken(prefix, what):
+    change, message = BREAKS[what]
+    change(prefix)
+    with pytest.raises(UserError, match=message) as caught:
+        read_index(prefix)
+    assert caught.value.fix
+
+
+def test_what_is_no_prefix(prefix, tmp_path):
+    with pytest.raises(UserError, match="not its prefix") as caught:
+        read_index(f"{prefix}.bin")
+    assert caught.value.fix == f"give {prefix}"
+    (tmp_path / "raw.jsonl").write_text("{}")
+    for path in (tmp_path / "raw.jsonl", tmp_path):
+        with pytest.raises(UserError, match="is not an indexed dataset") as caught:
+            read_index(str(path))
+        assert "preprocess_data.py --input" in caught.value.fix
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable(prefix):
+    os.chmod(f"{prefix}.bin", 0)
+    with pytest.raises(UserError, match="permission denied"):
+        read_index(prefix)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "can't be read"), ("[]", "format version None"), ('{"format_version": 9}', "format version 9, this code"),
+     ('{"format_version": 1}', "lacks bin_bytes, documents")],
+)  # fmt: skip
+def test_bad_sidecar(prefix, content, message):
+    with open(f"{prefix}.meta.json", "w") as file:
+        file.write(content)
+    with pytest.raises(UserError, match=message):
+        read_sidecar(prefix)

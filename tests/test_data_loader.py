@@ -1,0 +1,143 @@
+"""The microbatch loader: order from any position, errors where they belong, no threads left behind."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from ft.errors import UserError
+from megatron.training.data.loader import MicrobatchLoader
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample i is [i, i]; sample ``bad`` fails as often as ``failures`` says."""
+
+    def __init__(self, size, bad=None, failures=0, delay=0.0):
+        self.size, self.bad, self.failures, self.delay, self.reads = size, bad, failures, delay, 0
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        self.reads += 1
+        time.sleep(self.delay)
+        if i == self.bad and self.failures:
+            self.failures -= 1
+            raise OSError(f"sample {i} can't be read")
+        return {"tokens": torch.tensor([i, i]), "loss_mask": torch.ones(2), "dataset_id": 0}
+
+
+def firsts(batch):
+    return batch["tokens"][:, 0].tolist()
+
+
+def take(loader, count):
+    return [firsts(next(loader)) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left():
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_any_position_gives_the_same_microbatches(workers, cyclic):
+    dataset = Numbers(101 if cyclic else 400)
+
+    def loader(**options):
+        return MicrobatchLoader(
+            dataset, micro_batch_size=3, data_parallel_rank=1, data_parallel_size=2, cyclic=cyclic, seed=5, **options
+        )
+
+    with loader() as straight:
+        expected = take(straight, 60)
+    with loader(num_workers=workers, consumed_samples=6 * 7) as jumping:
+        assert take(jumping, 5) == expected[7:12]
+        assert jumping.consumed_samples == 6 * 12
+        for start in (50, 0, 31, 32):
+            jumping.seek(6 * start)
+            assert take(jumping, 9) == expected[start : start + 9]
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_samples_do_not_depend_on_the_number_of_ranks(cyclic):
+    def all_ranks(ranks, rows, steps):
+        loaders = [
+            MicrobatchLoader(
+                Numbers(64), micro_batch_size=rows, data_parallel_rank=r, data_parallel_size=ranks, cyclic=cyclic
+            )
+            for r in range(ranks)
+        ]
+        return [i for _ in range(steps) for loader in loaders for i in firsts(next(loader))]
+
+    assert all_ranks(1, 4, 12) == all_ranks(4, 1, 12) == all_ranks(2, 4, 6)
+
+
+def test_a_growing_batch_is_a_growing_number_of_microbatches():
+    with MicrobatchLoader(Numbers(100), micro_batch_size=2, data_parallel_size=2, num_workers=2) as loader:
+        consumed = 0
+        for microbatches in (1, 1, 2, 4):
+            assert loader.consumed_samples == consumed
+            assert take(loader, microbatches) == [[consumed + 4 * m, consumed + 4 * m + 1] for m in range(microbatches)]
+            consumed += 4 * microbatches
+
+
+def test_batches_hold_what_the_dataset_makes_and_no_more():
+    with MicrobatchLoader(Numbers(4), micro_batch_size=2) as loader:
+        batch = next(loader)
+    assert set(batch) == {"tokens", "loss_mask"} and batch["tokens"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_errors_reach_the_consumer_at_their_place_and_can_be_retried(workers):
+    dataset = Numbers(40, bad=9, failures=1)
+    with MicrobatchLoader(dataset, micro_batch_size=2, num_workers=workers) as loader:
+        assert take(loader, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        with pytest.raises(OSError, match="sample 9"):
+            next(loader)
+        assert loader.consumed_samples == 8
+        assert take(loader, 2) == [[8, 9], [10, 11]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_end_of_data_is_named(workers):
+    with MicrobatchLoader(Numbers(11), micro_batch_size=4, num_workers=workers) as loader:
+        assert take(loader, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        for _ in range(2):
+            with pytest.raises(UserError, match="has 11 samples; after 8 samples a microbatch needs 4 more"):
+                next(loader)
+        loader.seek(0)
+        assert take(loader, 1) == [[0, 1, 2, 3]]
+    with MicrobatchLoader(Numbers(0), micro_batch_size=1, cyclic=True) as loader, pytest.raises(UserError):
+        next(loader)
+
+
+def test_reading_ahead_is_bounded():
+    dataset = Numbers(1000)
+    with MicrobatchLoader(dataset, micro_batch_size=1, num_workers=2) as loader:
+        next(loader)
+        time.sleep(0.1)
+        assert 1 <= dataset.reads <= 6
+
+
+def test_seek_and_close_in_the_middle_of_reading():
+    dataset = Numbers(1000, delay=0.01)
+    loader = MicrobatchLoader(dataset, micro_batch_size=2, num_workers=2)
+    assert firsts(next(loader)) == [0, 1]
+    loader.seek(100)
+    assert firsts(next(loader)) == [100, 101]
+    loader.close()
+    loader.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(loader)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        MicrobatchLoader(Numbers(4), micro_batch_size=1, data_parallel_rank=2, data_parallel_size=2)
+    with pytest.raises(ValueError, match="-1"):
+        MicrobatchLoader(Numbers(4), micro_batch_size=1, consumed_samples=-1)

@@ -1,0 +1,202 @@
+"""Tokenizers: round trips, special tokens, fingerprints, and every way in which they can be given wrongly."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ft.errors import UserError
+from megatron.training.arguments.data import TokenizerOptions
+from megatron.training.data.preprocess import PreprocessOptions, preprocess
+from megatron.training.data.sidecar import Sidecar
+from megatron.training.tokenizer import (
+    ByteLevelTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    build_tokenizer,
+    padded_vocab_size,
+)
+
+
+@pytest.fixture
+def hf_folder(tmp_path):
+    """A small trained BPE in a folder that names its special tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<unk>", "</s>", "<pad>", "<stop>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["def f(x):\n    return x + 1\n"] * 50, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write_sidecar(prefix, tokenizer, **changes):
+    facts = {"documents": 1, "tokens": 2, "max_id": 1, "unigram_entropy": 0.0, "sources": 1, "text_bytes": 1}
+    facts |= {"tokenizer_type": tokenizer.kind, "tokenizer_model": tokenizer.model, "vocab_size": tokenizer.vocab_size}
+    facts |= {"fingerprint": tokenizer.fingerprint, "bin_bytes": 4, "idx_bytes": 62, "inputs_digest": ""}
+    sidecar = Sidecar(**(facts | changes))
+    prefix.with_suffix(".meta.json").write_text(sidecar.as_json())
+    return str(prefix)
+
+
+@pytest.mark.parametrize("text", ["", "plain", "naïve — 漢字 🙂", "\x00\x01 tab\t", "".join(map(chr, range(0x250)))])
+def test_bytes_come_back(text):
+    tokenizer = ByteLevelTokenizer()
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.detokenize(ids) == text
+    assert tokenizer.tokenize_to_array(text, "uint16").tolist() == ids
+    assert all(i < 256 for i in ids)
+
+
+def test_special_bytes_are_no_text():
+    tokenizer = ByteLevelTokenizer()
+    specials = {tokenizer.eod, tokenizer.pad, tokenizer.bos}
+    assert len(specials) == 3 and min(specials) > 255 and max(specials) == tokenizer.vocab_size - 1
+    assert tokenizer.detokenize([104, 105, tokenizer.eod, tokenizer.pad]) == "hi"
+
+
+def test_null_tokenizer_has_eod_as_its_last_id():
+    tokenizer = NullTokenizer(100)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (100, 99, -1)
+    assert tokenizer.tokenize("1 2\n98") == [1, 2, 98]
+    assert tokenizer.detokenize([1, 2]) == "1 2"
+
+
+@pytest.mark.parametrize("text", ["1 two", "1 100", "-1", "1.5"])
+def test_null_tokenizer_refuses_what_is_no_id(text):
+    with pytest.raises(UserError, match=r"\[0, 100\)"):
+        NullTokenizer(100).tokenize(text)
+
+
+def test_hugging_face_file(hf_folder):
+    text = "def g(y):\n    return y + 1  # ü\n"
+    tokenizer = HuggingFaceTokenizer(str(hf_folder / "tokenizer.json"))
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.detokenize(ids) == text and len(ids) < len(text.encode())
+    assert (tokenizer.eod, tokenizer.pad) == (1, 2)
+    assert tokenizer.vocab_size > max(ids)
+
+
+def test_hugging_face_folder_names_its_special_tokens(hf_folder):
+    (hf_folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
+    assert HuggingFaceTokenizer(str(hf_folder)).eod == 3
+
+
+def test_padding_is_never_end_of_document(hf_folder):
+    (hf_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "pad_token": "</s>"}))
+    tokenizer = HuggingFaceTokenizer(str(hf_folder))
+    assert (tokenizer.eod, tokenizer.pad) == (1, -1)
+
+
+def test_hugging_face_fingerprint_is_of_meaning_not_of_layout(hf_folder):
+    file = hf_folder / "tokenizer.json"
+    before = HuggingFaceTokenizer(str(file)).fingerprint
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content, indent=7))
+    assert HuggingFaceTokenizer(str(hf_folder)).fingerprint == before
+    content["model"]["merges"].pop()
+    file.write_text(json.dumps(content))
+    assert HuggingFaceTokenizer(str(file)).fingerprint != before
+
+
+def test_hugging_face_without_end_of_document(hf_folder):
+    file = hf_folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("</s>", "<other>"))
+    with pytest.raises(UserError, match="no end-of-document token"):
+        HuggingFaceTokenizer(str(file))
+
+
+def test_hugging_face_bad_files(tmp_path):
+    pytest.importorskip("tokenizers")
+    with pytest.raises(UserError, match="no tokenizer file"):
+        HuggingFaceTokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="not a tokenizers file"):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_missing_package_is_named(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"pip install 'megatron-ft\[hf\]'"):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_fingerprints_differ_and_are_equal_in_other_processes():
+    mine = [ByteLevelTokenizer().fingerprint, NullTokenizer(300).fingerprint, NullTokenizer(301).fingerprint]
+    assert len(set(mine)) == 3
+    code = (
+        "from megatron.training.tokenizer import *\n"
+        "print(ByteLevelTokenizer().fingerprint, NullTokenizer(300).fingerprint, NullTokenizer(301).fingerprint)"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == mine
+
+
+def test_default_is_what_the_dataset_was_made_with(tmp_path):
+    assert build_tokenizer(TokenizerOptions()).kind == "ByteLevelTokenizer"
+    prefix = write_sidecar(tmp_path / "numbers", NullTokenizer(50))
+    tokenizer = build_tokenizer(TokenizerOptions(), [prefix, str(tmp_path / "without sidecar")])
+    assert (tokenizer.kind, tokenizer.vocab_size) == ("NullTokenizer", 50)
+
+
+def test_datasets_of_a_file_are_the_same_for_any_workers(tmp_path, hf_folder):
+    (tmp_path / "x.txt").write_text("def h(z):\n    return z\n")
+    options = TokenizerOptions(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hf_folder))
+    made = []
+    for workers in (1, 2):
+        prefix = str(tmp_path / f"out{workers}")
+        preprocess(PreprocessOptions(input=[str(tmp_path / "x.txt")], output_prefix=prefix, workers=workers), options)
+        made.append((tmp_path / f"out{workers}.bin").read_bytes())
+    assert made[0] == made[1]
+    assert build_tokenizer(TokenizerOptions(), [prefix]).kind == "HuggingFaceTokenizer"
+
+
+def test_default_finds_the_file_again(tmp_path, hf_folder):
+    prefix = write_sidecar(tmp_path / "words", HuggingFaceTokenizer(str(hf_folder)))
+    assert build_tokenizer(TokenizerOptions(), [prefix]).model == str(hf_folder)
+    (hf_folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="no tokenizer file"):
+        build_tokenizer(TokenizerOptions(), [prefix])
+
+
+def test_another_tokenizer_than_the_datasets(tmp_path):
+    prefix = write_sidecar(tmp_path / "numbers", NullTokenizer(50))
+    with pytest.raises(UserError, match=r"numbers was made with NullTokenizer .*this run has ByteLevelTokenizer"):
+        build_tokenizer(TokenizerOptions(tokenizer_type="ByteLevelTokenizer"), [prefix])
+    with pytest.raises(UserError, match=r"50 ids.*60 ids"):
+        build_tokenizer(TokenizerOptions(tokenizer_type="NullTokenizer", vocab_size=60), [prefix])
+
+
+def test_datasets_that_disagree(tmp_path):
+    first = write_sidecar(tmp_path / "numbers", NullTokenizer(50))
+    second = write_sidecar(tmp_path / "text", ByteLevelTokenizer())
+    with pytest.raises(UserError, match=r"text was made with ByteLevelTokenizer"):
+        build_tokenizer(TokenizerOptions(), [first, second])
+
+
+def test_vocab_size_is_checked():
+    assert build_tokenizer(TokenizerOptions(vocab_size=259)).vocab_size == 259
+    with pytest.raises(UserError, match="--vocab-size is 256 but ByteLevelTokenizer has 259"):
+        build_tokenizer(TokenizerOptions(vocab_size=256))
+
+
+@pytest.mark.parametrize(
+    ("size", "divisible_by", "tp", "padded"), [(259, 128, 1, 384), (259, 128, 2, 512), (512, 128, 4, 512), (1, 1, 1, 1)]
+)
+def test_padded_vocab_size(size, divisible_by, tp, padded):
+    options = TokenizerOptions(make_vocab_size_divisible_by=divisible_by)
+    assert padded_vocab_size(options, size, tp) == padded
+
+
+def test_padded_vocab_size_that_is_given():
+    assert padded_vocab_size(TokenizerOptions(padded_vocab_size=300), 259, 2) == 300
+    for given in (258, 301):
+        with pytest.raises(UserError, match=f"--padded-vocab-size {given} has to hold 259 ids"):
+            padded_vocab_size(TokenizerOptions(padded_vocab_size=given), 259, 2)

@@ -1,0 +1,73 @@
+#!/usr/bin/env python3
+"""Tokenises text into Megatron's indexed format.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus
+    python tools/preprocess_data.py --input ~/src --include '*.py' --exclude test --output-prefix data/src
+
+Then train with --data-path data/corpus.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout that is not installed
+
+from ft.errors import UserError
+from megatron.training.arguments import schema
+from megatron.training.arguments.data import TokenizerOptions
+from megatron.training.data.preprocess import PreprocessOptions, preprocess
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0, or 2 for input that can't work."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    for options in (PreprocessOptions, TokenizerOptions):
+        schema.add_flags(parser, options)
+    namespace = parser.parse_args(argv)
+    try:
+        options = schema.build(PreprocessOptions, namespace)
+        started = time.monotonic()
+        with _Bar() as bar:
+            sidecar, skipped, existed = preprocess(options, schema.build(TokenizerOptions, namespace), bar)
+    except UserError as error:
+        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("preprocess_data.py: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    took = "already there" if existed else f"{time.monotonic() - started:.1f} s"
+    print(
+        f"{options.output_prefix}: {sidecar.documents} documents, {sidecar.tokens} tokens, "
+        f"{sidecar.text_bytes / 1e6:.1f} MB of text, unigram entropy {sidecar.unigram_entropy:.4f} nats/token ({took})"
+    )
+    if skipped:
+        print("skipped: " + ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())))
+    return 0
+
+
+class _Bar:
+    """A progress bar on a terminal, nothing elsewhere."""
+
+    def __enter__(self):
+        self._bar = None
+        return self
+
+    def __call__(self, n: int) -> None:
+        if n <= 0 and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=-n, unit="B", unit_scale=True, leave=False)
+        elif self._bar is not None:
+            self._bar.update(n)
+
+    def __exit__(self, *exc):
+        if self._bar is not None:
+            self._bar.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
