@@ -1,0 +1,96 @@
+"""`python -m megatron.patches`: what is patched, where and why, and whether it fits a megatron-core.
+
+Exit status: 0 if everything fits, 1 if something does not, 2 on bad input.
+"""
+
+import argparse
+import json
+import sys
+import textwrap
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+from ft.errors import UserError
+from megatron.patches.check import Finding, check
+from megatron.patches.manifest import MANIFEST, SUPPORTED_CORE
+from megatron.patches.sources import CoreSources, archived_core, installed_core
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command with `argv` (the process's arguments by default); returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m megatron.patches", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--wheel", type=Path, metavar="FILE", help="check against this wheel or source archive, not the installed core"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    try:
+        core = archived_core(options.wheel) if options.wheel else installed_core()
+        findings = check(list(MANIFEST), core, with_torch=not options.wheel and find_spec("torch") is not None)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(as_json(findings, core) if options.json else as_table(findings, core))
+    return 0 if all(finding.fits for finding in findings) else 1
+
+
+def as_json(findings: list[Finding], core: CoreSources) -> str:
+    """One object: the core that was checked, whether all fits, and one object per patch."""
+    patches = [
+        {
+            "module": finding.patch.module,
+            "symbol": finding.patch.symbol,
+            "kind": finding.patch.kind,
+            "why": finding.patch.why,
+            "file": finding.patch.file,
+            "when": finding.patch.when,
+            "checked_on": finding.patch.checked_on,
+            "expected": finding.patch.signatures,
+            "found": finding.found,
+            "status": finding.status,
+        }
+        for finding in findings
+    ]
+    fits = all(finding.fits for finding in findings)
+    return json.dumps({"core": core.version, "origin": core.origin, "fits": fits, "patches": patches}, indent=1)
+
+
+def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> str:
+    """The table for people: core's symbols a row each, torch's grouped by their reason."""
+    of_core = [finding for finding in findings if finding.patch.kind == "core"]
+    of_torch = [finding for finding in findings if finding.patch.kind == "torch"]
+    header = ("STATUS", "WHEN", "FILE")
+    sizes = [max(map(len, column)) for column in zip(header, *map(_columns, findings), strict=True)]
+    indent = " " * (sum(sizes) + 2 * len(sizes))
+
+    def row(columns: tuple[str, ...], text: str) -> str:
+        return "".join(f"{cell:{size}}  " for cell, size in zip(columns, sizes, strict=True)) + text
+
+    def wrapped(text: str) -> list[str]:
+        return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+    lines = [f"megatron-core {core.version} at {core.origin}", f"supported: {SUPPORTED_CORE}", ""]
+    lines.append(row(header, "SYMBOL OF MEGATRON-CORE, AND WHY"))
+    for finding in of_core:
+        lines += [row(_columns(finding), finding.patch.name), *wrapped(finding.patch.why)]
+        if not finding.fits:
+            expected = " or ".join(finding.patch.signatures) or "a name of that module"
+            lines += wrapped(f"expected {expected}, found {finding.found or 'nothing of that name'}")
+    lines += ["", row(header, "WHY, AND SYMBOLS OF TORCH")]
+    groups: dict[tuple, list[str]] = {}
+    for finding in of_torch:
+        groups.setdefault((_columns(finding), finding.patch.why), []).append(finding.patch.name)
+    for (columns, why), names in groups.items():
+        lines += [row(columns, why), *wrapped(", ".join(names))]
+    counts = Counter(finding.status for finding in findings)
+    lines += ["", f"{len(findings)} symbols: " + ", ".join(f"{n} {status}" for status, n in counts.items())]
+    return "\n".join(lines)
+
+
+def _columns(finding: Finding) -> tuple[str, str, str]:
+    return finding.status, finding.patch.when, f"{finding.patch.file}.py"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

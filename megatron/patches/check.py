@@ -1,0 +1,109 @@
+"""Whether a symbol of the manifest is where, and what, the manifest says. Decides from sources, imports no core."""
+
+import ast
+import importlib
+from dataclasses import dataclass
+
+from ft.errors import UserError
+from megatron.patches.manifest import SUPPORTED_CORE, Patch
+from megatron.patches.sources import CoreSources
+
+FITS, MISSING, CHANGED, NOT_CHECKED = "fits", "missing", "changed", "not checked"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found for one patch: `status` is FITS, MISSING, CHANGED or NOT_CHECKED; `found` the signature
+    that is there, None for a name without one and for a missing symbol."""
+
+    patch: Patch
+    status: str
+    found: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.status in (FITS, NOT_CHECKED)
+
+
+def check(patches: list[Patch], core: CoreSources, with_torch: bool) -> list[Finding]:
+    """One finding per patch, in order; patches of torch are looked up in the imported torch if `with_torch`."""
+    return [_check_core(patch, core) if patch.kind == "core" else _check_torch(patch, with_torch) for patch in patches]
+
+
+def refusal(finding: Finding, core: CoreSources) -> UserError:
+    """The error for a patch that does not fit: names the symbol, both signatures and both versions."""
+    patch = finding.patch
+    expected = " or ".join(patch.signatures) or "a name of that module"
+    found = finding.found or ("no such symbol" if finding.status == MISSING else "a name, not a function")
+    installed = f"megatron-core {core.version}" if patch.kind == "core" else "the installed torch"
+    return UserError(
+        f"{patch.module}: {patch.symbol} is not what megatron/patches/{patch.file}.py replaces: expected {expected}, "
+        f"found {found} in {installed}",
+        f"install a supported version ({SUPPORTED_CORE}; this patch was checked on {', '.join(patch.checked_on)})",
+    )
+
+
+def _check_core(patch: Patch, core: CoreSources) -> Finding:
+    tree = core.tree(patch.module)
+    if tree is None:
+        return Finding(patch, MISSING)
+    is_there, signature = _look_up(tree.body, patch.symbol.split("."))
+    if not is_there:
+        return Finding(patch, FITS if patch.added else MISSING)
+    if patch.signatures and signature not in patch.signatures:
+        return Finding(patch, CHANGED, signature)
+    return Finding(patch, FITS, signature)
+
+
+def _check_torch(patch: Patch, with_torch: bool) -> Finding:
+    if not with_torch:
+        return Finding(patch, NOT_CHECKED)
+    try:
+        owner = importlib.import_module(patch.module)
+        for part in patch.symbol.split("."):
+            owner = getattr(owner, part)
+    except (ImportError, AttributeError):
+        return Finding(patch, MISSING)
+    return Finding(patch, FITS)
+
+
+def _look_up(body: list[ast.stmt], path: list[str]) -> tuple[bool, str | None]:
+    """(whether the name is bound by these statements, its signature if a function binds it last)."""
+    name, *inner = path
+    is_there, signature = False, None
+    for node in _statements(body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            if inner:
+                return _look_up(node.body, inner) if isinstance(node, ast.ClassDef) else (False, None)
+            is_there, signature = True, None if isinstance(node, ast.ClassDef) else signature_of(node)
+        elif name in _bound(node):
+            is_there, signature = True, None
+    return (False, None) if inner else (is_there, signature)
+
+
+def _statements(body: list[ast.stmt]):
+    """The statements of a module or class, also those under `if`, `try` and `with`."""
+    for node in body:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _statements(handler.body)
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """The names that an import or an assignment binds."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {leaf.id for target in targets if target for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
+
+
+def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """The parameters with their defaults and without annotations, e.g. "(tensor, as_numpy=False)"."""
+    arguments = node.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    return f"({ast.unparse(arguments)})"

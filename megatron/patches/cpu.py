@@ -1,0 +1,144 @@
+"""The CPU platform: megatron-core trains on CPU because `torch.cuda` is shadowed (FT-HSDP section 5).
+
+Core names the device "cuda" in the calls that make tensors, asks `torch.cuda` for streams, events and the
+generator, and compares `Tensor.type()` with CUDA names. Each of those is answered for a machine that has no GPU
+(`cpu_torch.py`), and the few places in core that are only right beside a GPU are replaced (here).
+`torch.cuda.is_available()` keeps saying no, so that whoever asks the honest question hears the honest answer.
+
+Nothing is paid per operator: only the calls that name a device are wrapped, no function mode is active.
+"""
+
+import copy
+import functools
+import logging
+import sys
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+
+from megatron.patches.cpu_torch import shadow_generator, shadow_sends, shadow_streams, shadow_tensors
+from megatron.patches.replace import replace
+
+RANDOM = "megatron.core.tensor_parallel.random"
+MAPPINGS = "megatron.core.tensor_parallel.mappings"
+TORCH_NORM = "megatron.core.transformer.torch_norm"
+MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
+MOE_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+
+
+def apply() -> None:
+    """Shadow what megatron-core asks of CUDA. Idempotent; has to run before any model code.
+
+    Core modules that were imported earlier are brought in line too, except that their functions marked for
+    `torch.compile` then run eagerly through torch's own switch, which costs microseconds per call.
+    """
+    shadow_tensors()
+    shadow_streams()
+    shadow_sends()
+    shadow_generator()
+    _import_core_eagerly()
+    _patch_core()
+
+
+def _import_core_eagerly() -> None:
+    """Import `megatron.core` with its `torch.compile` marks off: compiling costs minutes and gains nothing here."""
+    if "megatron.core" in sys.modules:
+        from megatron.core import jit
+
+        if jit.jit_fuser is not jit.noop_decorator:
+            torch.compiler.set_stance("force_eager")
+    else:
+        compile_ = torch.compile
+        torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)
+        try:
+            from megatron.core import jit
+        finally:
+            torch.compile = compile_
+    replace("megatron.core.jit", "jit_fuser", jit.noop_decorator)
+
+
+def _patch_core() -> None:
+    replace(RANDOM, "_set_cuda_rng_state", _set_generator_state)
+    _quiet_generator_fork()
+    mappings = import_module(MAPPINGS)
+    replace(MAPPINGS, "_gather_along_first_dim", _uneven_gather(mappings._gather_along_first_dim))
+    replace(MAPPINGS, "_reduce_scatter_along_first_dim", _uneven_scatter(mappings._reduce_scatter_along_first_dim))
+    plain_norm = import_module(TORCH_NORM).WrappedTorchNorm.__new__
+    replace(TORCH_NORM, "WrappedTorchNorm.__new__", staticmethod(_norm_under_sequence_parallel(plain_norm)))
+    for module in (MOE_UTILS, MOE_DISPATCHER):
+        replace(module, "maybe_move_tensor_to_cpu", _splits_on_host)
+    if not hasattr(import_module(MOE_UTILS), "te_general_gemm"):
+        replace(MOE_UTILS, "te_general_gemm", None)
+
+
+class _OneGenerator(logging.Filter):
+    """Drops core's warning that the CPU generator moved inside a fork of the CUDA one: here they are one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
+
+
+def _quiet_generator_fork() -> None:
+    logger = logging.getLogger(RANDOM)
+    if not any(isinstance(f, _OneGenerator) for f in logger.filters):
+        logger.addFilter(_OneGenerator())
+
+
+def _set_generator_state(new_state, device=-1, graph_safe=False):
+    torch.default_generator.set_state(new_state)
+
+
+def _splits_on_host(tensor, as_numpy=False, record_stream=False):
+    """Core turns split sizes into numpy only on their way off the GPU; gloo's all-to-all needs them so as well."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _norm_under_sequence_parallel(plain):
+    """`plain` with what Apex's norm does under sequence parallelism: its parameters are marked for the
+    all-reduce over the tensor-parallel ranks, each of which saw a part of the sequence only."""
+
+    @functools.wraps(plain)
+    def new(cls, config, *args, **kwargs):
+        if not config.sequence_parallel:
+            return plain(cls, config, *args, **kwargs)
+        unsplit = copy.copy(config)
+        unsplit.sequence_parallel = False
+        norm = plain(cls, unsplit, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return new
+
+
+def _uneven_gather(even):
+    """`even`, and with split sizes the gather of unequal parts, which gloo offers as an all-to-all only."""
+
+    @functools.wraps(even)
+    def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return even(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        output = input_.new_empty((sum(sizes), *input_.shape[1:]))
+        copies = input_.repeat(group.size(), *[1] * (input_.dim() - 1))
+        dist.all_to_all_single(output, copies, sizes, [input_.shape[0]] * group.size(), group=group)
+        return output
+
+    return gather
+
+
+def _uneven_scatter(even):
+    """`even`, and with split sizes the reduce-scatter of unequal parts: sent to their owner, summed in rank order."""
+
+    @functools.wraps(even)
+    def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return even(input_, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        mine = sizes[group.rank()]
+        parts = input_.new_empty((group.size() * mine, *input_.shape[1:]))
+        dist.all_to_all_single(parts, input_.contiguous(), [mine] * group.size(), sizes, group=group)
+        return parts.view(group.size(), mine, *input_.shape[1:]).sum(dim=0)
+
+    return reduce_scatter

@@ -1,0 +1,158 @@
+"""The manifest: every symbol of megatron-core or torch that this project replaces, one entry each.
+
+An entry says where the symbol is, what it has to look like, why it is replaced, by which file of this folder, when,
+and on which versions that was checked. To add a patch: write `megatron/patches/NAME.py` with an `apply()` that goes
+through `replace()`, and list what it replaces here with `file="NAME"`.
+"""
+
+from dataclasses import dataclass
+
+SUPPORTED_CORE = "megatron-core 0.16.1 to 0.19.x"
+ALWAYS, ON_CPU = "always", "cpu"
+
+_CORE_CHECKED = ("0.16.1", "0.19.2")
+_TORCH_CHECKED = ("2.13.0",)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced symbol.
+
+    Attributes:
+        module: the module that holds it, by its import name.
+        symbol: its name there; a dot leads into a class.
+        why: what goes wrong without the patch, or what the patch is for, in one sentence.
+        file: the module of `megatron.patches` that replaces it.
+        when: ALWAYS, ON_CPU (on a machine without CUDA), or the name of the feature that asks for it.
+        kind: "core" (megatron-core) or "torch".
+        signatures: the signatures it may have, without annotations; empty for a name that is no function there.
+        added: the symbol is defined where core lacks it; its absence is what the patch is for.
+        checked_on: the versions of megatron-core (of torch, for that kind) the patch was tried on or checked against.
+    """
+
+    module: str
+    symbol: str
+    why: str
+    file: str = "cpu"
+    when: str = ON_CPU
+    kind: str = "core"
+    signatures: tuple[str, ...] = ()
+    added: bool = False
+    checked_on: tuple[str, ...] = _CORE_CHECKED
+
+    @property
+    def name(self) -> str:
+        """The full dotted name."""
+        return f"{self.module}.{self.symbol}"
+
+
+TENSOR_MAKERS = (
+    *("tensor", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "zeros", "zeros_like"),
+    *("ones", "ones_like", "full", "full_like", "arange", "linspace", "logspace", "eye", "normal"),
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
+    *("tril_indices", "triu_indices"),
+)
+
+
+def _torch(module: str, names: tuple[str, ...], why: str) -> tuple[Patch, ...]:
+    return tuple(Patch(module, name, why, kind="torch", checked_on=_TORCH_CHECKED) for name in names)
+
+
+_CPU_CORE = (
+    Patch(
+        "megatron.core.jit",
+        "jit_fuser",
+        "core marks functions for torch.compile, which on CPU costs minutes of start-up and gains nothing",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random",
+        "_set_cuda_rng_state",
+        "it queues the state until CUDA starts, which never happens; here it is the CPU generator's state",
+        signatures=("(new_state, device=-1, graph_safe=False)",),
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random",
+        "CudaRNGStatesTracker.fork",
+        "its warning that the CPU generator moved inside is dropped: both generators are one here",
+        signatures=("(self, name=_MODEL_PARALLEL_RNG_TRACKER_NAME)",),
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings",
+        "_gather_along_first_dim",
+        "gloo gathers parts of one size only; unequal ones (MoE under tensor parallelism) go as an all-to-all",
+        signatures=("(input_, group, output_split_sizes=None, use_global_buffer=False)",),
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings",
+        "_reduce_scatter_along_first_dim",
+        "gloo scatters parts of one size only; unequal ones go as an all-to-all and a sum",
+        signatures=("(input_, group, input_split_sizes=None, use_global_buffer=False)",),
+    ),
+    Patch(
+        "megatron.core.transformer.torch_norm",
+        "WrappedTorchNorm.__new__",
+        "torch's norms refuse sequence parallelism only because nothing marks their parameters for its all-reduce",
+        signatures=(
+            "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
+            "normalization='LayerNorm')",
+        ),
+    ),
+    Patch(
+        "megatron.core.transformer.moe.moe_utils",
+        "maybe_move_tensor_to_cpu",
+        "split sizes become numpy arrays only on their way off a GPU, but the all-to-all needs them so here too",
+        signatures=("(tensor, as_numpy=False, record_stream=False)",),
+    ),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        "the same function under the name by which the dispatcher imported it",
+    ),
+    Patch(
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        "0.16.1 forgets to define it where Transformer Engine is absent, and the router asks for it",
+        added=True,
+    ),
+)
+
+_CPU_TORCH = (
+    *_torch("torch", TENSOR_MAKERS, 'core makes tensors with device="cuda" and pin_memory=True'),
+    *_torch("torch", ("Tensor.to", "Tensor.cuda"), "core moves tensors to the GPU; here they are where they belong"),
+    *_torch("torch", ("Tensor.pin_memory", "Tensor.record_stream"), "aids of GPU copies; without a GPU they raise"),
+    *_torch("torch", ("Tensor.type",), 'core\'s optimizers sort parameters by names like "torch.cuda.FloatTensor"'),
+    *_torch(
+        "torch.cuda",
+        ("Stream", "Event", "StreamContext", "stream", "set_stream", "current_stream", "default_stream"),
+        "core orders communication and computation by streams and events; here program order does",
+    ),
+    *_torch(
+        "torch.cuda",
+        ("synchronize", "empty_cache", "reset_peak_memory_stats", "is_current_stream_capturing"),
+        "without a GPU there is nothing to wait for, to free or to capture, and the originals raise",
+    ),
+    *_torch("torch.cuda", ("current_device", "set_device"), "core asks where to put tensors: on the CPU"),
+    *_torch("torch.cuda.nvtx", ("range_push", "range_pop", "mark", "range"), "profiler marks need CUDA's library"),
+    *(
+        entry
+        for module in ("torch.distributed", "torch.distributed.distributed_c10d")
+        for entry in _torch(
+            module, ("isend",), "core frees a sent activation at once, while gloo still reads it: it gets an alias"
+        )
+    ),
+    *_torch(
+        "torch.cuda",
+        (
+            *("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all"),
+            *("manual_seed", "manual_seed_all"),
+        ),
+        "the generator that core's random states belong to is the CPU's",
+    ),
+    *_torch(
+        "torch.cuda.random",
+        ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"),
+        "the same functions under the module that core imports them from",
+    ),
+)
+
+MANIFEST: tuple[Patch, ...] = (*_CPU_CORE, *_CPU_TORCH)

@@ -1,0 +1,103 @@
+"""megatron-core's sources, read and never imported: from the installed package, a wheel or a source archive."""
+
+import ast
+import importlib.util
+import platform
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from ft.errors import UserError
+
+_CORE = "megatron/core/"
+
+
+class CoreSources:
+    """The modules of one megatron-core.
+
+    Attributes:
+        origin: the folder or file it was read from.
+        version: what its `package_info` says, e.g. "0.16.1"; "unknown" if it does not say.
+    """
+
+    def __init__(self, origin: str, read: Callable[[str], bytes | None]):
+        self.origin, self._read = origin, read
+        self._trees: dict[str, ast.Module | None] = {}
+        self.version = self._find_version()
+
+    def tree(self, module: str) -> ast.Module | None:
+        """The syntax tree of `megatron.core...`, None if there is no such module; UserError if it does not parse."""
+        if module not in self._trees:
+            path = module.replace(".", "/").removeprefix(_CORE)
+            source = self._read(f"{path}.py") or self._read(f"{path}/__init__.py")
+            try:
+                self._trees[module] = None if source is None else ast.parse(source)
+            except (SyntaxError, ValueError) as error:
+                problem = f"{self.origin}: {module} does not parse with Python {platform.python_version()}"
+                raise UserError(f"{problem}: {error}", "check a wheel with the Python it was made for") from error
+        return self._trees[module]
+
+    def _find_version(self) -> str:
+        tree = self.tree("megatron.core.package_info")
+        parts = {}
+        for node in tree.body if tree else ():
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                parts |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
+        numbers = [parts.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+        if None in numbers:
+            return "unknown"
+        return ".".join(map(str, numbers)) + (parts.get("PRE_RELEASE") or "")
+
+
+def installed_core() -> CoreSources:
+    """The megatron-core that `import megatron.core` would take; UserError if there is none."""
+    spec = importlib.util.find_spec("megatron.core")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("megatron-core is not installed", "pip install 'megatron-core>=0.16.1,<0.20'")
+    folder = Path(spec.submodule_search_locations[0])
+
+    def read(path: str) -> bytes | None:
+        file = folder / path
+        return file.read_bytes() if file.is_file() else None
+
+    return CoreSources(str(folder), read)
+
+
+def archived_core(file: Path) -> CoreSources:
+    """The megatron-core inside a wheel, zip or tar archive; UserError if it is none of these or holds none."""
+    fix = "give a megatron-core wheel, e.g. what `pip download --no-deps megatron-core` fetches"
+    if not file.is_file():
+        raise UserError(f"{file}: no such file", fix)
+    try:
+        if zipfile.is_zipfile(file):
+            contents = _zip_contents(file)
+        elif tarfile.is_tarfile(file):
+            contents = _tar_contents(file)
+        else:
+            raise UserError(f"{file} is neither a wheel nor a source archive", fix)
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
+        raise UserError(f"{file} cannot be read: {error}", fix) from error
+    if not contents:
+        raise UserError(f"{file}: there is no megatron/core inside", fix)
+    return CoreSources(str(file), contents.get)
+
+
+def _zip_contents(file: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(file) as archive:
+        return {path: archive.read(name) for name in archive.namelist() if (path := _inside_core(name))}
+
+
+def _tar_contents(file: Path) -> dict[str, bytes]:
+    with tarfile.open(file) as archive:
+        members = [(path, member) for member in archive if member.isfile() and (path := _inside_core(member.name))]
+        return {path: archive.extractfile(member).read() for path, member in members}
+
+
+def _inside_core(name: str) -> str | None:
+    """The path below megatron/core of a Python file, at the top of the archive or in its one top folder."""
+    for start in (name, name.partition("/")[2]):
+        if start.startswith(_CORE) and start.endswith(".py"):
+            return start.removeprefix(_CORE)
+    return None

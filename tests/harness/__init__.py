@@ -1,0 +1,17 @@
+"""Distributed tests that pay the imports once: a warm server process forks the ranks of every test.
+
+A test asks for the fixture ``ranks`` and hands it a function of its own module::
+
+    def gather_ranks():
+        ...
+
+    def test_gather(ranks):
+        assert ranks(gather_ranks, 4) == [[0, 1, 2, 3]] * 4
+
+See :class:`harness.client.Ranks` for what it promises and :class:`harness.handle.Handle` for killing ranks.
+"""
+
+from harness.client import Ranks
+from harness.handle import Handle, Outcome, RankFailed, RanksHung, RanksLeftBehind
+
+__all__ = ["Handle", "Outcome", "RankFailed", "Ranks", "RanksHung", "RanksLeftBehind"]

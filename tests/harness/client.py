@@ -1,0 +1,109 @@
+"""The fixture `ranks`: start ranks on the warm server, wait for them, and say what went wrong once.
+
+Every call has a deadline, and after it no process of it is left: a test that leaves one fails.
+"""
+
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from harness import processes
+from harness.handle import Handle, Outcome, RankFailed
+from harness.warm import Server
+
+
+class Ranks:
+    """The fixture ``ranks``: calls run a function on N forked ranks and return its values in rank order."""
+
+    def __init__(self, make_folder: Callable[[], Path]):
+        self._make_folder = make_folder
+        self.server = Server(make_folder())
+        self._open: list[Handle] = []
+        self._last: Handle | None = None
+
+    def __call__(self, function, world_size: int, *args, timeout: float = 60, init: bool = True, env=None, **kwargs):
+        """Run ``function(*args, **kwargs)`` on every rank and wait.
+
+        Args:
+            function: a function at the top level of a test module (it is shipped by name).
+            world_size: number of ranks, one process each.
+            timeout: seconds until all of them are killed.
+            init: make a gloo process group over all ranks first. Without it the environment is as torchrun's
+                (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, a free MASTER_PORT), for code that makes its own.
+            env: environment variables to set on top of the test's; read after torch has been imported.
+
+        Returns:
+            the values, rank 0 first.
+
+        Raises:
+            RankFailed, RanksHung, RanksLeftBehind: see there; nothing runs any more.
+        """
+        __tracebackhide__ = True
+        handle = self.start(function, world_size, *args, init=init, env=env, collective_timeout=timeout + 60, **kwargs)
+        outcomes = handle.wait(timeout, stop_at_failure=True)
+        failed = sorted((o for o in outcomes if o.exitcode), key=_who_was_first)
+        if failed:
+            raise RankFailed(_explain(failed, handle))
+        return [outcome.value for outcome in outcomes]
+
+    def start(self, function, world_size: int, *args, init=True, env=None, collective_timeout=60, **kwargs) -> Handle:
+        """As a call, but returns at once with a :class:`Handle` to kill ranks and to look at how they ended.
+
+        `collective_timeout` is the process group's timeout in seconds.
+        """
+        if "<" in function.__qualname__:
+            raise TypeError(f"{function.__qualname__} is not at the top level of a module: ranks import it by name")
+        folder = self._make_folder()
+        pids = self.server.start_ranks(
+            {
+                "function": (function.__module__, function.__qualname__, function.__code__.co_filename),
+                "arguments": pickle.dumps((args, kwargs)),
+                "world_size": world_size,
+                "init": init,
+                "collective_timeout": collective_timeout,
+                "environ": dict(os.environ),
+                "env": dict(env or {}),
+                "folder": str(folder),
+                "sys_path": list(sys.path),
+            }
+        )
+        self._open = [handle for handle in self._open if not handle.closed]
+        handle = Handle(self.server, pids, folder, lambda: self._pids_beside(handle))
+        self._open.append(handle)
+        self._last = handle
+        return handle
+
+    def output(self, rank: int) -> str:
+        """What a rank of the latest call wrote to stdout and stderr."""
+        return self._last.output(rank)
+
+    def close_forgotten(self) -> None:
+        """Close the handles that a test has left open."""
+        for handle in self._open:
+            handle.close()
+        self._open.clear()
+
+    def _pids_beside(self, handle: Handle) -> set[int]:
+        roots = {pid for other in self._open if other is not handle and not other.closed for pid in other.pids}
+        return roots | set(processes.living(roots, roots)) if roots else set()
+
+
+def _who_was_first(outcome: Outcome) -> tuple:
+    """Sorts the cause to the front: a rank that died without raising explains the exceptions of the others, among
+    exceptions the earliest counts, and ranks that the harness stopped come last."""
+    died = outcome.error is None and not outcome.stopped
+    return (not died, outcome.stopped, outcome.failed_at, outcome.rank)
+
+
+def _explain(failed: list[Outcome], handle: Handle) -> str:
+    first, *others = failed
+    text = [f"rank {first.rank} of {len(handle.pids)} failed first ({first.in_a_line()})"]
+    if first.error:
+        text.append(first.error.rstrip())
+    text.append(f"--- output of rank {first.rank} ---\n{handle.tail(first.rank)}")
+    text += [o.in_a_line() for o in others if not o.stopped]
+    if stopped := [o.rank for o in others if o.stopped]:
+        text.append(f"ranks stopped for it: {', '.join(map(str, stopped))}")
+    return "\n".join(text)

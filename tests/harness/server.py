@@ -1,0 +1,130 @@
+"""The warm server: imports torch and megatron once, then forks the ranks of every call.
+
+It runs one thread and no parallel region, or its children could not use OpenMP or gloo. It reaps everything that
+descends from it, tells the test which ranks ended and how, and ends all of it when the test process goes away.
+Run as ``python -m harness.server FD`` by :class:`harness.warm.Server`; FD is its end of the socket pair.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+
+from harness import processes, wire
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    test_process = os.getppid()
+    processes.adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: _end_everything())
+    processes.die_with_parent(signal.SIGTERM)
+    if os.getppid() != test_process:
+        os._exit(1)
+    try:
+        _import_everything()
+        threads = len(os.listdir("/proc/self/task"))
+        if threads > 1:
+            raise RuntimeError(f"the imports started {threads - 1} thread(s); ranks cannot be forked beside threads")
+    except Exception:
+        wire.send(sock, ("broken", traceback.format_exc()))
+        raise
+    wire.send(sock, ("ready", os.getpid()))
+    _serve(sock)
+
+
+def _import_everything() -> None:
+    import contextlib
+    import gc
+    import importlib
+    import pkgutil
+    import warnings
+
+    # What dependencies have to say about optional packages is no news in a test.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch.distributed")
+        importlib.import_module("megatron.patches").apply()
+        for name in (
+            "torch._dynamo",  # every optimizer step asks for it
+            "megatron.core.models.gpt",
+            "megatron.core.optimizer",
+            "megatron.core.pipeline_parallel",
+            "megatron.core.dist_checkpointing.strategies.torch",
+            "megatron.core.datasets.gpt_dataset",
+        ):
+            importlib.import_module(name)
+        training = importlib.import_module("megatron.training")
+        for module in pkgutil.walk_packages(training.__path__, "megatron.training.", onerror=lambda name: None):
+            # The rank that needs a broken module meets the same error, in its own test.
+            with contextlib.suppress(Exception):
+                importlib.import_module(module.name)
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(sock: socket.socket) -> None:
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    os.set_blocking(wake_read, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        readable, _, _ = select.select([sock, wake_read], [], [])
+        if wake_read in readable:
+            os.read(wake_read, 4096)
+        for pid, status in _ended():
+            wire.send(sock, ("exit", pid, os.waitstatus_to_exitcode(status)))
+        if sock in readable:
+            try:
+                request = wire.receive(sock)
+            except (EOFError, ConnectionError):
+                _end_everything()
+            wire.send(sock, ("started", _fork_ranks(request, [sock.fileno(), wake_read, wake_write])))
+
+
+def _ended():
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def _fork_ranks(request: dict, private_fds: list[int]) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = os.getpid()
+    pids = []
+    for rank in range(request["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                for fd in private_fds:
+                    os.close(fd)
+                from harness import rank as this_rank
+
+                status = this_rank.main(request, rank, port, server)
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    return pids
+
+
+def _end_everything() -> None:
+    processes.end(processes.living({os.getpid()}, set()))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The test's end of the warm server: starts it, and again if it was killed, and hears which ranks have ended."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import processes, wire
+
+START_LIMIT_S = 180.0
+
+
+class Server:
+    """The warm process; started at the first call, and again if it was killed."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._process: subprocess.Popen | None = None
+        self._socket: socket.socket | None = None
+        self.exitcodes: dict[int, int] = {}
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start_ranks(self, request: dict) -> list[int]:
+        """Fork the ranks of `request`; returns their pids in rank order."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        wire.send(self._socket, request)
+        while (message := wire.receive(self._socket))[0] != "started":
+            self._note(message)
+        for pid in message[1]:
+            self.exitcodes.pop(pid, None)
+        return message[1]
+
+    def listen(self, patience: float) -> None:
+        """Take in what has come, waiting `patience` seconds for the first; RuntimeError if the server is gone."""
+        self._socket.settimeout(max(patience, 0.001))
+        try:
+            while True:
+                self._note(wire.receive(self._socket))
+                self._socket.settimeout(0.001)
+        except TimeoutError:
+            pass
+        except (EOFError, ConnectionError) as gone:
+            raise RuntimeError(f"the warm server died: {self._log()}") from gone
+        finally:
+            self._socket.settimeout(None)
+
+    def close(self) -> None:
+        """End the server and everything below it."""
+        if self._process is None:
+            return
+        self._socket.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            processes.end(processes.living({self._process.pid}, set()))
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        here = Path(__file__).parent.parent
+        path = os.pathsep.join([str(here), *filter(None, sys.path)])
+        with open(self._folder / "server.log", "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "harness.server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+                start_new_session=True,  # Ctrl-C is for the test run, which then ends the server
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        theirs.close()
+        self._socket = ours
+        ours.settimeout(START_LIMIT_S)
+        try:
+            state, detail = wire.receive(ours)
+        except (EOFError, TimeoutError) as gone:
+            raise RuntimeError(f"the warm server did not start: {self._log()}") from gone
+        finally:
+            ours.settimeout(None)
+        if state != "ready":
+            raise RuntimeError(f"the warm server cannot import what it serves:\n{detail}")
+
+    def _note(self, message: tuple) -> None:
+        _, pid, exitcode = message
+        self.exitcodes[pid] = exitcode
+
+    def _log(self) -> str:
+        return (self._folder / "server.log").read_text(errors="replace")[-4000:]

@@ -1,0 +1,179 @@
+"""The manifest fits the cores we support, misfits are refused by name, and the command says so."""
+
+import json
+import platform
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import replace as with_fields
+from pathlib import Path
+
+import pytest
+
+from ft.errors import UserError
+from megatron.patches import Platform, choose_platform, registry
+from megatron.patches.__main__ import main as patches_command
+from megatron.patches.check import CHANGED, FITS, MISSING, check, refusal
+from megatron.patches.manifest import ALWAYS, MANIFEST, ON_CPU
+from megatron.patches.replace import replaced
+from megatron.patches.sources import archived_core, installed_core
+
+CORE_PATCHES = [patch for patch in MANIFEST if patch.kind == "core"]
+
+
+# ------------------------------------------------------------------------------------------ the manifest
+
+
+def test_the_installed_core_fits():
+    misfits = [f for f in check(list(MANIFEST), installed_core(), with_torch=True) if f.status != FITS]
+    assert misfits == []
+
+
+def test_the_newest_release_fits(request, tmp_path):
+    core = archived_core(newest_wheel(request, tmp_path))
+    assert re.fullmatch(r"0\.\d+\.\d+\w*", core.version)
+    assert [f for f in check(CORE_PATCHES, core, with_torch=False) if f.status != FITS] == []
+
+
+def test_every_entry_is_complete_and_named_once():
+    assert len({patch.name for patch in MANIFEST}) == len(MANIFEST)
+    for patch in MANIFEST:
+        assert patch.why and patch.checked_on and patch.kind in ("core", "torch")
+        assert (Path(registry.__file__).parent / f"{patch.file}.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "symbol", "status", "found"),
+    [
+        ("mappings", "output_split_sizes=None", "sizes=None", "_gather_along_first_dim", CHANGED, "sizes=None"),
+        ("random", "device: int = -1", "device: int = 0", "_set_cuda_rng_state", CHANGED, "device=0"),
+        ("random", "def fork(", "def branch(", "CudaRNGStatesTracker.fork", MISSING, "no such symbol"),
+    ],
+)
+def test_a_changed_core_is_refused_and_named(tmp_path, module, old, new, symbol, status, found):
+    wheel = make_wheel(tmp_path, {f"tensor_parallel/{module}.py": (old, new)})
+    core = archived_core(wheel)
+    before = replaced()
+    misfit = next(f for f in check(CORE_PATCHES, core, with_torch=False) if not f.fits)
+    assert (misfit.patch.symbol, misfit.status) == (symbol, status)
+    with pytest.raises(UserError) as refused:
+        registry.apply([with_fields(patch, why="not applied yet") for patch in CORE_PATCHES], core)
+    message = str(refused.value)
+    for part in (f"megatron.core.tensor_parallel.{module}", symbol, found, core.version, "0.16.1 to 0.19.x"):
+        assert part in message
+    assert misfit.patch.signatures[0] in message
+    assert replaced() == before
+
+
+def test_a_symbol_that_core_lacks_may_be_added_but_not_replaced(tmp_path):
+    core = archived_core(make_wheel(tmp_path, {"transformer/moe/moe_utils.py": ("te_general_gemm", "te_other_gemm")}))
+    added = next(patch for patch in MANIFEST if patch.symbol == "te_general_gemm")
+    assert check([added], core, with_torch=False)[0].status == FITS
+    finding = check([with_fields(added, added=False)], core, with_torch=False)[0]
+    assert finding.status == MISSING
+    assert "no such symbol" in str(refusal(finding, core))
+
+
+def make_wheel(folder, edits):
+    """A wheel with the installed core's patched modules; `edits`: {path below megatron/core: (old, new)}."""
+    core = Path(installed_core().origin)
+    paths = {patch.module.removeprefix("megatron.core.").replace(".", "/") + ".py" for patch in CORE_PATCHES}
+    wheel = folder / "megatron_core-0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in sorted(paths | {"package_info.py"}):
+            source = (core / path).read_text()
+            if path in edits:
+                assert edits[path][0] in source
+                source = source.replace(*edits[path])
+            archive.writestr(f"megatron/core/{path}", source)
+    return wheel
+
+
+def newest_wheel(request, tmp_path):
+    """The newest release that setup.py admits, for Python 3.12; kept in pytest's cache, skipped where neither
+    the package index nor the cache has it."""
+    cache = getattr(request.config, "cache", None)
+    folder = Path(cache.mkdir("megatron_core_wheels")) if cache else tmp_path
+    systems = [f"manylinux_2_{minor}_{platform.machine()}" for minor in (34, 31, 28, 24, 17)]
+    command = [sys.executable, "-m", "pip", "download", "megatron-core>=0.16.1,<0.20", "--dest", str(folder)]
+    command += ["--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    command += ["--retries", "0", "--timeout", "15", "--quiet", "--disable-pip-version-check"]
+    command += [word for system in systems for word in ("--platform", system)]
+    try:
+        reason = subprocess.run(command, check=False, capture_output=True, text=True, timeout=180).stderr.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    wheels = sorted(folder.glob("megatron_core-*.whl"), key=lambda file: file.stat().st_mtime)
+    if not wheels:
+        pytest.skip(f"no wheel of megatron-core: {reason.splitlines()[-1] if reason else 'pip fetched none'}")
+    return wheels[-1]
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_a_table_and_succeeds(capsys):
+    assert patches_command([]) == 0
+    table = capsys.readouterr().out
+    assert f"megatron-core {installed_core().version}" in table
+    for patch in MANIFEST:
+        assert patch.name in table
+    assert max(map(len, table.splitlines())) <= 160
+
+
+def test_the_command_reports_a_misfit_in_a_wheel(tmp_path, capsys):
+    wheel = make_wheel(tmp_path, {"tensor_parallel/random.py": ("device: int = -1", "device: int = 0")})
+    assert patches_command(["--wheel", str(wheel)]) == 1
+    assert "expected (new_state, device=-1, graph_safe=False), found (new_state, device=0," in capsys.readouterr().out
+    assert patches_command(["--json", "--wheel", str(wheel)]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"] is False
+    statuses = {patch["symbol"]: patch["status"] for patch in report["patches"]}
+    assert statuses["_set_cuda_rng_state"] == CHANGED and statuses["jit_fuser"] == FITS
+    assert statuses["Tensor.to"] == "not checked"
+
+
+def test_a_source_archive_is_read_too(tmp_path):
+    core = Path(installed_core().origin)
+    archive = tmp_path / "megatron_core-0.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for patch in CORE_PATCHES:
+            path = patch.module.removeprefix("megatron.core.").replace(".", "/") + ".py"
+            tar.add(core / path, f"megatron_core-0/megatron/core/{path}")
+    assert patches_command(["--wheel", str(archive)]) == 0
+
+
+def test_bad_input_is_one_message_and_status_2(tmp_path, capsys):
+    text = tmp_path / "text.whl"
+    text.write_text("no archive")
+    other = tmp_path / "other.whl"
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("something/else.py", "")
+    cut = tmp_path / "cut.whl"
+    cut.write_bytes(make_wheel(tmp_path, {}).read_bytes()[:-2000])
+    broken = make_wheel(tmp_path, {"jit.py": ("def noop_decorator(func):", "def noop_decorator(func:")})
+    for file, problem in (
+        (tmp_path / "absent.whl", "no such file"),
+        (tmp_path, "no such file"),
+        (text, "neither a wheel nor"),
+        (cut, "neither a wheel nor"),
+        (other, "no megatron/core inside"),
+        (broken, "does not parse"),
+    ):
+        assert patches_command(["--wheel", str(file)]) == 2
+        printed = capsys.readouterr()
+        assert problem in printed.err and str(file) in printed.err
+        assert printed.err.count("\n") <= 2 and not printed.out
+
+
+# ------------------------------------------------------------------------------------------ the platform
+
+
+def test_a_machine_with_cuda_gets_nothing_of_the_cpu_platform():
+    assert choose_platform(True) == Platform("cuda", "nccl")
+    assert choose_platform(False) == Platform("cpu", "gloo")
+    assert not any(patch.when == ON_CPU or patch.file.startswith("cpu") for patch in registry.due("cuda"))
+    assert {patch.when for patch in registry.due("cpu")} <= {ALWAYS, ON_CPU}
+    assert registry.due("cpu") == [patch for patch in MANIFEST if patch.when in (ALWAYS, ON_CPU)]
