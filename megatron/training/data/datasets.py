@@ -1,8 +1,8 @@
 """megatron-core's datasets for a run, built so that every rank gets the same samples in the same order.
 
-The datasets, their sizes and so their samples are those of megatron-core's ``BlendedMegatronDatasetBuilder``. It is not
-used itself because an error on rank 0 leaves its other ranks waiting in a barrier, and because its index files are
-trusted however a crash has left them.
+Within one pass the samples and their order are those of megatron-core's ``BlendedMegatronDatasetBuilder``; for what
+follows see ``passes``. The builder is not used itself because an error on rank 0 leaves its other ranks waiting in a
+barrier, and because its index files are trusted however a crash has left them.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from megatron.training.data import index_cache
 from megatron.training.data.blend import Blend, Recipe, parse_recipe
 from megatron.training.data.checks import check_enough, check_part, check_tokens
 from megatron.training.data.indexed import read_index
+from megatron.training.data.passes import Passes
 from megatron.training.data.share import from_rank_0
 from megatron.training.data.sidecar import read_sidecar
 from megatron.training.tokenizer import Tokenizer
@@ -153,8 +154,10 @@ def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTData
             opened[prefix] = GPTDataset.build_low_level_dataset(prefix, config)
         return opened[prefix]
 
-    def one(prefix: str, part: int, size: int | None) -> GPTDataset:
-        return _documents(GPTDataset, low_level(prefix), prefix, bounds[part], size, Split(part), config)
+    def one(prefix: str, part: int, size: int | None) -> GPTDataset | Passes:
+        one_pass = _documents(GPTDataset, low_level(prefix), prefix, bounds[part], None, Split(part), config)
+        cyclic = part == Split.train.value and data.dataloader_type == "cyclic"
+        return one_pass if size is None or cyclic else Passes(one_pass, size, config.random_seed)
 
     datasets = []
     for part, (blend, size) in enumerate(zip(recipe.blends, wanted, strict=True)):
