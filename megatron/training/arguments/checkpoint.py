@@ -70,6 +70,9 @@ class CheckpointOptions:
     """Store the distributed optimizer so that it loads into any TP x PP x DP (off: only DP may change, but saving is
     faster)."""
 
+    distrib_optim_fully_reshardable_mem_efficient: bool = False
+    """Gather the optimizer state of a data-parallel group on its first rank only, which then writes it all."""
+
     def __post_init__(self):
         if self.save_interval is not None and self.save_interval < 1:
             raise UserError(f"--save-interval is {self.save_interval}", "give at least 1")

@@ -1,0 +1,23 @@
+"""Checkpoints: sharded, verified, atomic; see ``checkpointer`` for the interface and ``naming`` for the files.
+
+The names below are imported when they are first used, so that ``python -m megatron.training.checkpointing`` runs
+without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.training.checkpointing.checkpointer import Checkpointer
+    from megatron.training.checkpointing.content import TrainState
+    from megatron.training.checkpointing.load import LoadReport, NoUsableCheckpoint
+
+__all__ = ["Checkpointer", "LoadReport", "NoUsableCheckpoint", "TrainState"]
+
+_HOMES = {"Checkpointer": "checkpointer", "TrainState": "content", "LoadReport": "load", "NoUsableCheckpoint": "load"}
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

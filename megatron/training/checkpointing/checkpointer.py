@@ -1,0 +1,202 @@
+"""What the training loop talks to: save, finalize, load, close."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ft.errors import UserError
+from megatron.core import parallel_state
+from megatron.training.arguments.checkpoint import CheckpointOptions
+from megatron.training.checkpointing import commit, content, rng
+from megatron.training.checkpointing.channel import Channel
+from megatron.training.checkpointing.content import TrainState
+from megatron.training.checkpointing.load import Loader, LoadReport
+from megatron.training.checkpointing.pending import Progress
+from megatron.training.checkpointing.plan import SavePlanning
+from megatron.training.checkpointing.save import Description, Outcome, Saver
+from megatron.training.checkpointing.writer import bytes_in_words
+
+
+class Checkpointer:
+    """Saves and loads checkpoints; at most one save is under way.
+
+    It is made on all ranks after megatron-core's process groups, and every method is called on all ranks, in the
+    same order.
+
+    Args:
+        layout: sizes of the parallel dimensions: ``world_size``, ``tp``, ``pp``, ``dp``, ``cp``, ``ep``, ...
+        run_info: what a checkpoint is to say about the run, fit for JSON: ``model`` (the options that shape the model,
+            with ``vocab_size``; compared on loading), ``options`` (all options, by group, for information) and
+            ``fingerprints`` (of ``tokenizer`` and ``data``; compared on loading).
+        data_parallel_random_init: data-parallel ranks have generator states of their own.
+        log: prints a message; called on rank 0.
+
+    Raises:
+        UserError: --save is a folder that cannot be written to.
+    """
+
+    def __init__(
+        self,
+        options: CheckpointOptions,
+        *,
+        layout: Mapping[str, Any],
+        run_info: Mapping[str, Any],
+        data_parallel_random_init: bool = False,
+        log: Callable[[str], None] = print,
+    ):
+        self._options, self._layout, self._run, self._log = options, layout, run_info, log
+        self._random_init = data_parallel_random_init
+        self._channel = Channel() if options.save or options.load else None
+        self._distrusted: set[str] = set()
+        self._under_way: Progress | None = None
+        self._kept_step: int | None = None
+        self.last_outcome: Outcome | None = None
+        self._saver = self._make_saver() if options.save else None
+
+    def save(self, state: TrainState, model: list, optimizer: Any, scheduler: Any) -> bool:
+        """Saves the state after ``state.step`` steps.
+
+        A save that fails (full disk, ...) says so and changes nothing else: training can go on, older checkpoints
+        stay. With --async-save the state is captured on return, and :meth:`maybe_finalize` does the rest.
+
+        Returns:
+            True: the checkpoint is complete, or under way. False: it failed, or there is no --save.
+        """
+        if self._saver is None:
+            return False
+        self.maybe_finalize(blocking=True)
+        if self._kept_step == state.step:
+            return True
+        started_at = time.monotonic()
+        kind = None if self._options.no_save_optim else content.optimizer_kind(optimizer, self._options)
+        with_rng = not self._options.no_save_rng
+        state_dict = content.to_save(
+            state,
+            model,
+            optimizer,
+            scheduler,
+            kind=kind,
+            on_first_rank=self._options.distrib_optim_fully_reshardable_mem_efficient,
+            with_rng=with_rng,
+            data_parallel_random_init=self._random_init,
+            run=self._run,
+            layout=self._layout,
+        )
+        grid = rng.grid(self._random_init)[0] if with_rng else None
+        description = Description(state.step, self._layout, kind, grid, self._run)
+        started = self._saver.start(state_dict, description, started_at)
+        del state_dict
+        if isinstance(started, Outcome):
+            return self._conclude(started)
+        self._under_way = Progress(started)
+        return self._advance(blocking=not self._options.async_save)
+
+    def maybe_finalize(self, blocking: bool = False) -> None:
+        """Does what is due for a save under way; call it after every step. ``blocking``: waits for its end.
+
+        It costs nothing when no save is under way, and never waits for another rank unless ``blocking``.
+        """
+        if self._under_way is not None:
+            self._advance(blocking)
+
+    def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
+        """Loads the newest checkpoint that verifies, or that of --ckpt-step, into all that is given.
+
+        Args:
+            seed: the run's; generators whose saved states fit another layout are reseeded from it and the step.
+
+        Returns:
+            What was loaded; None if there is no --load or no checkpoint in it.
+
+        Raises:
+            NoUsableCheckpoint: there are checkpoints, and all are broken; or that of --ckpt-step is not usable.
+            UserError: the folder cannot be read, is empty under --exit-on-missing-checkpoint, or the checkpoint is
+                of another model, tokenizer or kind of optimizer.
+        """
+        if not self._options.load:
+            return None
+        folder = Path(self._options.load)
+        loader = Loader(
+            folder,
+            self._channel,
+            self._options,
+            self._run,
+            data_parallel_random_init=self._random_init,
+            distrusted=self._distrusted,
+            log=self._log,
+        )
+        report = loader.load(state, model, optimizer, scheduler, seed)
+        if report is not None and not self._options.finetune and self._saves_into(folder):
+            self._kept_step = report.step
+        return report
+
+    def close(self, abort: bool = False) -> None:
+        """Finalizes a save under way and lets go of the process group.
+
+        Args:
+            abort: other ranks may be dead: end the writer, wait for nobody, and leave the partial folder behind.
+        """
+        if abort:
+            if self._under_way is not None:
+                self._under_way.abandon()
+            self._under_way = self._channel = self._saver = None
+            return
+        self.maybe_finalize(blocking=True)
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._saver = None
+
+    def _advance(self, blocking: bool) -> bool:
+        """Goes on with the save under way; False if that ended it, and without a checkpoint."""
+        if not self._under_way.advance(blocking):
+            return True
+        ended, self._under_way = self._under_way, None
+        return self._conclude(ended.result)
+
+    def _conclude(self, outcome: Outcome) -> bool:
+        self.last_outcome = outcome
+        if outcome.error is None:
+            self._kept_step = outcome.step
+        if self._channel.rank == 0:
+            for note in outcome.notes:
+                self._log(f"checkpoint: {note}")
+            self._log(_message(outcome, self._options.save))
+        return outcome.error is None
+
+    def _make_saver(self) -> Saver:
+        folder, problem = Path(self._options.save), None
+        if self._channel.rank == 0:
+            try:
+                commit.check_writable(folder)
+            except UserError as error:
+                problem = [error.problem, error.fix]
+        problem = self._channel.broadcast(problem)
+        if problem is not None:
+            raise UserError(*problem)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        spread = self._options.ckpt_fully_parallel_save and dist.get_world_size(group) > 1
+        return Saver(
+            folder,
+            self._channel,
+            SavePlanning(group if spread else None, self._options.ckpt_assume_constant_structure),
+            in_background=self._options.async_save,
+            keep_last=self._options.keep_last,
+            distrusted=self._distrusted,
+            log=self._log,
+        )
+
+    def _saves_into(self, folder: Path) -> bool:
+        return self._options.save is not None and Path(self._options.save).resolve() == folder.resolve()
+
+
+def _message(outcome: Outcome, folder: str) -> str:
+    if outcome.error is not None:
+        return (
+            f"checkpoint: saving step {outcome.step} FAILED: {outcome.error}\n"
+            f"  training goes on; older checkpoints in {folder} are as they were"
+        )
+    size = bytes_in_words(outcome.bytes)
+    return f"checkpoint: step {outcome.step} saved to {folder} ({size}, {outcome.seconds:.1f} s)"

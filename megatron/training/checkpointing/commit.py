@@ -1,0 +1,116 @@
+"""Rank 0's part of a save: the folder before, the one moment in which the checkpoint comes into being, and after."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ft.errors import UserError
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.training.checkpointing import durable, naming
+from megatron.training.checkpointing.manifest import FileRecord, Manifest
+from megatron.training.checkpointing.plan import index_from_json
+from megatron.training.checkpointing.verify import checksum, scan
+from megatron.training.checkpointing.writer import explain
+
+_CORE_FILES = (".metadata", "metadata.json")
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder if need be, and makes sure that files can be made in it.
+
+    Raises:
+        UserError: a file is in the way, or permissions or the file system forbid it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"--save {folder}: a file is where the folder should be", "give another folder") from error
+    except OSError as error:
+        raise UserError(f"--save: {explain(error, folder)}", "give a folder that this user can write to") from error
+
+
+def prepare(folder: Path, step: int) -> tuple[Path, int]:
+    """Clears what dead saves and removals left and makes the folder to write into.
+
+    Only one job writes to a checkpoint folder, and it has one save under way at a time.
+
+    Returns:
+        (the partial folder, the serial number of the new checkpoint).
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(folder):
+        if naming.is_leftover(name):
+            shutil.rmtree(folder / name)
+    partial = folder / naming.partial_name(step)
+    partial.mkdir()
+    return partial, naming.next_serial(scan(folder))
+
+
+def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]) -> None:
+    """Turns the partial folder into a checkpoint, in its very last act; until then nothing has happened to others.
+
+    Args:
+        manifest: all but its files.
+        metadata: of the whole checkpoint, without the places of the shards.
+        reports: what every rank's writer says it wrote; all of them succeeded.
+
+    Raises:
+        OSError: the disk failed; the partial folder is still there.
+    """
+    written = [file for report in reports for file in report["files"]]
+    results = [
+        WriteResult(index_from_json(index), length, _StorageInfo(file["name"], start, length))
+        for file in written
+        for index, start, length in file["parts"]
+        if index is not None
+    ]
+    FileSystemWriter(partial).finish(metadata, [results])
+    save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+    files = {file["name"]: FileRecord(file["bytes"], file["crc32"]) for file in written}
+    for name in _CORE_FILES:
+        with open(partial / name, "rb") as stream:
+            os.fsync(stream.fileno())
+        files[name] = checksum(partial / name)
+    durable.write_text(partial / naming.MANIFEST, replace(manifest, files=files).to_json())
+    durable.fsync_folder(partial)
+    target = partial.with_name(naming.checkpoint_name(manifest.step))
+    aside = partial.with_name(naming.removed_name(target.name))
+    durable.move_folder(partial, target, aside)
+
+
+def track(folder: Path, step: int) -> None:
+    """Tells Megatron's tools which checkpoint is the newest; our own loading does not depend on it."""
+    durable.replace_text(folder / naming.TRACKER, f"{step}\n")
+
+
+def discard(partial: Path) -> None:
+    """Removes the partial folder of a save that failed, as far as the disk lets it; the next save tries again."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> list[str]:
+    """Removes what was replaced and the checkpoints that are too many. Returns what could not be removed, and why."""
+    failures = []
+    for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
+        with contextlib.suppress(OSError):
+            durable.remove_folder(folder / name, folder / name)
+    for entry in naming.to_remove(scan(folder), keep_last, distrusted):
+        try:
+            durable.remove_folder(folder / entry.name, folder / naming.removed_name(entry.name))
+        except OSError as error:
+            failures.append(explain(error, folder / entry.name))
+    return failures

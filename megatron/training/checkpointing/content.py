@@ -1,0 +1,191 @@
+"""What is in a checkpoint: from model, optimizer and the rest to a sharded state dict, and back."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft.errors import UserError
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
+from megatron.training.arguments.checkpoint import CheckpointOptions
+from megatron.training.checkpointing import optimizer_state, rng
+
+# Megatron-LM's number for the way weights are laid out inside of a layer.
+_WEIGHT_LAYOUT = 3.0
+_CONTENT = "content_metadata"
+
+
+@dataclass
+class TrainState:
+    """Where a run stands, apart from its tensors.
+
+    Args:
+        step: optimizer steps done.
+        consumed_train_samples: samples of the training data that were used, over all ranks.
+        consumed_valid_samples: the same of the validation data.
+        extra: whatever else has to survive; numbers, strings, lists and dicts of them.
+    """
+
+    step: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
+    """How ``optimizer`` is stored: None (no state), ``replicated``, ``fully_reshardable`` or ``dp_reshardable``."""
+    if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
+        return None
+    if not any(isinstance(part, DistributedOptimizer) for part in optimizer_state.parts(optimizer)):
+        return "replicated"
+    return "fully_reshardable" if options.dist_ckpt_optim_fully_reshardable else "dp_reshardable"
+
+
+def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str, Any]:
+    """What core has to know to name the shards; the serialisable part of it goes into the checkpoint.
+
+    Args:
+        on_first_rank: a fully reshardable optimizer state is gathered on one rank of each data-parallel group.
+    """
+    metadata = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if kind in ("fully_reshardable", "dp_reshardable"):
+        metadata["distrib_optim_sharding_type"] = kind
+    if kind == "fully_reshardable":
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = on_first_rank
+    return metadata
+
+
+def model_shards(model: list, metadata: dict) -> dict[str, Any]:
+    """The sharded state of all model chunks, ``model`` or ``model0``, ``model1``, ..."""
+    chunks = unwrap_model(model)
+    return {_chunk_key(i, len(chunks)): c.sharded_state_dict(metadata=metadata) for i, c in enumerate(chunks)}
+
+
+def to_save(
+    state: TrainState,
+    model: list,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    kind: str | None,
+    on_first_rank: bool,
+    with_rng: bool,
+    data_parallel_random_init: bool,
+    run: Mapping[str, Any],
+    layout: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The state dict of a checkpoint; the keys at its top are Megatron-LM's where it has one for the thing."""
+    metadata = sharding_metadata(kind, on_first_rank)
+    contents: dict[str, Any] = {
+        "args": argparse.Namespace(**_megatron_args(state, run, layout)),
+        "checkpoint_version": _WEIGHT_LAYOUT,
+        "iteration": state.step,
+        "consumed_train_samples": state.consumed_train_samples,
+        "consumed_valid_samples": state.consumed_valid_samples,
+        "extra": _plain(state.extra),
+        "options": _plain(run.get("options", {})),
+        _CONTENT: {k: v for k, v in metadata.items() if k != "dp_cp_group"},
+    }
+    if isinstance(flops := state.extra.get("num_floating_point_operations_so_far"), int | float):
+        contents["num_floating_point_operations_so_far"] = flops
+    contents |= model_shards(model, metadata)
+    if kind is not None:
+        contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
+    if scheduler is not None:
+        contents["opt_param_scheduler"] = scheduler.state_dict()
+    if with_rng:
+        contents[rng.KEY] = rng.sharded(data_parallel_random_init)
+    return contents
+
+
+def to_load(
+    model: list, optimizer: Any, *, kind: str | None, with_rng: bool, data_parallel_random_init: bool
+) -> dict[str, Any]:
+    """The sharded state dict that asks for what this rank needs. ``kind`` is the checkpoint's, None: no optimizer."""
+    metadata = sharding_metadata(kind)
+    wanted = model_shards(model, metadata)
+    if kind is not None:
+        optimizer_state.allocate(optimizer)
+        wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
+    if with_rng:
+        wanted[rng.KEY] = rng.sharded(data_parallel_random_init)
+    return wanted
+
+
+def apply(loaded: dict[str, Any], model: list, optimizer: Any, scheduler: Any, *, with_optimizer: bool) -> None:
+    """Puts loaded tensors into model, optimizer and schedule.
+
+    Args:
+        with_optimizer: the optimizer's and the schedule's state are in ``loaded`` and wanted; else the optimizer
+            takes its master weights from the model's.
+    """
+    for i, chunk in enumerate(model):
+        chunk.load_state_dict(loaded[_chunk_key(i, len(model))])
+    if with_optimizer:
+        optimizer_state.load(optimizer, loaded["optimizer"])
+    elif optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        optimizer.reload_model_params()
+    if with_optimizer and scheduler is not None and "opt_param_scheduler" in loaded:
+        _load_schedule(scheduler, loaded["opt_param_scheduler"])
+
+
+def _load_schedule(scheduler: Any, stored: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(stored)
+    except AssertionError as error:  # megatron-core's way of saying that flags and checkpoint differ
+        raise UserError(
+            f"the schedule of the flags is not the checkpoint's: {error}",
+            "add --override-opt-param-scheduler to go on with the flags', or --use-checkpoint-opt-param-scheduler with "
+            "the checkpoint's",
+        ) from error
+
+
+def apply_state(loaded: dict[str, Any], state: TrainState) -> None:
+    state.step = loaded["iteration"]
+    state.consumed_train_samples = loaded["consumed_train_samples"]
+    state.consumed_valid_samples = loaded["consumed_valid_samples"]
+    state.extra = dict(loaded["extra"])
+
+
+def _chunk_key(i: int, chunks: int) -> str:
+    return "model" if chunks == 1 else f"model{i}"
+
+
+def _megatron_args(state: TrainState, run: Mapping, layout: Mapping) -> dict[str, Any]:
+    """What Megatron-LM's tools look up in a checkpoint's ``args``."""
+    flat: dict[str, Any] = {}
+    for name, value in run.get("options", {}).items():
+        flat |= value if isinstance(value, Mapping) else {name: value}
+    flat |= {
+        "iteration": state.step,
+        "consumed_train_samples": state.consumed_train_samples,
+        "consumed_valid_samples": state.consumed_valid_samples,
+        "ckpt_format": "torch_dist",
+    }
+    names = {
+        "world_size": "world_size",
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "dp": "data_parallel_size",
+    }
+    flat |= {theirs: layout[ours] for ours, theirs in names.items() if ours in layout}
+    return _plain(flat)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in types that ``torch.load(weights_only=True)`` accepts: what is none of them becomes its text."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(value)

@@ -1,0 +1,75 @@
+"""The manifest: what a checkpoint consists of, as JSON that carries its own checksum."""
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+FORMAT = 1
+
+
+class ManifestError(ValueError):
+    """The text is no manifest, or a damaged one."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and CRC-32 of one file."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint consists of and where it comes from.
+
+    Args:
+        step: steps done when it was taken.
+        serial: its place in the order of saving in its folder, from 1.
+        saved_at: UTC, ISO 8601.
+        layout: sizes of the parallel dimensions it was saved from (``world_size``, ``tp``, ``pp``, ...).
+        versions: of megatron-core and torch.
+        optimizer: how the optimizer state is stored (``fully_reshardable``, ``dp_reshardable``, ``replicated``);
+            None without one.
+        rng_grid: shape of the grid of generator states; None without them.
+        run: what the caller says about the run: ``model``, ``options``, ``fingerprints``.
+        files: every file but the manifest, by its name in the folder.
+    """
+
+    step: int
+    serial: int
+    saved_at: str
+    layout: dict[str, Any]
+    versions: dict[str, str]
+    optimizer: str | None
+    rng_grid: list[int] | None
+    run: dict[str, Any]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        body = {"format": FORMAT, **asdict(self)}
+        return json.dumps({"checksum": _checksum(body), **body}, indent=1, default=str) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            ManifestError: it is not JSON, not a manifest, of another format, or not what its checksum says.
+        """
+        try:
+            body = json.loads(text)
+            checksum = body.pop("checksum")
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ManifestError("it is not a manifest") from error
+        if checksum != _checksum(body):
+            raise ManifestError("its own checksum does not match")
+        if body.pop("format") != FORMAT:
+            raise ManifestError(f"its format is not {FORMAT}")
+        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
+        return cls(**{f.name: body[f.name] for f in fields(cls)})
+
+
+def _checksum(body: dict) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":"), default=str).encode())

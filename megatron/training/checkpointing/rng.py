@@ -1,0 +1,81 @@
+"""The random number generators of a rank: Python's, numpy's, torch's, the device's and megatron-core's own."""
+
+import hashlib
+import random
+
+import numpy
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import random as core_random
+
+KEY = "rng_state"
+
+
+def grid(data_parallel_random_init: bool) -> tuple[list[int], list[int], int]:
+    """Where this rank's generator states belong.
+
+    Data-parallel replicas share their states, unless they were seeded apart or hold different experts.
+
+    Returns:
+        (shape of the grid: [pp, tp] or [pp, tp, dp], this rank's place in it, its number among the replicas).
+    """
+    dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    shape = [
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    ]
+    place = [
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    ]
+    if data_parallel_random_init or parallel_state.get_expert_model_parallel_world_size() > 1:
+        return [*shape, parallel_state.get_data_parallel_world_size(with_context_parallel=True)], [*place, dp_rank], 0
+    return shape, place, dp_rank
+
+
+def sharded(data_parallel_random_init: bool) -> ShardedObject:
+    """This rank's states, with their place in the checkpoint; the form and the keys are Megatron-LM's."""
+    shape, place, replica = grid(data_parallel_random_init)
+    tracker = core_random.get_cuda_rng_tracker()
+    states = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": numpy.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": {
+            name: core_random.convert_cuda_rng_state(state, to_graphable=False)
+            for name, state in tracker.get_states().items()
+        },
+    }
+    return ShardedObject(KEY, [states], tuple(shape), tuple(place), replica_id=replica)
+
+
+def restore(loaded: list[dict]) -> None:
+    """Puts the generators into the states that :func:`sharded` took."""
+    (states,) = loaded
+    tracker = core_random.get_cuda_rng_tracker()
+    graphable = core_random.is_graph_safe_cuda_rng_tracker(tracker)
+    random.setstate(states["random_rng_state"])
+    numpy.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    torch.cuda.set_rng_state(states["cuda_rng_state"])
+    tracker.set_states(
+        {
+            name: core_random.convert_cuda_rng_state(state, to_graphable=graphable)
+            for name, state in states["rng_tracker_states"].items()
+        }
+    )
+
+
+def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
+    """New states for a layout that the saved ones do not fit: a pure function of seed, step and logical rank."""
+    mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
+    own = (int.from_bytes(mixed, "little") >> 1) + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if data_parallel_random_init:
+        own += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(own)
+    numpy.random.seed(own % 2**32)
+    torch.manual_seed(own)
+    core_random.model_parallel_cuda_manual_seed(own)

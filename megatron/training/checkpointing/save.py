@@ -1,0 +1,191 @@
+"""A save, from the plan to the finished checkpoint, agreed on by all ranks at every point where one may fail."""
+
+import time
+from collections.abc import Callable, Collection, Generator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron.training.checkpointing import commit, naming
+from megatron.training.checkpointing.channel import Channel
+from megatron.training.checkpointing.manifest import Manifest
+from megatron.training.checkpointing.pending import InThread, Pending
+from megatron.training.checkpointing.plan import SavePlanning
+from megatron.training.checkpointing.writer import (
+    ForkedWriter,
+    InlineWriter,
+    Writer,
+    bytes_in_words,
+    explain,
+    free_bytes,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a save; the same on all ranks.
+
+    Args:
+        step: the step it was to keep.
+        error: why there is no checkpoint, or None.
+        seconds: from its start to its end on rank 0.
+        bytes: what it takes on the disk.
+        notes: what else rank 0 has to say.
+    """
+
+    step: int
+    error: str | None
+    seconds: float = 0.0
+    bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Description:
+    """What the manifest says beside the files."""
+
+    step: int
+    layout: Mapping[str, Any]
+    optimizer: str | None
+    rng_grid: list[int] | None
+    run: Mapping[str, Any]
+
+    def manifest(self, serial: int) -> Manifest:
+        versions = {"megatron-core": version("megatron-core"), "torch": torch.__version__}
+        return Manifest(
+            step=self.step,
+            serial=serial,
+            saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            layout=dict(self.layout),
+            versions=versions,
+            optimizer=self.optimizer,
+            rng_grid=self.rng_grid,
+            run=dict(self.run),
+        )
+
+
+class Saver:
+    """Saves into one folder.
+
+    Args:
+        folder: where checkpoints are kept.
+        keep_last: complete checkpoints that stay; None: all.
+        distrusted: names of checkpoints that failed verification; may grow.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        channel: Channel,
+        planning: SavePlanning,
+        *,
+        in_background: bool,
+        keep_last: int | None,
+        distrusted: Collection[str],
+        log: Callable[[str], None],
+    ):
+        self._folder, self._channel, self._planning = folder, channel, planning
+        self._in_background, self._keep_last, self._distrusted, self._log = in_background, keep_last, distrusted, log
+
+    def start(
+        self, state_dict: dict, description: Description, started: float
+    ) -> Generator[Pending, None, Outcome] | Outcome:
+        """Captures the state and starts to write it; in the foreground, writes it.
+
+        Args:
+            started: when the save began, by ``time.monotonic``.
+
+        Returns:
+            A generator for the rest of the save, or why nothing could be started: the same on all ranks.
+        """
+        partial, serial, error = self._folder / naming.partial_name(description.step), 0, None
+        if self._channel.rank == 0:
+            try:
+                partial, serial = commit.prepare(self._folder, description.step)
+            except OSError as failure:
+                error = explain(failure, partial)
+        plan = self._planning.plan(state_dict, self._channel.group)
+        needs = self._channel.share({"bytes": plan.bytes, "error": error or plan.error})
+        if self._channel.rank == 0:
+            error = _first_error(needs) or self._refusal(sum(need["bytes"] for need in needs))
+            if error is not None:
+                commit.discard(partial)
+        error = self._channel.broadcast(error)
+        if error is not None:
+            return Outcome(description.step, error)
+        writer = (ForkedWriter if self._in_background else InlineWriter)(partial, plan.files)
+        return self._ending(writer, partial, description.manifest(serial), plan.metadata, started)
+
+    def _ending(
+        self, writer: Writer, partial: Path, manifest: Manifest, metadata: Metadata | None, started: float
+    ) -> Generator[Pending, None, Outcome]:
+        try:
+            yield writer
+            reports = yield from self._channel.gathering(writer.report)
+        finally:
+            writer.kill()
+        outcome = None
+        if reports is not None:
+            outcome = yield from self._finishing(partial, manifest, metadata, reports)
+            outcome |= {"seconds": time.monotonic() - started}
+        outcome = yield from self._channel.broadcasting(outcome)
+        return Outcome(manifest.step, **{**outcome, "notes": tuple(outcome["notes"])})
+
+    def _finishing(
+        self, partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]
+    ) -> Generator[Pending, None, dict]:
+        """Rank 0: the checkpoint comes into being, and older ones go."""
+        if (error := _first_error(reports)) is not None:
+            commit.discard(partial)
+            return {"error": error, "bytes": 0, "notes": []}
+
+        def finish() -> dict:
+            try:
+                commit.commit(partial, manifest, metadata, reports)
+            except Exception as failure:
+                commit.discard(partial)
+                what = explain(failure, partial) if isinstance(failure, OSError) else repr(failure)
+                return {"error": what, "bytes": 0, "notes": []}
+            size = sum(file["bytes"] for report in reports for file in report["files"])
+            return {"error": None, "bytes": size, "notes": self._after(manifest.step)}
+
+        if not self._in_background:
+            return finish()
+        thread = InThread(finish)
+        yield thread
+        return thread.result
+
+    def _after(self, step: int) -> list[str]:
+        """Rank 0: what follows on a checkpoint. Returns what went wrong; the checkpoint stands all the same."""
+        try:
+            commit.track(self._folder, step)
+            failures = commit.retire(self._folder, self._keep_last, self._distrusted)
+        except Exception as failure:
+            return [explain(failure, self._folder) if isinstance(failure, OSError) else repr(failure)]
+        return [f"could not remove {failure}" for failure in failures]
+
+    def _refusal(self, needed: int) -> str | None:
+        """Rank 0: why there is no point in starting to write ``needed`` bytes, or None."""
+        free = free_bytes(self._folder)
+        about, left = bytes_in_words(needed), bytes_in_words(free)
+        if free < needed:
+            return f"{self._folder}: the disk is too full: about {about} needed, {left} free; nothing was written"
+        if free < 2 * needed:
+            self._log(
+                f"checkpoint: {self._folder} has {left} free, room for this checkpoint of about {about} but not for "
+                "one more"
+            )
+        return None
+
+
+def _first_error(reports: list[dict]) -> str | None:
+    """The first rank's error, with the ranks that have one."""
+    failed = [rank for rank, report in enumerate(reports) if report.get("error")]
+    if not failed:
+        return None
+    also = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+    return f"rank {failed[0]}: {reports[failed[0]]['error']}{also}"

@@ -1,0 +1,89 @@
+"""Whether a checkpoint's files are what its manifest says. Needs neither torch nor other ranks."""
+
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.training.checkpointing.manifest import FileRecord, Manifest, ManifestError
+from megatron.training.checkpointing.naming import MANIFEST, Entry, step_of
+
+_BLOCK = 1 << 20
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest in folder ``checkpoint``.
+
+    Raises:
+        ManifestError: there is none, it is damaged, or it is another checkpoint's.
+        OSError: it cannot be read.
+    """
+    try:
+        text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ManifestError("there is none") from error
+    except UnicodeDecodeError as error:
+        raise ManifestError("it is not text") from error
+    manifest = Manifest.from_json(text)
+    if manifest.step != step_of(checkpoint.name):
+        raise ManifestError(f"it is that of step {manifest.step}")
+    return manifest
+
+
+def scan(folder: Path) -> list[Entry]:
+    """Every checkpoint in ``folder``, by step, with what is wrong with it as far as its manifest tells.
+
+    Raises:
+        OSError: the folder cannot be listed or a manifest cannot be read.
+    """
+    return [_entry(folder / name, step) for name in sorted(os.listdir(folder)) if (step := step_of(name)) is not None]
+
+
+def _entry(checkpoint: Path, step: int) -> Entry:
+    try:
+        return Entry(checkpoint.name, step, read_manifest(checkpoint).serial)
+    except NotADirectoryError:
+        return Entry(checkpoint.name, step, problem="it is not a folder")
+    except ManifestError as error:
+        if any(checkpoint.glob("mp_rank_*")):
+            return Entry(checkpoint.name, step, problem="it is in Megatron-LM's legacy format 'torch'")
+        return Entry(checkpoint.name, step, problem=f"{MANIFEST}: {error}")
+
+
+def deal(files: Mapping[str, FileRecord], ranks: int, rank: int) -> list[str]:
+    """The names of the files that ``rank`` of ``ranks`` verifies: the largest are dealt out first, in turn."""
+    return sorted(files, key=lambda name: (-files[name].bytes, name))[rank::ranks]
+
+
+def problems(checkpoint: Path, files: Mapping[str, FileRecord], names: list[str] | None = None) -> list[str]:
+    """What is wrong with the files called ``names`` (default: all), one line for each bad file."""
+    found = []
+    for name in sorted(files) if names is None else names:
+        problem = _problem(checkpoint / name, files[name])
+        if problem is not None:
+            found.append(f"{name} {problem}")
+    return found
+
+
+def checksum(path: Path) -> FileRecord:
+    """Size and CRC-32 of the file as it is."""
+    crc, count = 0, 0
+    block = memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as stream:
+        while read := stream.readinto(block):
+            crc = zlib.crc32(block[:read], crc)
+            count += read
+    return FileRecord(count, crc)
+
+
+def _problem(path: Path, expected: FileRecord) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return f"has {size} bytes instead of {expected.bytes}"
+        found = checksum(path)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None if found == expected else f"is corrupt: checksum {found.crc32:08x} instead of {expected.crc32:08x}"

@@ -1,0 +1,257 @@
+"""One rank's files: written, checksummed on the way, and put on the disk, here or in a forked process."""
+
+import ctypes
+import errno
+import gc
+import io
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+_BUFFER = 1 << 20
+_PR_SET_PDEATHSIG = 1
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "the file is too big"}
+
+
+@dataclass
+class OutputFile:
+    """A file to write.
+
+    Args:
+        name: in the checkpoint's folder.
+        parts: (index, data) one after the other: the index is whatever identifies the part to whoever reads the
+            report, JSON; a BytesIO is written as it is, anything else with ``torch.save``.
+    """
+
+    name: str
+    parts: list[tuple[Any, Any]]
+
+
+class _ChecksummedFile:
+    """The part of a file object that ``torch.save`` needs; counts bytes and their CRC-32 as they pass."""
+
+    def __init__(self, stream: io.BufferedWriter):
+        self._stream = stream
+        self.bytes = 0
+        self.crc32 = 0
+
+    def write(self, data) -> int:
+        count = memoryview(data).nbytes
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self._stream.write(data)
+        self.bytes += count
+        return count
+
+    def tell(self) -> int:
+        return self.bytes
+
+    def flush(self) -> None:
+        """Nothing: ``torch.save`` calls it after each tensor; the file is flushed once, at its end."""
+
+
+def write(folder: Path, files: list[OutputFile]) -> dict:
+    """Writes and fsyncs ``files``; the report of it, fit for JSON. Never raises.
+
+    Returns:
+        ``{"files": [{"name", "bytes", "crc32", "parts": [[index, offset, length], ...]}, ...]}``, or
+        ``{"error": message}`` that names the file and, where space is short, the bytes that are free.
+    """
+    reports = []
+    for file in files:
+        path = folder / file.name
+        try:
+            reports.append(_write_file(path, file.parts))
+        except OSError as error:
+            return {"error": explain(error, path)}
+        except Exception as error:
+            cause = error.__context__ if isinstance(error.__context__, OSError) else None
+            if cause is not None:
+                return {"error": explain(cause, path)}
+            return {"error": f"{path}: {type(error).__name__}: {error}"}
+    return {"files": reports}
+
+
+def explain(error: OSError, path: Path) -> str:
+    """``error`` in words, with the free bytes where a lack of them may be the reason."""
+    what = _FULL.get(error.errno, error.strerror or str(error))
+    text = f"{error.filename or path}: {what}"
+    if error.errno in _FULL:
+        text += f" ({bytes_in_words(free_bytes(path.parent))} free on that file system)"
+    return text
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that a user without privileges can still write there; 0 if that cannot be told."""
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return 0
+    return stat.f_bavail * stat.f_frsize
+
+
+def bytes_in_words(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _write_file(path: Path, parts: list[tuple[Any, Any]]) -> dict:
+    places = []
+    with open(path, "wb", buffering=_BUFFER) as stream:
+        out = _ChecksummedFile(stream)
+        for index, data in parts:
+            start = out.tell()
+            if isinstance(data, io.BytesIO):
+                out.write(data.getbuffer())
+            else:
+                torch.save(_own_storage(data), out)
+            places.append([index, start, out.tell() - start])
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {"name": path.name, "bytes": out.bytes, "crc32": out.crc32, "parts": places}
+
+
+def _own_storage(data: Any) -> Any:
+    """``data``, as a tensor that is the whole of its storage: ``torch.save`` writes storages, not views."""
+    if isinstance(data, torch.Tensor) and data.untyped_storage().size() != data.numel() * data.itemsize:
+        return data.clone()
+    return data
+
+
+class Writer(Protocol):
+    """A rank's files being written; ``report`` is that of :func:`write`, once it is done."""
+
+    report: dict | None
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def kill(self) -> None:
+        """Ends the writing at once; what is written so far stays."""
+
+
+class InlineWriter:
+    """Writes at once, in this process."""
+
+    def __init__(self, folder: Path, files: list[OutputFile]):
+        self.report = write(folder, files)
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+class ForkedWriter:
+    """Writes in a forked process, which sees the tensors as they were at the fork whatever training does to them.
+
+    That holds for private memory, which all CPU tensors have unless ``share_memory_`` was called on them; tensors on
+    another device have to be copied to the host before. The process holds no socket and no pipe of its parent's
+    but stdout and stderr, and dies with it.
+    """
+
+    def __init__(self, folder: Path, files: list[OutputFile]):
+        self.report: dict | None = None
+        self._received = b""
+        try:
+            self._fork(folder, files)
+        except OSError as error:
+            self.report = {"error": f"no process to write the checkpoint: {error.strerror}"}
+
+    def _fork(self, folder: Path, files: list[OutputFile]) -> None:
+        self._pipe, into = os.pipe()
+        os.set_blocking(self._pipe, False)
+        _flush_output()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forks in processes with threads; the child takes no lock that a thread may hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            _child(parent, into, folder, files)
+        os.close(into)
+
+    def done(self) -> bool:
+        while self.report is None:
+            try:
+                data = os.read(self._pipe, _BUFFER)
+            except BlockingIOError:
+                return False
+            if data:
+                self._received += data
+            else:
+                self._reap()
+        return True
+
+    def wait(self) -> None:
+        if self.report is None:
+            os.set_blocking(self._pipe, True)
+            self.done()
+
+    def kill(self) -> None:
+        if self.report is None:
+            os.kill(self._pid, signal.SIGKILL)
+            self.wait()
+
+    def _reap(self) -> None:
+        os.close(self._pipe)
+        _, status = os.waitpid(self._pid, 0)
+        try:
+            self.report = json.loads(self._received)
+        except ValueError:
+            code = os.waitstatus_to_exitcode(status)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            self.report = {"error": f"the process that writes the checkpoint {how}"}
+
+
+# Loaded before any fork: the dynamic loader takes locks.
+_libc = ctypes.CDLL(None)
+
+
+def _child(parent: int, into: int, folder: Path, files: list[OutputFile]) -> None:
+    """The forked process, to its end."""
+    status = 1
+    try:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        # A scheduler signals every process of a job: the parent decides what that means.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        os.closerange(3, into)
+        os.closerange(max(into + 1, 3), os.sysconf("SC_OPEN_MAX"))
+        # Collecting could free a tensor of another device; OpenMP's threads did not survive the fork.
+        gc.disable()
+        torch.set_num_threads(1)
+        os.nice(5)
+        data = memoryview(json.dumps(write(folder, files)).encode())
+        while data:
+            data = data[os.write(into, data) :]
+        status = 0
+    except BaseException:
+        traceback.print_exc(file=sys.stderr)
+        _flush_output()
+    finally:
+        os._exit(status)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()

@@ -1,0 +1,315 @@
+"""What a save leaves behind when ranks die, disks fill up and writers are killed in the middle of it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_checkpoint_gpt import Run, Shape
+from test_checkpoint_load import _load_each
+
+from megatron.training.checkpointing.naming import newest_complete
+from megatron.training.checkpointing.verify import problems, read_manifest, scan
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_at(point: str) -> None:
+    """Arranges that this process is killed when a save gets to ``point``."""
+    from megatron.training.checkpointing import commit, durable, writer
+
+    def dying(function, before: bool):
+        def replaced(*args, **kwargs):
+            if not before:
+                function(*args, **kwargs)
+            _die()
+
+        return replaced
+
+    if point == "half-written-file":
+        whole = writer._write_file
+
+        def half(path, parts):
+            whole(path, parts[: len(parts) // 2])
+            _die()
+
+        writer._write_file = half
+    elif point == "before-metadata":
+        commit.commit = dying(commit.commit, before=True)
+    elif point == "before-manifest":
+        durable.write_text = dying(durable.write_text, before=True)
+    elif point == "before-rename":
+        durable.move_folder = dying(durable.move_folder, before=True)
+    elif point == "after-rename":
+        durable.move_folder = dying(durable.move_folder, before=False)
+    elif point == "before-tracker":
+        durable.replace_text = dying(durable.replace_text, before=True)
+    elif point == "while-retiring":
+        durable.shutil.rmtree = dying(durable.shutil.rmtree, before=True)
+
+
+def _save_and_die(folder: str, point: str, victim: int, options: dict) -> None:
+    import torch.distributed as dist
+
+    run = Run(Shape(), save=folder, keep_last=1 if point == "while-retiring" else None, **options)
+    run.train(1)
+    assert run.save()
+    run.checkpointer.maybe_finalize(blocking=True)
+    run.train(1)
+    if dist.get_rank() == victim:
+        _die_at(point)
+    run.save()
+    run.checkpointer.maybe_finalize(blocking=True)
+
+
+# (point, the rank that dies, whether the save is asynchronous, the newest complete checkpoint afterwards)
+DEATHS = [
+    ("half-written-file", 0, False, 1),
+    ("half-written-file", 1, False, 1),
+    ("before-metadata", 0, False, 1),
+    ("before-manifest", 0, False, 1),
+    ("before-rename", 0, False, 1),
+    ("before-rename", 0, True, 1),
+    ("after-rename", 0, False, 2),
+    ("after-rename", 0, True, 2),
+    ("before-tracker", 0, False, 2),
+    ("while-retiring", 0, False, 2),
+]
+
+
+def test_kill_9_at_any_point_leaves_a_sound_checkpoint(ranks, tmp_path):
+    names = ["-".join(map(str, death[:3])) for death in DEATHS]
+    for name, (point, victim, in_background, _) in zip(names, DEATHS, strict=True):
+        options = {"async_save": in_background}
+        with ranks.start(_save_and_die, 2, str(tmp_path / name), point, victim, options) as handle:
+            _wait_for_death(handle, victim)
+    (loaded,) = ranks(_load_each, 1, {name: {"load": str(tmp_path / name)} for name in names})
+    for name, (*_, step) in zip(names, DEATHS, strict=True):
+        assert loaded[name][0] == step, name
+        newest = newest_complete(scan(tmp_path / name))
+        assert problems(tmp_path / name / newest.name, read_manifest(tmp_path / name / newest.name).files) == []
+    # The same folder is then saved into: what the dead left is cleared away.
+    again = tmp_path / "before-rename-0-False"
+    assert (again / "iter_0000002.partial").exists()
+    ranks(_resume_and_save, 1, str(again))
+    assert sorted(os.listdir(again)) == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+def _resume_and_save(folder: str) -> None:
+    run = Run(Shape(), save=folder, load=folder)
+    assert run.load().step == 1
+    run.train(1)
+    assert run.save()
+    run.close()
+
+
+def _wait_for_death(handle, rank: int) -> None:
+    deadline = time.monotonic() + 30
+    while handle.exitcode(rank) is None:
+        assert time.monotonic() < deadline, "the rank was to be killed"
+        time.sleep(0.01)
+    assert handle.exitcode(rank) == -signal.SIGKILL
+
+
+def _slow_writer(seconds: float) -> None:
+    """Makes every file take ``seconds`` before its first byte, and leaves the writing process's pid behind."""
+    from megatron.training.checkpointing import writer
+
+    fast = writer._write_file
+
+    def slow(path, parts):
+        Path(f"writer-{path.name}").write_text(str(os.getpid()))
+        time.sleep(seconds)
+        return fast(path, parts)
+
+    writer._write_file = slow
+
+
+def _save_in_background_and_wait(folder: str) -> None:
+    run = Run(Shape(), save=folder, async_save=True)
+    run.train(1)
+    assert run.save()
+    run.checkpointer.maybe_finalize(blocking=True)
+    run.train(1)
+    _slow_writer(60)
+    assert run.save()
+    print("under way", flush=True)
+    time.sleep(60)
+
+
+def test_the_background_writer_dies_with_its_rank(ranks, tmp_path):
+    with ranks.start(_save_in_background_and_wait, 2, str(tmp_path)) as handle:
+        for rank in range(2):
+            handle.wait_for_output(rank, "under way")
+        pids = [_pid_from(handle.folder / f"writer-__{rank}_0.distcp") for rank in range(2)]
+        assert not any(_sockets(pid) for pid in pids)
+        handle.kill(1)
+        _wait_for_death(handle, 1)
+        assert _gone(pids[1]) and not _gone(pids[0], patience=0)
+    assert _gone(pids[0])
+    assert newest_complete(scan(tmp_path)).step == 1
+
+
+def _pid_from(file: Path) -> int:
+    deadline = time.monotonic() + 20
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return int(file.read_text())
+
+
+def _gone(pid: int, patience: float = 5.0) -> bool:
+    deadline = time.monotonic() + patience
+    while True:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                if time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    continue
+                return False
+        return True
+
+
+def _sockets(pid: int) -> list[str]:
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return [link for link in links if link.startswith("socket:")]
+
+
+def _lose_a_writer(folder: str) -> list:
+    import torch.distributed as dist
+
+    run = Run(Shape(), save=folder, async_save=True)
+    run.train(1)
+    assert run.save()
+    run.checkpointer.maybe_finalize(blocking=True)
+    run.train(1)
+    _slow_writer(0 if dist.get_rank() else 60)
+    assert run.save()
+    if dist.get_rank() == 0:
+        os.kill(_pid_from(Path("writer-__0_0.distcp")), signal.SIGKILL)
+    ended = [False, False]
+    while not all(ended):
+        run.train(1)
+        run.checkpointer.maybe_finalize()
+        dist.all_gather_object(ended, run.checkpointer.last_outcome.step == 2)
+    error = run.checkpointer.last_outcome.error
+    left = os.listdir(folder)
+    _restore_writer()
+    saved = run.save()
+    run.close()
+    return [error, left, saved, run.checkpointer.last_outcome.error]
+
+
+def _restore_writer() -> None:
+    import importlib
+
+    from megatron.training.checkpointing import writer
+
+    writer._write_file = importlib.reload(writer)._write_file
+
+
+def test_a_killed_writer_fails_the_save_and_nothing_else(ranks, tmp_path):
+    for error, left, saved, next_error in ranks(_lose_a_writer, 2, str(tmp_path)):
+        assert "rank 0: the process that writes the checkpoint was killed by signal 9" in error
+        assert sorted(left) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert saved and next_error is None
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MiB: room for one checkpoint, not for two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def _fill_disk(folder: str, options: dict, check_first: bool) -> dict:
+    from megatron.training.checkpointing import save
+
+    if not check_first:
+        save.free_bytes = lambda folder: 1 << 40
+    run = Run(Shape(), save=folder, **options)
+    run.train(1)
+    first = run.save()
+    run.checkpointer.maybe_finalize(blocking=True)
+    saved = [first and run.checkpointer.last_outcome.error is None]
+    ballast = os.path.join(folder, "ballast")
+    for _ in range(2):
+        run.train(1)
+        run.save()
+        run.checkpointer.maybe_finalize(blocking=True)
+        saved.append(run.checkpointer.last_outcome.error is None)
+    error, left = run.checkpointer.last_outcome.error, sorted(os.listdir(folder))
+    losses = run.train(1)
+    run.close()
+    return {"saved": saved, "error": error, "left": left, "trained": len(losses), "said": run.messages, "b": ballast}
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["sync", "async"])
+@pytest.mark.parametrize("check_first", [True, False], ids=["estimated", "hit"])
+def test_a_full_disk(ranks, small_disk, options, check_first):
+    results = ranks(_fill_disk, 2, str(small_disk), options, check_first)
+    for result in results:
+        assert result["saved"][0] and not result["saved"][-1]
+        assert "full" in result["error"] and str(small_disk) in result["error"] and "free" in result["error"]
+        assert ("needed" in result["error"]) == check_first
+        complete = [name for name in result["left"] if name.startswith("iter_")]
+        assert complete and not any("partial" in name for name in complete)
+        assert result["trained"] > 0
+    said = [r["said"] for r in results]
+    assert any("FAILED" in line and "training goes on" in line for line in said[0]) and not said[1]
+    newest = newest_complete(scan(small_disk))
+    assert problems(small_disk / newest.name, read_manifest(small_disk / newest.name).files) == []
+
+
+def _limit_one_rank(folder: str) -> list:
+    import resource
+
+    import torch.distributed as dist
+
+    run = Run(Shape(), save=folder)
+    run.train(1)
+    assert run.save()
+    run.train(1)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    saved = run.save()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    run.train(1)
+    out = [saved, run.checkpointer.last_outcome.error, run.save(), sorted(os.listdir(folder))]
+    run.close()
+    return out
+
+
+def test_one_rank_that_cannot_write_fails_the_save_everywhere(ranks, tmp_path):
+    for saved, error, next_saved, left in ranks(_limit_one_rank, 2, str(tmp_path)):
+        assert not saved and "rank 1" in error and "__1_0.distcp: the file is too big" in error
+        assert next_saved
+        assert left == ["iter_0000001", "iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def _bad_save_folder(folder: str) -> str:
+    from ft.errors import UserError
+
+    try:
+        Run(Shape(), save=folder)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_folder_that_cannot_be_is_refused_at_once(ranks, tmp_path):
+    (tmp_path / "file").write_text("")
+    for text in ranks(_bad_save_folder, 2, str(tmp_path / "file")):
+        assert "a file is where the folder should be" in text

@@ -1,0 +1,99 @@
+"""The decisions about checkpoints, which need no disk; and the manifest."""
+
+import json
+
+import pytest
+
+from megatron.training.checkpointing import naming
+from megatron.training.checkpointing.manifest import FileRecord, Manifest, ManifestError
+from megatron.training.checkpointing.naming import Entry
+from megatron.training.checkpointing.verify import deal
+
+
+def entries(*steps_and_serials, broken=()):
+    return [
+        Entry(naming.checkpoint_name(step), step, serial, "broken" if step in broken else None)
+        for step, serial in steps_and_serials
+    ]
+
+
+def test_names():
+    assert naming.checkpoint_name(100) == "iter_0000100"
+    assert naming.step_of("iter_0000100") == 100
+    assert naming.step_of("iter_12345678") == 12345678
+    for name in ("iter_100", "iter_0000100.partial", "release", naming.TRACKER, "iter_0000100.removed"):
+        assert naming.step_of(name) is None
+    assert naming.is_leftover(naming.partial_name(7)) and naming.is_leftover(naming.removed_name("iter_0000007"))
+    assert not naming.is_leftover("iter_0000007") and not naming.is_leftover("my.partial")
+
+
+def test_newest_is_the_one_saved_last_not_the_highest_step():
+    found = entries((500, 1), (1000, 2), (600, 3))
+    assert naming.newest_complete(found).step == 600
+    assert [e.step for e in naming.newest_first(found)] == [600, 1000, 500]
+    assert naming.next_serial(found) == 4
+
+
+def test_broken_ones_are_never_the_newest():
+    assert naming.newest_complete(entries((1, 1), (2, 2), broken=(2,))).step == 1
+    assert naming.newest_complete(entries((1, 1), broken=(1,))) is None
+    assert naming.newest_complete([]) is None
+    assert naming.next_serial([Entry("iter_0000001", 1, None, "broken")]) == 1
+
+
+@pytest.mark.parametrize(
+    "keep_last, distrusted, removed",
+    [
+        (None, (), []),
+        (3, (), []),
+        (2, (), [1]),
+        (1, (), [1, 2]),
+        # One that failed verification keeps no sound one from staying, and stays as evidence.
+        (1, ("iter_0000003",), [1]),
+        (2, ("iter_0000003",), []),
+    ],
+)
+def test_what_is_removed(keep_last, distrusted, removed):
+    found = entries((1, 1), (2, 2), (3, 3))
+    assert [e.step for e in naming.to_remove(found, keep_last, distrusted)] == removed
+
+
+def test_broken_ones_are_not_removed():
+    assert naming.to_remove(entries((1, 1), (2, 2), (3, 3), broken=(1,)), 1) == entries((2, 2))
+
+
+def test_files_are_dealt_out_completely_and_evenly():
+    files = {f"f{i}": FileRecord(100 - i, 0) for i in range(10)}
+    dealt = [deal(files, 4, rank) for rank in range(4)]
+    assert sorted(name for names in dealt for name in names) == sorted(files)
+    assert dealt[0] == ["f0", "f4", "f8"]
+    assert [len(names) for names in dealt] == [3, 3, 2, 2]
+
+
+def manifest() -> Manifest:
+    return Manifest(
+        step=5,
+        serial=2,
+        saved_at="2026-01-01T00:00:00Z",
+        layout={"world_size": 4, "tp": 2},
+        versions={"torch": "2"},
+        optimizer="fully_reshardable",
+        rng_grid=[2, 2],
+        run={"model": {"hidden_size": 32}},
+        files={"a": FileRecord(10, 123)},
+    )
+
+
+def test_manifest_survives_json():
+    assert Manifest.from_json(manifest().to_json()) == manifest()
+
+
+def test_any_change_of_a_manifest_is_noticed():
+    body = json.loads(manifest().to_json())
+    for change in ({"step": 6}, {"files": {}}, {"checksum": 1}, {"files": {"a": {"bytes": 10, "crc32": 124}}}):
+        with pytest.raises(ManifestError, match="checksum"):
+            Manifest.from_json(json.dumps(body | change))
+    text = manifest().to_json()
+    for torn in ("", "{", "[]", "null", "3", text[: len(text) // 2], '{"checksum": 0}', "\x00" * 100):
+        with pytest.raises(ManifestError):
+            Manifest.from_json(torn)
