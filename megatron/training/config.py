@@ -1,0 +1,159 @@
+"""megatron-core's own configuration, from the options."""
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+
+from ft.errors import UserError
+from megatron import patches
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.training.arguments import Layout, Options
+
+
+def has_transformer_engine() -> bool:
+    """Transformer Engine is installed and there is a GPU for it."""
+    return patches.platform().name == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def has_apex() -> bool:
+    return importlib.util.find_spec("apex") is not None
+
+
+def transformer_config(options: Options, layout: Layout) -> TransformerConfig:
+    """megatron-core's configuration for ``options``.
+
+    Raises:
+        UserError: megatron-core refuses the combination; the message is its own.
+    """
+    try:
+        return TransformerConfig(
+            **_network(options),
+            **_kernels(options),
+            **_experts(options),
+            **_parallelism(options, layout),
+            **_recomputation(options),
+        )
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"megatron-core refuses this configuration: {error}", "change the flags it names") from error
+
+
+def params_dtype(options: Options) -> torch.dtype:
+    return torch.bfloat16 if options.precision.bf16 else torch.float16 if options.precision.fp16 else torch.float32
+
+
+def _network(options: Options) -> dict:
+    m = options.model
+    activation = {}
+    if m.swiglu:
+        activation = {"activation_func": F.silu, "gated_linear_unit": True}
+    elif m.quick_geglu:
+        activation = {"activation_func": quick_gelu, "gated_linear_unit": True}
+    elif m.squared_relu:
+        activation = {"activation_func": squared_relu}
+    return {
+        "num_layers": m.num_layers,
+        "hidden_size": m.hidden_size,
+        "ffn_hidden_size": m.ffn_hidden_size,
+        "num_attention_heads": m.num_attention_heads,
+        "kv_channels": m.kv_channels,
+        "num_query_groups": m.num_query_groups if m.group_query_attention else None,
+        "normalization": m.normalization,
+        "layernorm_epsilon": m.norm_epsilon,
+        "layernorm_zero_centered_gamma": m.apply_layernorm_1p,
+        "apply_residual_connection_post_layernorm": m.apply_residual_connection_post_layernorm,
+        "fp32_residual_connection": m.fp32_residual_connection,
+        "add_bias_linear": m.add_bias_linear,
+        "add_qkv_bias": m.add_qkv_bias,
+        "qk_layernorm": m.qk_layernorm,
+        "rotary_interleaved": m.rotary_interleaved,
+        "attention_dropout": m.attention_dropout,
+        "hidden_dropout": m.hidden_dropout,
+        "init_method_std": m.init_method_std,
+        "apply_query_key_layer_scaling": m.apply_query_key_layer_scaling,
+        "calculate_per_token_loss": options.training.calculate_per_token_loss,
+        **activation,
+    }
+
+
+def _kernels(options: Options) -> dict:
+    k, m, gpu = options.kernels, options.model, patches.platform().name == "cuda"
+    use_te = uses_te(options)
+    fused_activation = k.bias_swiglu_fusion if m.swiglu else k.bias_gelu_fusion
+    return {
+        "transformer_impl": "transformer_engine" if use_te else "local",
+        "attention_backend": AttnBackend[k.attention_backend],
+        "attention_softmax_in_fp32": options.precision.attention_softmax_in_fp32
+        or m.apply_query_key_layer_scaling
+        or not gpu,
+        "masked_softmax_fusion": gpu and k.masked_softmax_fusion and not use_te,
+        "bias_activation_fusion": gpu and fused_activation and not m.squared_relu,
+        "bias_dropout_fusion": gpu and k.bias_dropout_fusion,
+        "apply_rope_fusion": use_te and k.rope_fusion and m.position_embedding_type == "rope",
+        "persist_layer_norm": gpu and has_apex() and k.persist_layer_norm,
+        "gradient_accumulation_fusion": gpu and (use_te or has_apex()) and k.gradient_accumulation_fusion,
+        "cross_entropy_loss_fusion": gpu and k.cross_entropy_loss_fusion,
+        "cross_entropy_fusion_impl": k.cross_entropy_fusion_impl,
+        "deterministic_mode": k.deterministic_mode,
+        "use_cpu_initialization": k.use_cpu_initialization,
+        "perform_initialization": k.perform_initialization,
+    }
+
+
+def _experts(options: Options) -> dict:
+    moe = options.moe
+    if moe.num_experts is None:
+        return {}
+    plain = {name: value for name, value in vars(moe).items() if name.startswith("moe_")}
+    return {
+        "num_moe_experts": moe.num_experts,
+        **plain,
+        "moe_token_dropping": False,
+    }
+
+
+def _parallelism(options: Options, layout: Layout) -> dict:
+    p, dtype = options.parallel, params_dtype(options)
+    interleaved = layout.vpp is not None
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": p.sequence_parallel,
+        "num_layers_in_first_pipeline_stage": p.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": p.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": p.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": p.account_for_loss_in_pipeline_split,
+        "microbatch_group_size_per_vp_stage": p.microbatch_group_size_per_virtual_pipeline_stage,
+        "cp_comm_type": p.cp_comm_type[0] if len(p.cp_comm_type) == 1 else p.cp_comm_type,
+        "overlap_p2p_comm": interleaved and p.overlap_p2p_communication,
+        "batch_p2p_comm": not (interleaved and p.overlap_p2p_communication),
+        "deallocate_pipeline_outputs": True,
+        "fp16": options.precision.fp16,
+        "bf16": options.precision.bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+    }
+
+
+def _recomputation(options: Options) -> dict:
+    r = options.recompute
+    return {
+        "recompute_granularity": r.recompute_granularity,
+        "recompute_method": r.recompute_method,
+        "recompute_num_layers": r.recompute_num_layers,
+        "recompute_modules": r.recompute_modules,
+        "distribute_saved_activations": r.distribute_saved_activations,
+    }
+
+
+def uses_te(options: Options) -> bool:
+    return (options.kernels.transformer_impl or "transformer_engine") == "transformer_engine" and (
+        has_transformer_engine()
+    )

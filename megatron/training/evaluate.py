@@ -1,0 +1,42 @@
+"""Validation: forward passes only."""
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.job import Job
+from megatron.training.step import mean_loss, run_schedule
+
+
+def evaluate(job: Job, loaders: list) -> float:
+    """Mean loss per token over --eval-iters batches from ``loaders``; known to every rank."""
+    batch = job.options.training.global_batch_size
+    reported = []
+    _set_training(job, False)
+    try:
+        with torch.no_grad(), job.trainee.whole_params():
+            for _ in range(job.options.evaluation.eval_iters):
+                reported += run_schedule(job, loaders, batch, forward_only=True)
+    finally:
+        _set_training(job, True)
+    return _known_to_all(mean_loss(reported), job)
+
+
+def validate(job: Job) -> float:
+    """Evaluates the next stretch of the validation set and says so; advances ``job.state``."""
+    loss = evaluate(job, job.valid_loaders)
+    samples = job.options.evaluation.eval_iters * job.options.training.global_batch_size
+    job.state.consumed_valid_samples += samples
+    job.log.evaluation(job.state.step, "validation", loss)
+    return loss
+
+
+def _set_training(job: Job, on: bool) -> None:
+    for chunk in job.trainee.chunks:
+        chunk.train(on)
+
+
+def _known_to_all(loss: float, job: Job) -> float:
+    """The last rank is on the last stage, whatever the order of the grid."""
+    value = torch.tensor([loss], dtype=torch.float64, device=torch.cuda.current_device())
+    dist.broadcast(value, src=job.layout.world_size - 1)
+    return value.item()

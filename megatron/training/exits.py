@@ -1,0 +1,77 @@
+"""Ending a run at a step boundary that all ranks agree on: a signal, a time limit, a step."""
+
+import os
+import signal
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.arguments.training import TrainingOptions
+
+SIGNAL, DURATION = 0, 1
+
+
+class Exits:
+    """Whether to end the run after the step in hand.
+
+    Ranks see a signal or the end of their time at different moments, so they have to agree. ``ask`` starts the
+    exchange (a two-integer all-reduce on its own gloo group), ``answer`` waits for it; between them the optimizer step
+    runs, which hides it.
+
+    Args:
+        options: exit flags.
+        started: ``time.monotonic()`` at which --exit-duration-in-mins begins to count.
+    """
+
+    def __init__(self, options: TrainingOptions, started: float):
+        self._options, self._started = options, started
+        self._signum: int | None = None
+        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self._group = dist.new_group(backend="gloo")
+        self._previous_handler = None
+
+    def __enter__(self) -> "Exits":
+        if self._options.exit_signal_handler:
+            self._previous_handler = signal.signal(self._options.exit_signum, self._on_signal)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._previous_handler is not None:
+            signal.signal(self._options.exit_signum, self._previous_handler)
+
+    def ask(self) -> None:
+        """Tells the other ranks what this one has seen so far."""
+        limit = self._options.exit_duration_in_mins
+        seen = torch.zeros(2, dtype=torch.int32, device="cpu")
+        seen[SIGNAL] = self._signum or 0
+        seen[DURATION] = int(limit is not None and time.monotonic() - self._started > limit * 60)
+        self._asked = seen, dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def answer(self, step: int) -> str | None:
+        """Why the run ends after ``step``, or None: the same on every rank."""
+        seen, work = self._asked
+        work.wait()
+        return reason_to_exit(self._options, step, int(seen[SIGNAL]), bool(seen[DURATION]))
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._signum is not None:
+            os._exit(128 + signum)
+        self._signum = signum
+
+
+def reason_to_exit(options: TrainingOptions, step: int, signum: int, time_is_up: bool) -> str | None:
+    """The reason to end the run after ``step``, or None.
+
+    Args:
+        signum: the exit signal some rank has received, 0 if none has.
+        time_is_up: some rank is past --exit-duration-in-mins.
+    """
+    if signum:
+        return f"{signal.Signals(signum).name} received"
+    if time_is_up:
+        return f"{options.exit_duration_in_mins:g} minutes are over (--exit-duration-in-mins)"
+    if options.exit_interval and step % options.exit_interval == 0:
+        return f"step {step} is a multiple of --exit-interval {options.exit_interval}"
+    return None

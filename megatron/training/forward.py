@@ -1,0 +1,53 @@
+"""One microbatch through one model chunk, as megatron-core's schedules call it."""
+
+from functools import partial
+
+import torch
+
+from ft.errors import FtError
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+
+class NonFiniteLossError(FtError):
+    """The loss of a microbatch is NaN or infinite: the run has diverged, or a device computes wrongly."""
+
+
+def make_forward_step(check_finite: bool):
+    """The forward step for ``forward_backward_func``.
+
+    Args:
+        check_finite: raise ``NonFiniteLossError`` on the last stage before such a loss reaches the gradients.
+    """
+
+    def forward_step(loader, chunk):
+        """Runs ``chunk`` on the loader's next microbatch; stages between first and last have no loader.
+
+        Returns:
+            (output, loss function): per-token losses [micro batch, sequence] on the last stage, activations before it.
+        """
+        batch = _on_device(next(loader)) if loader is not None else {}
+        output = chunk(
+            batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
+        )
+        return output, partial(masked_loss, batch.get("loss_mask"), check_finite=check_finite)
+
+    return forward_step
+
+
+def masked_loss(loss_mask: torch.Tensor, losses: torch.Tensor, *, check_finite: bool):
+    """Sum of the losses of the tokens that count.
+
+    Returns:
+        (sum with gradient, number of tokens as int tensor, what is reported: [sum, number] as fp32).
+    """
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    tokens = mask.sum()
+    if check_finite and not torch.isfinite(loss):
+        raise NonFiniteLossError(f"the loss of a microbatch is {loss.item()}: training has diverged")
+    return loss, tokens.detach().to(torch.int), torch.stack([loss.detach(), tokens])
+
+
+def _on_device(batch: dict) -> dict:
+    moved = {name: None if value is None else value.cuda(non_blocking=True) for name, value in batch.items()}
+    return get_batch_on_this_cp_rank(moved)

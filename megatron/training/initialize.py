@@ -1,0 +1,137 @@
+"""From a process to a logical rank: launcher environment, process groups, seeds."""
+
+import os
+import random
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from ft.errors import UserError
+from megatron import patches
+from megatron.core import parallel_state, tensor_parallel
+from megatron.training.arguments import Layout
+from megatron.training.arguments.parallel import ParallelOptions
+from megatron.training.arguments.training import TrainingOptions
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says about this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def launch_from(environment: Mapping[str, str]) -> Launch:
+    """The launch that torchrun, srun or mpirun describes in ``environment``; alone if none does.
+
+    Raises:
+        UserError: the environment is torn: a rank without a world size, or a rank outside of it.
+    """
+    launchers = (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    )
+    for rank_name, size_name, local_name in launchers:
+        if rank_name in environment:
+            try:
+                rank, size = int(environment[rank_name]), int(environment[size_name])
+                local = int(environment.get(local_name, rank))
+            except (KeyError, ValueError) as error:
+                raise UserError(
+                    f"the launcher's environment is incomplete: {rank_name}={environment[rank_name]!r}, "
+                    f"{size_name}={environment.get(size_name)!r}",
+                    "start with torchrun, srun or mpirun",
+                ) from error
+            if not 0 <= rank < size:
+                raise UserError(f"{rank_name}={rank} is outside of {size_name}={size}", "check the launcher")
+            return Launch(rank, size, local)
+    return Launch(0, 1, 0)
+
+
+def init_process_group(options: ParallelOptions, launch: Launch) -> None:
+    """Makes the world group; the store's address comes from MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        UserError: NCCL was asked for where there is no GPU, or there are fewer GPUs than local ranks.
+    """
+    platform = patches.platform()
+    backend = options.distributed_backend or platform.backend
+    if backend == "nccl" and platform.name != "cuda":
+        raise UserError("--distributed-backend nccl needs GPUs, and there is none here", "drop it or use gloo")
+    if platform.name == "cuda":
+        if launch.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {launch.local_rank} has no GPU: this node has {torch.cuda.device_count()}",
+                "start as many processes per node as it has GPUs",
+            )
+        torch.cuda.set_device(launch.local_rank)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if launch.world_size == 1:
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    elif "MASTER_PORT" not in os.environ:
+        raise UserError("MASTER_PORT is not set", "start with torchrun, or set MASTER_ADDR and MASTER_PORT")
+    dist.init_process_group(
+        backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(minutes=options.distributed_timeout_minutes),
+    )
+
+
+def init_model_parallel(options: ParallelOptions, layout: Layout) -> None:
+    """Makes megatron-core's process groups for ``layout``."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
+        order="tp-cp-ep-pp-dp" if options.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=options.create_gloo_process_groups,
+    )
+
+
+def seed_everything(options: TrainingOptions) -> None:
+    """Seeds Python, numpy and torch: by pipeline stage, within it by tensor-parallel rank for dropout and weights.
+
+    Data-parallel ranks share their seeds unless --data-parallel-random-init.
+    """
+    seed = options.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if options.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def use_deterministic_kernels() -> None:
+    """For --deterministic-mode; before the first CUDA call, which is when cuBLAS and NCCL read their environment."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    torch.use_deterministic_algorithms(True)
+
+
+def destroy() -> None:
+    """Takes all process groups down, in the reverse order of making."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,54 @@
+"""The training loop."""
+
+import gc
+
+from megatron.training.arguments import Options
+from megatron.training.arguments.batch import train_steps
+from megatron.training.evaluate import validate
+from megatron.training.job import Job
+from megatron.training.step import train_step
+from megatron.training.timing import phase_times
+
+
+def train(job: Job) -> str | None:
+    """Trains to the end of the run; returns why it ended earlier, if it did."""
+    options, state, last = job.options, job.state, train_steps(job.options.training)
+    reason = None
+    while state.step < last and reason is None:
+        report = train_step(job)
+        reason = job.exits.answer(state.step)
+        evaluates = reason is None and job.valid_loaders and evaluation_is_due(options, state.step, last)
+        if evaluates:
+            report.validation_loss = validate(job)
+        job.log.step(report)
+        if job.timers and state.step % options.logging.log_interval == 0:
+            job.log.line(phase_times(job.timers, options.logging.log_interval))
+        if save_is_due(options, state.step, ends=reason is not None or state.step == last):
+            save(job)
+        job.checkpointer.maybe_finalize()
+        if garbage_is_due(options, state.step, evaluates):
+            gc.collect()
+    return reason
+
+
+def evaluation_is_due(options: Options, step: int, last: int) -> bool:
+    e = options.evaluation
+    return e.eval_iters > 0 and (step == last or (e.eval_interval is not None and step % e.eval_interval == 0))
+
+
+def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
+    c = options.checkpoint
+    return c.save is not None and (ends or (c.save_interval is not None and step % c.save_interval == 0))
+
+
+def save(job: Job) -> None:
+    with job.trainee.whole_params():
+        job.checkpointer.save(job.state, job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
+
+
+def garbage_is_due(options: Options, step: int, evaluated: bool) -> bool:
+    """With --manual-gc all ranks collect at the same steps, so that no rank waits for another one's collector."""
+    t = options.training
+    if not t.manual_gc:
+        return False
+    return (evaluated and t.manual_gc_eval) or (t.manual_gc_interval > 0 and step % t.manual_gc_interval == 0)

@@ -1,0 +1,156 @@
+"""The GPT of megatron-core inside data parallelism, with its optimizer and schedule: what is being trained."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import gpt_layer_specs as specs
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.training.arguments import Layout, Options
+from megatron.training.config import transformer_config, uses_te
+from megatron.training.optimizer import build_optimizer, build_scheduler
+
+
+@dataclass
+class Trainee:
+    """What is being trained: model chunks of this rank (one, or one per virtual stage), optimizer, schedule."""
+
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    @contextmanager
+    def whole_params(self):
+        """Within, every rank has every parameter, and no forward hook gathers any (--overlap-param-gather).
+
+        Evaluation and checkpoints need it; between steps the newest parameters exist only in their owners' shards.
+        """
+        if not self.chunks[0].ddp_config.overlap_param_gather:
+            yield
+            return
+        sync_func, self.config.param_sync_func = self.config.param_sync_func, None
+        for chunk in self.chunks:
+            chunk.disable_forward_pre_hook()
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.enable_forward_pre_hook()
+            self.config.param_sync_func = sync_func
+
+
+def build(options: Options, layout: Layout, padded_vocab_size: int) -> Trainee:
+    """Builds model, optimizer and schedule on this rank; the process groups must exist."""
+    config, chunks = build_model(options, layout, padded_vocab_size)
+    chunks = _in_data_parallel(options, config, chunks)
+    optimizer = build_optimizer(options, chunks)
+    _connect(options, config, chunks, optimizer)
+    return Trainee(config, chunks, optimizer, build_scheduler(options, optimizer))
+
+
+def build_model(
+    options: Options, layout: Layout, padded_vocab_size: int
+) -> tuple[TransformerConfig, list[torch.nn.Module]]:
+    """The model chunks of this rank, on its device and in the training precision."""
+    config = transformer_config(options, layout)
+    chunks = _gpt_chunks(options, layout, config, padded_vocab_size)
+    for chunk in chunks:
+        for param in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+        chunk.cuda(torch.cuda.current_device())
+    if options.precision.fp16 or options.precision.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    return config, chunks
+
+
+def _layer_spec(options: Options, config: TransformerConfig, vp_stage: int | None):
+    m, moe, use_te = options.model, options.moe, uses_te(options)
+    if moe.num_experts:
+        return specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=use_te, normalization=m.normalization, vp_stage=vp_stage
+        )
+    if use_te:
+        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=m.qk_layernorm)
+    return specs.get_gpt_layer_local_spec(qk_layernorm=m.qk_layernorm, normalization=m.normalization)
+
+
+def _gpt_chunks(options: Options, layout: Layout, config: TransformerConfig, vocab_size: int) -> list[GPTModel]:
+    m = options.model
+    chunks = []
+    for index in range(layout.vpp or 1):
+        vp_stage = index if layout.vpp else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(options, config, vp_stage),
+            vocab_size=vocab_size,
+            max_sequence_length=m.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            fp16_lm_cross_entropy=options.precision.fp16_lm_cross_entropy,
+            share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
+            position_embedding_type=m.position_embedding_type,
+            rotary_percent=m.rotary_percent,
+            rotary_base=m.rotary_base,
+            rope_scaling=m.use_rope_scaling,
+            rope_scaling_factor=m.rope_scaling_factor,
+            seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+            vp_stage=vp_stage,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        if vp_stage is not None:
+            chunk.vp_stage = vp_stage
+        chunks.append(chunk)
+    return chunks
+
+
+def _in_data_parallel(
+    options: Options, config: TransformerConfig, chunks: list[torch.nn.Module]
+) -> list[DistributedDataParallel]:
+    p, t = options.parallel, options.training
+    parameters = sum(param.numel() for chunk in chunks for param in chunk.parameters())
+    scales_loss = options.precision.fp16 and options.precision.loss_scale is None  # NaN is then an expected answer
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=options.precision.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        overlap_param_gather=p.overlap_param_gather,
+        align_param_gather=p.align_param_gather and config.virtual_pipeline_model_parallel_size is not None,
+        use_distributed_optimizer=p.use_distributed_optimizer,
+        num_distributed_optimizer_instances=p.num_distributed_optimizer_instances,
+        check_for_nan_in_grad=t.check_for_nan_in_loss_and_grad and not scales_loss,
+        check_for_large_grads=t.check_for_large_grads,
+        bucket_size=parameters // p.ddp_num_buckets if p.ddp_num_buckets else p.ddp_bucket_size,
+        average_in_collective=p.ddp_average_in_collective,
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    if t.data_parallel_random_init:
+        for chunk in wrapped:
+            chunk.broadcast_params()
+    return wrapped
+
+
+def _connect(options: Options, config: TransformerConfig, chunks: list[DistributedDataParallel], optimizer) -> None:
+    """Gives megatron-core's schedules the callbacks they ask the configuration for."""
+
+    def one_or_all(functions):
+        return functions[0] if len(functions) == 1 else functions
+
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if options.parallel.overlap_grad_reduce:
+        config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
+        if options.parallel.align_grad_reduce:
+            config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
+    if options.parallel.overlap_param_gather and chunks[0].ddp_config.align_param_gather:
+        config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])

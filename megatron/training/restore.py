@@ -1,0 +1,59 @@
+"""A trained model out of a checkpoint folder, in one process, without the command line that trained it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ft.errors import UserError
+from megatron.training import model
+from megatron.training.arguments import Options, check
+from megatron.training.arguments.checkpoint import CheckpointOptions
+from megatron.training.arguments.parallel import ParallelOptions
+from megatron.training.checkpointing import Checkpointer, TrainState, naming, verify
+from megatron.training.config import has_transformer_engine
+from megatron.training.initialize import Launch, init_model_parallel, init_process_group, seed_everything
+from megatron.training.pretrain import run_info, say
+from megatron.training.tokenizer import Tokenizer, build_tokenizer
+
+
+@dataclass
+class Trained:
+    """A model ready for inference, and what it was trained with."""
+
+    chunk: torch.nn.Module
+    tokenizer: Tokenizer
+    options: Options
+    step: int
+
+
+def load_for_inference(folder: Path) -> Trained:
+    """The newest sound checkpoint in ``folder`` as one whole model; makes the process groups of a world of one.
+
+    Raises:
+        UserError: there is no checkpoint, or none that verifies.
+    """
+    options = stored_options(folder)
+    options.parallel = ParallelOptions()
+    options.checkpoint = CheckpointOptions(load=str(folder), finetune=True, no_load_optim=True, no_load_rng=True)
+    options.training.global_batch_size = options.training.rampup_batch_size = None
+    layout = check(options, 1, has_te=has_transformer_engine())
+    init_process_group(options.parallel, Launch(0, 1, 0))
+    init_model_parallel(options.parallel, layout)
+    seed_everything(options.training)
+    tokenizer = build_tokenizer(options.tokenizer)
+    vocab_size = options.tokenizer.padded_vocab_size
+    _, chunks = model.build_model(options, layout, vocab_size)
+    checkpointer = Checkpointer(options.checkpoint, layout=vars(layout), run_info=run_info(options, tokenizer), log=say)
+    report = checkpointer.load(TrainState(), chunks, None, None, options.training.seed)
+    checkpointer.close()
+    chunks[0].eval()
+    return Trained(chunks[0], tokenizer, options, report.step)
+
+
+def stored_options(folder: Path) -> Options:
+    """The options of the run that wrote the newest complete checkpoint in ``folder``."""
+    newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None
+    if newest is None:
+        raise UserError(f"{folder} holds no complete checkpoint", "give a --save folder of pretrain_gpt.py")
+    return Options.from_dict(verify.read_manifest(folder / newest.name).run["options"])

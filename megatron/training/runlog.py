@@ -1,0 +1,195 @@
+"""What a run says: terminal, TensorBoard, metrics file. The last rank writes, as it is the one that has the loss."""
+
+import json
+import math
+import os
+import sys
+import time
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ft.errors import UserError
+from megatron.training.arguments.logging import LoggingOptions
+
+
+@dataclass
+class StepReport:
+    """One step, as the metrics file has it. ``None`` where a figure was not asked for."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    consumed_samples: int
+    global_batch_size: int
+    step_time_s: float
+    tokens_per_s: float
+    tflops_per_gpu: float
+    loss_scale: float
+    skipped: bool
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    load_balancing_loss: float | None = None
+    validation_loss: float | None = None
+
+
+class RunLog(AbstractContextManager):
+    """Writes a run's figures; on every rank but the writing one all of it is a no-op.
+
+    Args:
+        options: logging flags.
+        is_writer: this rank writes.
+        first_step: steps done before this run; later ones in an existing metrics file are about to be done anew and
+            are dropped from it.
+        last_step: steps of the whole run.
+    """
+
+    def __init__(self, options: LoggingOptions, *, is_writer: bool, first_step: int, last_step: int):
+        self._options, self._last_step = options, last_step
+        self._since_line: list[StepReport] = []
+        self._skipped = 0
+        self._metrics = self._tensorboard = self._bar = None
+        if not is_writer:
+            self._options = None
+            return
+        if options.metrics_file:
+            self._metrics = _open_metrics(Path(options.metrics_file), first_step)
+        if options.tensorboard_dir:
+            self._tensorboard = _open_tensorboard(options)
+        if options.progress_bar:
+            from tqdm import tqdm
+
+            every = 0.2 if sys.stderr.isatty() else 10.0
+            self._bar = tqdm(
+                total=last_step, initial=first_step, unit="step", dynamic_ncols=True, smoothing=0.1, mininterval=every
+            )
+
+    def __exit__(self, *exception) -> None:
+        for writer in (self._metrics, self._tensorboard, self._bar):
+            if writer is not None:
+                writer.close()
+        self._metrics = self._tensorboard = self._bar = None
+
+    def step(self, report: StepReport) -> None:
+        """One step is done."""
+        if self._options is None:
+            return
+        if self._metrics is not None:
+            figures = {name: value for name, value in asdict(report).items() if value is not None}
+            self._metrics.write(json.dumps(figures) + "\n")
+        if self._tensorboard is not None and report.step % self._options.tensorboard_log_interval == 0:
+            self._to_tensorboard(report)
+        self._since_line.append(report)
+        self._skipped += report.skipped
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {report.loss:.3f}, {report.tokens_per_s:,.0f} tokens/s", refresh=False)
+            self._bar.update(report.step - self._bar.n)
+        elif report.step % self._options.log_interval == 0 or report.step == self._last_step:
+            self.line(iteration_line(self._since_line, self._last_step, self._skipped))
+        if report.step % self._options.log_interval == 0:
+            self._since_line, self._skipped = [], 0
+
+    def evaluation(self, step: int, name: str, loss: float) -> None:
+        """An evaluation on ``name`` (validation or test) after ``step``."""
+        if self._options is None:
+            return
+        perplexity = math.exp(min(20.0, loss))
+        self.line(f" {name} loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | ")
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar(f"lm loss {name}", loss, step)
+            if self._options.log_validation_ppl_to_tensorboard:
+                self._tensorboard.add_scalar(f"lm loss {name} ppl", perplexity, step)
+
+    def line(self, text: str) -> None:
+        """One line on the terminal, above the progress bar if there is one."""
+        if self._options is None:
+            return
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def _to_tensorboard(self, report: StepReport) -> None:
+        scalars = {
+            "lm loss": report.loss,
+            "learning-rate": report.lr,
+            "grad-norm": report.grad_norm,
+            "batch-size": report.global_batch_size,
+            "iteration-time": report.step_time_s,
+            "tokens-per-second": report.tokens_per_s,
+            "throughput": report.tflops_per_gpu,
+            "num-zeros": report.num_zeros,
+            "params-norm": report.params_norm,
+            "load_balancing_loss": report.load_balancing_loss,
+        }
+        if self._options.log_loss_scale_to_tensorboard:
+            scalars["loss-scale"] = report.loss_scale
+        if self._options.log_world_size_to_tensorboard:
+            scalars["world-size"] = int(os.environ.get("WORLD_SIZE", "1"))
+        if self._options.log_memory_to_tensorboard:
+            import torch
+
+            scalars["mem-allocated-bytes"] = torch.cuda.memory_allocated()
+        for name, value in scalars.items():
+            if value is not None:
+                self._tensorboard.add_scalar(name, value, report.step)
+
+
+def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> str:
+    """Megatron-LM's line for the newest of ``reports``, with time and throughput averaged over all of them."""
+    now, count = reports[-1], len(reports)
+    parts = [
+        f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {now.step:8d}/{last_step:8d}",
+        f"consumed samples: {now.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {sum(r.step_time_s for r in reports) / count * 1000:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {sum(r.tflops_per_gpu for r in reports) / count:.3g}",
+        f"tokens/s: {sum(r.tokens_per_s for r in reports) / count:.0f}",
+        f"learning rate: {now.lr:.6E}",
+        f"global batch size: {now.global_batch_size:5d}",
+        f"lm loss: {now.loss:.6E}",
+        f"loss scale: {now.loss_scale:.1f}",
+    ]
+    optional = {
+        "load_balancing_loss": (now.load_balancing_loss, "{:.6E}"),
+        "grad norm": (now.grad_norm, "{:.3f}"),
+        "num zeros": (now.num_zeros, "{}"),
+        "params norm": (now.params_norm, "{:.3f}"),
+    }
+    parts += [f"{name}: {shape.format(value)}" for name, (value, shape) in optional.items() if value is not None]
+    parts.append(f"number of skipped iterations: {skipped:3d}")
+    return " | ".join(parts) + " |"
+
+
+def _open_metrics(path: Path, first_step: int):
+    """The metrics file, line-buffered, less the steps after ``first_step`` and a line torn by a crash."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _is_kept(line, first_step)]
+            temporary = path.with_name(path.name + ".tmp")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.replace(path)
+        return open(path, "a", buffering=1)
+    except OSError as error:
+        raise UserError(f"--metrics-file {path} cannot be written: {error}", "give a writable path") from error
+
+
+def _is_kept(line: str, first_step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= first_step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _open_tensorboard(options: LoggingOptions):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError("--tensorboard-dir needs TensorBoard", "pip install tensorboard") from error
+    try:
+        return SummaryWriter(options.tensorboard_dir, max_queue=options.tensorboard_queue_size)
+    except OSError as error:
+        raise UserError(
+            f"--tensorboard-dir {options.tensorboard_dir} cannot be written: {error}", "give a writable folder"
+        ) from error

@@ -1,0 +1,129 @@
+"""One training step and the figures it yields."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.training.arguments.batch import global_batch_size
+from megatron.training.flops import step_flops
+from megatron.training.forward import make_forward_step
+from megatron.training.job import Job
+from megatron.training.norms import params_norm
+from megatron.training.runlog import StepReport
+
+
+@dataclass
+class Update:
+    """What the optimizer step of one training step did. ``loss`` is NaN on all but the last pipeline stage."""
+
+    samples: int
+    lr: float
+    loss: float
+    applied: bool
+    grad_norm: float | None
+    num_zeros: int | None
+
+
+def train_step(job: Job) -> StepReport:
+    """Forward and backward of every microbatch, optimizer step, schedule; advances ``job.state``."""
+    started = time.perf_counter()
+    update = _update(job)
+    job.state.step += 1
+    job.state.consumed_train_samples += update.samples
+    return _report(job, update, time.perf_counter() - started)
+
+
+def run_schedule(job: Job, loaders: list, samples: int, *, forward_only: bool) -> list[torch.Tensor]:
+    """Runs ``samples`` samples through megatron-core's schedule.
+
+    Returns:
+        on the last stage [loss sum, tokens] for each microbatch, elsewhere nothing.
+    """
+    chunks, interleaved = job.trainee.chunks, job.layout.vpp is not None
+    return get_forward_backward_func()(
+        forward_step_func=make_forward_step(job.options.training.check_for_nan_in_loss_and_grad),
+        data_iterator=loaders if interleaved else loaders[0],
+        model=chunks if interleaved else chunks[0],
+        num_microbatches=job.microbatches(samples),
+        seq_length=job.options.data.seq_length,
+        micro_batch_size=job.options.training.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def mean_loss(reported: list[torch.Tensor]) -> float:
+    """Mean over the tokens of all data-parallel ranks; NaN on all but the last pipeline stage."""
+    if not reported:
+        return float("nan")
+    total = torch.stack(reported).sum(dim=0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return (total[0] / total[1]).item()
+
+
+def _update(job: Job) -> Update:
+    trainee = job.trainee
+    samples = global_batch_size(job.options.training, job.state.consumed_train_samples)
+    for chunk in trainee.chunks:
+        chunk.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
+    reported = run_schedule(job, job.train_loaders, samples, forward_only=False)
+    job.exits.ask()
+    lr = get_canonical_lr_for_logging(trainee.optimizer.param_groups) or 0.0
+    applied, grad_norm, num_zeros = trainee.optimizer.step()
+    if applied:
+        trainee.scheduler.step(increment=samples)
+    return Update(samples, lr, mean_loss(reported), applied, grad_norm, num_zeros)
+
+
+def _report(job: Job, update: Update, seconds: float) -> StepReport:
+    options = job.options
+    tokens = update.samples * options.data.seq_length
+    flops = step_flops(options.model, options.moe, options.data.seq_length, job.padded_vocab_size, update.samples)
+    return StepReport(
+        step=job.state.step,
+        loss=update.loss,
+        grad_norm=None if update.grad_norm is None else float(update.grad_norm),
+        lr=update.lr,
+        consumed_samples=job.state.consumed_train_samples,
+        global_batch_size=update.samples,
+        step_time_s=seconds,
+        tokens_per_s=tokens / seconds,
+        tflops_per_gpu=flops / seconds / job.layout.world_size / 1e12,
+        loss_scale=job.trainee.optimizer.get_loss_scale().item(),
+        skipped=not update.applied,
+        num_zeros=update.num_zeros,
+        params_norm=_params_norm(job) if options.logging.log_params_norm else None,
+        load_balancing_loss=_load_balancing_loss(job, update.samples),
+    )
+
+
+def _params_norm(job: Job) -> float:
+    with job.trainee.whole_params():
+        return params_norm(job.trainee.chunks)
+
+
+def _load_balancing_loss(job: Job, samples: int) -> float | None:
+    """Mean auxiliary loss of the MoE layers over the step, where one is trained with."""
+    moe = job.options.moe
+    if moe.num_experts is None or not moe.moe_aux_loss_coeff or "aux_loss" not in moe.moe_router_load_balancing_type:
+        return None
+    name = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}.get(
+        moe.moe_router_load_balancing_type, "global_load_balancing_loss"
+    )
+    totals: dict[str, torch.Tensor] = {}
+    track_moe_metrics(
+        loss_scale=1 / job.microbatches(samples),
+        iteration=job.state.step,
+        total_loss_dict=totals,
+        force_initialize=True,
+        track_names=[name],
+        num_layers=job.options.model.num_layers,
+        moe_layer_freq=moe.moe_layer_freq,
+    )
+    return totals[name].item()

@@ -1,0 +1,40 @@
+"""megatron-core's timers of the phases of a step (--timing-log-level)."""
+
+from megatron.core.timers import Timers
+from megatron.training.arguments.logging import LoggingOptions
+from megatron.training.model import Trainee
+
+PHASES = (
+    "forward-backward",
+    "forward-compute",
+    "backward-compute",
+    "forward-recv",
+    "forward-send",
+    "backward-recv",
+    "backward-send",
+    "forward-send-backward-recv",
+    "backward-send-forward-recv",
+    "all-grads-sync",
+    "embedding-grads-all-reduce",
+    "optimizer-copy-to-main-grad",
+    "optimizer-unscale-and-check-inf",
+    "optimizer-clip-main-grad",
+    "optimizer-inner-step",
+    "optimizer-copy-main-to-model-params",
+)
+"""Timers of megatron-core's schedules, gradient finalisation and optimizer. Every rank names the same ones, because
+reading them is collective."""
+
+
+def attach_timers(options: LoggingOptions, trainee: Trainee) -> Timers | None:
+    """Gives megatron-core timers to start and stop, if any are asked for."""
+    if options.timing_log_level == 0:
+        return None
+    timers = Timers(options.timing_log_level, options.timing_log_option)
+    trainee.config.timers = trainee.optimizer.config.timers = timers
+    return timers
+
+
+def phase_times(timers: Timers, steps: int) -> str | None:
+    """Milliseconds per step of every phase over the last ``steps`` steps, and starts them anew. Collective."""
+    return timers.get_all_timers_string(list(PHASES), normalizer=steps, reset=True)

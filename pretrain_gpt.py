@@ -1,0 +1,44 @@
+"""Pretrain a GPT with megatron-core: ``torchrun --nproc-per-node 4 pretrain_gpt.py <Megatron-LM's flags>``."""
+
+import os
+import sys
+
+from ft.errors import UserError
+from megatron.training.arguments import Options, help_text, parse
+from megatron.training.quiet import quieten
+
+
+def main(argv: list[str]) -> int:
+    """Parses the command line and trains; returns the exit code.
+
+    0 finished or ended by a signal after saving, 1 failed, 2 the input cannot work.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        return 0
+    first_rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    try:
+        options = parse(argv)
+    except UserError as error:  # every rank has the same command line: one of them speaks
+        if first_rank:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    quieten(options.logging.logging_level)
+    return run(options)
+
+
+def run(options: Options) -> int:
+    """Trains on this rank; errors are reported once for the whole job."""
+    from megatron import patches
+
+    patches.apply()  # before any module of megatron.core is imported
+    from megatron.training.launch import launch
+
+    return launch(options)
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(exit_code)

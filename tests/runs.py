@@ -1,0 +1,70 @@
+"""Runs of the trainer inside forked ranks: what the end-to-end tests share."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+BASE = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-2 --train-iters 4 --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--padded-vocab-size 512 --split 90,10,0 --eval-iters 0 --log-interval 1000 --num-workers 0 "
+)
+"""A model small enough to step in milliseconds; its padded vocabulary is 512 at any TP."""
+
+
+def make_corpus(folder: Path, name: str = "corpus", documents: int = 60) -> str:
+    """An indexed dataset of some of the standard library's sources; returns its prefix."""
+    from megatron.training.arguments.data import TokenizerOptions
+    from megatron.training.data.preprocess import PreprocessOptions, preprocess
+
+    prefix = str(folder / name)
+    sources = sorted(str(p) for p in Path(sysconfig.get_path("stdlib")).glob("*.py"))[:documents]
+    preprocess(PreprocessOptions(input=sources, output_prefix=prefix), TokenizerOptions())
+    return prefix
+
+
+def run(flags: str) -> dict:
+    """Trains in an initialised process group; returns where the run stands."""
+    import torch.distributed as dist
+
+    from megatron.training.arguments import check, parse
+    from megatron.training.pretrain import pretrain
+
+    options = parse(flags)
+    layout = check(options, dist.get_world_size(), has_te=False)
+    state = pretrain(options, layout)
+    return {"step": state.step, "consumed": state.consumed_train_samples}
+
+
+def launch(flags: str) -> int:
+    """The whole rank, process group and error handling included; returns the exit code."""
+    from megatron.training.arguments import parse
+    from megatron.training.launch import launch
+
+    return launch(parse(flags))
+
+
+def metrics(path: Path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def losses(path: Path) -> list[float]:
+    return [step["loss"] for step in metrics(path)]
+
+
+def slow_launch(flags: str) -> int:
+    """``launch`` with a step that lasts until a signal has come, and then a minute longer."""
+    import time
+
+    from megatron.training import loop
+
+    def long_step(job):
+        print("in a long step", flush=True)
+        while job.exits._signum is None:
+            time.sleep(0.01)
+        print("still in it", flush=True)
+        time.sleep(60)
+
+    loop.train_step = long_step
+    return launch(flags)

@@ -1,0 +1,189 @@
+"""Flags: Megatron-LM's names and meanings, and a clear word about everything that cannot work."""
+
+import dataclasses
+
+import pytest
+
+from ft.errors import UserError
+from megatron.training import arguments
+from megatron.training.arguments import Options, check, known, parse, schema
+from megatron.training.arguments.batch import global_batch_size, train_steps
+
+GOOD = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 "
+    "--train-iters 10 --lr 1e-3 --mock-data "
+)
+
+
+def refusal(flags: str, world_size: int = 4, has_te: bool = False) -> str:
+    with pytest.raises(UserError) as error:
+        check(parse(GOOD + flags), world_size, has_te=has_te)
+    return str(error.value)
+
+
+def test_every_field_has_a_help_text_and_a_flag_of_its_own():
+    seen = {}
+    for concern in dataclasses.fields(Options):
+        docs = schema.field_docs(concern.default_factory)
+        for f in dataclasses.fields(concern.default_factory):
+            assert docs.get(f.name), f"{concern.name}.{f.name} has no docstring"
+            for spelling in [s for group in schema.spellings(f) for s in group]:
+                assert spelling not in seen, f"{spelling} is both {seen[spelling]} and {f.name}"
+                seen[spelling] = f.name
+    assert "--num-layers" in arguments.help_text()
+
+
+OURS = {"--keep-last", "--metrics-file", "--no-exit-signal-handler", "--progress-bar"}
+
+
+def test_flags_are_megatron_lms_but_for_a_few_of_our_own():
+    mine = {s for concern in dataclasses.fields(Options) for s in schema.all_spellings(concern.default_factory)}
+    foreign = {flag for flag in mine - known.megatron_lm_flags() if not flag.startswith("--no-")}
+    assert foreign - {"--encoder-seq-length", "--local_rank"} <= OURS
+
+
+def test_an_existing_launch_script_runs_unchanged():
+    options = parse(
+        """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+        --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
+        --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0
+        --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused
+        --apply-layernorm-1p --untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1
+        --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
+        --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
+        --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
+        --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc
+        --exit-duration-in-mins 235 --tensor-model-parallel-size 2 --context-parallel-size 1 --sequence-parallel
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data
+        --tokenizer-type NullTokenizer --vocab-size 128256 --split '99,1,0' --no-create-attention-mask-in-dataloader
+        --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100
+        --save-interval 1000 --log-throughput --ckpt-format torch_dist --distributed-timeout-minutes 60
+        --save checkpoints --load checkpoints --tensorboard-dir logs"""
+    )
+    layout = check(options, 8, has_te=True)
+    assert (layout.tp, layout.dp) == (2, 4)
+    assert options.model.add_bias_linear is False
+    assert options.model.ffn_hidden_size == 14336
+    assert options.data.split == "99,1,0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hiden-size 3", ["unknown flag --hiden-size", "did you mean --hidden-size?"]),
+        ("--hiden-size=3", ["unknown flag --hiden-size", "--hidden-size?"]),
+        ("--qwzx", ["unknown flag --qwzx", "--help"]),
+        ("--fp8-format hybrid", ["--fp8-format is a Megatron-LM flag that is not supported here"]),
+        ("--profile --use-torch-fsdp2", ["--profile", "--use-torch-fsdp2"]),
+        ("--batch-size 4", ["--batch-size is no longer", "--micro-batch-size"]),
+        ("--num-layers two", ["--num-layers", "two"]),
+        ("--normalization BatchNorm", ["BatchNorm", "RMSNorm"]),
+        ("--lr 1e-3 stray", ["'stray'"]),
+    ],
+)
+def test_a_flag_that_does_not_fit_is_named_with_what_to_write(flags, words):
+    with pytest.raises(UserError) as error:
+        parse(flags)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tensor-model-parallel-size 3", ["4 ranks", "TP 3", "multiple of 3"]),
+        ("--tensor-model-parallel-size 4 --num-attention-heads 6", ["6 attention heads", "TP 4"]),
+        ("--pipeline-model-parallel-size 4 --num-layers 6", ["6 layers", "4 pipeline stages"]),
+        ("--global-batch-size 9", ["global batch 9", "micro batch 2 x DP 4 = 8", "multiple of 8"]),
+        ("--group-query-attention --num-query-groups 3", ["8 heads", "3 query groups"]),
+        ("--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4", ["2 query groups", "TP 4"]),
+        ("--max-position-embeddings 64", ["64", "--seq-length 128"]),
+        ("--num-layers-per-virtual-pipeline-stage 1", ["interleaved", "--pipeline-model-parallel-size"]),
+        (
+            "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2",
+            ["1 microbatches", "groups of 4"],
+        ),
+        ("--num-experts 3 --expert-model-parallel-size 2", ["3 experts", "EP 2"]),
+        ("--expert-model-parallel-size 2", ["--num-experts"]),
+        ("--num-experts 4 --tensor-model-parallel-size 2", ["--sequence-parallel"]),
+        ("--context-parallel-size 2", ["--context-parallel-size needs Transformer Engine"]),
+        ("--num-distributed-optimizer-instances 3 --use-distributed-optimizer --overlap-grad-reduce", ["4", "3"]),
+        ("--lr-decay-samples 100", ["--lr-decay-samples", "--train-iters", "--lr-decay-iters"]),
+        ("--lr-warmup-iters 10", ["--lr-warmup-iters 10", "10 steps"]),
+        ("--optimizer sgd --use-distributed-optimizer", ["sgd", "--use-distributed-optimizer"]),
+        ("--apply-layernorm-1p", ["--apply-layernorm-1p needs Transformer Engine"]),
+        ("--recompute-activations --recompute-modules layernorm", ["layernorm", "Transformer Engine"]),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused_with_its_numbers_and_the_fix(flags, words):
+    text = refusal(flags)
+    assert "fix:" in text
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp16 --bf16",
+        "--overlap-param-gather",
+        "--recompute-granularity full",
+        "--train-samples 100",
+        "--lr 1e-3 --min-lr 1",
+        "--swiglu --squared-relu",
+        "--num-experts 4 --moe-router-topk 5",
+        "--moe-layer-freq __import__('os')",
+        "--attention-dropout 1.5",
+        "--save-interval 5",
+        "--keep-last 0",
+        "--tokenizer-type HuggingFaceTokenizer",
+    ],
+)
+def test_a_dataclass_refuses_what_is_wrong_in_itself(flags):
+    with pytest.raises(UserError) as error:
+        parse(GOOD + flags)
+    assert error.value.fix
+
+
+def test_all_problems_are_named_at_once():
+    text = refusal("--tensor-model-parallel-size 2 --num-attention-heads 3 --global-batch-size 3")
+    assert "1. 3 attention heads" in text
+    assert "2. global batch 3" in text
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(UserError) as error:
+        check(parse("--hidden-size 4"), 1, has_te=False)
+    for name in ("--num-layers", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--train-iters"):
+        assert name in str(error.value)
+
+
+def test_defaults_follow_from_other_flags():
+    options = parse(GOOD + "--swiglu --sequence-parallel --bf16")
+    check(options, 4, has_te=False)
+    assert options.training.global_batch_size == 8
+    assert options.model.ffn_hidden_size == 128
+    assert options.model.kv_channels == 8
+    assert options.model.max_position_embeddings == 128
+    assert options.parallel.sequence_parallel is False
+    assert options.precision.accumulate_allreduce_grads_in_fp32 is True
+
+
+def test_options_survive_the_way_through_a_checkpoint():
+    options = parse(GOOD + "--num-experts 4 --moe-layer-freq '([0]*1+[1]*3)*2' --recompute-activations --bf16")
+    assert Options.from_dict(options.as_dict()) == options
+
+
+def test_the_batch_ramps_up_as_megatron_cores_does():
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    flags = GOOD.replace("--train-iters 10", "--train-samples 2000")
+    t = parse(flags + "--global-batch-size 64 --rampup-batch-size 16 8 500").training
+    core = RampupBatchsizeNumMicroBatchesCalculator(64, 2, 4, False, 0, 16, 8, 500)
+    consumed, steps = 0, 0
+    while consumed < 2000:
+        core.update(consumed, consistency_check=False)
+        assert global_batch_size(t, consumed) == core.get_current_global_batch_size()
+        consumed += global_batch_size(t, consumed)
+        steps += 1
+    assert steps - train_steps(t) in (0, 1)  # an incomplete last batch is not a step

@@ -1,0 +1,144 @@
+"""What goes wrong is said once, clearly, and ends every rank within seconds."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import runs
+
+PIPELINE = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def fail_on_rank_2(flags: str) -> int:
+    """``launch`` on ranks of which the third one's model cannot be built."""
+    import os
+
+    from megatron.training import model
+
+    if os.environ["RANK"] == "2":
+
+        def broken(*arguments):
+            raise IndexError("no such layer")
+
+        model.build_model = broken
+    return runs.launch(flags)
+
+
+def outputs(handle, world_size: int) -> str:
+    return "\n".join(handle.output(rank) for rank in range(world_size))
+
+
+def test_a_rank_that_fails_at_start_up_ends_all_and_is_the_only_one_heard(ranks, corpus):
+    started = time.monotonic()
+    handle = ranks.start(fail_on_rank_2, 4, f"{runs.BASE} {PIPELINE} --data-path {corpus}", init=False)
+    outcomes = handle.wait(timeout=45)
+    assert [o.exitcode for o in outcomes] == [1, 1, 1, 1]
+    text = outputs(handle, 4)
+    assert text.count("Traceback") == 1
+    assert "rank 2 failed: IndexError: no such layer" in text
+    assert time.monotonic() - started < 45
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_killed_in_mid_run_ends_the_others(victim, ranks, corpus):
+    command = f"{runs.BASE} {PIPELINE} --data-path {corpus} --train-iters 100000 --log-interval 1"
+    handle = ranks.start(runs.launch, 4, command, init=False)
+    handle.wait_for_output(3, "iteration       3")
+    handle.kill(victim, signal.SIGKILL)
+    outcomes = handle.wait(timeout=20)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    assert all(o.exitcode == 1 for o in outcomes if o.rank != victim)
+    assert outputs(handle, 4).count("failed: ") <= 1
+
+
+def with_data(corpus: str, change) -> str:
+    """The flags of a run on a copy of ``corpus`` in which ``change(prefix)`` has broken something."""
+    change(corpus)
+    return f"{runs.BASE} {PIPELINE} --data-path {corpus}"
+
+
+def cut_index(prefix):
+    path = Path(f"{prefix}.idx")
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def spoil_magic(prefix):
+    path = Path(f"{prefix}.idx")
+    path.write_bytes(b"NOTMAGIC!" + path.read_bytes()[9:])
+
+
+def other_tokenizer(prefix):
+    path = Path(f"{prefix}.meta.json")
+    sidecar = json.loads(path.read_text())
+    path.write_text(json.dumps({**sidecar, "tokenizer_fingerprint": "0" * 64, "fingerprint": "0" * 64}))
+
+
+BAD_DATA = {
+    "missing": (lambda prefix: Path(f"{prefix}.bin").unlink(), "", ["corpus.bin", "does not exist"]),
+    "index cut short": (cut_index, "", ["corpus.idx"]),
+    "wrong magic": (spoil_magic, "", ["corpus.idx"]),
+    "empty part": (lambda prefix: None, "--split 999,1,0 --eval-iters 1", ["split", "valid"]),
+    "ids beyond the vocabulary": (
+        lambda prefix: Path(f"{prefix}.meta.json").unlink(),
+        "--tokenizer-type NullTokenizer --vocab-size 100",
+        ["100"],
+    ),
+    "another tokenizer": (lambda prefix: None, "--tokenizer-type NullTokenizer --vocab-size 400", ["tokenizer"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_data_is_refused_by_one_voice(name, ranks, tmp_path):
+    change, extra, words = BAD_DATA[name]
+    command = with_data(runs.make_corpus(tmp_path, documents=12), change)
+    handle = ranks.start(runs.launch, 4, f"{command} {extra}", init=False)
+    outcomes = handle.wait(timeout=45)
+    text = outputs(handle, 4)
+    assert text.count("error: ") == 1, text
+    assert "Traceback" not in text
+    assert "fix: " in text
+    for word in words:
+        assert word in text
+    assert all(o.value != 0 for o in outcomes)
+
+
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_loaded(ranks, corpus, tmp_path):
+    command = f"{runs.BASE} {PIPELINE} --data-path {corpus} --save {tmp_path}/ck --load {tmp_path}/ck"
+    command += " --save-interval 2 --override-opt-param-scheduler"
+    ranks(runs.run, 4, command, timeout=60)
+    shard = sorted((tmp_path / "ck/iter_0000004").glob("*.distcp"))[1]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    handle = ranks.start(runs.run, 4, f"{command} --train-iters 5")
+    outcomes = handle.wait(timeout=60)
+    assert outcomes[0].value["step"] == 5
+    assert "iter_0000004" in handle.output(0)
+    assert shard.name in handle.output(0)
+    assert "iter_0000002" in handle.output(0)
+
+
+def test_resuming_with_another_schedule_asks_which_one_is_meant(ranks, corpus, tmp_path):
+    command = f"{runs.BASE} --data-path {corpus} --save {tmp_path}/ck --load {tmp_path}/ck"
+    ranks(runs.run, 1, f"{command} --exit-interval 2", timeout=60)
+    handle = ranks.start(runs.launch, 1, f"{command} --train-iters 9", init=False)
+    assert [o.value for o in handle.wait(timeout=60)] != [0]
+    assert "--override-opt-param-scheduler" in handle.output(0)
+    assert "Traceback" not in handle.output(0)
+    kept = ranks(runs.run, 1, f"{command} --train-iters 9 --use-checkpoint-opt-param-scheduler", timeout=60)
+    assert kept[0]["step"] == 9
+
+
+def test_a_diverged_run_says_so(ranks, corpus):
+    handle = ranks.start(runs.launch, 2, f"{runs.BASE} --data-path {corpus} --lr 1e30 --clip-grad 0", init=False)
+    handle.wait(timeout=60)
+    text = outputs(handle, 2)
+    assert text.count("failed: ") == 1
+    assert "NonFiniteLossError" in text or "nan" in text.lower()

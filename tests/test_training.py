@@ -1,0 +1,140 @@
+"""The trainer end to end: resuming, resharding, ending early, what it writes."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import runs
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def flags(corpus: str, folder: Path, name: str, extra: str = "") -> str:
+    return f"{runs.BASE} --data-path {corpus} --metrics-file {folder / name}.jsonl {extra}"
+
+
+LAYOUTS = {
+    "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"),
+    "pp2-dp2-async": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --async-save"),
+    "dp2-bf16-dropout": (2, "--use-distributed-optimizer --bf16 --attention-dropout 0.1 --hidden-dropout 0.1"),
+    "interleaved-overlapped": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resuming_continues_bit_for_bit(name, ranks, corpus, tmp_path):
+    world_size, layout = LAYOUTS[name]
+    layout += " --train-iters 6"
+    ranks(runs.run, world_size, flags(corpus, tmp_path, "whole", layout), timeout=120)
+    saved = f"{layout} --save {tmp_path}/ck --load {tmp_path}/ck"
+    first = ranks(runs.run, world_size, flags(corpus, tmp_path, "parts", f"{saved} --exit-interval 3"), timeout=120)
+    assert first[0] == {"step": 3, "consumed": 24}
+    ranks(runs.run, world_size, flags(corpus, tmp_path, "parts", saved), timeout=120)
+    assert runs.losses(tmp_path / "parts.jsonl") == runs.losses(tmp_path / "whole.jsonl")
+    assert [s["step"] for s in runs.metrics(tmp_path / "parts.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_checkpoint_loads_into_another_layout_with_the_same_loss(ranks, corpus, tmp_path):
+    folder = f"--train-iters 6 --use-distributed-optimizer --save {tmp_path}/ck --load {tmp_path}/ck"
+    grid = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    ranks(runs.run, 4, flags(corpus, tmp_path, "a", f"{folder} {grid} --exit-interval 3"), timeout=120)
+    other = folder.replace("--save", "--no-load-rng --save").replace(f"--save {tmp_path}/ck", "")
+    ranks(runs.run, 4, flags(corpus, tmp_path, "same", f"{other} {grid}"), timeout=120)
+    ranks(runs.run, 4, flags(corpus, tmp_path, "resharded", other), timeout=120)
+    same, resharded = runs.losses(tmp_path / "same.jsonl"), runs.losses(tmp_path / "resharded.jsonl")
+    assert len(same) == len(resharded) == 3
+    assert resharded == pytest.approx(same, rel=2e-5)
+
+
+def test_evaluation_leaves_training_as_it_is(ranks, corpus, tmp_path):
+    dropout = "--hidden-dropout 0.1 --overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer"
+    ranks(runs.run, 2, flags(corpus, tmp_path, "without", dropout), timeout=120)
+    ranks(runs.run, 2, flags(corpus, tmp_path, "with", f"{dropout} --eval-iters 1 --eval-interval 2"), timeout=120)
+    assert runs.losses(tmp_path / "with.jsonl") == runs.losses(tmp_path / "without.jsonl")
+    evaluated = [s["step"] for s in runs.metrics(tmp_path / "with.jsonl") if "validation_loss" in s]
+    assert evaluated == [2, 4]
+
+
+def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
+    extra = f"--tensorboard-dir {tmp_path}/tb --log-params-norm --log-num-zeros-in-grad --timing-log-level 1"
+    handle = ranks.start(runs.run, 1, flags(corpus, tmp_path, "m", f"{extra} --log-interval 2"))
+    handle.wait(timeout=120)
+    first = runs.metrics(tmp_path / "m.jsonl")[0]
+    assert {"step", "loss", "grad_norm", "lr", "consumed_samples", "step_time_s", "tokens_per_s", "tflops_per_gpu"} <= (
+        first.keys()
+    )
+    assert first["step"] == 1
+    assert first["consumed_samples"] == 8
+    assert first["params_norm"] > 0
+    assert list((tmp_path / "tb").glob("events*"))
+    output = handle.output(0)
+    assert "iteration        2/       4 | consumed samples:           16 |" in output
+    assert "forward-backward" in output
+
+
+def test_resuming_drops_the_steps_that_are_done_anew_from_the_metrics(tmp_path):
+    from megatron.training.arguments.logging import LoggingOptions
+    from megatron.training.runlog import RunLog
+
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(1, 6)) + '{"step": 6, "lo')
+    with RunLog(LoggingOptions(metrics_file=str(path)), is_writer=True, first_step=3, last_step=9):
+        pass
+    assert [s["step"] for s in runs.metrics(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("victims", [[2], [0, 1, 2, 3]])
+def test_sigterm_finishes_the_step_saves_and_exits_0(victims, ranks, corpus, tmp_path):
+    grid = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --train-iters 100000"
+    command = flags(corpus, tmp_path, "m", f"{grid} --save {tmp_path}/ck --log-interval 1")
+    handle = ranks.start(runs.launch, 4, command, init=False)
+    handle.wait_for_output(3, "iteration")
+    for rank in victims:
+        handle.kill(rank, signal.SIGTERM)
+    outcomes = handle.wait(timeout=60)
+    assert [o.value for o in outcomes] == [0, 0, 0, 0]
+    assert "SIGTERM received" in handle.output(3)
+    last = runs.metrics(tmp_path / "m.jsonl")[-1]["step"]
+    assert (tmp_path / "ck/latest_checkpointed_iteration.txt").read_text().strip() == str(last)
+
+
+def test_a_second_sigterm_exits_at_once(ranks, corpus, tmp_path):
+    handle = ranks.start(runs.slow_launch, 1, flags(corpus, tmp_path, "m", "--log-interval 1"), init=False)
+    handle.wait_for_output(0, "in a long step")
+    handle.kill(0, signal.SIGTERM)
+    handle.wait_for_output(0, "still in it")
+    handle.kill(0, signal.SIGTERM)
+    handle.wait(timeout=20)
+    assert handle.exitcode(0) == 128 + signal.SIGTERM
+
+
+def test_time_and_interval_end_a_run(ranks, corpus, tmp_path):
+    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--train-iters 9 --exit-interval 2"), timeout=60)
+    assert end["step"] == 2
+    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--exit-duration-in-mins 0"), timeout=60)
+    assert end["step"] == 1
+
+
+def test_training_by_samples_with_a_growing_batch(ranks, corpus, tmp_path):
+    base = runs.BASE.replace("--train-iters 4", "--train-samples 40 --rampup-batch-size 4 4 8")
+    command = f"{base} --data-path {corpus} --metrics-file {tmp_path}/m.jsonl --lr-decay-style cosine"
+    [end, _] = ranks(runs.run, 2, command, timeout=60)
+    assert [s["global_batch_size"] for s in runs.metrics(tmp_path / "m.jsonl")][:2] == [4, 4]
+    assert end["consumed"] <= 40
+
+
+def test_fp16_backs_its_scale_off_and_goes_on(ranks, corpus, tmp_path):
+    extra = "--fp16 --initial-loss-scale 3e10 --hysteresis 1 --train-iters 40"
+    ranks(runs.run, 2, flags(corpus, tmp_path, "m", extra), timeout=120)
+    steps = runs.metrics(tmp_path / "m.jsonl")
+    assert steps[0]["skipped"]
+    assert not steps[-1]["skipped"]
+    assert steps[-1]["loss"] < steps[0]["loss"]
