@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Trains a small Llama-style GPT on the Python standard library's own sources: 4 processes, PP 2 x DP 2, on the CPU.
+# Everything it makes is under runs/quickstart (or the folder given as first argument).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/environment.sh
+prepare_environment dev
+
+run=${1:-runs/quickstart}
+corpus=$run/data/stdlib
+mkdir -p "$run/data"
+started=$SECONDS
+
+echo "== corpus: the standard library's sources, tokenised into Megatron's indexed format"
+python tools/preprocess_data.py \
+    --input "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" --include '*.py' \
+    --exclude test tests site-packages dist-packages --shuffle-seed 1 --max-mb 12 --skip-existing \
+    --output-prefix "$corpus"
+
+echo "== training: 4 processes, metrics in $run/metrics.jsonl"
+rm -rf "$run/checkpoints"
+OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py \
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
+    --pipeline-model-parallel-size 2 --use-distributed-optimizer \
+    --micro-batch-size 8 --global-batch-size 32 --train-iters 480 --exit-duration-in-mins 3.2 \
+    --lr 4e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 15 --adam-beta2 0.95 --weight-decay 0.1 \
+    --data-path "$corpus" --split 98,2,0 --eval-interval 80 --eval-iters 8 \
+    --save "$run/checkpoints" --progress-bar --metrics-file "$run/metrics.jsonl"
+
+echo "== loss curve"
+python tools/plot_loss.py --metrics "$run/metrics.jsonl" --dataset "$corpus" --output "$run/loss.png" \
+    --title "GPT on the Python standard library, PP 2 x DP 2 on CPU"
+
+echo "== a sample of what it learned"
+python tools/generate_text.py --load "$run/checkpoints" --prompt 'def ' --tokens 200
+
+python - "$run" "$corpus" $((SECONDS - started)) <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+from megatron.training.data.sidecar import read_sidecar
+
+run, corpus, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+losses = [s["validation_loss"] for s in map(json.loads, open(run / "metrics.jsonl")) if "validation_loss" in s]
+entropy = read_sidecar(corpus).unigram_entropy
+print(f"""== done in {seconds} s
+  validation loss   {losses[-1]:.3f} nats per byte; the corpus's unigram entropy is {entropy:.3f}
+  loss curve        {run / "loss.png"}
+  metrics           {run / "metrics.jsonl"}
+  checkpoint        {run / "checkpoints"}
+  dataset           {corpus}.bin, .idx, .meta.json""")
+PYTHON

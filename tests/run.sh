@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Installs what the tests need and runs them; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/environment.sh
+prepare_environment dev
+python -m ruff check .
+exec python -m pytest "$@"
