@@ -5,7 +5,7 @@ import sys
 
 from ft.errors import UserError
 from megatron.training.arguments import Options, help_text, parse
-from megatron.training.quiet import quieten
+from megatron.training.logging.quiet import quieten
 
 
 def main(argv: list[str]) -> int:

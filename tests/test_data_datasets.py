@@ -22,7 +22,7 @@ from megatron.training.data.blend import dataset_prefixes, parse_recipe
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.indexed import encode_index
 from megatron.training.data.preprocess import PreprocessOptions, preprocess
-from megatron.training.tokenizer import ByteLevelTokenizer, NullTokenizer, build_tokenizer
+from megatron.training.data.tokenizer import ByteLevelTokenizer, NullTokenizer, build_tokenizer
 
 SEQ = 16
 

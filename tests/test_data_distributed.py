@@ -16,7 +16,7 @@ from megatron.training.arguments.data import DataOptions
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.loader import MicrobatchLoader
 from megatron.training.data.share import from_rank_0
-from megatron.training.tokenizer import ByteLevelTokenizer
+from megatron.training.data.tokenizer import ByteLevelTokenizer
 
 
 def build(words, samples=(200, 20, 0), built=(0, 1, 2, 3), **options):

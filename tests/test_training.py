@@ -82,7 +82,7 @@ def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
 
 def test_resuming_drops_the_steps_that_are_done_anew_from_the_metrics(tmp_path):
     from megatron.training.arguments.logging import LoggingOptions
-    from megatron.training.runlog import RunLog
+    from megatron.training.logging.runlog import RunLog
 
     path = tmp_path / "m.jsonl"
     path.write_text("".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(1, 6)) + '{"step": 6, "lo')

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ft.errors import UserError
-from megatron.training.quiet import quieten
+from megatron.training.logging.quiet import quieten
 
 
 def main(argv: list[str]) -> int:

@@ -6,9 +6,12 @@ symbol it may replace, why, and the core versions it was checked on; `python -m 
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
+
+from ft.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +34,37 @@ class Platform:
         import torch
 
         return torch.device("cuda", torch.cuda.current_device()) if self.name == "cuda" else torch.device("cpu")
+
+    def offers(self, package: str) -> bool:
+        """Whether an optional package of GPU kernels (``transformer_engine``, ``apex``) is installed and has a GPU."""
+        return self.name == "cuda" and importlib.util.find_spec(package) is not None
+
+    def select_device(self, local_rank: int) -> None:
+        """Give this process the device of its place on the node.
+
+        Raises:
+            ft.errors.UserError: there are fewer GPUs than processes on this node.
+        """
+        if self.name != "cuda":
+            return
+        import torch
+
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}",
+                "start as many processes per node as it has GPUs",
+            )
+        torch.cuda.set_device(local_rank)
+
+    def choose_backend(self, asked_for: str | None) -> str:
+        """The communication backend: what the user asked for, or the platform's own.
+
+        Raises:
+            ft.errors.UserError: NCCL was asked for where there is no GPU.
+        """
+        if asked_for == "nccl" and self.name != "cuda":
+            raise UserError("--distributed-backend nccl needs GPUs, and there is none here", "drop it or use gloo")
+        return asked_for or self.backend
 
 
 def choose_platform(cuda_is_available: bool) -> Platform:

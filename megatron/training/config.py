@@ -1,7 +1,5 @@
 """megatron-core's own configuration, from the options."""
 
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 
@@ -12,15 +10,6 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import Layout, Options
-
-
-def has_transformer_engine() -> bool:
-    """Transformer Engine is installed and there is a GPU for it."""
-    return patches.platform().name == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-
-
-def has_apex() -> bool:
-    return importlib.util.find_spec("apex") is not None
 
 
 def transformer_config(options: Options, layout: Layout) -> TransformerConfig:
@@ -80,22 +69,22 @@ def _network(options: Options) -> dict:
 
 
 def _kernels(options: Options) -> dict:
-    k, m, gpu = options.kernels, options.model, patches.platform().name == "cuda"
-    use_te = uses_te(options)
-    fused_activation = k.bias_swiglu_fusion if m.swiglu else k.bias_gelu_fusion
+    k, m, platform = options.kernels, options.model, patches.platform()
+    use_te, has_apex = uses_te(options), platform.offers("apex")
+    gated = m.swiglu or m.quick_geglu
+    fused = (k.bias_swiglu_fusion if m.swiglu else k.bias_gelu_fusion) and not m.squared_relu
+    fused = fused and (gated or not options.moe.num_experts)  # experts have no fused activation without a gate
     return {
         "transformer_impl": "transformer_engine" if use_te else "local",
         "attention_backend": AttnBackend[k.attention_backend],
-        "attention_softmax_in_fp32": options.precision.attention_softmax_in_fp32
-        or m.apply_query_key_layer_scaling
-        or not gpu,
-        "masked_softmax_fusion": gpu and k.masked_softmax_fusion and not use_te,
-        "bias_activation_fusion": gpu and fused_activation and not m.squared_relu,
-        "bias_dropout_fusion": gpu and k.bias_dropout_fusion,
+        "attention_softmax_in_fp32": options.precision.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
+        "masked_softmax_fusion": platform.offers("scaled_masked_softmax_cuda") and k.masked_softmax_fusion,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": k.bias_dropout_fusion,
         "apply_rope_fusion": use_te and k.rope_fusion and m.position_embedding_type == "rope",
-        "persist_layer_norm": gpu and has_apex() and k.persist_layer_norm,
-        "gradient_accumulation_fusion": gpu and (use_te or has_apex()) and k.gradient_accumulation_fusion,
-        "cross_entropy_loss_fusion": gpu and k.cross_entropy_loss_fusion,
+        "persist_layer_norm": has_apex and k.persist_layer_norm,
+        "gradient_accumulation_fusion": (use_te or has_apex) and k.gradient_accumulation_fusion,
+        "cross_entropy_loss_fusion": k.cross_entropy_loss_fusion,
         "cross_entropy_fusion_impl": k.cross_entropy_fusion_impl,
         "deterministic_mode": k.deterministic_mode,
         "use_cpu_initialization": k.use_cpu_initialization,
@@ -154,6 +143,5 @@ def _recomputation(options: Options) -> dict:
 
 
 def uses_te(options: Options) -> bool:
-    return (options.kernels.transformer_impl or "transformer_engine") == "transformer_engine" and (
-        has_transformer_engine()
-    )
+    """The layers are Transformer Engine's: asked for, or not refused, and there."""
+    return options.kernels.transformer_impl != "local" and patches.platform().offers("transformer_engine")

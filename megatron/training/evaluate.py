@@ -4,10 +4,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.job import Job
+from megatron.training.loaders import Loaders
 from megatron.training.step import mean_loss, run_schedule
 
 
-def evaluate(job: Job, loaders: list) -> float:
+def evaluate(job: Job, loaders: Loaders) -> float:
     """Mean loss per token over --eval-iters batches from ``loaders``; known to every rank."""
     batch = job.options.training.global_batch_size
     reported = []

@@ -62,17 +62,8 @@ def init_process_group(options: ParallelOptions, launch: Launch) -> None:
     Raises:
         UserError: NCCL was asked for where there is no GPU, or there are fewer GPUs than local ranks.
     """
-    platform = patches.platform()
-    backend = options.distributed_backend or platform.backend
-    if backend == "nccl" and platform.name != "cuda":
-        raise UserError("--distributed-backend nccl needs GPUs, and there is none here", "drop it or use gloo")
-    if platform.name == "cuda":
-        if launch.local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"local rank {launch.local_rank} has no GPU: this node has {torch.cuda.device_count()}",
-                "start as many processes per node as it has GPUs",
-            )
-        torch.cuda.set_device(launch.local_rank)
+    backend = patches.platform().choose_backend(options.distributed_backend)
+    patches.platform().select_device(launch.local_rank)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if launch.world_size == 1:
         os.environ.setdefault("MASTER_PORT", str(_free_port()))

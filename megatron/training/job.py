@@ -6,25 +6,22 @@ from megatron.core.timers import Timers
 from megatron.training.arguments import Layout, Options
 from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.exits import Exits
+from megatron.training.loaders import Loaders
+from megatron.training.logging.runlog import RunLog
 from megatron.training.model import Trainee
-from megatron.training.runlog import RunLog
 
 
 @dataclass
 class Job:
-    """Everything the loop works with.
-
-    A list of loaders holds one microbatch loader for each model chunk, and None for chunks that see no tokens;
-    ``valid_loaders`` is None if there is nothing to validate on.
-    """
+    """Everything the loop works with. ``valid_loaders`` is None if there is nothing to validate on."""
 
     options: Options
     layout: Layout
     padded_vocab_size: int
     trainee: Trainee
     state: TrainState
-    train_loaders: list
-    valid_loaders: list | None
+    train_loaders: Loaders
+    valid_loaders: Loaders | None
     checkpointer: Checkpointer
     log: RunLog
     exits: Exits

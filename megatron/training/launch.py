@@ -1,11 +1,13 @@
 """One rank of a job: joins the others, trains, and ends so that the first cause of a failure is shown once."""
 
 import os
+import signal
 import sys
 
 from ft.errors import UserError
+from megatron import patches
 from megatron.training.arguments import Options, check
-from megatron.training.config import has_transformer_engine, transformer_config
+from megatron.training.config import transformer_config
 from megatron.training.failure import FailureNotice, report
 from megatron.training.initialize import destroy, init_process_group, launch_from, use_deterministic_kernels
 from megatron.training.pretrain import pretrain
@@ -16,7 +18,7 @@ def launch(options: Options) -> int:
     place = None
     try:
         place = launch_from(os.environ)
-        layout = check(options, place.world_size, has_te=has_transformer_engine())
+        layout = check(options, place.world_size, has_te=patches.platform().offers("transformer_engine"))
         transformer_config(options, layout)
     except UserError as error:  # a function of flags and world size: every rank comes to the same, one speaks
         if place is None or place.rank == 0:
@@ -31,6 +33,8 @@ def launch(options: Options) -> int:
     notice = FailureNotice(place.rank)
     try:
         pretrain(options, layout)
+    except KeyboardInterrupt:  # Ctrl-C reaches every rank by itself
+        os._exit(128 + signal.SIGINT)
     except Exception as error:
         code = report(error, place.rank) if notice.claim() else 1
         sys.stderr.flush()

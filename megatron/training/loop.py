@@ -6,8 +6,8 @@ from megatron.training.arguments import Options
 from megatron.training.arguments.batch import train_steps
 from megatron.training.evaluate import validate
 from megatron.training.job import Job
+from megatron.training.logging.timing import phase_times
 from megatron.training.step import train_step
-from megatron.training.timing import phase_times
 
 
 def train(job: Job) -> str | None:

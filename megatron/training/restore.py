@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 
 from ft.errors import UserError
+from megatron import patches
 from megatron.training import model
 from megatron.training.arguments import Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.arguments.parallel import ParallelOptions
 from megatron.training.checkpointing import Checkpointer, TrainState, naming, verify
-from megatron.training.config import has_transformer_engine
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.initialize import Launch, init_model_parallel, init_process_group, seed_everything
 from megatron.training.pretrain import run_info, say
-from megatron.training.tokenizer import Tokenizer, build_tokenizer
 
 
 @dataclass
@@ -37,7 +37,7 @@ def load_for_inference(folder: Path) -> Trained:
     options.parallel = ParallelOptions()
     options.checkpoint = CheckpointOptions(load=str(folder), finetune=True, no_load_optim=True, no_load_rng=True)
     options.training.global_batch_size = options.training.rampup_batch_size = None
-    layout = check(options, 1, has_te=has_transformer_engine())
+    layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     init_process_group(options.parallel, Launch(0, 1, 0))
     init_model_parallel(options.parallel, layout)
     seed_everything(options.training)

@@ -11,11 +11,12 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.training.arguments.batch import global_batch_size
-from megatron.training.flops import step_flops
 from megatron.training.forward import make_forward_step
 from megatron.training.job import Job
-from megatron.training.norms import params_norm
-from megatron.training.runlog import StepReport
+from megatron.training.loaders import Loaders
+from megatron.training.logging.flops import step_flops
+from megatron.training.logging.norms import params_norm
+from megatron.training.logging.runlog import StepReport
 
 
 @dataclass
@@ -39,7 +40,7 @@ def train_step(job: Job) -> StepReport:
     return _report(job, update, time.perf_counter() - started)
 
 
-def run_schedule(job: Job, loaders: list, samples: int, *, forward_only: bool) -> list[torch.Tensor]:
+def run_schedule(job: Job, loaders: Loaders, samples: int, *, forward_only: bool) -> list[torch.Tensor]:
     """Runs ``samples`` samples through megatron-core's schedule.
 
     Returns:

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 def measure(arguments: argparse.Namespace) -> None:
     out, sys.stdout = sys.stdout, sys.stderr  # what the trainers say is not the result
-    from megatron.training.quiet import quieten
+    from megatron.training.logging.quiet import quieten
 
     quieten()
     from megatron import patches

@@ -11,7 +11,7 @@ from megatron.training.data.blend import PARTS
 from megatron.training.data.indexed import Index, id_range
 from megatron.training.data.sidecar import Sidecar
 from megatron.training.data.temporary import temporary_name
-from megatron.training.tokenizer import Tokenizer, check_made_with
+from megatron.training.data.tokenizer import Tokenizer, check_made_with
 
 
 def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, scan_cache: str) -> None:

@@ -34,7 +34,7 @@ from megatron.training.data.indexed import read_index
 from megatron.training.data.passes import Passes
 from megatron.training.data.share import from_rank_0
 from megatron.training.data.sidecar import read_sidecar
-from megatron.training.tokenizer import Tokenizer
+from megatron.training.data.tokenizer import Tokenizer
 
 _WHOLE = (0.0, 1.0)
 _CACHE_NAME = "index-cache"

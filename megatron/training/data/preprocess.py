@@ -23,7 +23,7 @@ from megatron.training.arguments.schema import flag
 from megatron.training.data.indexed import FILES, IndexedWriter, token_dtype
 from megatron.training.data.sidecar import FORMAT_VERSION, Sidecar, read_sidecar
 from megatron.training.data.sources import BadLine, Piece, Source, documents, find_sources, units
-from megatron.training.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 
 UNIT_BYTES = 2 << 20
 

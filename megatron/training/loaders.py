@@ -1,0 +1,70 @@
+"""The microbatch loaders of a run: for every part of the data one loader for each model chunk that sees tokens."""
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training.arguments import Layout, Options
+from megatron.training.arguments.batch import train_steps
+from megatron.training.checkpointing import TrainState
+from megatron.training.data import MicrobatchLoader, build_datasets
+from megatron.training.data.tokenizer import Tokenizer
+
+Loaders = list[MicrobatchLoader | None]
+"""A loader for each model chunk of this rank, None for chunks that see no tokens."""
+
+
+def make_loaders(
+    options: Options, layout: Layout, tokenizer: Tokenizer, chunks: list[torch.nn.Module], state: TrainState
+) -> tuple[Loaders, Loaders | None, Loaders | None]:
+    """Loaders of the train, validation and test parts, each where ``state`` left off. Collective.
+
+    Returns:
+        None for a part that does not exist, on every rank alike.
+    """
+    readers = [sees_tokens(chunk) for chunk in chunks]
+    parts = build_datasets(
+        options.data,
+        tokenizer,
+        options.training.seed,
+        samples=wanted_samples(options),
+        is_built_on_rank=lambda: any(readers),
+    )
+    exist = torch.tensor([part is not None for part in parts], dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(exist, op=dist.ReduceOp.MAX)
+    consumed = (state.consumed_train_samples, state.consumed_valid_samples, 0)
+    cyclic = (options.data.dataloader_type == "cyclic", False, False)
+    return tuple(
+        [_loader(options, layout, part, *place) if reads else None for reads in readers] if exists else None
+        for part, exists, *place in zip(parts, exist.tolist(), consumed, cyclic, strict=True)
+    )
+
+
+def sees_tokens(chunk: torch.nn.Module) -> bool:
+    """The chunk embeds tokens or compares its output with them."""
+    return get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
+
+
+def wanted_samples(options: Options) -> tuple[int, int, int]:
+    """How many samples the run takes of the train, validation and test parts."""
+    t, e = options.training, options.evaluation
+    steps = train_steps(t) if t.train_iters or t.train_samples else 0
+    evaluations = 0 if not e.eval_iters else 1 + (steps // e.eval_interval if e.eval_interval else 0)
+    one = e.eval_iters * t.global_batch_size
+    train_samples = 0 if e.skip_train else t.train_samples or steps * t.global_batch_size
+    return train_samples, evaluations * one, one
+
+
+def _loader(options: Options, layout: Layout, dataset, consumed: int, cyclic: bool) -> MicrobatchLoader:
+    return MicrobatchLoader(
+        dataset,
+        micro_batch_size=options.training.micro_batch_size,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=layout.dp,
+        consumed_samples=consumed,
+        num_workers=options.data.num_workers,
+        cyclic=cyclic,
+        seed=options.training.seed,
+        pin_memory=True,
+    )
