@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
+import small_runs as runs
 
 ROOT = Path(__file__).parent.parent
 

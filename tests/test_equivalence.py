@@ -4,7 +4,7 @@ import math
 
 import plain_loop
 import pytest
-import runs
+import small_runs as runs
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
 OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}

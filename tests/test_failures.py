@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-import runs
+import small_runs as runs
 
 PIPELINE = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 

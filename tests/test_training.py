@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-import runs
+import small_runs as runs
 
 
 @pytest.fixture(scope="module")

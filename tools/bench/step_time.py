@@ -49,7 +49,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    import runs
+    import small_runs as runs
 
     corpus = str(Path(os.environ["BENCH_FOLDER"]) / "corpus")
     if rank == 0:
@@ -93,7 +93,7 @@ def plain_side(arguments: argparse.Namespace, corpus: str):
 
 
 def our_side(arguments: argparse.Namespace, corpus: str):
-    import runs
+    import small_runs as runs
     import torch.distributed as dist
 
     from megatron.training.arguments import check, parse
