@@ -66,7 +66,9 @@ def assemble(options: Options, layout: Layout, started: float) -> tuple[Job, lis
         data_parallel_random_init=options.training.data_parallel_random_init,
         log=lambda text: say(text, over_bar=options.logging.progress_bar),
     )
-    checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, options.training.seed)
+    loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, options.training.seed)
+    if loaded is not None:
+        say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
     train_loaders, valid_loaders, test_loaders = make_loaders(options, layout, tokenizer, trainee.chunks, state)
     log = RunLog(
         options.logging,

@@ -20,7 +20,8 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = {k: v for k, v in asdict(self).items() if k not in ("world_size", "etp") and v not in (None, 1)}
-        return " x ".join(f"{k.upper()}{v}" for k, v in sizes.items()) or "1 rank"
+        ranks = f"{self.world_size} rank" + "s" * (self.world_size > 1)
+        return ": ".join(filter(None, (ranks, " x ".join(f"{k.upper()}{v}" for k, v in sizes.items()))))
 
 
 def layout(options: ParallelOptions, num_layers: int, world_size: int) -> Layout:

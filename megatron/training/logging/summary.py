@@ -18,7 +18,7 @@ def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer
     rows = {
         "megatron-core": f"{version('megatron-core')}, torch {torch.__version__}, {_installed('transformer-engine')}, "
         f"{_installed('apex')}",
-        "platform": f"{patches.platform().name}, {layout.world_size} ranks: {layout}",
+        "platform": f"{patches.platform().name}, {layout}",
         "layers": "transformer_engine" if uses_te(options) else "local (torch)",
         "model": f"{m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads{experts}, "
         f"{parameters / 1e6:.2f} M parameters, {str(params_dtype(options)).removeprefix('torch.')}",
