@@ -106,6 +106,8 @@ def test_a_flag_that_does_not_fit_is_named_with_what_to_write(flags, words):
         ("--num-experts 3 --expert-model-parallel-size 2", ["3 experts", "EP 2"]),
         ("--expert-model-parallel-size 2", ["--num-experts"]),
         ("--num-experts 4 --tensor-model-parallel-size 2", ["--sequence-parallel"]),
+        ("--num-experts 4", ["biases of experts", "--disable-bias-linear"]),
+        ("--num-experts 4 --moe-shared-expert-intermediate-size 8", ["shared experts", "--disable-bias-linear"]),
         ("--context-parallel-size 2", ["--context-parallel-size needs Transformer Engine"]),
         ("--num-distributed-optimizer-instances 3 --use-distributed-optimizer --overlap-grad-reduce", ["4", "3"]),
         ("--lr-decay-samples 100", ["--lr-decay-samples", "--train-iters", "--lr-decay-iters"]),

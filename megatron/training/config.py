@@ -71,9 +71,9 @@ def _network(options: Options) -> dict:
 def _kernels(options: Options) -> dict:
     k, m, platform = options.kernels, options.model, patches.platform()
     use_te, has_apex = uses_te(options), platform.offers("apex")
-    gated = m.swiglu or m.quick_geglu
-    fused = (k.bias_swiglu_fusion if m.swiglu else k.bias_gelu_fusion) and not m.squared_relu
-    fused = fused and (gated or not options.moe.num_experts)  # experts have no fused activation without a gate
+    # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
+    fused = k.bias_swiglu_fusion if m.swiglu else k.bias_gelu_fusion and not options.moe.num_experts
+    fused = fused and not (m.squared_relu or m.quick_geglu)
     return {
         "transformer_impl": "transformer_engine" if use_te else "local",
         "attention_backend": AttnBackend[k.attention_backend],

@@ -188,6 +188,10 @@ def _check_moe(options, grid: Layout) -> Iterator[Problem]:
             f"--moe-layer-freq describes {len(moe.moe_layer_freq)} layers, the model has {options.model.num_layers}",
             "make them equal",
         )
+    if options.model.add_bias_linear and moe.moe_shared_expert_intermediate_size:
+        yield "megatron-core's shared experts have no biases", "add --disable-bias-linear"
+    elif options.model.add_bias_linear and grid.etp == grid.ep == 1 and not moe.moe_grouped_gemm:
+        yield "megatron-core cannot add the biases of experts that no rank shares", "add --disable-bias-linear"
     if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs a capacity", "add --moe-expert-capacity-factor 1.0"
 
