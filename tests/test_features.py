@@ -56,8 +56,9 @@ FEATURES = {
     ),
     "moe-alltoall-shared": (
         2,
-        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear "
-        "--moe-shared-expert-intermediate-size 32 --moe-z-loss-coeff 1e-3 --moe-aux-loss-coeff 1e-2 "
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --swiglu "
+        "--disable-bias-linear --moe-shared-expert-intermediate-size 32 --moe-z-loss-coeff 1e-3 "
+        "--moe-aux-loss-coeff 1e-2 "
         "--moe-router-dtype fp32 --moe-layer-freq [0,1,0,1]",
     ),
     "moe-capacity-tp": (

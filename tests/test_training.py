@@ -63,6 +63,16 @@ def test_evaluation_leaves_training_as_it_is(ranks, corpus, tmp_path):
     assert evaluated == [2, 4]
 
 
+def test_skip_train_only_evaluates(ranks, corpus, tmp_path):
+    evaluates = "--eval-iters 1 --pipeline-model-parallel-size 2"
+    ranks(runs.run, 2, flags(corpus, tmp_path, "m", f"{evaluates} --save {tmp_path}/ck"), timeout=60)
+    base = runs.BASE.replace("--lr 1e-2 --train-iters 4", "")
+    command = f"{base} {evaluates} --data-path {corpus} --skip-train --load {tmp_path}/ck --no-load-optim"
+    handle = ranks.start(runs.run, 2, command)
+    assert [o.value["step"] for o in handle.wait(timeout=60)] == [4, 4]
+    assert "validation loss at iteration 4" in handle.output(1)
+
+
 def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
     extra = f"--tensorboard-dir {tmp_path}/tb --log-params-norm --log-num-zeros-in-grad --timing-log-level 1"
     handle = ranks.start(runs.run, 1, flags(corpus, tmp_path, "m", f"{extra} --log-interval 2"))

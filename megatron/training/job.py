@@ -13,14 +13,14 @@ from megatron.training.model import Trainee
 
 @dataclass
 class Job:
-    """Everything the loop works with. ``valid_loaders`` is None if there is nothing to validate on."""
+    """Everything the loop works with. Loaders are None where there is nothing to train or to validate on."""
 
     options: Options
     layout: Layout
     padded_vocab_size: int
     trainee: Trainee
     state: TrainState
-    train_loaders: Loaders
+    train_loaders: Loaders | None
     valid_loaders: Loaders | None
     checkpointer: Checkpointer
     log: RunLog

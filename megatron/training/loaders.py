@@ -17,7 +17,7 @@ Loaders = list[MicrobatchLoader | None]
 
 def make_loaders(
     options: Options, layout: Layout, tokenizer: Tokenizer, chunks: list[torch.nn.Module], state: TrainState
-) -> tuple[Loaders, Loaders | None, Loaders | None]:
+) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
     """Loaders of the train, validation and test parts, each where ``state`` left off. Collective.
 
     Returns:
@@ -49,7 +49,7 @@ def sees_tokens(chunk: torch.nn.Module) -> bool:
 def wanted_samples(options: Options) -> tuple[int, int, int]:
     """How many samples the run takes of the train, validation and test parts."""
     t, e = options.training, options.evaluation
-    steps = train_steps(t) if t.train_iters or t.train_samples else 0
+    steps = train_steps(t)
     evaluations = 0 if not e.eval_iters else 1 + (steps // e.eval_interval if e.eval_interval else 0)
     one = e.eval_iters * t.global_batch_size
     train_samples = 0 if e.skip_train else t.train_samples or steps * t.global_batch_size

@@ -48,7 +48,7 @@ def build_scheduler(options: Options, optimizer) -> OptimizerParamScheduler:
         anneal = s.lr_wsd_decay_samples
     else:
         batch = t.global_batch_size
-        total = (train_steps(t) if t.train_iters else 1) * batch
+        total = (train_steps(t) or 1) * batch
         decay_steps, warmup = (s.lr_decay_iters * batch if s.lr_decay_iters else total), s.lr_warmup_iters * batch
         anneal = s.lr_wsd_decay_iters * batch if s.lr_wsd_decay_iters else None
     if s.lr_warmup_fraction is not None:

@@ -34,8 +34,8 @@ def pretrain(options: Options, layout: Layout) -> TrainState:
     job, test_loaders = assemble(options, layout, started)
     with job.log, job.exits:
         run(job, test_loaders)
-    for loader in (*job.train_loaders, *(job.valid_loaders or []), *(test_loaders or [])):
-        if loader is not None:
+    for loaders in (job.train_loaders, job.valid_loaders, test_loaders):
+        for loader in filter(None, loaders or []):
             loader.close()
     job.checkpointer.close()
     return job.state

@@ -19,9 +19,9 @@ def global_batch_size(options: TrainingOptions, consumed_samples: int) -> int:
 
 
 def train_steps(options: TrainingOptions) -> int:
-    """Steps of the whole run."""
-    if options.train_iters is not None:
-        return options.train_iters
+    """Steps of the whole run; 0 if it has no length (--skip-train)."""
+    if options.train_iters is not None or options.train_samples is None:
+        return options.train_iters or 0
     if options.rampup_batch_size is None:
         return options.train_samples // options.global_batch_size
     steps = consumed = 0
