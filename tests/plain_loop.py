@@ -45,30 +45,44 @@ def train(setting: Setting) -> dict:
 class PlainTrainer:
     def __init__(self, setting: Setting):
         from megatron.core import parallel_state, tensor_parallel
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.transformer import TransformerConfig
-        from megatron.core.transformer.module import Float16Module
 
         s = self.setting = setting
         self.losses, self.grad_norms, self.times = [], [], []
         parallel_state.initialize_model_parallel(
             s.tp, s.pp, s.vpp, expert_model_parallel_size=s.ep, expert_tensor_parallel_size=s.tp
         )
-        torch.manual_seed(1234 + 100 * parallel_state.get_pipeline_model_parallel_rank())
-        tensor_parallel.model_parallel_cuda_manual_seed(1234 + 100 * parallel_state.get_pipeline_model_parallel_rank())
+        seed = 1234 + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.dp = parallel_state.get_data_parallel_world_size()
-        half = bool(s.config.get("bf16"))
-        dtype = torch.bfloat16 if half else torch.float32
-        config = TransformerConfig(
+        self.half = bool(s.config.get("bf16"))
+        self.dtype = torch.bfloat16 if self.half else torch.float32
+        config = self._config()
+        self.chunks = self._chunks(config)
+        self.optimizer = self._optimizer()
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if s.ddp.get("overlap_grad_reduce"):
+            no_sync, start = [c.no_sync for c in self.chunks], [c.start_grad_sync for c in self.chunks]
+            config.no_sync_func = no_sync if s.vpp else no_sync[0]
+            config.grad_sync_func = start if s.vpp else start[0]
+        samples = s.steps * s.global_batch
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, 0.0, s.lr, 0.0, 0, samples, "linear", 0.01, 0.01, samples, "constant"
+        )
+        self.run = get_forward_backward_func()
+        dataset = self._dataset()
+        self.iterators = [self._batches(dataset) for _ in self.chunks]
+        self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def _config(self):
+        from megatron.core.transformer import TransformerConfig
+
+        s = self.setting
+        return TransformerConfig(
             num_layers=s.num_layers,
             hidden_size=s.hidden_size,
             num_attention_heads=s.heads,
@@ -77,8 +91,8 @@ class PlainTrainer:
             virtual_pipeline_model_parallel_size=s.vpp,
             expert_model_parallel_size=s.ep,
             expert_tensor_parallel_size=s.tp,
-            pipeline_dtype=dtype,
-            params_dtype=dtype,
+            pipeline_dtype=self.dtype,
+            params_dtype=self.dtype,
             deallocate_pipeline_outputs=True,
             attention_softmax_in_fp32=False,
             masked_softmax_fusion=False,
@@ -88,13 +102,21 @@ class PlainTrainer:
             batch_p2p_comm=s.vpp is None,
             **s.config,
         )
-        moe = config.num_moe_experts is not None
-        self.chunks = []
+
+    def _chunks(self, config) -> list:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+        from megatron.core.transformer.module import Float16Module
+
+        s, chunks = self.setting, []
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=self.half, check_for_nan_in_grad=True, **s.ddp)
         for index in range(s.vpp or 1):
             stage = index if s.vpp else None
             spec = (
                 get_gpt_decoder_block_spec(config, False, normalization=config.normalization, vp_stage=stage)
-                if moe
+                if config.num_moe_experts
                 else get_gpt_layer_local_spec(normalization=config.normalization)
             )
             chunk = GPTModel(
@@ -110,41 +132,26 @@ class PlainTrainer:
             )
             for param in chunk.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
-            self.chunks.append(Float16Module(config, chunk) if half else chunk)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=half, check_for_nan_in_grad=True, **s.ddp)
-        self.chunks = [
-            DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(self.chunks)
-        ]
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=s.lr,
-                min_lr=0.0,
-                weight_decay=0.01,
-                bf16=half,
-                params_dtype=dtype,
-                clip_grad=1.0,
-                use_distributed_optimizer=ddp.use_distributed_optimizer,
-                overlap_param_gather=ddp.overlap_param_gather,
-                **s.optimizer,
-            ),
-            self.chunks,
+            chunks.append(Float16Module(config, chunk) if self.half else chunk)
+        return [DistributedDataParallel(config, ddp, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
+
+    def _optimizer(self):
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        s = self.setting
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=s.lr,
+            min_lr=0.0,
+            weight_decay=0.01,
+            bf16=self.half,
+            params_dtype=self.dtype,
+            clip_grad=1.0,
+            use_distributed_optimizer=s.ddp.get("use_distributed_optimizer", False),
+            overlap_param_gather=s.ddp.get("overlap_param_gather", False),
+            **s.optimizer,
         )
-        config.grad_scale_func = self.optimizer.scale_loss
-        config.finalize_model_grads_func = finalize_model_grads
-        if ddp.overlap_grad_reduce:
-            no_sync, start = [c.no_sync for c in self.chunks], [c.start_grad_sync for c in self.chunks]
-            config.no_sync_func = no_sync if s.vpp else no_sync[0]
-            config.grad_sync_func = start if s.vpp else start[0]
-        samples = s.steps * s.global_batch
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer, 0.0, s.lr, 0.0, 0, samples, "linear", 0.01, 0.01, samples, "constant"
-        )
-        self.run = get_forward_backward_func()
-        dataset = self._dataset()
-        self.iterators = [self._batches(dataset) for _ in self.chunks]
-        self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return get_megatron_optimizer(config, self.chunks)
 
     def _dataset(self):
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

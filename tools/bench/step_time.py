@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=int, default=2, help="processes, all data-parallel")
+    parser.add_argument("--world-size", type=int, default=2, help="processes, all data-parallel")
     parser.add_argument("--blocks", type=int, default=24, help="pairs of blocks that count")
     parser.add_argument("--block-steps", type=int, default=5, help="steps in a block")
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     if "RANK" in os.environ:
         measure(arguments)
         return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.nproc)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.world_size)]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": folder}
         return subprocess.run([*launcher, __file__, *argv], env=environment, check=False).returncode
