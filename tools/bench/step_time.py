@@ -31,7 +31,8 @@ def main(argv: list[str]) -> int:
     if "RANK" in os.environ:
         measure(arguments)
         return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.world_size)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(arguments.world_size)]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": folder}
         return subprocess.run([*launcher, __file__, *argv], env=environment, check=False).returncode
