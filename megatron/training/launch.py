@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 
+import torch.distributed as dist
+
 from ft.errors import UserError
 from megatron import patches
 from megatron.training.arguments import Options, check
@@ -40,5 +42,6 @@ def launch(options: Options) -> int:
         sys.stderr.flush()
         os._exit(code)  # the other ranks may be inside a collective with this one: nothing can be taken down in order
     notice.close()
+    dist.barrier()  # whoever hosts the store must not leave while another rank still watches it
     destroy()
     return 0
