@@ -18,6 +18,7 @@ setup(
     # megatron is a namespace shared with megatron-core: only our portions of it are packaged.
     packages=find_namespace_packages(include=["ft", "ft.*", "megatron.training*", "megatron.patches*"]),
     py_modules=["pretrain_gpt"],
+    entry_points={"console_scripts": ["ft = ft.cli:main"]},
     package_data={"megatron.training.arguments": ["*.txt"]},
     install_requires=[
         "megatron-core>=0.16.1,<0.20",

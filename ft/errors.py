@@ -40,3 +40,16 @@ class ReplaceNodeError(FtError):
 
 class FallbackError(FtError):
     """This copy of the state is unusable: use the next rung (peer copy, older checkpoint)."""
+
+
+class EpochClosed(RecoverableError):
+    """The epoch this operation belongs to is over: leave the step, and wait for the next epoch.
+
+    Args:
+        epoch: the epoch that was closed.
+        reason: why, in words.
+    """
+
+    def __init__(self, epoch: int, reason: str):
+        self.epoch, self.reason = epoch, reason
+        super().__init__(f"epoch {epoch} is closed: {reason}")

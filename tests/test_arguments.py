@@ -33,7 +33,10 @@ def test_every_field_has_a_help_text_and_a_flag_of_its_own():
     assert "--num-layers" in arguments.help_text()
 
 
-OURS = {"--keep-last", "--metrics-file", "--no-exit-signal-handler", "--progress-bar"}
+OURS = {
+    *("--keep-last", "--metrics-file", "--no-exit-signal-handler", "--progress-bar"),
+    *("--ft-hot-swap", "--ft-snapshot-peers"),
+}
 
 
 def test_flags_are_megatron_lms_but_for_a_few_of_our_own():

@@ -50,6 +50,8 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
                     f"{size_name}={environment.get(size_name)!r}",
                     "start with torchrun, srun or mpirun",
                 ) from error
+            if environment.get("FT_STANDBY"):
+                return Launch(rank, size, local)  # it has no logical rank yet
             if not 0 <= rank < size:
                 raise UserError(f"{rank_name}={rank} is outside of {size_name}={size}", "check the launcher")
             return Launch(rank, size, local)

@@ -1,7 +1,8 @@
 """What a run consists of on one rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ft.worker.plain import Unguarded
 from megatron.core.timers import Timers
 from megatron.training.arguments import Layout, Options
 from megatron.training.checkpointing import Checkpointer, TrainState
@@ -13,7 +14,12 @@ from megatron.training.model import Trainee
 
 @dataclass
 class Job:
-    """Everything the loop works with. Loaders are None where there is nothing to train or to validate on."""
+    """Everything the loop works with. Loaders are None where there is nothing to train, validate or test on.
+
+    Attributes:
+        ending: why the run ends after the step it stands at, None while it goes on.
+        guard: what carries the run through faults (``ft.worker.guard.Guard``).
+    """
 
     options: Options
     layout: Layout
@@ -22,10 +28,13 @@ class Job:
     state: TrainState
     train_loaders: Loaders | None
     valid_loaders: Loaders | None
+    test_loaders: Loaders | None
     checkpointer: Checkpointer
     log: RunLog
     exits: Exits
     timers: Timers | None = None
+    ending: str | None = None
+    guard: Unguarded = field(default_factory=Unguarded)
 
     def microbatches(self, samples: int) -> int:
         """Forwards per data-parallel rank that ``samples`` samples take."""

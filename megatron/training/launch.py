@@ -3,15 +3,24 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
 from ft.errors import UserError
 from megatron import patches
-from megatron.training.arguments import Options, check
+from megatron.training.arguments import Layout, Options, check
+from megatron.training.arguments.checkpoint import CheckpointOptions
+from megatron.training.checkpointing import naming, verify
 from megatron.training.config import transformer_config
 from megatron.training.failure import FailureNotice, report
-from megatron.training.initialize import destroy, init_process_group, launch_from, use_deterministic_kernels
+from megatron.training.initialize import (
+    Launch,
+    destroy,
+    init_process_group,
+    launch_from,
+    use_deterministic_kernels,
+)
 from megatron.training.pretrain import pretrain
 
 
@@ -26,9 +35,45 @@ def launch(options: Options) -> int:
         if place is None or place.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    if options.kernels.deterministic_mode:
+        use_deterministic_kernels()
+    if options.fault_tolerance.ft_hot_swap:
+        return launch_protected(options, layout, place)
+    return launch_plain(options, layout, place)
+
+
+def launch_protected(options: Options, layout: Layout, place: Launch) -> int:
+    """A worker of ``ft run``; its faults are the control plane's business, which also ends the others."""
+    from ft.worker.session import attach
+
+    if int(os.environ.get("FT_RESTART", "0")) > 0:
+        resume_own_checkpoints(options.checkpoint)
     try:
-        if options.kernels.deterministic_mode:
-            use_deterministic_kernels()
+        session = attach()
+        patches.platform().select_device(session.local_rank)
+        session.init_process_group(patches.platform().choose_backend(options.parallel.distributed_backend))
+    except UserError as error:
+        return report(error, place.rank)
+    try:
+        pretrain(options, layout, session)
+    except UserError as error:
+        return report(error, session.rank)
+    session.close()
+    destroy()
+    return 0
+
+
+def resume_own_checkpoints(options: CheckpointOptions) -> None:
+    """After a warm restart: from the run's own newest checkpoint if it has one, whatever the run first began with."""
+    folder = Path(options.save) if options.save else None
+    if folder is not None and folder.is_dir() and naming.newest_complete(verify.scan(folder)) is not None:
+        options.load, options.ckpt_step = options.save, None
+        options.finetune = options.no_load_optim = options.no_load_rng = False
+
+
+def launch_plain(options: Options, layout: Layout, place: Launch) -> int:
+    """One rank of torchrun, srun or mpirun: when one fails, all end."""
+    try:
         init_process_group(options.parallel, place)
     except UserError as error:
         return report(error, place.rank)

@@ -9,6 +9,7 @@ from megatron.training.arguments import Layout, Options
 from megatron.training.arguments.batch import train_steps
 from megatron.training.checkpointing import TrainState
 from megatron.training.data import MicrobatchLoader, build_datasets
+from megatron.training.data.share import alone
 from megatron.training.data.tokenizer import Tokenizer
 
 Loaders = list[MicrobatchLoader | None]
@@ -29,7 +30,7 @@ def make_loaders(
         tokenizer,
         options.training.seed,
         samples=wanted_samples(options),
-        is_built_on_rank=lambda: any(readers),
+        is_built_on_rank=lambda: any(readers) or alone(),  # who is alone has nobody else to hear of the parts from
     )
     exist = torch.tensor([part is not None for part in parts], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(exist, op=dist.ReduceOp.MAX)

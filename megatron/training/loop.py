@@ -10,25 +10,27 @@ from megatron.training.logging.timing import phase_times
 from megatron.training.step import train_step
 
 
-def train(job: Job) -> str | None:
-    """Trains to the end of the run; returns why it ended earlier, if it did."""
+def train(job: Job) -> None:
+    """Trains to the end of the run, or until ``job.ending`` says why it ends earlier."""
     options, state, last = job.options, job.state, train_steps(job.options.training)
-    reason = None
-    while state.step < last and reason is None:
+    while state.step < last and job.ending is None:
         report = train_step(job)
-        reason = job.exits.answer(state.step)
-        evaluates = reason is None and job.valid_loaders and evaluation_is_due(options, state.step, last)
+        job.ending = job.exits.answer(state.step)
+        evaluates = job.ending is None and job.valid_loaders and evaluation_is_due(options, state.step, last)
         if evaluates:
+            job.guard.at("evaluate")
             report.validation_loss = validate(job)
         job.log.step(report)
         if job.timers and state.step % options.logging.log_interval == 0:
             job.log.line(phase_times(job.timers, options.logging.log_interval))
-        if save_is_due(options, state.step, ends=reason is not None or state.step == last):
+        ends = job.ending is not None or state.step == last
+        if save_is_due(options, state.step, ends=ends) or job.checkpointer.owes_a_save:
+            job.guard.at("save")
             save(job)
         job.checkpointer.maybe_finalize()
         if garbage_is_due(options, state.step, evaluates):
             gc.collect()
-    return reason
+        job.guard.committed()
 
 
 def evaluation_is_due(options: Options, step: int, last: int) -> bool:

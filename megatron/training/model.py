@@ -38,12 +38,14 @@ class Trainee:
             yield
             return
         sync_func, self.config.param_sync_func = self.config.param_sync_func, None
-        for chunk in self.chunks:
-            chunk.disable_forward_pre_hook()
+        without_hooks = []
         try:
+            for chunk in self.chunks:
+                without_hooks.append(chunk)
+                chunk.disable_forward_pre_hook()
             yield
         finally:
-            for chunk in self.chunks:
+            for chunk in without_hooks:
                 chunk.enable_forward_pre_hook()
             self.config.param_sync_func = sync_func
 

@@ -3,6 +3,7 @@
 import gc
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -21,34 +22,42 @@ from megatron.training.logging.runlog import RunLog
 from megatron.training.logging.summary import count_parameters, startup_summary
 from megatron.training.logging.timing import attach_timers
 from megatron.training.loop import train
+from megatron.training.position import JobPosition
+
+if TYPE_CHECKING:
+    from ft.worker.guard import Guard
+    from ft.worker.session import Session
 
 
-def pretrain(options: Options, layout: Layout) -> TrainState:
+def pretrain(options: Options, layout: Layout, session: "Session | None" = None) -> TrainState:
     """Trains as ``options`` say, inside an initialised process group of ``layout.world_size`` ranks.
+
+    Args:
+        session: this worker's place in a run of ``ft run`` that survives faults (--ft-hot-swap).
 
     Returns:
         where the run stands at its end: step and consumed samples.
     """
     started = time.monotonic()
     init_model_parallel(options.parallel, layout)
-    job, test_loaders = assemble(options, layout, started)
+    job = assemble(options, layout, started, joins=session is not None and session.joins)
+    if session is not None:
+        job.guard = hot_swap(job, session)
     with job.log, job.exits:
-        run(job, test_loaders)
-    for loaders in (job.train_loaders, job.valid_loaders, test_loaders):
+        job.guard.carry_through(lambda: run(job))
+    for loaders in (job.train_loaders, job.valid_loaders, job.test_loaders):
         for loader in filter(None, loaders or []):
             loader.close()
     job.checkpointer.close()
     return job.state
 
 
-def assemble(options: Options, layout: Layout, started: float) -> tuple[Job, list | None]:
+def assemble(options: Options, layout: Layout, started: float, *, joins: bool = False) -> Job:
     """Builds all that a run needs and loads the checkpoint it goes on from, if there is one.
 
     Args:
         started: ``time.monotonic()`` from which --exit-duration-in-mins counts.
-
-    Returns:
-        (the job, loaders of the test part).
+        joins: the run is under way and this rank will be given its state: nothing is loaded or announced.
     """
     seed_everything(options.training)
     tokenizer = build_tokenizer(options.tokenizer, dataset_prefixes(options.data))
@@ -56,7 +65,8 @@ def assemble(options: Options, layout: Layout, started: float) -> tuple[Job, lis
     remember_choices(options, tokenizer, vocab_size)
     trainee = model.build(options, layout, vocab_size)
     timers = attach_timers(options.logging, trainee)
-    say(startup_summary(options, layout, count_parameters(trainee.chunks), tokenizer))
+    if not joins:
+        say(startup_summary(options, layout, count_parameters(trainee.chunks), tokenizer))
 
     state = TrainState()
     checkpointer = Checkpointer(
@@ -66,38 +76,50 @@ def assemble(options: Options, layout: Layout, started: float) -> tuple[Job, lis
         data_parallel_random_init=options.training.data_parallel_random_init,
         log=lambda text: say(text, over_bar=options.logging.progress_bar),
     )
-    loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, options.training.seed)
-    if loaded is not None:
-        say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
+    if not joins:
+        load(checkpointer, options, trainee, state)
     train_loaders, valid_loaders, test_loaders = make_loaders(options, layout, tokenizer, trainee.chunks, state)
     log = RunLog(
         options.logging,
         is_writer=dist.get_rank() == layout.world_size - 1,
-        first_step=state.step,
+        first_step=train_steps(options.training) or 0 if joins else state.step,
         last_step=train_steps(options.training),
     )
     if options.training.manual_gc:
         gc.disable()
         gc.collect()
     exits = Exits(options.training, started)
-    job = Job(
-        options, layout, vocab_size, trainee, state, train_loaders, valid_loaders, checkpointer, log, exits, timers
-    )
-    return job, test_loaders
+    loaders = (train_loaders, valid_loaders, test_loaders)
+    return Job(options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, timers)
 
 
-def run(job: Job, test_loaders: list | None) -> None:
+def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, state: TrainState) -> None:
+    """Loads the checkpoint to go on from into ``trainee`` and ``state``, if there is one."""
+    loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, options.training.seed)
+    if loaded is not None:
+        say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
+
+
+def hot_swap(job: Job, session: "Session") -> "Guard":
+    """A guard that snapshots every step of ``job`` and carries it through the deaths of workers."""
+    from ft.worker.protect import protect
+
+    trainee, peers = job.trainee, job.options.fault_tolerance.ft_snapshot_peers
+    return protect(session, trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job), peers=peers)
+
+
+def run(job: Job) -> None:
     """Trains and evaluates; with --skip-train it only evaluates."""
-    reason = None
     if job.options.evaluation.skip_train:
         if job.valid_loaders:
             validate(job)
     else:
-        reason = train(job)
-    if reason:
-        job.log.line(f"ending after step {job.state.step}: {reason}")
-    elif test_loaders:
-        job.log.evaluation(job.state.step, "test", evaluate(job, test_loaders))
+        train(job)
+    if job.ending:
+        job.log.line(f"ending after step {job.state.step}: {job.ending}")
+    elif job.test_loaders:
+        job.log.evaluation(job.state.step, "test", evaluate(job, job.test_loaders))
+    job.checkpointer.maybe_finalize(blocking=True)
 
 
 def run_info(options: Options, tokenizer: Tokenizer) -> dict:

@@ -15,6 +15,7 @@ from megatron.training.arguments import known, schema
 from megatron.training.arguments.check import check
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.arguments.data import DataOptions, TokenizerOptions
+from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
 from megatron.training.arguments.layout import Layout, layout
 from megatron.training.arguments.logging import LoggingOptions
 from megatron.training.arguments.model import KernelOptions, ModelOptions
@@ -45,6 +46,7 @@ class Options:
     tokenizer: TokenizerOptions = field(default_factory=TokenizerOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     logging: LoggingOptions = field(default_factory=LoggingOptions)
+    fault_tolerance: FaultToleranceOptions = field(default_factory=FaultToleranceOptions)
 
     def as_dict(self) -> dict:
         """Nested plain dict, as stored in checkpoints and event files."""

@@ -39,7 +39,7 @@ def check(options, world_size: int, *, has_te: bool) -> Layout:
     _fill_defaults(options, grid)
     checks = (
         *(_check_model, _check_pipeline, _check_moe, _check_batch),
-        *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data),
+        *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data, _check_ft),
     )
     found = [problem for one in checks for problem in one(options, grid)]
     found += _check_needs_te(options, grid) if not has_te else []
@@ -287,3 +287,16 @@ def _check_needs_te(options, grid: Layout) -> list[Problem]:
     }
     fix = "pip install 'megatron-ft[te]' on a CUDA machine, or drop the flag"
     return [(f"{flag} needs Transformer Engine, which is not installed", fix) for flag, on in wanted.items() if on]
+
+
+def _check_ft(options, grid: Layout) -> Iterator[Problem]:
+    wanted = options.fault_tolerance.ft_snapshot_peers
+    if not options.fault_tolerance.ft_hot_swap:
+        return
+    others = (grid.dp if grid.dp > 1 else grid.world_size) - 1
+    if wanted < 1:
+        yield f"--ft-snapshot-peers is {wanted}", "at least 1: without a copy a dead worker's state is gone"
+    elif others == 0:
+        yield "--ft-hot-swap protects a run by copies at other workers, and there is one worker", "run on 2 or more"
+    elif wanted > others:
+        yield f"--ft-snapshot-peers {wanted} with {others} other worker(s) that could hold a copy", f"at most {others}"

@@ -53,6 +53,7 @@ class Checkpointer:
         self._distrusted: set[str] = set()
         self._under_way: Progress | None = None
         self._kept_step: int | None = None
+        self.owes_a_save = False
         self.last_outcome: Outcome | None = None
         self._saver = self._make_saver() if options.save else None
 
@@ -68,6 +69,7 @@ class Checkpointer:
         if self._saver is None:
             return False
         self.maybe_finalize(blocking=True)
+        self.owes_a_save = False
         if self._kept_step == state.step:
             return True
         started_at = time.monotonic()
@@ -132,6 +134,23 @@ class Checkpointer:
         if report is not None and not self._options.finetune and self._saves_into(folder):
             self._kept_step = report.step
         return report
+
+    def rejoin(self) -> None:
+        """After a recovery, on all ranks: what was under way is given up, and all agree again on what is saved.
+
+        A save that was given up is owed (``owes_a_save``): the next step's end is as good a moment.
+        """
+        if self._channel is None:
+            return
+        if self._under_way is not None:
+            self._under_way.abandon()
+            self._under_way, self.owes_a_save = None, True
+        said = self._channel.share([self._kept_step, self.owes_a_save, sorted(self._distrusted)])
+        self._kept_step = max((kept for kept, _, _ in said if kept is not None), default=None)
+        self.owes_a_save = any(owes for _, owes, _ in said)
+        self._distrusted.update(*(names for _, _, names in said))
+        if self._saver is not None:
+            self._saver.forget_plan()
 
     def close(self, abort: bool = False) -> None:
         """Finalizes a save under way and lets go of the process group.

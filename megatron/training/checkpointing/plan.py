@@ -54,14 +54,19 @@ class SavePlanning:
     """
 
     def __init__(self, spread_over: dist.ProcessGroup | None, constant: bool):
-        self._constant = constant
+        self._constant, self._spread_over = constant, spread_over
+        self.forget()
+
+    def forget(self) -> None:
+        """Keeps nothing from earlier saves. On all ranks, where one of them has made none."""
         self._first = True
         self._items: list | None = None
         self._metadata: Metadata | None = None
         self._spread = None
-        if spread_over is not None:
-            strategy = get_default_save_sharded_strategy()
-            self._spread = FullyParallelSaveStrategyWrapper(strategy, spread_over, do_cache_distribution=constant)
+        if self._spread_over is not None:
+            self._spread = FullyParallelSaveStrategyWrapper(
+                get_default_save_sharded_strategy(), self._spread_over, do_cache_distribution=self._constant
+            )
 
     def plan(self, state_dict: dict, group: dist.ProcessGroup) -> Plan:
         """Plans the save of ``state_dict``, on all ranks of ``group`` together.

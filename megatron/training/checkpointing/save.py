@@ -120,6 +120,10 @@ class Saver:
         writer = (ForkedWriter if self._in_background else InlineWriter)(partial, plan.files)
         return self._ending(writer, partial, description.manifest(serial), plan.metadata, started)
 
+    def forget_plan(self) -> None:
+        """The next save plans anew, as it has to where a rank has no plan yet."""
+        self._planning.forget()
+
     def _ending(
         self, writer: Writer, partial: Path, manifest: Manifest, metadata: Metadata | None, started: float
     ) -> Generator[Pending, None, Outcome]:

@@ -10,16 +10,21 @@ import torch.distributed as dist
 from ft.errors import FtError, UserError
 
 
+def alone() -> bool:
+    """This rank assembles itself for a run that is under way: the others are training and answer nothing."""
+    return dist.is_initialized() and getattr(dist.group.WORLD, "is_alone", False)
+
+
 def from_rank_0(compute: Callable[[], Any]) -> Any:
     """What ``compute`` answers on rank 0, on every rank; a collective call over the default process group.
 
-    The answer travels as JSON, so tuples arrive as lists.
+    A rank that is ``alone`` computes for itself. The answer travels as JSON, so tuples arrive as lists.
 
     Raises:
         UserError: on every rank, where ``compute`` raised it.
         FtError: on the other ranks, where ``compute`` raised anything else; rank 0 gets the exception itself.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or alone():
         return compute()
     if dist.get_rank() != 0:
         return _unpack(json.loads(_broadcast(b"")))

@@ -71,6 +71,18 @@ class RunLog(AbstractContextManager):
                 writer.close()
         self._metrics = self._tensorboard = self._bar = None
 
+    def rewind(self, step: int) -> None:
+        """The run goes back to ``step``: what was written about later steps is dropped, they are done anew."""
+        if self._options is None:
+            return
+        self._since_line = [report for report in self._since_line if report.step <= step]
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = _open_metrics(Path(self._options.metrics_file), step)
+        if self._bar is not None:
+            self._bar.n = step
+            self._bar.refresh()
+
     def step(self, report: StepReport) -> None:
         """One step is done."""
         if self._options is None:

@@ -1,0 +1,161 @@
+"""A training run that survives faults: every committed step is snapshot, every interruption ends in the next epoch."""
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ft.errors import EpochClosed
+from ft.inject.worker import Injector
+from ft.messages import Finish, Source, WorkerDone, WorkerFailed, WorkerResumed
+from ft.snapshot import Snapshots
+from ft.worker.faults import plant_phases
+from ft.worker.position import Position
+from ft.worker.recovery import recover
+from ft.worker.session import Session
+from ft.worker.subject import Subject
+
+_ASIDE = ("evaluate", "save")
+_MESSAGE_LIMIT, _TRACE_LIMIT = 2000, 8000
+
+
+class Guard:
+    """Protects one training run on one worker.
+
+    Args:
+        subject: model, optimizer and schedule. position: the trainer's own state.
+        snapshots: of this worker. injector: planned faults.
+    """
+
+    def __init__(
+        self, session: Session, subject: Subject, position: Position, snapshots: Snapshots, injector: Injector
+    ):
+        self.session, self.snapshots, self.shards = session, snapshots, subject.shards
+        self._subject, self._position, self._injector = subject, position, injector
+        self.is_empty = session.joins
+        self._untouched = not session.joins
+        self._committed = 0
+        self._fence: dist.Work | None = None
+        self._fence_group = dist.new_group(backend="gloo")
+        self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
+        subject.before_update(self._before_update)
+        plant_phases(injector, subject, lambda: self._committed + 1)
+        session.progress.lag = lambda: snapshots.lag
+        session.when_closed(snapshots.interrupt)
+
+    @property
+    def step(self) -> int:
+        """The last committed step of this worker's live state."""
+        return self._position.get()["step"]
+
+    def carry_through(self, work: Callable[[], Any]) -> Any:
+        """Runs ``work`` to its end, calling it again after every recovery; it goes on from where the position says.
+
+        It returns on all workers or on none: whoever is done waits for the others, because their faults are recovered
+        with its help.
+        """
+        begun = False
+        while True:
+            try:
+                if not begun:
+                    begun = True
+                    self._begin()
+                self.at("between")
+                result = work()
+                self._finish()
+                return result
+            except Exception as error:
+                self.fails(error)
+                recover(self)
+
+    def committed(self) -> None:
+        """The step that ``position`` now counts is done with all that belongs to it; its snapshot is taken.
+
+        No worker writes over the snapshot before last until every worker's last one is safe with its peers: that is
+        what the fence, begun before the optimizer step, has established. (Waiting for one's own peers alone, as the
+        paper's section VI-A does, is not enough: a fast worker would drop the step a slow dead one needs.)
+        """
+        if self._fence is not None:
+            self._fence.wait()
+            self._fence = None
+        step = self.step
+        self._take(step)
+        self.session.progress.committed(step)
+        self.at("between")
+
+    def at(self, phase: str) -> None:
+        """A point of the step under way where faults can be injected; costs nothing when none is planned."""
+        if phase in _ASIDE:
+            self.session.progress.aside(phase)
+        self._injector.at(phase, self._committed + 1)
+
+    def restore(self, step: int, source: Source) -> dict[str, str]:
+        """Puts the state of ``step`` in place on this worker and, collectively, the parameters on all.
+
+        Returns:
+            how the state came: {"owned": "own" | "copy:RANK", "replicated": ...}.
+        """
+        self._subject.abandon_step()
+        self._place()
+        keep = self._untouched and self.step == step
+        sources = self.snapshots.restore(
+            self._subject.state(self._position.get()), step, source, keep_tensors=keep, epoch=self.session.epoch
+        )
+        extra = self._subject.apply_envelope(self.snapshots.restored_envelope)
+        self._untouched = True
+        self.is_empty = False
+        self._subject.publish_parameters()
+        self._position.set(extra)
+        return sources
+
+    def resumes(self) -> None:
+        """First thing in an epoch: the state is made safe with the peers, under the epoch's seats."""
+        session, self._fence = self.session, None
+        session.link.send(WorkerResumed(session.worker, session.epoch, self.step))
+        self._injector.update(session.fired)
+        self._take(self.step)
+        session.progress.begins(self.step)
+
+    def _begin(self) -> None:
+        if self.is_empty:
+            recover(self)
+            return
+        self._place()
+        self.resumes()
+
+    def _place(self) -> None:
+        self.snapshots.place({rank: seat.address for rank, seat in self.session.seats.items()})
+
+    def _take(self, step: int) -> None:
+        self.snapshots.take(self._subject.state(self._position.get()), step, self.session.epoch)
+        self._untouched, self._committed = True, step
+        self._injector.at("transfer", step)
+
+    def _before_update(self) -> None:
+        with self.session.progress.at("wait", "snapshot"):
+            self.snapshots.wait()
+        self._fence = dist.all_reduce(self._fence_word, group=self._fence_group, async_op=True)
+        self._untouched = False
+        self.at("optimizer")
+
+    def _finish(self) -> None:
+        session = self.session
+        session.progress.idles("done")
+        session.link.send(WorkerDone(session.worker, session.epoch, self.step))
+        session.orders.wait(Finish, session.epoch)
+
+    def fails(self, error: Exception) -> None:
+        """Reports an error of this worker's own; what comes of the end of the epoch needs no report."""
+        session = self.session
+        if isinstance(error, EpochClosed) or session.closed:
+            return
+        traceback.print_exception(error)
+        kinds = [kind.__name__ for kind in type(error).__mro__[:-1]]
+        trace = "".join(traceback.format_exception(error))
+        session.link.send(
+            WorkerFailed(session.worker, session.epoch, self.step, kinds, str(error)[:2000], trace[-8000:])
+        )
+        session.progress.idles("failed")
+        session.wait_closed()

@@ -1,0 +1,81 @@
+"""What a worker does between the end of one epoch and the first step of the next (paper, sections V-C, VI-D to VI-F).
+
+    leave   out of every operation; what is held and what was under way is reported
+    enter   the next epoch's seats; who has no state of its own yet reports that it has arrived
+    repair  groups that have to be are built anew, state of the restore step is put in place
+    resume  when all are there and the invariants hold
+
+An epoch that is closed in between sends the worker back to the start of this list.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from ft.errors import EpochClosed
+from ft.messages import Repair, Resume, WorkerArrived, WorkerReleased, WorkerRepaired
+
+if TYPE_CHECKING:
+    from ft.worker.guard import Guard
+
+
+def recover(guard: "Guard") -> None:
+    """Brings this worker to the first step of an open epoch."""
+    session = guard.session
+    while True:
+        session.progress.idles("recovery")
+        try:
+            if session.closed:
+                _leave(guard)
+            _repair(guard, _enter(guard))
+            session.orders.wait(Resume, session.epoch)
+        except EpochClosed:
+            continue
+        except Exception as error:
+            guard.fails(error)
+            continue
+        guard.resumes()
+        return
+
+
+def _leave(guard: "Guard") -> None:
+    session = guard.session
+    guard.snapshots.settle()
+    groups = session.groups.reports()
+    session.groups.drop()
+    session.link.send(
+        WorkerReleased(session.worker, session.epoch, guard.step, groups, guard.snapshots.holdings()),
+    )
+    session.enter(*session.orders.wait_open(session.worker, newer_than=session.epoch))
+
+
+def _enter(guard: "Guard") -> Repair:
+    session = guard.session
+    if guard.is_empty:
+        session.link.send(WorkerArrived(session.worker, session.epoch, session.groups.reports()))
+    return session.orders.wait(Repair, session.epoch)
+
+
+def _repair(guard: "Guard", order: Repair) -> None:
+    session = guard.session
+    rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch)
+    session.groups.reopen(session.epoch)
+    began = time.monotonic()
+    sources = guard.restore(order.step, order.sources[str(session.rank)])
+    mine = {report.name for report in session.groups.reports()}
+    rebuilt, deferred = mine & set(order.rebuild), mine & set(order.defer)
+    session.link.send(
+        WorkerRepaired(
+            worker=session.worker,
+            epoch=session.epoch,
+            rank=session.rank,
+            step=guard.step,
+            topology=session.topology(),
+            shards=guard.shards,
+            rebuilt=len(rebuilt),
+            kept=len(mine) - len(rebuilt) - len(deferred),
+            deferred=len(deferred),
+            sources=sources,
+            rebuild_s=rebuild_s,
+            restore_s=time.monotonic() - began,
+        )
+    )

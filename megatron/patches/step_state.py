@@ -1,0 +1,67 @@
+"""What a step leaves behind in megatron-core's objects when it is left in the middle, and how to be rid of it.
+
+Nothing here is replaced; these are the attributes of core that recovery has to write to, in one place. A core that
+lacks one of them is refused by name.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from ft.errors import UserError
+from megatron import core
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+
+
+def abandon_step(chunks: Iterable, optimizer) -> None:
+    """Makes ``chunks`` (DistributedDataParallel) and ``optimizer`` ready for a first step again; no collective.
+
+    Handles of operations that will never end are dropped, gradients too. Bucket groups count gradients anew as in a
+    first step, because a worker that has just joined does, and all members of a group must reduce in the same order.
+    """
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        for group in bucket_groups(chunk):
+            _set(group, grad_reduce_handle=None, param_gather_handle=None, param_gather_dispatched=False)
+            _set(group, is_first_batch=True, is_last_microbatch=True)
+            _set(group, golden_per_param_grad_ready_counts={}, per_param_grad_ready_counts={})
+        for param in chunk.module.parameters():
+            param.grad = None
+    optimizer.zero_grad()
+    clear_aux_losses_tracker()
+    timers = chunks[0].config.timers if chunks else None
+    if timers is not None:
+        for timer in timers._timers.values():
+            timer._started = False
+            timer.reset()
+
+
+def publish_parameters(chunks: Iterable, optimizer) -> None:
+    """Gives the model the parameters of the optimizer's main copies, everywhere. Collective.
+
+    Core's own cast and all-gather do it, as after every step; so the bits are those the step would have left.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            with torch.no_grad():
+                part._copy_main_params_to_model_params()
+    if not any(isinstance(p, DistributedOptimizer) for p in getattr(optimizer, "chained_optimizers", [optimizer])):
+        return
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+def bucket_groups(chunk) -> list:
+    """All gradient bucket groups of one DistributedDataParallel chunk, dense and expert."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def _set(target, **values) -> None:
+    for name, value in values.items():
+        if not hasattr(target, name):
+            raise UserError(
+                f"{type(target).__name__} of megatron-core {core.__version__} has no {name}, which recovery resets",
+                "use a supported version of megatron-core (python -m megatron.patches)",
+            )
+        setattr(target, name, value)

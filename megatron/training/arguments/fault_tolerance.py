@@ -1,0 +1,14 @@
+"""Flags: fault tolerance. With all of them off nothing of it is loaded."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class FaultToleranceOptions:
+    """fault tolerance"""
+
+    ft_hot_swap: bool = False
+    """Snapshot every step in memory and let a standby take a dead worker's place. Start with ft run."""
+
+    ft_snapshot_peers: int = 1
+    """Data-parallel neighbours that hold a copy of each optimizer shard: how many of them may die in one step."""

@@ -1,0 +1,145 @@
+"""What protection costs: step time with hot-swap on and off, in turn, in the same processes of one run.
+
+    python tools/bench/protection.py
+
+Prints one JSON line. `ratio` is the median over pairs of blocks of (on / off); the blocks alternate, so that a machine
+that slows down slows both. Off is the same trainer with no snapshot, no copy and no fence; the groups are the
+interruptible ones in both (tools/bench/groups.py compares those with torch's own).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes, all data-parallel")
+    parser.add_argument("--blocks", type=int, default=8, help="pairs of blocks that count")
+    parser.add_argument("--block-steps", type=int, default=2, help="steps in a block")
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--global-batch-size", type=int, default=16)
+    parser.add_argument("--peers", type=int, default=1, help="copies of each optimizer shard")
+    arguments = parser.parse_args(argv)
+    if "FT_AGENT" in os.environ:
+        measure(arguments)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        import small_runs as runs
+        from megatron import patches
+
+        patches.apply()
+        runs.make_corpus(Path(folder))
+        command = [sys.executable, "-m", "ft", "run", "--quiet", "--nproc-per-node", str(arguments.ranks)]
+        command += ["--run-dir", str(Path(folder) / "run"), __file__, *argv]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": folder, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        result = Path(folder) / "result.json"
+        if done.returncode or not result.exists():
+            raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+        print(result.read_text())
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    from megatron import patches
+
+    patches.apply()
+    import torch.distributed as dist
+
+    import ft
+    from megatron.training.initialize import init_model_parallel
+    from megatron.training.logging.summary import count_parameters
+    from megatron.training.pretrain import assemble, hot_swap
+    from megatron.training.step import train_step
+
+    options, layout = options_of(arguments)
+    session = ft.attach()
+    session.init_process_group(patches.platform().backend)
+    init_model_parallel(options.parallel, layout)
+    job = assemble(options, layout, time.monotonic())
+    guard = hot_swap(job, session)
+    optimizer, times, stats = job.trainee.optimizer, {"on": [], "off": []}, []
+    protected_step = optimizer.step
+
+    def block(side: str) -> None:
+        if side == "off":
+            optimizer.__dict__.pop("step", None)
+        else:
+            optimizer.step = protected_step
+        for _ in range(arguments.block_steps):
+            train_step(job)
+            job.exits.answer(job.state.step)
+            if side == "on":
+                guard.committed()
+                stats.append(guard.snapshots.stats)
+
+    def work() -> None:
+        for number in range(arguments.blocks + 1):
+            for side in ("on", "off") if number % 2 else ("off", "on"):
+                guard.snapshots.wait()
+                dist.barrier()
+                began = time.perf_counter()
+                block(side)
+                if side == "on":
+                    guard.snapshots.wait()
+                dist.barrier()
+                if number >= 1:  # the first pair warms up
+                    times[side].append((time.perf_counter() - began) / arguments.block_steps)
+
+    guard.carry_through(work)
+    if session.rank == 0:
+        found = result(arguments, times, stats, count_parameters(job.trainee.chunks), guard)
+        (Path(os.environ["BENCH_FOLDER"]) / "result.json").write_text(json.dumps(found))
+    session.close()
+
+
+def options_of(arguments: argparse.Namespace):
+    import small_runs as runs
+
+    from megatron.training.arguments import check, parse
+
+    flags = (
+        f"{runs.BASE} --hidden-size {arguments.hidden_size} --num-layers {arguments.layers} "
+        f"--num-attention-heads 8 --seq-length {arguments.seq_length} --data-path {os.environ['BENCH_FOLDER']}/corpus "
+        f"--global-batch-size {arguments.global_batch_size} --train-iters 10000 --use-distributed-optimizer "
+        f"--ft-hot-swap --ft-snapshot-peers {arguments.peers}"
+    )
+    options = parse(flags)
+    return options, check(options, arguments.ranks, has_te=False)
+
+
+def result(arguments: argparse.Namespace, times: dict, stats: list, parameters: int, guard) -> dict:
+    ratios = [on / off for on, off in zip(times["on"], times["off"], strict=True)]
+    whole = [s for s in stats if s.wait_s is not None and s.transfer_s is not None][2:]
+    return {
+        "bench": "protection",
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
+        "on_s": round(statistics.median(times["on"]), 4),
+        "off_s": round(statistics.median(times["off"]), 4),
+        "parameters": parameters,
+        "d2h_bytes_per_step": whole[-1].bytes_d2h,
+        "h2h_bytes_per_step": whole[-1].bytes_h2h,
+        "exposed_wait_ms": round(statistics.median(s.wait_s for s in whole) * 1e3, 3),
+        "copy_ms": round(statistics.median(s.copy_s for s in whole) * 1e3, 3),
+        "transfer_ms": round(statistics.median(s.transfer_s for s in whole) * 1e3, 3),
+        "host_memory_bytes": guard.snapshots.nbytes,
+        "pairs": len(ratios),
+        **vars(arguments),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

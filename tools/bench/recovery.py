@@ -1,0 +1,136 @@
+"""From SIGKILL to the next step: hot-swap against restarting the same job with torchrun from a checkpoint.
+
+    python tools/bench/recovery.py --ranks 4
+
+Prints one JSON line. Both sides train the same tiny model on the same data in the same layout, one after the other.
+`ratio` is (torchrun's median) / (hot-swap's median) of the time from a worker's SIGKILL to the beginning of the first
+step after it. torchrun restarts from a checkpoint of the very step at which the worker was killed: its best case.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+LAYOUTS = {2: (1, 1), 4: (1, 2), 8: (2, 2), 16: (2, 4)}
+"""Ranks -> (tensor, pipeline) parallel size; the rest is data parallel."""
+FIRST_FAULT, SPACING = 10, 12
+DEADLINE_S = 300
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, choices=sorted(LAYOUTS))
+    parser.add_argument("--faults", type=int, default=7, help="kills on the hot-swap side; the first one warms up")
+    parser.add_argument("--restarts", type=int, default=3, help="kills on torchrun's side; 0 leaves it out")
+    parser.add_argument("--hidden-size", type=int, default=32)
+    parser.add_argument("--kind", default="kill", choices=["kill", "hang"], help="what is done to the worker")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        import small_runs as runs
+        from megatron import patches
+
+        patches.apply()
+        corpus = runs.make_corpus(Path(folder))
+        ours = hot_swap(arguments, Path(folder), corpus)
+        theirs = [torchrun(arguments, Path(folder) / f"torchrun{i}", corpus) for i in range(arguments.restarts)]
+    print(json.dumps(result(arguments, ours, theirs)))
+    return 0
+
+
+def flags(arguments: argparse.Namespace, corpus: str, steps: int) -> list[str]:
+    import small_runs as runs
+
+    tp, pp = LAYOUTS[arguments.ranks]
+    return (
+        f"{runs.BASE} --hidden-size {arguments.hidden_size} --train-iters {steps} --data-path {corpus} "
+        f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --use-distributed-optimizer"
+    ).split()
+
+
+def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str) -> list:
+    """The recoveries of one run in which one worker after the other is lost."""
+    from ft import events
+    from ft.report.recoveries import recoveries
+
+    faults = [
+        f"{arguments.kind}@step={FIRST_FAULT + i * SPACING}:rank={(i * 3 + 1) % arguments.ranks}"
+        for i in range(arguments.faults)
+    ]
+    steps = FIRST_FAULT + arguments.faults * SPACING
+    command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(arguments.ranks), "--standby", "1"]
+    command += ["--run-dir", str(folder / "ours"), "--inject", ",".join(faults), str(ROOT / "pretrain_gpt.py")]
+    run([*command, *flags(arguments, corpus, steps), "--ft-hot-swap"])
+    found = recoveries(events.read(folder / "ours" / "events.jsonl"))
+    if len(found) != arguments.faults:
+        raise SystemExit(f"{arguments.faults} faults, {len(found)} recoveries")
+    return found[1:]
+
+
+def torchrun(arguments: argparse.Namespace, folder: Path, corpus: str) -> float:
+    """Seconds from a worker's SIGKILL to the beginning of the first step after torchrun's restart."""
+    folder.mkdir()
+    metrics = folder / "metrics.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    command += ["--nproc-per-node", str(arguments.ranks), str(ROOT / "pretrain_gpt.py")]
+    command += flags(arguments, corpus, 100_000) + ["--metrics-file", str(metrics)]
+    command += ["--save", str(folder / "save"), "--load", str(folder / "save"), "--save-interval", str(FIRST_FAULT)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with open(folder / "log", "w") as log:
+        job = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_until(lambda: (folder / "save" / "latest_checkpointed_iteration.txt").exists(), folder)
+        killed = time.time()
+        victim = [p for p in psutil.Process(job.pid).children() if p.is_running()][1]
+        victim.send_signal(signal.SIGKILL)
+        wait_until(lambda: all(p.pid != victim.pid for p in psutil.Process(job.pid).children()), folder)
+        before = lines(metrics)
+        wait_until(lambda: len(lines(metrics)) not in (0, len(before)), folder)
+        # the metrics file is cut back to the checkpoint by the restarted run, then grows by its first step
+        wait_until(lambda: lines(metrics) and lines(metrics)[-1]["step"] > FIRST_FAULT, folder)
+        return time.time() - killed - lines(metrics)[-1]["step_time_s"]
+    finally:
+        os.killpg(job.pid, signal.SIGTERM)
+        for process in psutil.Process(job.pid).children(recursive=True):
+            process.kill()
+        job.kill()
+        job.wait()
+
+
+def lines(path: Path) -> list[dict]:
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError):
+        return []
+
+
+def wait_until(true, folder: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"torchrun did not get on:\n{(folder / 'log').read_text()[-3000:]}")
+        time.sleep(0.005)
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if done.returncode:
+        raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def result(arguments: argparse.Namespace, ours: list, theirs: list[float]) -> dict:
+    raise NotImplementedError
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
