@@ -116,7 +116,7 @@ def ft_run(folder: Path, flags: str, *, script: str = "pretrain_gpt.py", limit_s
 def flags(corpus: str, folder: Path, extra: str = "", steps: int = 12) -> str:
     """A tiny protected run's flags."""
     return (
-        f"{runs.BASE} --train-iters {steps} --data-path {corpus} --use-distributed-optimizer "
+        f"{runs.BASE} --train-iters {steps} --data-path {corpus} "
         f"--metrics-file {folder}/metrics.jsonl --ft-hot-swap {extra}"
     )
 
@@ -130,15 +130,15 @@ def leftovers(folder: Path, patience_s: float = 3.0) -> list[psutil.Process]:
 
 
 def _of_run(folder: Path) -> list[psutil.Process]:
+    """The agent by its command line, everyone else by the log that it writes."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            words = process.cmdline()
-            belongs = process.environ().get("FT_RUN_DIR") == str(folder) or str(folder) in words
-        except psutil.Error:
+            output = os.readlink(f"/proc/{process.pid}/fd/1")
+            if output.startswith(f"{folder}/") or str(folder) in process.cmdline():
+                found.append(process)
+        except (psutil.Error, OSError):
             continue
-        if belongs:
-            found.append(process)
     return found

@@ -1,0 +1,350 @@
+"""The agent of one node: an event loop over its children, its workers' connections and the control plane's orders."""
+
+import os
+import selectors
+import signal
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ft import events
+from ft.agent import processes
+from ft.agent.console import last_lines
+from ft.agent.parts import Parts
+from ft.agent.pool import PoolBroken
+from ft.agent.reception import unwatch
+from ft.agent.uplink import Lost, Master
+from ft.agent.workforce import Worker
+from ft.control.timeouts import Timeouts
+from ft.messages import (
+    AgentBeat,
+    AgentLeaving,
+    Close,
+    Finish,
+    Kill,
+    Observed,
+    Open,
+    Repair,
+    Restart,
+    Resume,
+    Spawn,
+    Stop,
+)
+
+_TICK_S = 0.1
+_FINISH_S = 10.0
+_LEAVE_S = 2.0
+_GRACE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The run ends here with exit code ``code``; workers that still run at ``deadline`` (monotonic) are killed."""
+
+    code: int
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Workers to be started with these logical ranks as soon as no other one is left, in restart ``number``.
+
+    ``join``: under a new control plane.
+    """
+
+    number: int
+    ranks: list[int]
+    join: bool = False
+
+
+class Agent:
+    """Carries out one ``ft run`` on its node.
+
+    Args:
+        parts: what it works with. ranks: logical ranks of its first workers.
+    """
+
+    def __init__(self, parts: Parts, ranks: list[int]):
+        self._parts, self._node = parts, parts.place.node
+        self._console, self._uplink = parts.console, parts.uplink
+        self._workforce, self._masters = parts.workforce, parts.masters
+        self._selector = parts.selector
+        self._first_ranks = ranks
+        self._number = 0
+        self._begin: Begin | None = Begin(0, ranks)
+        self._seats: dict[int, str] = {}
+        self._ending: Ending | None = None
+        self._signum = 0
+        self._left = self._alone = False
+        self._empty_since = 0.0
+        self._beat_s, self._next_beat = Timeouts().agent_beat_s, 0.0
+
+    def run(self) -> int:
+        """Runs to the end of the run; returns the exit code. No process of it is left then."""
+        try:
+            self._set_up()
+            while not (self._ending and not self._workforce.workers):
+                self._turn()
+            return self._ending.code
+        except PoolBroken as error:
+            self._console.complain(str(error))
+            return 1
+        finally:
+            self._clean_up()
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        processes.adopt_orphans()
+        wake = self._parts.wake
+        signal.set_wakeup_fd(wake.write_fd, warn_on_full_buffer=False)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: None)
+        self._selector.register(wake.read_fd, selectors.EVENT_READ, self._on_wake)
+        self._parts.reception.open()
+        if self._parts.sidecar is not None:
+            self._parts.sidecar.start()
+        self._start_pool(self._parts.pool.start)
+        self._uplink.start(self._parts.joined)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(_TICK_S):
+            key.data()
+        self._begin_when_possible()
+        now = time.monotonic()
+        self._workforce.judge(now)
+        self._workforce.flush()
+        if now >= self._next_beat:
+            self._next_beat = now + self._beat_s
+            beats = self._workforce.beats(now)
+            self._uplink.post(AgentBeat(self._node, beats))
+            self._parts.faults.heard(beats)
+        self._parts.recoveries.poll()
+        self._console.poll()
+        if self._signum and not self._ending and not self._rank_holders():
+            self._leave_after_grace(now)
+        if self._ending and now > self._ending.deadline:
+            self._workforce.kill_all()
+
+    def _on_wake(self) -> None:
+        signals = self._parts.wake.take()
+        if signal.SIGCHLD in signals:
+            self._reap()
+        for signum in signals:
+            if signum in (signal.SIGTERM, signal.SIGINT):
+                self._on_signal(signum)
+        for what in self._uplink.take():
+            self._obey(what)
+
+    # --- children ----------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._on_exit(pid, os.waitstatus_to_exitcode(status))
+
+    def _on_exit(self, pid: int, code: int) -> None:
+        if pid == self._parts.pool.pid:
+            self._on_pool_exit(code)
+            return
+        if self._parts.sidecar is not None and pid == self._parts.sidecar.pid:
+            self._parts.sidecar.reaped(code)
+            self._on_control_lost(f"the control plane {processes.how_it_ended(code)}")
+            return
+        if self._signum and code == -signal.SIGTERM and not self._ending:
+            self._say_leaving()  # first: the exits that follow are meant
+        worker = self._workforce.ended(pid, code)
+        if worker is not None and code and not worker.doomed and not self._signum:
+            self._tell_last_lines(worker, code)
+
+    def _on_pool_exit(self, code: int) -> None:
+        unwatch(self._selector, self._parts.pool.channel)
+        if self._ending:
+            self._parts.pool.close(code)
+            return
+        self._workforce.kill_strangers(self._known())
+        self._console.complain(f"the warm pool {processes.how_it_ended(code)}; starting another one")
+        self._start_pool(lambda: self._parts.pool.restart(code))
+
+    def _start_pool(self, start) -> None:
+        start()
+        self._selector.register(self._parts.pool.channel, selectors.EVENT_READ, self._on_pool)
+
+    def _on_pool(self) -> None:
+        notes = self._workforce.hear_pool()
+        if self._parts.pool.channel.gone:
+            unwatch(self._selector, self._parts.pool.channel)  # its exit follows
+        for note in notes:
+            self._console.complain(note)
+        for pid, code in self._workforce.take_early():
+            self._on_exit(pid, code)
+
+    def _known(self) -> set[int]:
+        sidecar = self._parts.sidecar
+        return {self._parts.pool.pid, *([sidecar.pid] if sidecar else [])}
+
+    def _tell_last_lines(self, worker: Worker, code: int) -> None:
+        if self._console.shows(worker.log):
+            self._console.poll(to_the_end=True)
+        rank = next((r for r, name in self._seats.items() if name == worker.name), worker.rank)
+        what = f"logical rank {rank}" if rank is not None else "a standby"
+        text = [f"{worker.name} ({what}) {processes.how_it_ended(code)}"]
+        lines = [] if self._console.shows(worker.log) else last_lines(worker.log)
+        if lines:
+            text[0] += f"; the last lines of {worker.log}:"
+        self._console.complain("\n".join(text + [f"    {line}" for line in lines]))
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def _obey(self, what: Any) -> None:
+        match what:
+            case Repair() | Resume():
+                self._workforce.tell(what)
+            case Close():
+                self._workforce.tell(what)
+                self._parts.recoveries.expect(what.epoch + 1)
+            case Open():
+                self._workforce.tell(what)
+                self._parts.faults.opened(what)
+                self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
+            case Kill():
+                if what.worker in self._workforce.workers:
+                    self._workforce.kill(self._workforce.workers[what.worker])
+            case Spawn():
+                if what.node == self._node and not self._ending:
+                    self._spawn_standbys(what.count)
+            case Restart():
+                self._restart(what)
+            case Finish():
+                self._workforce.tell(what)
+                self._end(0, _FINISH_S)
+            case Stop():
+                self._stop(what)
+            case Master():
+                self._masters.learn(what)
+            case Lost():
+                if self._parts.sidecar is not None and self._parts.sidecar.ends_within(_GRACE_S):
+                    self._reap()  # its exit says more than the connection it has broken
+                self._on_control_lost(what.reason)
+
+    def _spawn_standbys(self, count: int) -> None:
+        master = self._masters.known(self._number)
+        for _ in range(count):
+            self._workforce.spawn(None, 0, self._number, master)
+
+    def _restart(self, order: Restart) -> None:
+        self._console.say(f"warm restart {order.number}: {order.reason}")
+        self._parts.recoveries.expect(0)
+        self._begin = Begin(order.number, order.ranks.get(self._node, []))
+        self._workforce.kill_all()
+
+    def _begin_when_possible(self) -> None:
+        """Starts the workers of the next life once those of the last one are gone and a meeting place is known."""
+        begin = self._begin
+        if begin is None or self._ending or self._signum or self._workforce.workers:
+            return
+        if begin.join:
+            self._join_again(begin)
+            self._begin = begin = replace(begin, join=False)
+        master = self._masters.find(begin.number, begin.ranks) if begin.ranks else None
+        if begin.ranks and master is None:
+            return
+        self._begin, self._number = None, begin.number
+        for local_rank, rank in enumerate(begin.ranks):
+            self._workforce.spawn(rank, local_rank, begin.number, master)
+        self._seat({worker.rank: name for name, worker in self._workforce.workers.items()}, fresh=True)
+
+    def _seat(self, seats: dict[int, str], fresh: bool) -> None:
+        """Notes who holds which logical rank, and shows the output of the first and the last one."""
+        self._seats = seats
+        world_size = self._parts.place.world_size
+        names = [seats.get(rank) for rank in sorted({0, world_size - 1})]
+        workers = self._workforce.workers
+        self._console.follow([workers[name].log for name in names if name in workers], fresh)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, signum: int) -> None:
+        if self._signum or self._ending:
+            self._end(128 + signum, 0.0)
+            self._workforce.kill_all()
+            return
+        self._signum = signum
+        name = signal.Signals(signum).name
+        self._console.say(f"{name}: workers are told to save and end; a second signal kills them")
+        self._workforce.terminate(self._rank_holders())
+
+    def _leave_after_grace(self, now: float) -> None:
+        """Nobody here holds a logical rank any more; the order that says how the run ended may be under way."""
+        self._empty_since = self._empty_since or now
+        if now - self._empty_since > _GRACE_S:
+            self._end(128 + self._signum, 0.0)
+            self._workforce.kill_all()
+
+    def _rank_holders(self) -> set[str]:
+        return set(self._seats.values()) & self._workforce.workers.keys()
+
+    def _stop(self, order: Stop) -> None:
+        self._console.poll(to_the_end=True)
+        if self._parts.place.node_rank == 0 and order.message and not self._signum:
+            self._console.complain(order.message)
+        self._end(128 + self._signum if self._signum and order.code else order.code, 0.0)
+        self._workforce.kill_all()
+
+    def _on_control_lost(self, reason: str) -> None:
+        """Who is in which epoch is lost with the control plane: everyone begins again from the checkpoint."""
+        if self._ending or (self._begin is not None and self._begin.join):
+            return
+        sidecar = self._parts.sidecar
+        lines = last_lines(sidecar.log) if sidecar is not None else []
+        number = (self._begin.number if self._begin is not None else self._number) + 1
+        goes_on = number <= self._parts.place.max_restarts and not self._signum
+        what = f"warm restart {number} from the checkpoint" if goes_on else "the run ends"
+        self._console.complain("\n".join([f"{reason}; {what}", *[f"    {line}" for line in lines]]))
+        self._begin = Begin(number, self._first_ranks, join=True)
+        self._parts.recoveries.expect(0)
+        if not goes_on:
+            self._alone = True
+            self._end(1, 0.0)
+        self._workforce.kill_all()
+
+    def _join_again(self, begin: Begin) -> None:
+        sidecar = self._parts.sidecar
+        if sidecar is not None:
+            sidecar.kill()
+            sidecar.start(restarts=begin.number)
+        self._uplink.start(self._parts.joined)
+        if sidecar is not None:
+            stamps = {"wall": time.time(), "monotonic": time.monotonic(), "node": self._node}
+            self._uplink.post(Observed(events.CONTROL_RESTARTED, {**stamps, "number": begin.number}))
+
+    def _end(self, code: int, patience: float) -> None:
+        if self._ending is None or patience < self._ending.deadline - time.monotonic():
+            self._ending = Ending(code, time.monotonic() + patience)
+
+    def _say_leaving(self) -> None:
+        if not self._left:
+            self._left = True
+            self._uplink.post(AgentLeaving(self._node, self._signum))
+
+    def _clean_up(self) -> None:
+        self._workforce.kill_all()
+        self._console.poll(to_the_end=True)
+        self._parts.recoveries.close()
+        if not self._alone:
+            self._say_leaving()
+            self._uplink.flush(_LEAVE_S)
+        self._uplink.close()
+        self._parts.faults.close()
+        self._parts.pool.close()
+        if self._parts.sidecar is not None:
+            self._parts.sidecar.end()
+        processes.end_descendants()
+        signal.set_wakeup_fd(-1)
+        self._parts.reception.close()
+        self._selector.close()

@@ -1,0 +1,65 @@
+"""The flags of ``ft run``: torchrun's names, with dashes or underscores, and ours for standbys and faults."""
+
+import argparse
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds every flag and the script with its arguments to ``parser``."""
+    _torchrun(parser.add_argument_group("as torchrun"))
+    _ours(parser.add_argument_group("fault tolerance"))
+    parser.add_argument("script", help="Python file to run on every worker; with -m a module's name")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def _torchrun(group) -> None:
+    flag = _Flags(group)
+    flag("nnodes", metavar="N", help="nodes of the run, one ft run on each (default: Slurm's number, else 1)")
+    flag("node-rank", type=int, metavar="I", help="this node's number, 0 to N-1 (default: Slurm's, else 0)")
+    flag(
+        "nproc-per-node",
+        default="1",
+        metavar="N|gpu|cpu|auto",
+        help="workers per node; auto: one per GPU, without GPUs one per CPU core (default: 1)",
+    )
+    flag("rdzv-endpoint", metavar="HOST[:PORT]", help="where the control plane of node 0 listens")
+    flag("master-addr", metavar="HOST", help="the host of --rdzv-endpoint")
+    flag("master-port", type=int, metavar="PORT", help="the port of --rdzv-endpoint")
+    flag("rdzv-id", metavar="NAME", help="name of the run (default: that of its directory)")
+    flag("rdzv-backend", choices=["c10d", "static"], help="accepted for torchrun's sake; both mean the same here")
+    flag("standalone", action="store_true", help="one node at a free port, as without any of the above")
+    flag("local-addr", metavar="HOST", help="the address other nodes reach this one at (default: found out)")
+    flag("max-restarts", type=int, default=3, metavar="N", help="warm restarts from the checkpoint (default: 3)")
+    group.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as python -m")
+    flag("no-python", action="store_true", help=argparse.SUPPRESS)
+
+
+def _ours(group) -> None:
+    flag = _Flags(group)
+    flag("standby", type=int, default=0, metavar="N", help="standbys on this node (default: 0)")
+    flag("standby-nodes", type=int, default=0, metavar="N", help="the last N nodes carry standbys only (default: 0)")
+    flag("run-dir", metavar="DIR", help="events, metrics and logs go here (default: runs/<date-time>)")
+    flag("inject", action="append", default=[], metavar="SPEC", help="a fault on purpose: kill@step=20:rank=3; repeatable")
+    flag("scenario", metavar="FILE", help="a file of faults")
+    flag("seed", type=int, metavar="N", help="seed of random faults (default: the scenario's, else 0)")
+    flag(
+        "preload",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this into the warm pool too; none: import nothing there; repeatable",
+    )
+    group.add_argument("--quiet", action="store_true", help="only the script's output and errors")
+
+
+class _Flags:
+    """Adds a flag in both spellings, the one with underscores unmentioned."""
+
+    def __init__(self, group):
+        self._group = group
+
+    def __call__(self, name: str, **settings) -> None:
+        target = name.replace("-", "_")
+        self._group.add_argument(f"--{name}", dest=target, **settings)
+        if target != name:
+            hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+            self._group.add_argument(f"--{target}", dest=target, **hidden)

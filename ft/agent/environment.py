@@ -1,0 +1,69 @@
+"""The environment that a worker's script finds: torchrun's variables and those of this project."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """What all workers of one agent have in common.
+
+    Attributes:
+        node: the agent's name. node_rank: its number. host: the address this node is reached at.
+        socket: the agent's (FT_AGENT). store: host:port of the control plane. faults: what ``ft.inject.to_json`` made.
+    """
+
+    node: str
+    node_rank: int
+    host: str
+    socket: str
+    store: str
+    run_dir: str
+    run_id: str
+    world_size: int
+    nproc: int
+    max_restarts: int
+    faults: str = "[]"
+
+
+def worker_environment(
+    place: Place, worker: str, restart: int, rank: int | None, local_rank: int, master: tuple[str, int]
+) -> dict[str, str]:
+    """What is set on top of the user's environment for one worker.
+
+    Args:
+        restart: warm restarts of the run so far. rank: logical rank, None for a standby, which learns it with its
+            seat: until then RANK is the last one, so that the script's checks of it hold and it does not speak as 0.
+        local_rank: its device's number. master: host and port for a script's own process group.
+    """
+    shown_rank = place.world_size - 1 if rank is None else rank
+    return {
+        "FT_AGENT": place.socket,
+        "FT_WORKER": worker,
+        "FT_NODE": place.node,
+        "FT_HOST": place.host,
+        "FT_STORE": place.store,
+        "FT_RUN_DIR": place.run_dir,
+        "FT_RESTART": str(restart),
+        "FT_STANDBY": "1" if rank is None else "",
+        "FT_FAULTS": place.faults,
+        "RANK": str(shown_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.nproc),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.world_size // place.nproc),
+        "ROLE_RANK": str(shown_rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+    }
+
+
+def defaults(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would set where the user has not: one thread per worker, or they fight for the cores."""
+    return {} if "OMP_NUM_THREADS" in environment else {"OMP_NUM_THREADS": "1"}

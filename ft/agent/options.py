@@ -1,0 +1,222 @@
+"""From the command line and Slurm's environment to what an agent needs to know; bad input ends here."""
+
+import argparse
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ft.agent import slurm
+from ft.errors import UserError
+
+_DEFAULT_PORT = 29400
+
+
+@dataclass(frozen=True)
+class Script:
+    """What every worker runs: ``target`` is a file, or with ``is_module`` a module's name."""
+
+    target: str
+    is_module: bool
+    args: list[str]
+    preload: list[str] = field(default_factory=list)
+    """Modules for the warm pool; ["none"]: import nothing there."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes of a run and this one's place among them.
+
+    Attributes:
+        nnodes: all nodes. standby_nodes: the last of them, which run standbys only.
+        host, port: where the control plane listens; port 0: any free one (single node only).
+    """
+
+    nnodes: int
+    node_rank: int
+    standby_nodes: int
+    host: str
+    port: int
+
+    @property
+    def trains(self) -> bool:
+        """Whether this node's workers hold logical ranks from the start."""
+        return self.node_rank < self.training_nodes
+
+    @property
+    def training_nodes(self) -> int:
+        return self.nnodes - self.standby_nodes
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """One ``ft run``. ``nproc``: workers with a logical rank on a training node. ``standby``: beyond those, here."""
+
+    script: Script
+    cluster: Cluster
+    nproc: int
+    standby: int
+    run_dir: Path
+    run_id: str
+    max_restarts: int
+    inject: list[str]
+    scenario: str | None
+    seed: int | None
+    quiet: bool
+    local_addr: str | None
+
+    @property
+    def world_size(self) -> int:
+        return self.nproc * self.cluster.training_nodes
+
+    @property
+    def standbys_here(self) -> int:
+        """Workers of this node that begin without a logical rank; a standby node offers a full set."""
+        return self.standby if self.cluster.trains else max(self.nproc, self.standby)
+
+
+def resolve(given: argparse.Namespace, environment: Mapping[str, str]) -> RunOptions:
+    """Checks the flags, and fills in what they leave open.
+
+    Raises:
+        UserError: they cannot work.
+    """
+    if given.no_python:
+        raise UserError("--no-python is not supported: workers are forked from Python", "run a Python script")
+    job = None if given.standalone else slurm.read(environment)
+    cluster = _cluster(given, job)
+    _not_negative(given, "standby", "standby_nodes", "max_restarts")
+    nproc = _nproc(given.nproc_per_node)
+    run_dir = _run_dir(given, job, cluster)
+    return RunOptions(
+        script=_script(given),
+        cluster=cluster,
+        nproc=nproc,
+        standby=given.standby,
+        run_dir=run_dir,
+        run_id=given.rdzv_id or run_dir.name,
+        max_restarts=given.max_restarts,
+        inject=given.inject,
+        scenario=given.scenario,
+        seed=given.seed,
+        quiet=given.quiet,
+        local_addr=given.local_addr,
+    )
+
+
+def _cluster(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Cluster:
+    nnodes = _nnodes(given.nnodes, job)
+    if given.standalone and nnodes != 1:
+        raise UserError(f"--standalone is for one node, --nnodes is {nnodes}", "drop one of the two")
+    node_rank = given.node_rank
+    if node_rank is None:
+        if job is None and nnodes > 1:
+            raise UserError(f"--nnodes {nnodes} needs this node's number", "add --node-rank I, from 0 on")
+        node_rank = job.node_rank if job else 0
+    if not 0 <= node_rank < nnodes:
+        raise UserError(
+            f"--node-rank {node_rank} is not between 0 and {nnodes - 1} (--nnodes {nnodes})", "number from 0"
+        )
+    standby_nodes = given.standby_nodes
+    if standby_nodes >= nnodes:
+        raise UserError(
+            f"--standby-nodes {standby_nodes} leaves none of {nnodes} nodes to train on", "give fewer than --nnodes"
+        )
+    host, port = _endpoint(given, job, nnodes)
+    return Cluster(nnodes, node_rank, standby_nodes, host, port)
+
+
+def _nnodes(text: str | None, job: slurm.SlurmJob | None) -> int:
+    if text is None:
+        return job.nnodes if job else 1
+    if ":" in text:
+        raise UserError(
+            f"--nnodes {text}: a run has a fixed number of nodes here", "give one number; spare nodes: --standby-nodes"
+        )
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--nnodes {text} is no number from 1 on", "give the number of nodes")
+    return int(text)
+
+
+def _endpoint(given: argparse.Namespace, job: slurm.SlurmJob | None, nnodes: int) -> tuple[str, int]:
+    """(host, port) of the control plane; port 0 stands for any free one."""
+    text = given.rdzv_endpoint
+    if text and (given.master_addr or given.master_port):
+        raise UserError("--rdzv-endpoint and --master-addr/--master-port say the same thing", "give one of them")
+    if given.standalone and text:
+        raise UserError(f"--standalone chooses its own endpoint, --rdzv-endpoint is {text}", "drop one of the two")
+    if not text and given.master_addr:
+        return given.master_addr, _port(str(given.master_port or _DEFAULT_PORT), "--master-port")
+    if not text and job is not None and nnodes > 1:
+        text = job.endpoint
+    if not text:
+        if nnodes > 1:
+            raise UserError(f"{nnodes} nodes need a place to meet", "add --rdzv-endpoint HOST:PORT with node 0's host")
+        return "127.0.0.1", _port(str(given.master_port), "--master-port") if given.master_port else 0
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        host, port = text, str(_DEFAULT_PORT)
+    if not host:
+        raise UserError(f"--rdzv-endpoint {text} names no host", "give HOST:PORT")
+    number = _port(port, "--rdzv-endpoint")
+    if number == 0 and nnodes > 1:
+        raise UserError(f"--rdzv-endpoint {text}: {nnodes} nodes cannot meet at any free port", "give a port")
+    return host, number
+
+
+def _port(text: str, flag: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise UserError(f"{flag}: {text} is no port", "give a number from 1 to 65535")
+    return int(text)
+
+
+def _not_negative(given: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(given, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(given, name)} is negative", "give 0 or more")
+
+
+def _nproc(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    if text not in ("gpu", "cpu", "auto"):
+        raise UserError(f"--nproc-per-node {text} is neither a number from 1 on nor gpu, cpu or auto", "give one")
+    gpus = _count_gpus() if text != "cpu" else 0
+    if text == "gpu" and gpus == 0:
+        raise UserError("--nproc-per-node gpu: this node has no GPU that torch can use", "give a number, or cpu")
+    return gpus or os.cpu_count() or 1
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _script(given: argparse.Namespace) -> Script:
+    if not given.module and not Path(given.script).is_file():
+        raise UserError(
+            f"the script {given.script} does not exist in {Path.cwd()}", "check the path; a module needs -m"
+        )
+    preload = [name for text in given.preload for name in text.split(",") if name]
+    if "none" in preload and len(preload) > 1:
+        raise UserError(f"--preload none and {preload}", "drop none, or the modules")
+    return Script(given.script, given.module, given.script_args, preload)
+
+
+def _run_dir(given: argparse.Namespace, job: slurm.SlurmJob | None, cluster: Cluster) -> Path:
+    if given.run_dir:
+        path = Path(given.run_dir)
+    elif given.rdzv_id or job:
+        path = Path("runs") / (given.rdzv_id or job.job)
+    elif cluster.nnodes == 1:
+        path = Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    else:
+        raise UserError(f"{cluster.nnodes} nodes need to agree on the run's directory", "add --run-dir DIR to each")
+    path = path.absolute()
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--run-dir {path} is not a directory", "choose another one")
+    if cluster.node_rank == 0 and (path / "events.jsonl").exists():
+        raise UserError(f"{path} holds the events of an earlier run", "choose another --run-dir, or remove that one")
+    return path

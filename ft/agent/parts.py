@@ -1,0 +1,124 @@
+"""What an agent is put together from."""
+
+import contextlib
+import os
+import selectors
+from dataclasses import dataclass
+
+from ft import inject
+from ft.agent import network
+from ft.agent.console import Console
+from ft.agent.environment import Place
+from ft.agent.faults import AgentFaults
+from ft.agent.liveness import Limits
+from ft.agent.masters import Masters
+from ft.agent.news import RecoveryNews
+from ft.agent.options import RunOptions
+from ft.agent.pool import WarmPool
+from ft.agent.reception import Reception, listen, unwatch
+from ft.agent.sidecar import Sidecar
+from ft.agent.uplink import Uplink
+from ft.agent.workforce import Workforce
+from ft.control.timeouts import Timeouts
+from ft.messages import AgentJoined
+
+
+class Wake:
+    """A pipe that ends the loop's wait: the kernel's signals and other threads write to it."""
+
+    def __init__(self):
+        self.read_fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def __call__(self) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.write_fd, b"\0")
+
+    def take(self) -> bytes:
+        """The signal numbers that have come, 0 for other threads' calls."""
+        try:
+            return os.read(self.read_fd, 4096)
+        except BlockingIOError:
+            return b""
+
+
+@dataclass
+class Parts:
+    """An agent's parts, wired up; nothing runs yet. ``sidecar``: on node 0 alone. ``faults``: this agent's own."""
+
+    place: Place
+    joined: AgentJoined
+    wake: Wake
+    selector: selectors.BaseSelector
+    reception: Reception
+    masters: Masters
+    console: Console
+    pool: WarmPool
+    uplink: Uplink
+    workforce: Workforce
+    recoveries: RecoveryNews
+    sidecar: Sidecar | None
+    faults: AgentFaults
+
+
+def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Parts:
+    """Makes the parts for a run whose control plane listens at ``port``.
+
+    Raises:
+        UserError: there is no way to the control plane's host.
+    """
+    cluster, wake, selector = options.cluster, Wake(), selectors.DefaultSelector()
+    hosts_control = cluster.node_rank == 0
+    console = Console(options.quiet)
+    uplink = Uplink(cluster.host, port, wake)
+    pool = WarmPool(options.script, options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log")
+    name, listener = listen()
+    limits = Limits(silent_s=Timeouts().silent_s)
+    place = _place(options, port, name, faults)
+    workforce = Workforce(pool, place, uplink.post, lambda channel: unwatch(selector, channel), limits)
+    return Parts(
+        place=place,
+        joined=AgentJoined(
+            place.node, place.node_rank, place.host, options.nproc if cluster.trains else 0, options.standbys_here
+        ),
+        wake=wake,
+        selector=selector,
+        reception=Reception(listener, selector, workforce),
+        masters=Masters(place, uplink),
+        console=console,
+        pool=pool,
+        uplink=uplink,
+        workforce=workforce,
+        recoveries=RecoveryNews(options.run_dir / "events.jsonl" if hosts_control else None, console.show),
+        sidecar=_sidecar(options, port) if hosts_control else None,
+        faults=AgentFaults(faults, place.node, hosts_control, place.run_dir, uplink.record),
+    )
+
+
+def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> Place:
+    cluster = options.cluster
+    return Place(
+        node=f"n{cluster.node_rank}",
+        node_rank=cluster.node_rank,
+        host=options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0),
+        socket=agent_socket,
+        store=f"{cluster.host}:{port}",
+        run_dir=str(options.run_dir),
+        run_id=options.run_id,
+        world_size=options.world_size,
+        nproc=options.nproc,
+        max_restarts=options.max_restarts,
+        faults=inject.to_json(faults),
+    )
+
+
+def _sidecar(options: RunOptions, port: int) -> Sidecar:
+    cluster = options.cluster
+    settings = {
+        "run_id": options.run_id,
+        "nodes": cluster.nnodes,
+        "standby_nodes": cluster.standby_nodes,
+        "world_size": options.world_size,
+        "max_restarts": options.max_restarts,
+        "command": [options.script.target, *options.script.args],
+    }
+    return Sidecar(options.run_dir, cluster.host, port, settings)

@@ -1,0 +1,119 @@
+"""The agent's end of the warm pool: it starts the pool, again if it dies, and asks it for workers."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+from ft.agent import environment, processes
+from ft.agent.channel import Channel
+from ft.agent.options import Script
+from ft.agent.warm import BOOT
+from ft.errors import FtError
+
+_DEATHS_IN_A_ROW = 3
+
+
+class PoolBroken(FtError):
+    """The pool dies again and again before it has forked anything."""
+
+
+class WarmPool:
+    """Forks workers on request; asynchronous: what was asked for appears in ``take``.
+
+    Args:
+        script: what workers will run. log: file for what the pool itself prints.
+
+    Attributes:
+        pid: of the pool's process. channel: to be read when readable.
+    """
+
+    def __init__(self, script: Script, log: Path):
+        self._config = {
+            "target": script.target,
+            "is_module": script.is_module,
+            "args": script.args,
+            "preload": script.preload,
+        }
+        self._environment = {**os.environ, **environment.defaults(os.environ)}
+        self._log = log
+        self._asked: deque[dict] = deque()
+        self._alive: set[int] = set()
+        self._fruitless = 0
+        self.pid = -1
+        self.channel: Channel | None = None
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Starts the process; requests made before it is ready wait in its socket."""
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).parent.parent.parent)
+        command = [sys.executable, "-c", BOOT, root, str(theirs.fileno()), str(os.getpid()), json.dumps(self._config)]
+        with theirs, open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C is for the agent
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self.pid = self._process.pid
+        self.channel = Channel(ours)
+        if self._alive:
+            self.channel.send(json.dumps({"guard": sorted(self._alive)}))
+        for request in self._asked:
+            self.channel.send(json.dumps({"fork": request}))
+
+    def fork(self, worker: str, log: str, env: dict[str, str]) -> None:
+        """Asks for a worker."""
+        request = {"worker": worker, "log": log, "env": env}
+        self._asked.append(request)
+        if self.channel is not None:
+            self.channel.send(json.dumps({"fork": request}))
+
+    def take(self) -> tuple[list[tuple[str, int]], list[str]]:
+        """What the pool has said since the last time: (workers that now exist with their pids, notes for people)."""
+        born, notes = [], []
+        for line in self.channel.receive() or []:
+            message = json.loads(line)
+            if "pid" in message:
+                self._asked.popleft()
+                self._alive.add(message["pid"])
+                self._fruitless = 0
+                born.append((message["worker"], message["pid"]))
+            elif "note" in message:
+                notes.append(message["note"])
+        return born, notes
+
+    def forget(self, pid: int) -> None:
+        """A worker has ended: its number may be given to a process that is none of ours."""
+        self._alive.discard(pid)
+        if self.channel is not None:
+            self.channel.send(json.dumps({"forget": pid}))
+
+    def restart(self, code: int) -> None:
+        """The process was reaped: a new one takes the open requests over.
+
+        Raises:
+            PoolBroken: it does not live long enough to fork.
+        """
+        self._fruitless += 1
+        self._process.returncode = code
+        self.channel.close()
+        if self._fruitless >= _DEATHS_IN_A_ROW:
+            last = self._log.read_text(errors="replace").splitlines()[-15:]
+            raise PoolBroken("\n".join([f"the warm pool {processes.how_it_ended(code)}; its last lines:", *last]))
+        self.start()
+
+    def close(self, code: int | None = None) -> None:
+        """Lets the process end: it sees the end of its socket. ``code``: it was reaped and ended with that."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+        if self._process is not None and code is not None:
+            self._process.returncode = code

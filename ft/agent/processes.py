@@ -1,0 +1,132 @@
+"""What Linux knows about processes: states, descent and sessions; and how to end them whole."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(signum: int) -> None:
+    """Asks for ``signum`` when the parent of this process dies; 0 takes it back.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent dies.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_name(name: str) -> None:
+    """The name that ``ps`` and ``top`` show for this process, cut to 15 bytes."""
+    buffer = ctypes.create_string_buffer(name.encode()[:15])
+    _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
+
+
+def stat(pid: int) -> tuple[str, int, int] | None:
+    """(state letter, parent, session) of a process, None once it is gone. A zombie's state is Z."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, parent, _group, session = text.rpartition(")")[2].split()[:4]
+    return state, int(parent), int(session)
+
+
+def state(pid: int) -> str:
+    """The state letter of a process, "X" once it is gone."""
+    found = stat(pid)
+    return found[0] if found else "X"
+
+
+def threads() -> int:
+    """How many threads this process has, those of C libraries included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def members(sessions: Iterable[int], roots: Iterable[int] = ()) -> list[int]:
+    """The living processes that belong to one of ``sessions`` or descend from one of ``roots``, roots left out."""
+    sessions, roots = set(sessions), set(roots)
+    table = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    table = {pid: entry for pid, entry in table.items() if entry}
+
+    def descends(pid: int) -> bool:
+        while pid in table:
+            pid = table[pid][1]
+            if pid in roots:
+                return True
+        return False
+
+    return [
+        pid
+        for pid, (letter, _, session) in table.items()
+        if letter not in "ZX" and pid not in roots and (session in sessions or descends(pid))
+    ]
+
+
+def send(pid: int, signum: int) -> None:
+    """Sends a signal; a process that is gone needs none."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
+def kill_whole(pid: int) -> None:
+    """SIGKILL for a session's leader, at once, and then for all that belongs to its session or descends from it."""
+    children = members([pid], [pid])
+    send(pid, signal.SIGKILL)
+    for child in children:
+        send(child, signal.SIGKILL)
+
+
+def kill_remains(leader: int) -> None:
+    """SIGKILL for what is left of the session of a leader that has ended."""
+    for pid in members([leader]):
+        send(pid, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process, zombies included."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and (stat(int(name)) or ("", -1, -1))[1] == pid]
+
+
+def end_descendants(patience_s: float = 5.0) -> None:
+    """Kills and reaps everything below this process, which adopts orphans; gives up on what survives ``patience_s``."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        for pid in members([], [os.getpid()]):
+            send(pid, signal.SIGKILL)
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            time.sleep(0.005)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words: >= 0 as it exited, or minus the signal that killed it."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"killed by {name}"
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

@@ -1,0 +1,106 @@
+"""``ft run``: from the command line to a running agent."""
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+from ft import inject
+from ft.agent import arguments, network
+from ft.agent.options import RunOptions, resolve
+from ft.errors import UserError
+
+_EPILOG = """
+Start it once on every node, as torchrun. A plain torchrun script simply runs; one that joins the run (with
+pretrain_gpt.py: --ft-hot-swap; in a script of your own: ft.attach) survives the death of its workers.
+
+  ft run --nproc-per-node 4 --standby 1 pretrain_gpt.py ... --ft-hot-swap
+  ft run --nproc-per-node 4 --standby 1 --inject kill@step=20:rank=3 pretrain_gpt.py ... --ft-hot-swap
+  srun --ntasks-per-node=1 ft run --nproc-per-node gpu --standby-nodes 1 pretrain_gpt.py ...
+"""
+
+
+def add_parser(subparsers) -> None:
+    """Adds ``run`` to the command ``ft``."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run a script on this node's workers, as torchrun, and carry it through faults",
+        description="Runs a script on this node's workers, as torchrun does, and carries it through faults.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    arguments.add_flags(parser)
+    parser.set_defaults(main=main)
+
+
+def main(given: argparse.Namespace) -> NoReturn:
+    """Runs the agent of this node and ends the process with the run's exit code.
+
+    0 all workers have finished, 2 the input cannot work, 128+N ended by signal N, others: what ended the run.
+
+    Raises:
+        UserError: the flags cannot work; nothing has been started.
+    """
+    options = resolve(given, os.environ)
+    faults = plan_faults(options)
+    port = options.cluster.port or network.free_port(options.cluster.host)
+    if options.cluster.node_rank == 0:
+        network.check_port(options.cluster.host, port)
+    _make_folders(options)
+
+    from ft.agent.agent import Agent
+    from ft.agent.parts import assemble
+
+    parts = assemble(options, port, faults)
+    parts.console.say(_announcement(options, faults))
+    code = Agent(parts, first_ranks(options)).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
+
+
+def plan_faults(options: RunOptions) -> list[inject.Fault]:
+    """The faults of ``--inject`` and ``--scenario``, the same on every node.
+
+    Raises:
+        UserError: one of them cannot be understood or has no victim.
+    """
+    nodes = [f"n{i}" for i in range(options.cluster.nnodes)]
+    specs, seed = [], options.seed
+    for text in options.inject:
+        specs += inject.parse(text)
+    if options.scenario:
+        scenario = inject.read_scenario(options.scenario)
+        specs += scenario.specs
+        seed = scenario.seed if seed is None else seed
+    return inject.schedule(specs, options.world_size, nodes, seed or 0)
+
+
+def first_ranks(options: RunOptions) -> list[int]:
+    """The logical ranks of this node's first workers: nodes in order, as torchrun."""
+    if not options.cluster.trains:
+        return []
+    first = options.cluster.node_rank * options.nproc
+    return list(range(first, first + options.nproc))
+
+
+def _make_folders(options: RunOptions) -> None:
+    try:
+        (options.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the run's directory {options.run_dir}: {error.strerror}", "choose --run-dir"
+        ) from error
+
+
+def _announcement(options: RunOptions, faults: list[inject.Fault]) -> str:
+    cluster = options.cluster
+    parts = [f"{options.world_size} logical ranks on {cluster.training_nodes} node(s)"]
+    if options.standbys_here:
+        parts.append(f"{options.standbys_here} standby(s) here")
+    if cluster.standby_nodes:
+        parts.append(f"{cluster.standby_nodes} standby node(s)")
+    if faults:
+        parts.append(f"{len(faults)} fault(s) planned")
+    return f"run {options.run_dir}: {', '.join(parts)}"

@@ -1,0 +1,201 @@
+"""The workers of one agent: their processes, their connections and what was last heard of them."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ft.agent import environment, processes
+from ft.agent.channel import Channel
+from ft.agent.liveness import Limits, Silence, Watch, silent
+from ft.agent.pool import WarmPool
+from ft.messages import BadMessage, Beat, WorkerExited, WorkerReady, WorkerSilent, WorkerStarted, decode, encode
+
+
+@dataclass
+class Worker:
+    """One worker from the request for it to the end of its process.
+
+    Attributes:
+        rank: logical rank it was started for, None for a standby. pid: None until it exists.
+        attached: it has reported ready at some time. beat, beat_at: the last, and when it came.
+        doomed: this agent has decided to kill it.
+    """
+
+    name: str
+    rank: int | None
+    log: Path
+    pid: int | None = None
+    channel: Channel | None = None
+    attached: bool = False
+    beat: Beat | None = None
+    beat_at: float = 0.0
+    told_silent: bool = False
+    doomed: bool = False
+
+
+class Workforce:
+    """Starts, hears, commands and kills workers.
+
+    Args:
+        pool: forks them. place: what their environments have in common. post: takes reports for the control plane.
+        unwatch: called with each channel before it is closed. limits: when a worker counts as silent.
+    """
+
+    def __init__(
+        self,
+        pool: WarmPool,
+        place: environment.Place,
+        post: Callable[[Any], None],
+        unwatch: Callable[[Channel], None],
+        limits: Limits,
+    ):
+        self._pool, self._place, self._post, self._unwatch, self._limits = pool, place, post, unwatch, limits
+        self._logs = Path(place.run_dir) / "logs"
+        self._started = 0
+        self._early: dict[int, int] = {}
+        self.workers: dict[str, Worker] = {}
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def spawn(self, rank: int | None, local_rank: int, restart: int, master: tuple[str, int]) -> Worker:
+        """Asks the pool for a worker that is meant for ``rank`` (None: a standby)."""
+        name = f"{self._place.node}.w{self._started}"
+        self._started += 1
+        worker = Worker(name, rank, self._logs / f"{name}.log")
+        self.workers[name] = worker
+        env = environment.worker_environment(self._place, name, restart, rank, local_rank, master)
+        self._pool.fork(name, str(worker.log), env)
+        return worker
+
+    def hear_pool(self) -> list[str]:
+        """Takes in what the pool says, which may be that workers exist; returns its notes for people."""
+        born, notes = self._pool.take()
+        for name, pid in born:
+            worker = self.workers[name]
+            worker.pid = pid
+            self._post(WorkerStarted(name, self._place.node, pid, worker.rank))
+            if worker.doomed:
+                processes.kill_whole(pid)
+        return notes
+
+    def ended(self, pid: int, code: int) -> Worker | None:
+        """A child of the agent was reaped; returns the worker it was, None if it was none (or none yet)."""
+        worker = next((w for w in self.workers.values() if w.pid == pid), None)
+        if worker is None:
+            if any(w.pid is None for w in self.workers.values()):
+                self._early[pid] = code
+            return None
+        self.hear(worker)
+        self._post(WorkerExited(worker.name, self._place.node, code, worker.attached))
+        del self.workers[worker.name]
+        self._pool.forget(pid)
+        processes.kill_remains(pid)
+        return worker
+
+    def take_early(self) -> list[tuple[int, int]]:
+        """(pid, code) of workers that had ended before the pool said that they exist."""
+        pids = {worker.pid for worker in self.workers.values()}
+        found = [(pid, self._early.pop(pid)) for pid in list(self._early) if pid in pids]
+        if None not in pids:
+            self._early.clear()
+        return found
+
+    def kill(self, worker: Worker) -> None:
+        """SIGKILL for the worker and all it has started; its exit follows."""
+        worker.doomed = True
+        if worker.pid is not None:
+            processes.kill_whole(worker.pid)
+
+    def kill_all(self) -> None:
+        for worker in self.workers.values():
+            self.kill(worker)
+
+    def terminate(self, names: set[str]) -> None:
+        """SIGTERM for these workers: they may save and end."""
+        for name in names & self.workers.keys():
+            if self.workers[name].pid is not None:
+                processes.send(self.workers[name].pid, signal.SIGTERM)
+            else:
+                self.workers[name].doomed = True  # it has nothing to save
+
+    def kill_strangers(self, known: set[int]) -> None:
+        """Kills children of this process that are neither workers nor ``known``: forked by a pool that died before it
+        could say so."""
+        known = known | {worker.pid for worker in self.workers.values()}
+        for pid in processes.children(os.getpid()):
+            if pid not in known:
+                processes.kill_whole(pid)
+
+    # --- conversation ------------------------------------------------------------------------------------------------
+
+    def accept(self, channel: Channel, hello: bytes) -> Worker | None:
+        """Whose connection this is, by its first line; None if it is no living worker's."""
+        try:
+            worker = self.workers.get(json.loads(hello)["worker"])
+        except (ValueError, KeyError, TypeError):
+            worker = None
+        if worker is None or worker.doomed or worker.channel is not None:
+            return None
+        worker.channel = channel
+        return worker
+
+    def hear(self, worker: Worker) -> None:
+        """Takes in what the worker says and passes its reports on. Once it has hung up, only its exit tells more."""
+        if worker.channel is None:  # its end was noticed in another way since the connection became readable
+            return
+        for line in worker.channel.receive() or []:
+            self._take(worker, line)
+        if worker.channel.gone:
+            self._unwatch(worker.channel)
+            worker.channel.close()
+            worker.channel = None
+
+    def tell(self, order: Any) -> None:
+        """Passes an order on to every attached worker."""
+        line = encode(order)
+        for worker in self.workers.values():
+            if worker.attached and worker.channel is not None:
+                worker.channel.send(line)
+
+    def flush(self) -> None:
+        """Sends on what a worker did not take at once."""
+        for worker in self.workers.values():
+            if worker.channel is not None and worker.channel.wants_write:
+                worker.channel.flush()
+
+    def beats(self, now: float) -> dict[str, Beat]:
+        """The last beat of each worker with its present age."""
+        heard = [worker for worker in self.workers.values() if worker.beat is not None]
+        return {w.name: replace(w.beat, age_s=round(now - w.beat_at, 3)) for w in heard}
+
+    def judge(self, now: float) -> list[Silence]:
+        """Reports each worker that has just become silent; returns those."""
+        attached = [w for w in self.workers.values() if w.attached and w.channel is not None and not w.doomed]
+        quiet = [w for w in attached if now - w.beat_at > self._limits.stopped_s]
+        watches = {
+            w.name: Watch(w.beat_at, processes.state(w.pid), w.beat is not None and w.beat.step_s is not None)
+            for w in quiet
+            if w.pid is not None
+        }
+        new = [s for s in silent(now, watches, self._limits) if not self.workers[s.worker].told_silent]
+        for silence in new:
+            self.workers[silence.worker].told_silent = True
+            self._post(WorkerSilent(silence.worker, self._place.node, round(silence.silent_s, 3), silence.state))
+        return new
+
+    def _take(self, worker: Worker, line: bytes) -> None:
+        try:
+            report = decode(line)
+        except BadMessage:
+            return
+        if isinstance(report, Beat):
+            worker.beat, worker.beat_at, worker.told_silent = report, time.monotonic(), False
+            return
+        if isinstance(report, WorkerReady):
+            worker.attached, worker.beat_at = True, time.monotonic()
+        self._post(report)

@@ -1,0 +1,12 @@
+"""Process groups that can be interrupted and rebuilt in place, epoch by epoch.
+
+``Groups.start`` makes torch.distributed's default process group of the backend ``ft``. From then on every process group
+is a ``Group``: an object that stays the same over the life of the process (model, gradient buffers and optimizer hold
+it), with connections below it that are cut when an epoch is closed and built anew for the next one.
+"""
+
+from ft.groups.group import Group
+from ft.groups.plan import RebuildPlan, plan_rebuild
+from ft.groups.registry import Groups, connections_to
+
+__all__ = ["Group", "Groups", "RebuildPlan", "connections_to", "plan_rebuild"]

@@ -1,0 +1,158 @@
+"""Operations of a group that end here: groups of one member, and those of a worker that assembles alone.
+
+A worker that joins in mid-run builds its model, optimizer and data sets while the others wait; what it says to them
+then finds nobody. Each operation therefore ends at once, as if every other member had said what this one says:
+
+- a broadcast, a send and a barrier change nothing, and neither does a receive (the buffer keeps what is in it);
+- gathering operations repeat this member's own part for each member;
+- in a reduction the others add nothing: a minimum, maximum or average of equal values is that value, and a sum is
+  **not** multiplied by the number of members; of a reduce-scatter the result is this member's part of its own input;
+- scattering gives the source its own part and leaves the others' buffers alone;
+- of an all-to-all, each member is taken to send what this one sends to itself, wherever the sizes agree.
+
+For one member all of this is exact.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Ended(dist.Work):
+    """The work of an operation that has ended. ``source``: group rank a message came from."""
+
+    def __init__(self, source: int = 0):
+        super().__init__()
+        self._source = source
+
+    def wait(self, timeout=None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return []
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        future = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+class Local:
+    """The operations of ``dist.ProcessGroup``, ended here.
+
+    Args:
+        rank, size: of this member, and the number of members.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
+        self._ended = Ended((rank + 1) % size)
+
+    def _nothing(self, *_args, **_kwargs) -> dist.Work:
+        return self._ended
+
+    broadcast = send = recv = recv_anysource = barrier = monitored_barrier = _nothing
+
+    def allreduce(self, tensors, opts=None, *_args, **_kwargs) -> dist.Work:
+        operation = getattr(opts, "reduceOp", opts)
+        if operation is not None and operation == dist.ReduceOp.PREMUL_SUM:
+            raise RuntimeError("a premultiplied sum needs NCCL, and a group of one member makes no NCCL communicator")
+        return self._ended
+
+    allreduce_coalesced = reduce = allreduce
+
+    def allgather(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        for gathered, own in zip(outputs, inputs, strict=True):
+            _repeat(gathered, own)
+        return self._ended
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output, own, *_args, **_kwargs) -> dist.Work:
+        _repeat(output.view(-1).chunk(self._size), own)
+        return self._ended
+
+    def all_gather_single_coalesced(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+        for output, own in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, own)
+        return self._ended
+
+    def reduce_scatter(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        for output, parts in zip(outputs, inputs, strict=True):
+            _copy(output, parts[self._rank])
+        return self._ended
+
+    def reduce_scatter_single(self, output, whole, *_args, **_kwargs) -> dist.Work:
+        _copy(output, whole.reshape(-1).chunk(self._size)[self._rank])
+        return self._ended
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+        for output, whole in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, whole)
+        return self._ended
+
+    def gather(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+        if outputs:
+            self.allgather(outputs, inputs)
+        return self._ended
+
+    def scatter(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+        if inputs:
+            self.reduce_scatter(outputs, inputs)
+        return self._ended
+
+    def alltoall(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+        _repeat(outputs, inputs[self._rank])
+        return self._ended
+
+    def all_to_all_single(
+        self, output, whole, output_sizes: Sequence[int] = (), input_sizes: Sequence[int] = (), *_args, **_kwargs
+    ) -> dist.Work:
+        parts = whole.split(list(input_sizes)) if input_sizes else whole.chunk(self._size)
+        gathered = output.split(list(output_sizes)) if output_sizes else output.chunk(self._size)
+        _repeat(gathered, parts[self._rank])
+        return self._ended
+
+    # The names before torch 2.13.
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        return None
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._ended
+
+
+def _repeat(outputs: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+    own = own.clone() if len(outputs) > 1 else own  # it may be a part of the outputs
+    for output in outputs:
+        _copy(output, own)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.numel() == source.numel() and target.data_ptr() != source.data_ptr():
+        target.detach().copy_(source.detach().reshape(target.shape))

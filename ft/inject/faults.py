@@ -1,0 +1,83 @@
+"""A planned fault: its kind, its moment, its victim."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ft.errors import UserError
+
+KINDS = ("kill", "hang", "exception", "slow", "partition", "drop", "corrupt-snapshot", "kill-control")
+"""kill: SIGKILL. hang: SIGSTOP. exception: raised in the trainer. slow: every step takes longer. partition: a node's
+network is gone. drop: one TCP connection breaks. corrupt-snapshot: one byte is flipped. kill-control: SIGKILL of the
+control plane."""
+
+PHASES = ("between", "forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
+"""Points of a step. between: before anything of the step is done."""
+
+ERRORS = ("recoverable", "software", "node", "user")
+COPIES = ("own", "peer")
+
+AGENT_KINDS = ("partition", "kill-control")
+"""Kinds that an agent carries out; the others are a worker's, but for ``kill`` of a whole node."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault that will happen, or has happened.
+
+    Attributes:
+        number: from 1, unique in the run. kind: of ``KINDS``.
+        step: in which step (the first one is 1), or None. time: seconds since training began, where ``step`` is None.
+        rank: logical rank that it hits, node: node all of whose workers it hits; both None for kill-control.
+        phase: of ``PHASES``, with ``step``. seconds: how long slow, partition and a hang last, None: for ever.
+        factor: step time with slow over step time without. error: of ``ERRORS``. copies: of ``COPIES``.
+    """
+
+    number: int
+    kind: str
+    step: int | None = None
+    time: float | None = None
+    rank: int | None = None
+    node: str | None = None
+    phase: str = "between"
+    seconds: float | None = None
+    factor: float = 3.0
+    error: str = "recoverable"
+    copies: str = "own"
+
+    @property
+    def is_agents(self) -> bool:
+        """An agent carries it out; no worker can."""
+        return self.kind in AGENT_KINDS or (self.kind == "kill" and self.node is not None)
+
+    def __str__(self) -> str:
+        when = f"step {self.step}" if self.step is not None else f"{self.time:.1f} s"
+        inside = f" ({self.phase})" if self.step is not None and self.phase != "between" else ""
+        victim = f" of rank {self.rank}" if self.rank is not None else f" of node {self.node}" if self.node else ""
+        return f"{self.kind}{victim} at {when}{inside}"
+
+    def values(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as JSON values."""
+        return {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name, _NOTHING)}
+
+
+_NOTHING = object()
+_DEFAULTS = {f.name: f.default for f in fields(Fault) if f.name not in ("number", "kind")}
+
+
+def to_json(faults: Sequence[Fault]) -> str:
+    """Faults for the environment variable ``FT_FAULTS``."""
+    return json.dumps([fault.values() for fault in faults], separators=(",", ":"))
+
+
+def from_json(text: str | None) -> list[Fault]:
+    """What ``to_json`` made; none of an empty text.
+
+    Raises:
+        UserError: it is something else.
+    """
+    try:
+        return [Fault(**values) for values in json.loads(text or "[]")]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"FT_FAULTS is not a list of faults: {error}", "leave it to ft run to set it") from error

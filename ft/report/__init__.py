@@ -1,0 +1,1 @@
+"""What a run's folder tells: recoveries, goodput, timeline, status."""

@@ -1,0 +1,25 @@
+"""Colours of the pictures; distinguishable without red and green."""
+
+from ft.report import recoveries as found
+
+INK, QUIET, FAINT, PAPER = "#1f2933", "#66717d", "#dfe4ea", "#ffffff"
+FIRST_WORKER = "#c3d3e4"
+"""Workers that came with a start or warm restart of all."""
+
+LATER_WORKERS = ("#4f7fb0", "#3f8f55", "#b07d2a", "#a8527f", "#2f8a97", "#7468b3", "#8f6650", "#6d8a35")
+LOSS, FAULT = "#33659c", "#c8322b"
+PHASE = {
+    "detect": "#c8322b",
+    "release": "#e8853d",
+    "assemble": "#f1c453",
+    "rebuild": "#4f94c4",
+    "restore": "#6aab8e",
+    "resume": "#9a86c0",
+}
+OUTCOME = {
+    found.REPLACED: "#c8322b",
+    found.IN_PLACE: "#d98e04",
+    found.RESTART: "#4b3f72",
+    found.STOPPED: "#1f2933",
+    found.UNDER_WAY: "#66717d",
+}

@@ -1,0 +1,38 @@
+"""What ``ft report`` says on the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ft.report.block import what_failed
+from ft.report.goodput import Goodput
+from ft.report.recoveries import Recovery
+from ft.report.run import Run
+from ft.report.text import percent, seconds, shortened, table
+
+
+def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence[Path]) -> str:
+    """A few figures, a table of the recoveries, and where the files are."""
+    facts = [
+        ("run", f"{run.folder} ({run.state})"),
+        ("steps", f"{times.steps}, {seconds(times.step)} each (median)"),
+        ("recovered", f"{sum(r.is_over for r in found)} of {len(found)} interruptions"),
+        ("goodput", f"{percent(times.share)} of {seconds(times.wall)}, recoveries took {seconds(times.recovering)}"),
+    ]
+    lines = [f"{name:<10} {value}" for name, value in facts]
+    if found:
+        rows = [_row(r) for r in found]
+        lines += ["", table(("#", "outcome", "step", "redone", "total", "what happened"), rows, right=(0, 2, 3, 4))]
+    lines += ["", *(f"{'wrote':<10} {path}" for path in files)]
+    return "\n".join(lines)
+
+
+def _row(recovery: Recovery) -> tuple[str, ...]:
+    step, redone = recovery.step, recovery.steps_redone
+    return (
+        str(recovery.number),
+        recovery.outcome,
+        "-" if step is None else str(step),
+        "-" if redone is None else str(redone),
+        seconds(recovery.total),
+        shortened(what_failed(recovery), 70),
+    )

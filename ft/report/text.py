@@ -1,0 +1,45 @@
+"""Figures and tables for a terminal without colour."""
+
+import math
+from collections.abc import Sequence
+
+
+def seconds(value: float | None) -> str:
+    """A duration with three digits that mean something: "65 ms", "1.24 s", "2 min 05 s"."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value < 0.9995:
+        return f"{value * 1000:.0f} ms" if value >= 0.01 or value == 0 else f"{value * 1000:.1f} ms"
+    if value < 99.95:
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def count(number: int, word: str) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Columns as wide as they need to be; those numbered in ``right`` flush right."""
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join("  ".join(_cell(line, widths, i, right) for i in range(len(head))).rstrip() for line in lines)
+
+
+def _cell(line: Sequence[str], widths: Sequence[int], i: int, right: Sequence[int]) -> str:
+    return line[i].rjust(widths[i]) if i in right else line[i].ljust(widths[i])
+
+
+def shortened(text: str, width: int) -> str:
+    """One line of at most ``width`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3].rstrip() + "..."

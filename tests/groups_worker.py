@@ -1,0 +1,110 @@
+"""A worker for the tests of process groups: follows epochs by keys in a TCPStore, as ``ft.worker`` does by orders."""
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ft.groups import Groups, plan_rebuild
+from ft.messages import GroupReport
+
+LIMIT_S = 20.0
+
+
+class Worker:
+    """One logical rank.
+
+    ``failures``: what ``on_failure`` was told; it waits for the end of the epoch, ``patience`` seconds at most.
+    """
+
+    def __init__(self, address, rank=None, size=None, epoch=0, alone=False, patience=LIMIT_S):
+        self.address, self.epoch, self.patience = address, epoch, patience
+        self.rank = int(os.environ["RANK"]) if rank is None else rank
+        self.size = int(os.environ["WORLD_SIZE"]) if size is None else size
+        self.store = connect(address)
+        self.failures: list[tuple[str, str]] = []
+        self._closed: dict[int, threading.Event] = defaultdict(threading.Event)
+        self.closed_at = 0.0
+        self.groups: Groups | None = None
+        threading.Thread(target=self._follow, args=(epoch,), daemon=True).start()
+        self.groups = Groups.start(
+            address=address,
+            prefix=f"groups/{epoch}",
+            rank=self.rank,
+            world_size=self.size,
+            device_backend="gloo",
+            alone=alone,
+            on_failure=self._on_failure,
+            epoch=epoch,
+            timeout_s=60,
+        )
+
+    def close_all(self, reason="test") -> None:
+        """The control plane's part: closes the epoch on all workers."""
+        self.store.set(f"close/{self.epoch}", reason)
+
+    def wait_closed(self) -> None:
+        assert self._closed[self.epoch].wait(LIMIT_S), "the epoch was not closed"
+
+    def meet(self, what: str) -> None:
+        """A barrier outside of the groups."""
+        self.store.set(f"meet/{what}/{self.rank}", "")
+        self.store.wait([f"meet/{what}/{rank}" for rank in range(self.size)])
+
+    def leave(self) -> None:
+        """Reports as ``WorkerReleased`` does."""
+        self.wait_closed()
+        said = [asdict(report) for report in self.groups.reports()]
+        self.groups.drop()
+        self.store.set(f"reports/{self.epoch}/{self.rank}", json.dumps(said))
+
+    def plan(self, replaced=()):
+        """What the control plane would decide for the next epoch."""
+        reports = {}
+        for rank in range(self.size):
+            if rank not in replaced:
+                said = json.loads(self.store.get(f"reports/{self.epoch}/{rank}"))
+                reports[rank] = [GroupReport(**one) for one in said]
+        return plan_rebuild(reports, set(replaced))
+
+    def enter(self, plan, epoch=None) -> float:
+        """The next epoch, up to the moment when operations are allowed."""
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        seconds = self.groups.rebuild(plan.rebuild, plan.defer, f"groups/{self.epoch}", self.epoch)
+        self.groups.reopen(self.epoch)
+        return seconds
+
+    def renew(self, replaced=()) -> object:
+        """From a closed epoch to the next open one."""
+        self.leave()
+        plan = self.plan(replaced)
+        self.enter(plan)
+        return plan
+
+    def _follow(self, epoch: int) -> None:
+        store = connect(self.address)
+        while True:
+            try:
+                reason = store.get(f"close/{epoch}").decode()
+            except RuntimeError:
+                return  # the test is over, the store is gone
+            self.closed_at = time.monotonic()
+            if self.groups is not None:
+                self.groups.close(epoch, reason)
+            self._closed[epoch].set()
+            epoch += 1
+
+    def _on_failure(self, group: str, error: BaseException) -> None:
+        self.failures.append((group, str(error)))
+        self.store.set(f"suspects/{self.epoch}", str(self.rank))
+        self._closed[self.epoch].wait(self.patience)
+
+
+def connect(address: str) -> dist.TCPStore:
+    host, port = address.split(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))

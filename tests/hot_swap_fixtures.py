@@ -1,0 +1,30 @@
+"""Fixtures of the hot-swap tests: a corpus, and what training on it comes to without faults."""
+
+import pytest
+import small_runs as runs
+from ft_runs import flags
+
+_KNOWN: dict[tuple, list[float]] = {}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    from megatron import patches
+
+    patches.apply()
+    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def reference(ranks, corpus, tmp_path_factory):
+    """Losses of a run without faults and without fault tolerance."""
+
+    def losses(nproc: int, extra: str, steps: int) -> list[float]:
+        if (corpus, nproc, extra, steps) not in _KNOWN:
+            folder = tmp_path_factory.mktemp("reference")
+            wanted = flags(corpus, folder, extra, steps).replace("--ft-hot-swap", "")
+            ranks(runs.run, nproc, wanted, timeout=120)
+            _KNOWN[corpus, nproc, extra, steps] = runs.losses(folder / "metrics.jsonl")
+        return _KNOWN[corpus, nproc, extra, steps]
+
+    return losses

@@ -1,0 +1,113 @@
+"""The event file: one schema, whatever a crash has left of the last line."""
+
+import json
+import threading
+
+import pytest
+
+from ft import events
+from ft.events import Event, EventLog
+
+
+def example(name: str) -> Event:
+    """An event of that name with exactly what the schema asks for."""
+    values = {"node": "n0", "worker": "n0.w1", "rank": 1, "epoch": 2, "step": 3}
+    needs = events.SCHEMA[name]
+    places = {key: values[key] for key in needs.fields}
+    return Event(name, 100.0, 5.0, **places, detail=dict.fromkeys(needs.detail, 0))
+
+
+def test_every_event_survives_writing_and_reading(tmp_path):
+    written = [example(name) for name in events.SCHEMA]
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for event in written:
+            log.write(event)
+    assert events.read(tmp_path / "events.jsonl") == written
+
+
+def test_every_constant_is_in_the_schema():
+    names = {value for key, value in vars(events).items() if key.isupper() and isinstance(value, str)}
+    assert names == set(events.SCHEMA)
+
+
+@pytest.mark.parametrize("name", [name for name, needs in events.SCHEMA.items() if needs.fields or needs.detail])
+def test_what_an_event_lacks_is_named(name, tmp_path):
+    needs = events.SCHEMA[name]
+    with EventLog(tmp_path / "events.jsonl") as log, pytest.raises(ValueError, match=name) as raised:
+        log.write(Event(name, 1.0, 1.0))
+    assert all(key in str(raised.value) for key in (*needs.fields, *needs.detail))
+    assert (tmp_path / "events.jsonl").read_bytes() == b""
+
+
+def test_an_unknown_name_is_refused_on_writing(tmp_path):
+    with EventLog(tmp_path / "events.jsonl") as log, pytest.raises(ValueError, match="fault_dreamt"):
+        log.write(Event("fault_dreamt", 1.0, 1.0))
+
+
+def test_detail_that_is_no_json_is_refused(tmp_path):
+    with EventLog(tmp_path / "events.jsonl") as log, pytest.raises(TypeError):
+        log.write(events.now(events.CONTROL_RESTARTED, odd=object()))
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_torn_last_line_costs_that_line_only(cut, tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.write(example(events.RESUMED))
+        log.write(example(events.FINISHED))
+    path.write_bytes(path.read_bytes()[:-cut])
+    found = events.read(path)
+    assert found[0] == example(events.RESUMED)
+    assert len(found) == (2 if cut == 1 else 1)
+    with EventLog(path) as log:
+        log.write(example(events.STOPPED))
+    assert events.read(path) == [*found, example(events.STOPPED)]
+
+
+def test_later_fields_and_foreign_lines_are_left_out(tmp_path):
+    path = tmp_path / "events.jsonl"
+    good = {"name": "resumed", "wall": 1.0, "monotonic": 1.0, "epoch": 0, "step": 1, "colour": "blue"}
+    unknown = {"name": "from_the_future", "wall": 2, "monotonic": 2.0}
+    bad = [[], 3, None, {"name": "resumed"}, {**good, "wall": "noon"}, {**good, "rank": "x"}, {**good, "detail": []}]
+    path.write_text("\n".join(json.dumps(line) for line in (good, *bad, unknown)) + "\n\xff{]\n")
+    assert [event.name for event in events.read(path)] == ["resumed", "from_the_future"]
+
+
+def test_no_file_is_no_events(tmp_path):
+    assert events.read(tmp_path / "none.jsonl") == []
+
+
+def test_threads_do_not_mix_their_lines(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+
+    def write(worker: str):
+        for step in range(50):
+            log.write(events.now(events.CHECKPOINT_SAVED, worker=worker, step=step, pad="x" * 500))
+
+    threads = [threading.Thread(target=write, args=(f"n0.w{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    found = events.read(tmp_path / "events.jsonl")
+    assert len(found) == 200
+    for i in range(4):
+        assert [event.step for event in found if event.worker == f"n0.w{i}"] == list(range(50))
+
+
+def test_observed_values_are_split_into_places_and_detail():
+    event = events.observed(
+        events.FAULT_INJECTED,
+        {"wall": 7.0, "monotonic": 3.0, "node": "n0", "rank": 2, "step": 9, "number": 1, "kind": "kill"},
+    )
+    assert event == Event("fault_injected", 7.0, 3.0, "n0", rank=2, step=9, detail={"number": 1, "kind": "kill"})
+
+
+def test_time_between_events_of_one_host_and_of_two():
+    def at(wall, monotonic):
+        return Event(events.CONTROL_RESTARTED, wall, monotonic)
+
+    assert events.elapsed(at(100.0, 10.0), at(100.3, 10.25)) == pytest.approx(0.25)
+    assert events.elapsed(at(100.0, 10.0), at(101.5, 9000.0)) == pytest.approx(1.5)
+    assert events.elapsed(at(100.0, 10.0), at(99.0, 9.5)) == 0.0

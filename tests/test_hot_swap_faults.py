@@ -1,0 +1,169 @@
+"""Every kind of fault, faults on faults, and the ends of what can be recovered in place."""
+
+import json
+import random
+import signal
+
+from ft_runs import ROOT, Running, flags, ft_run
+
+LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
+
+
+def run(corpus, tmp_path, faults, steps=16, extra="", **how):
+    folder = tmp_path / "run"
+    how["options"] = f"{how.get('options', '')} --inject {faults}" if faults else how.get("options", "")
+    return ft_run(folder, flags(corpus, folder, f"{LAYOUT} {extra}", steps), **how)
+
+
+def actions(done) -> list[str]:
+    return [event.detail["action"] for event in done.named("fault_detected")]
+
+
+def test_a_hung_worker_is_killed_and_replaced(corpus, reference, tmp_path):
+    done = run(corpus, tmp_path, "hang@step=6:rank=1,hang@step=11:rank=2:phase=backward")
+    assert done.code == 0, done.explain()
+    assert actions(done) == ["replace", "replace"], done.explain()
+    assert all("stopped" in event.detail["reason"] for event in done.named("fault_detected"))
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_a_transient_exception_is_recovered_in_place(corpus, reference, tmp_path):
+    done = run(corpus, tmp_path, "exception@step=5:rank=3:phase=backward,exception@step=10:rank=0:phase=optimizer")
+    assert done.code == 0, done.explain()
+    assert actions(done) == ["in place", "in place"], done.explain()
+    assert not done.named("worker_lost") and not any(e.detail["joiners"] for e in done.named("epoch_opened"))
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_an_exception_that_says_the_node_is_bad_replaces_the_worker(corpus, reference, tmp_path):
+    done = run(corpus, tmp_path, "exception@step=5:rank=3:error=node")
+    assert done.code == 0, done.explain()
+    assert actions(done) == ["replace"]
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_a_software_error_restarts_from_the_checkpoint(corpus, reference, tmp_path):
+    done = run(
+        corpus, tmp_path, "exception@step=9:rank=1:error=software", extra=f"--save {tmp_path}/save --save-interval 4"
+    )
+    assert done.code == 0, done.explain()
+    assert actions(done) == ["restart"] and len(done.named("restarted")) == 1
+    assert "loaded" in done.output and "going on after step 8" in done.output, done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_a_user_error_ends_the_run_with_its_message(corpus, tmp_path):
+    done = run(corpus, tmp_path, "exception@step=4:rank=1:error=user")
+    assert done.code == 2, done.explain()
+    assert "injected fault" in done.output
+
+
+def test_a_dropped_connection_is_recovered_in_place(corpus, reference, tmp_path):
+    done = run(corpus, tmp_path, "drop@step=5:rank=1,drop@step=10:rank=2:phase=backward")
+    assert done.code == 0, done.explain()
+    assert set(actions(done)) <= {"in place"} and not done.named("restarted"), done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_a_slow_rank_is_no_failure(corpus, reference, tmp_path):
+    done = run(corpus, tmp_path, "slow@step=5:rank=1:for=1s:factor=4")
+    assert done.code == 0, done.explain()
+    assert not done.named("fault_detected"), done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_two_workers_of_different_shards_at_once(corpus, reference, tmp_path):
+    done = run(corpus, tmp_path, "kill@step=7:rank=0:phase=forward,kill@step=7:rank=3:phase=forward", standby=2)
+    assert done.code == 0 and not done.named("restarted"), done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_owner_and_only_copy_lost_restarts_from_the_checkpoint(corpus, reference, tmp_path):
+    done = run(
+        corpus,
+        tmp_path,
+        "kill@step=7:rank=2:phase=forward,kill@step=7:rank=3:phase=forward",
+        extra=f"--save {tmp_path}/save --save-interval 4",
+    )
+    assert done.code == 0 and len(done.named("restarted")) == 1, done.explain()
+    assert "both copies lost" in done.output, done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_without_a_standby_a_worker_is_started_for_the_seat(corpus, reference, tmp_path):
+    done = run(corpus, tmp_path, "kill@step=7:rank=1", standby=0)
+    assert done.code == 0 and not done.named("restarted"), done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_a_corrupt_peer_copy_is_found_and_not_used(corpus, reference, tmp_path):
+    """Rank 3 holds the only copy of rank 2's shard and flips a byte in it; then rank 2 dies."""
+    done = run(
+        corpus,
+        tmp_path,
+        "corrupt-snapshot@step=7:rank=3:copies=peer:phase=backward,kill@step=7:rank=2:phase=reduce",
+        extra=f"--save {tmp_path}/save --save-interval 4",
+    )
+    assert done.code == 0, done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_a_second_copy_serves_where_the_first_is_corrupt(corpus, reference, tmp_path):
+    layout = "--use-distributed-optimizer"
+    folder = tmp_path / "run"
+    faults = "corrupt-snapshot@step=7:rank=3:copies=peer:phase=backward,kill@step=7:rank=2:phase=reduce"
+    wanted = flags(corpus, folder, f"{layout} --ft-snapshot-peers 2", 16)
+    done = ft_run(folder, wanted, options=f"--inject {faults}")
+    assert done.code == 0 and not done.named("restarted"), done.explain()
+    assert done.losses == reference(4, layout, 16)
+
+
+def test_a_killed_control_plane_ends_the_run_with_a_word(corpus, tmp_path):
+    done = run(corpus, tmp_path, "kill-control@step=6", steps=400)
+    assert done.code == 1, done.explain()
+    assert "control plane" in done.output
+
+
+def test_sigterm_saves_and_ends_in_order(corpus, reference, tmp_path):
+    folder = tmp_path / "run"
+    saving = f"{LAYOUT} --save {tmp_path}/save"
+    job = Running(folder, "pretrain_gpt.py", flags(corpus, folder, saving, 100_000))
+    job.wait_for(lambda: job.step() >= 5)
+    job.process.send_signal(signal.SIGTERM)
+    done = job.wait(30)
+    assert done.code == 0, done.explain()
+    assert "SIGTERM received" in done.output and "saved" in done.output, done.explain()
+
+
+def test_forty_random_faults(corpus, reference, tmp_path):
+    """One long run; every fault is recovered, and the losses are those of a run without any."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    choose, steps = random.Random(seed), 250
+    phases = ("forward", "backward", "reduce", "optimizer", "transfer", "between")
+    kinds = ("kill", "kill", "kill", "hang", "exception", "drop")
+    faults = [
+        f"{choose.choice(kinds)}@step={6 * (i + 1)}:rank={choose.randrange(4)}:phase={choose.choice(phases)}"
+        for i in range(40)
+    ]
+    folder = tmp_path / "run"
+    saving = f"{LAYOUT} --save {tmp_path}/save --save-interval 50"
+    job = Running(
+        folder, "pretrain_gpt.py", flags(corpus, folder, saving, steps), options=f"--inject {','.join(faults)}"
+    )
+    done = job.wait(280)
+    assert done.code == 0, done.explain()
+    assert len(done.named("fault_injected")) == 40, done.explain()
+    assert done.losses == reference(4, LAYOUT, steps)
+
+
+def test_someone_elses_trainer(tmp_path):
+    """A plain megatron-core loop that knows nothing of megatron/training."""
+    losses = {}
+    for name, faults in (("undisturbed", ""), ("faulty", "--inject kill@step=5:rank=2,hang@step=12:rank=1")):
+        folder, file = tmp_path / name, tmp_path / f"{name}.jsonl"
+        done = ft_run(folder, f"--losses {file}", script=str(ROOT / "examples" / "own_trainer.py"), options=faults)
+        assert done.code == 0, done.explain()
+        losses[name] = {m["step"]: m["loss"] for m in map(json.loads, file.read_text().splitlines())}
+    assert len(losses["undisturbed"]) == 20
+    assert losses["faulty"] == losses["undisturbed"]

@@ -1,0 +1,236 @@
+"""What is asked for with --inject, and what becomes of it."""
+
+import json
+import statistics
+from itertools import pairwise
+
+import pytest
+
+from ft.errors import UserError
+from ft.inject import Fault, from_json, parse, read_scenario, schedule, to_json
+from ft.inject.distributions import Distribution, parse_duration
+from ft.inject.faults import KINDS
+from ft.inject.schedule import MOST_OF_A_DISTRIBUTION
+
+NODES = ["n0", "n1", "n2"]
+
+
+def planned(text: str, seed: int = 0, world_size: int = 8, nodes=NODES) -> list[Fault]:
+    return schedule(parse(text), world_size, nodes, seed)
+
+
+def test_the_spec_of_the_readme():
+    assert planned("kill@step=20:rank=3") == [Fault(1, "kill", step=20, rank=3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("hang@time=1m:rank=0", Fault(1, "hang", time=60.0, rank=0)),
+        ("hang@step=3:rank=0:for=500ms", Fault(1, "hang", step=3, rank=0, seconds=0.5)),
+        ("slow@step=3:rank=1", Fault(1, "slow", step=3, rank=1, seconds=10.0)),
+        ("slow@step=3:rank=1:factor=2.5:for=4", Fault(1, "slow", step=3, rank=1, seconds=4.0, factor=2.5)),
+        ("exception@step=1:rank=7:error=software", Fault(1, "exception", step=1, rank=7, error="software")),
+        ("kill@step=2:rank=1:phase=backward", Fault(1, "kill", step=2, rank=1, phase="backward")),
+        ("corrupt-snapshot@step=2:rank=1:copies=peer", Fault(1, "corrupt-snapshot", step=2, rank=1, copies="peer")),
+        ("drop@time=0:rank=2", Fault(1, "drop", time=0.0, rank=2)),
+        ("partition@step=5:node=n2", Fault(1, "partition", step=5, node="n2", seconds=10.0)),
+        ("kill@step=5:node=1", Fault(1, "kill", step=5, node="n1")),
+        ("kill-control@time=2h", Fault(1, "kill-control", time=7200.0)),
+        (" kill@step=2:rank=1 , ", Fault(1, "kill", step=2, rank=1)),
+    ],
+)
+def test_specs(text, fault):
+    assert planned(text) == [fault]
+    assert from_json(to_json(planned(text))) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["no fault"]),
+        ("kil@step=1", ["kil", *KINDS]),
+        ("kill", ["when", "step"]),
+        ("kill@", ["KEY=VALUE"]),
+        ("kill@step", ["'step'", "KEY=VALUE"]),
+        ("kill@step=0", ["step=0", "less than 1"]),
+        ("kill@step=x:rank=1", ["step=x", "kill@step=x:rank=1"]),
+        ("kill@step=1:time=3", ["step and time"]),
+        ("kill@step=1:step=2", ["step is given twice"]),
+        ("kill@step=1:wher=3", ["wher", "rank", "phase"]),
+        ("kill@step=1:rank=-1", ["rank=-1", "random"]),
+        ("kill@step=1:rank=8", ["logical rank 8", "among 8", "rank=7"]),
+        ("kill@step=1:node=n9", ["n9", "n0, n1, n2"]),
+        ("kill@step=1:rank=1:node=n1", ["rank or a node"]),
+        ("kill@step=1:phase=sideways", ["phase=sideways", "backward", "transfer"]),
+        ("kill@time=1:phase=forward", ["a phase needs a step"]),
+        ("partition@step=1:phase=forward", ["phase"]),
+        ("partition@step=1:rank=2", ["node"]),
+        ("kill-control@step=1:rank=2", ["one control plane"]),
+        ("kill@step=1:for=3s", ["for means nothing for kill", "hang"]),
+        ("kill@step=1:factor=3", ["slow"]),
+        ("slow@step=1:factor=1", ["factor=1"]),
+        ("slow@step=1:for=soon", ["for=soon", "500ms"]),
+        ("hang@step=1:error=user", ["exception"]),
+        ("exception@step=1:error=odd", ["error=odd", "software"]),
+        ("corrupt-snapshot@step=1:copies=both", ["copies=both", "peer"]),
+        ("kill@step=1:count=2", ["count", "every"]),
+        ("kill@every=normal(mean=3)", ["every=normal", "weibull"]),
+        ("kill@every=exponential(scale=3)", ["exponential takes mean"]),
+        ("kill@every=weibull(shape=0.7)", ["weibull takes shape and scale"]),
+        ("kill@every=weibull(shape=0.01,scale=1)", ["shape"]),
+        ("kill@every=exponential(mean=0)", ["mean=0"]),
+        ("kill@trace=/nowhere/trace", ["/nowhere/trace"]),
+        ("kill@step=1:rank=1,hang@stp=2", ["hang@stp=2", "stp"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(text, words):
+    with pytest.raises(UserError) as raised:
+        planned(text)
+    assert "fix: " in str(raised.value)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_faults_are_numbered_by_step_then_by_time():
+    faults = planned("kill@time=9,kill@step=30:rank=1,hang@time=3:rank=0,drop@step=4:rank=2")
+    assert [(f.number, f.step, f.time) for f in faults] == [(1, 4, None), (2, 30, None), (3, None, 3.0), (4, None, 9.0)]
+
+
+def test_a_seed_decides_everything():
+    text = "kill@every=exponential(mean=60s):count=40,hang@step=3,partition@every=weibull(shape=2,scale=9m):count=5"
+    assert planned(text, seed=5) == planned(text, seed=5)
+    assert planned(text, seed=5) != planned(text, seed=6)
+
+
+def test_a_fault_added_at_the_end_changes_no_other():
+    first = planned("kill@every=exponential(mean=60s):count=4", seed=5)
+    both = planned("kill@every=exponential(mean=60s):count=4,hang@time=99h", seed=5)
+    assert both[:4] == first
+
+
+def test_random_victims_reach_every_rank_and_spare_the_first_node():
+    kills = planned("kill@every=exponential(mean=1s):count=400:rank=random", seed=3)
+    assert {fault.rank for fault in kills} == set(range(8))
+    partitions = planned("partition@every=exponential(mean=1s):count=60", seed=3)
+    assert {fault.node for fault in partitions} == {"n1", "n2"}
+    assert planned("partition@step=1", nodes=["n0"])[0].node == "n0"
+
+
+@pytest.mark.parametrize("distribution", [Distribution("exponential", 60.0), Distribution("weibull", 90.0, 0.7)])
+def test_means_of_the_distributions(distribution):
+    seeds = range(20)
+    gaps = []
+    for seed in seeds:
+        text = (
+            "kill@every=exponential(mean=60s)" if distribution.shape == 1 else "kill@every=weibull(shape=0.7,scale=90)"
+        )
+        times = [0.0, *(fault.time for fault in planned(f"{text}:count=500", seed=seed))]
+        gaps += [b - a for a, b in pairwise(times)]
+    assert statistics.mean(gaps) == pytest.approx(distribution.mean, rel=0.05)
+
+
+def test_until_count_and_horizon_end_a_distribution():
+    assert all(f.time <= 600 for f in planned("kill@every=exponential(mean=1s):until=10m"))
+    assert len(planned("kill@every=exponential(mean=1ms)")) == MOST_OF_A_DISTRIBUTION
+    assert schedule(parse("kill@every=exponential(mean=1s)"), 8, NODES, 0, horizon_s=5.0)[-1].time <= 5.0
+
+
+def test_the_most_faults_of_a_distribution_fit_into_the_environment():
+    assert len(to_json(planned("exception@every=exponential(mean=9m):error=software"))) < 128 * 1024
+
+
+def test_durations():
+    assert [parse_duration(text) for text in ("90", "90s", "1.5m", "2min", "1h", "250ms", 7, 0.5)] == [
+        *(90.0, 90.0, 90.0, 120.0, 3600.0, 0.25, 7.0, 0.5)
+    ]
+    for text in ("", "s", "-3s", "1d", "nan", "inf", "1e999"):
+        with pytest.raises(ValueError):
+            parse_duration(text)
+
+
+def test_a_trace(tmp_path):
+    trace = tmp_path / "trace.txt"
+    trace.write_text('# when who\n12.5\n\n3 hang 2\n30 kill\n{"time": "41s", "kind": "slow", "rank": 3, "for": 5}\n')
+    faults = planned(f"kill@trace={trace}:rank=1")
+    assert [(f.time, f.kind, f.rank) for f in faults] == [
+        (3, "hang", 2),
+        (12.5, "kill", 1),
+        (30, "kill", 1),
+        (41, "slow", 3),
+    ]
+    assert faults[3].seconds == 5.0
+    assert len(planned(f"kill@trace={trace}:count=2")) == 2
+    assert len(planned(f"kill@trace={trace}:until=20s")) == 2
+
+
+@pytest.mark.parametrize(
+    "line", ["soon", "3 kill 2 1", "3 murder", '{"kind": "kill"}', '{"time": 3', "3 kill 99", "[3]"]
+)
+def test_a_wrong_line_of_a_trace_is_named(line, tmp_path):
+    trace = tmp_path / "trace.txt"
+    trace.write_text(f"1\n{line}\n")
+    with pytest.raises(UserError, match=r"trace\.txt:2"):
+        planned(f"kill@trace={trace}")
+
+
+def test_scenario_files_in_both_formats(tmp_path):
+    (tmp_path / "trace").write_text("7 kill 1\n")
+    (tmp_path / "a.toml").write_text(
+        'seed = 7\nfaults = ["kill@step=20:rank=3", {kind = "slow", time = "30s", rank = 2, for = "5s"}, '
+        '{kind = "kill", trace = "trace"}]\n'
+    )
+    values = {
+        "seed": 7,
+        "faults": [
+            {"kind": "kill", "step": 20, "rank": 3},
+            {"kind": "slow", "time": 30, "rank": 2, "for": 5},
+            "kill@time=7:rank=1",
+        ],
+    }
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    toml, plain = read_scenario(tmp_path / "a.toml"), read_scenario(tmp_path / "a.json")
+    assert toml.seed == plain.seed == 7
+    assert schedule(toml.specs, 4, NODES, 7) == schedule(plain.specs, 4, NODES, 7)
+    (tmp_path / "b.json").write_text(json.dumps(values["faults"]))
+    assert read_scenario(tmp_path / "b.json").seed is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["is not JSON"]),
+        ("3", ["no list of faults"]),
+        ('{"fault": []}', ["no list of faults"]),
+        ('{"faults": [], "seed": "x"}', ["seed 'x'"]),
+        ('{"faults": [3]}', ["fault 1", "3"]),
+        ('{"faults": ["kill@step=1", {"kind": "kill"}]}', ["fault 2", "when"]),
+        ('[{"kind": "kill", "step": [1]}]', ["fault 1", "step=[1]"]),
+    ],
+)
+def test_a_wrong_scenario_is_named(text, words, tmp_path):
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(UserError) as raised:
+        read_scenario(tmp_path / "s.json")
+    for word in ("s.json", *words):
+        assert word in str(raised.value)
+
+
+def test_a_missing_scenario_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.toml"):
+        read_scenario(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("text", ["[", '[{"number": 1, "sort": "kill"}]', "[3]"])
+def test_a_broken_environment_is_said(text):
+    with pytest.raises(UserError, match="FT_FAULTS"):
+        from_json(text)
+
+
+def test_no_faults_in_the_environment():
+    assert from_json(None) == from_json("") == from_json("[]") == []
+
+
+def test_faults_in_words():
+    assert str(Fault(1, "kill", step=20, rank=3, phase="backward")) == "kill of rank 3 at step 20 (backward)"
+    assert str(Fault(2, "partition", time=3.0, node="n1")) == "partition of node n1 at 3.0 s"

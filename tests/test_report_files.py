@@ -1,0 +1,251 @@
+"""`ft report` and `ft status` on run folders of all sorts: whole, torn, empty, still going."""
+
+import json
+import time
+from html.parser import HTMLParser
+
+import pytest
+from histories import START, History, write
+
+from ft import cli, events
+from ft.report.lanes import tenures
+from ft.report.recoveries import recoveries
+from ft.report.run import load
+
+_VOID = {"meta", "img", "br", "link"}
+
+
+class Strict(HTMLParser):
+    """Checks that tags are nested; keeps texts, and whatever would be fetched from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.texts, self.foreign, self.tags = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in _VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href") and not value.startswith("data:"):
+                self.foreign.append(value)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def report(folder, capsys) -> tuple[str, Strict]:
+    """Runs `ft report`; returns what it printed and the page, parsed."""
+    assert cli.main(["report", str(folder)]) == 0
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(folder.glob("*.tmp"))
+    page = Strict()
+    page.feed((folder / "report.html").read_text(encoding="utf-8"))
+    page.close()
+    assert page.open == []
+    assert page.foreign == []
+    assert "script" not in page.tags
+    return capsys.readouterr().out, page
+
+
+def eventful() -> History:
+    """One recovery of each sort."""
+    history = History()
+    history.replacement(5.0, rank=3, by="n0.w4", step=20)
+    history.inject(8.0, 1, kind="exception")
+    history.detect(8.01, 1, step=40, action="in place", signal="<script>alert(1)</script>")
+    history.close(8.02)
+    history.open(8.05)
+    history.repair(8.1, 40)
+    history.detect(10.0, 2, step=70)
+    history.say(10.1, events.RESTARTED, number=1, reason="both copies of rank 2 are lost")
+    history.seats = {rank: worker.replace("w", "v") for rank, worker in history.seats.items()}
+    history.open(12.0)
+    history.say(12.5, events.RESUMED, epoch=3, step=60)
+    history.finish(16.0, 100)
+    return history
+
+
+def test_the_report_tells_the_whole_story(tmp_path, capsys):
+    folder = write(tmp_path / "a", eventful(), steps=100)
+    said, page = report(folder, capsys)
+    text = " ".join(page.texts)
+    for words in (
+        *("interruptions", "recovered", "goodput", "median recovery", "steps redone", "66.7 %"),
+        *("worker n0.w3 (logical rank 3, node n0): SIGKILL", "rank 3: n0.w3 -> n0.w4", "9 of 54", "release 70 ms"),
+        *("replaced", "in place", "restart", "every worker was started anew", "2 faults injected"),
+        *("pretrain_gpt.py", "<b>&", "<script>alert(1)</script>", "epoch_opened", "finished"),
+    ):
+        assert words in text, words
+    assert page.tags.count("svg") == 1
+    assert (folder / "report.html").read_text().count('class="fault"') == 3
+    assert "3 of 3 interruptions" in said
+    assert str(folder / "report.html") in said and str(folder / "timeline.png") in said
+
+
+def test_a_run_without_a_fault(tmp_path, capsys):
+    history = History()
+    history.finish(11.0, 100)
+    _, page = report(write(tmp_path / "a", history, steps=100), capsys)
+    assert "Nothing interrupted this run." in page.texts
+    assert "100.0 %" in page.texts
+
+
+def test_a_run_that_has_not_ended_with_torn_lines_everywhere(tmp_path, capsys):
+    history = eventful()
+    history.events = history.events[:8]
+    folder = write(tmp_path / "a", history, steps=30)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content + content[:40])
+    (folder / "status.json").write_text('{"phase": "clo')
+    (folder / "journal.jsonl").write_text('{"a": 1}\n{"b"')
+    said, page = report(folder, capsys)
+    assert "under way" in said
+    assert "not ended" in " ".join(page.texts)
+
+
+@pytest.mark.parametrize("left", [["events.jsonl"], ["metrics.jsonl"], ["status.json"]])
+def test_whatever_is_left_is_reported(left, tmp_path, capsys):
+    folder = write(tmp_path / "a", eventful(), steps=5)
+    (folder / "status.json").write_text("{}")
+    for file in folder.iterdir():
+        if file.name not in left:
+            file.unlink()
+    report(folder, capsys)
+    assert cli.main(["status", str(folder)]) == 0
+
+
+def test_empty_files(tmp_path, capsys):
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    _, page = report(tmp_path, capsys)
+    assert "No events." in page.texts
+
+
+def test_odd_metrics(tmp_path, capsys):
+    folder = write(tmp_path / "a", History())
+    lines = [
+        {"step": 1, "loss": float("nan")},
+        {"step": 2},
+        {"loss": 3.0},
+        {"step": 3, "loss": 4.0, "step_time_s": None},
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n[1]\n3\n")
+    report(folder, capsys)
+
+
+def test_many_ranks_and_many_recoveries(tmp_path, capsys):
+    history = History(32)
+    for i in range(40):
+        history.replacement(2.0 + i, rank=i % 32, by=f"n1.w{i}", step=10 * i)
+    history.finish(50.0, 500)
+    _, page = report(write(tmp_path / "a", history, steps=500), capsys)
+    assert "40" in page.texts
+
+
+@pytest.mark.parametrize("command", ["report", "status"])
+@pytest.mark.parametrize("kind", ["missing", "file", "empty folder"])
+def test_no_run_is_a_users_error(command, kind, tmp_path, capsys):
+    path = tmp_path / "nothing"
+    if kind == "file":
+        path.touch()
+    elif kind == "empty folder":
+        path.mkdir()
+    assert cli.main([command, str(path)]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert "--run-dir" in said
+
+
+def test_tenures_end_at_the_fault():
+    history = eventful()
+    held = tenures(history.events, recoveries(history.events))
+    third = [(t.worker, round(t.begin, 2), round(t.end, 2), t.is_first) for t in held if t.rank == 3]
+    assert third == [("n0.w3", 0.0, 4.0, True), ("n0.w4", 4.03, 9.0, False), ("n0.v4", 11.0, 15.0, True)]
+
+
+def control_says(folder, age_s: float = 0.5, **values) -> None:
+    beat = {"age_s": 0.1, "epoch": 1, "step": 19, "doing": "wait", "since_s": 0.2, "where": "dp group", "lag": 1}
+    seat = {"worker": "n0.w0", "node": "n0", "pid": 7}
+    status = {
+        **{"updated": time.time() - age_s, "phase": "running", "epoch": 1, "step": 20, "restarts": 0, "lag": 1},
+        "seats": {"10": {**seat, "worker": "n0.w10"}, "2": {**seat, "beat": beat}},
+        "standbys": [{"worker": "n0.w5", "node": "n0", "pid": 9}],
+    }
+    (folder / "status.json").write_text(json.dumps({**status, **values}))
+
+
+def test_status_of_a_run_under_way(tmp_path, capsys):
+    history = History()
+    history.replacement(5.0, rank=3, by="n0.w4", step=20)
+    folder = write(tmp_path / "a", history, steps=21)
+    control_says(folder)
+    assert cli.main(["status", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    text = "\n".join(lines)
+    assert "running, updated 5" in text
+    assert "stale" not in text
+    assert "1 behind the committed step" in text
+    assert "recovery 1, replaced in 400 ms" in text
+    members = [line.split() for line in lines[lines.index("") + 3 :]]
+    assert members == [
+        ["2", "n0.w0", "n0", "wait:", "dp", "group", "19", "1"],
+        ["10", "n0.w10", "n0", "training", "-", "-"],
+        ["standby", "n0.w5", "n0", "standby", "-", "-"],
+    ]
+
+
+def test_status_as_json_and_stale(tmp_path, capsys):
+    folder = write(tmp_path / "a", History(), steps=21)
+    control_says(folder, age_s=100.0)
+    assert cli.main(["status", str(folder), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["stale"] and not said["ended"]
+    assert said["updated_s_ago"] > 99
+    assert (said["phase"], said["epoch"], said["step"], said["lag"], said["last_recovery"]) == (
+        "running",
+        1,
+        20,
+        1,
+        None,
+    )
+    assert [member["rank"] for member in said["members"]] == [2, 10, None]
+    assert cli.main(["status", str(folder)]) == 0
+    assert "(stale?)" in capsys.readouterr().out
+
+
+def test_watching_ends_with_the_run(tmp_path, capsys):
+    folder = write(tmp_path / "a", eventful(), steps=3)
+    assert cli.main(["status", str(folder), "--watch"]) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"seats": [], "standbys": {"n0.w5": {"node": "n0"}, "n0.w6": None}},
+        {"seats": {"x": None, "1": "n0.w1"}, "standbys": ["n0.w9"]},
+        {"seats": None, "standbys": None, "epoch": "soon", "step": None, "lag": None, "updated": "noon"},
+    ],
+)
+def test_status_takes_what_it_gets(values, tmp_path, capsys):
+    folder = write(tmp_path / "a", History(), steps=3)
+    control_says(folder, **values)
+    assert cli.main(["status", str(folder)]) == 0
+    assert cli.main(["status", str(folder), "--json"]) == 0
+
+
+def test_events_are_put_in_the_order_of_time(tmp_path):
+    history = History()
+    history.say(9.0, events.CHECKPOINT_SAVED, step=80)
+    history.say(5.0, events.CHECKPOINT_SAVED, step=40)
+    found = load(write(tmp_path / "a", history)).events
+    assert [event.wall - START for event in found if event.step is not None][-2:] == [5.0, 9.0]

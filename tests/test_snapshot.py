@@ -1,0 +1,218 @@
+"""Layout, buffers and peers of snapshots, without processes."""
+
+import random
+import struct
+
+import pytest
+import torch
+
+from ft.errors import FallbackError
+from ft.snapshot import peers_of
+from ft.snapshot.buffers import PingPong, Status
+from ft.snapshot.copier import Copier, Plan, tables_of, write_back
+from ft.snapshot.layout import ALIGNMENT, CHUNK, BadTable, Table, checksum
+from ft.snapshot.state import pack_meta, unpack_meta
+
+
+def sections(owned: int = 3 * CHUNK // 4 + 5, seed: int = 0) -> dict:
+    """About 3 MiB of tensors of several types and shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    big = torch.randn(owned, generator=generator)
+    return {
+        "owned": {
+            "step": torch.tensor(float(seed)),
+            "big": big,
+            "half": big[: 2 * 3 * 5].to(torch.bfloat16).view(2, 3, 5),
+            "across": torch.randn(400, 300, generator=generator).t(),
+            "empty": torch.empty(0, 4),
+            "mask": big[:7] > 0,
+        },
+        "replicated": {"count": torch.arange(5) + seed},
+    }
+
+
+def test_a_table_survives_the_wire_and_its_tensors_do_not_overlap():
+    table = Table.of(sections()["owned"])
+    assert Table.decode(table.encoded) == table
+    end = 0
+    for entry in table.entries:
+        assert entry.offset % ALIGNMENT == 0
+        assert entry.offset >= end
+        end = entry.offset + entry.nbytes
+    assert end <= table.nbytes
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\x00",
+        b"[]",
+        b'{"format": 1}',
+        b'{"format": 99, "tensors": []}',
+        b'{"format": 1, "tensors": [["a", "float32"]]}',
+        b'{"format": 1, "tensors": [["a", "complex999", [2]]]}',
+        b'{"format": 1, "tensors": [["a", "float32", [-2]]]}',
+        b'{"format": 1, "tensors": [["a", "float32", [true]]]}',
+        b'{"format": 1, "tensors": [["a", "float32", ["2"]]]}',
+    ],
+)
+def test_what_is_no_table_is_refused(data):
+    with pytest.raises(BadTable):
+        Table.decode(data)
+
+
+def test_the_first_difference_of_two_tables_is_told():
+    one, other = (
+        Table.of({"a": torch.zeros(2), "b": torch.zeros(3)}),
+        Table.of({"a": torch.zeros(2), "b": torch.zeros(4)}),
+    )
+    assert one.difference(one) == ""
+    assert one.difference(other) == "b float32[3] against b float32[4]"
+    assert one.digest != other.digest
+
+
+def test_envelope_and_blobs_survive_the_wire():
+    envelope, blobs = {"lr": 0.1 + 0.2, "inf": float("inf"), "none": None}, {"a": b"\x00\xff", "b": b"", "c": b"xyz"}
+    found = unpack_meta(pack_meta(envelope, blobs))
+    assert (found.envelope, found.blobs) == (envelope, blobs)
+    for wrong in (b"", b"\x00", struct.pack("<I", 10**9), pack_meta(envelope, blobs)[:-1], pack_meta({}, {}) + b"x"):
+        with pytest.raises(FallbackError):
+            unpack_meta(wrong)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ring", "k", "world", "expected"),
+    [
+        (0, [0, 1, 2, 3], 1, 4, [1]),
+        (3, [0, 1, 2, 3], 1, 4, [0]),
+        (2, [0, 2, 4, 6], 2, 8, [4, 6]),
+        (6, [0, 2, 4, 6], 3, 8, [0, 2, 4]),
+        (1, [1, 3], 5, 4, [3]),
+        (1, [1], 1, 4, [2]),
+        (3, [3], 2, 4, [0, 1]),
+        (0, [0], 1, 1, []),
+        (2, [0, 2], 0, 4, []),
+    ],
+)
+def test_peers_are_the_next_in_the_ring(rank, ring, k, world, expected):
+    assert peers_of(rank, ring, k, world) == expected
+
+
+def test_every_rank_holds_as_many_copies_as_it_has():
+    for size, k in ((2, 1), (4, 1), (4, 2), (8, 3)):
+        ring = list(range(0, 2 * size, 2))
+        held = [peer for rank in ring for peer in peers_of(rank, ring, k, 2 * size)]
+        assert sorted(held) == sorted(ring * k)
+        assert all(rank not in peers_of(rank, ring, k, 2 * size) for rank in ring)
+
+
+def filled(copier: Copier, held: PingPong, step: int, epoch: int, state: dict):
+    slot = held.begin(step, epoch, tables_of(state))
+    slot.set_meta(b"%d" % step)
+    progress = copier.start(Plan(slot, state), lambda error: held.commit(slot) if error is None else held.drop(slot))
+    progress.wait()
+    assert progress.error is None
+    return slot
+
+
+@pytest.fixture
+def copier():
+    made = Copier()
+    yield made
+    made.close()
+
+
+def test_what_was_copied_comes_back_bit_for_bit(copier):
+    state, held = sections(), PingPong()
+    slot = filled(copier, held, 1, 0, state)
+    assert slot.damage() is None
+    before = {name: {key: t.clone() for key, t in tensors.items()} for name, tensors in state.items()}
+    for tensors in state.values():
+        for tensor in tensors.values():
+            tensor.zero_()
+    write_back(slot, state)
+    for name, tensors in state.items():
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor, before[name][key]), key
+
+
+def test_one_flipped_bit_anywhere_is_found(copier):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    slot = filled(copier, PingPong(), 1, 0, sections())
+    rng = random.Random(seed)
+    for _ in range(20):
+        part = slot.parts[rng.choice(["owned", "replicated"])]
+        byte, bit = rng.randrange(part.buffer.nbytes), 1 << rng.randrange(8)
+        part.buffer.view[byte] ^= bit
+        assert f"chunk {byte // CHUNK} " in slot.damage()
+        part.buffer.view[byte] ^= bit
+    assert slot.damage() is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8191, 8192, 8200, 30001, CHUNK])
+def test_a_checksum_tells_every_flipped_bit_and_every_stale_piece(size):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    data = bytearray(rng.randbytes(size))
+    expected, sums = checksum(data), set()
+    assert checksum(bytes(data)) == checksum(memoryview(data)) == expected
+    for _ in range(50 if size else 0):
+        bit = rng.randrange(8 * size)
+        data[bit // 8] ^= 1 << bit % 8
+        sums.add(checksum(data))
+        data[bit // 8] ^= 1 << bit % 8
+    assert expected not in sums
+    constant, mixed = bytes(size), bytearray(size)
+    mixed[: size // 2] = b"\x01" * (size // 2)
+    assert size < 2 or checksum(constant) != checksum(mixed)
+    assert checksum(data) == expected
+
+
+def test_two_slots_take_turns_and_a_failure_loses_only_what_is_staged():
+    held, tables = PingPong(), tables_of({"owned": {"a": torch.zeros(3)}})
+    for step in range(5):
+        held.commit(held.begin(step, 0, tables))
+    assert held.steps() == [3, 4]
+    staged = held.begin(5, 0, tables)
+    assert held.steps() == [4]
+    held.drop(staged)
+    assert held.steps() == [4]
+    held.commit(held.begin(5, 0, tables))
+    assert held.steps() == [4, 5]
+
+
+def test_after_a_recovery_the_undone_future_is_overwritten_first():
+    held, tables = PingPong(), tables_of({"owned": {"a": torch.zeros(3)}})
+    for step in (4, 5):
+        held.commit(held.begin(step, 0, tables))
+    staged = held.begin(4, 1, tables)
+    assert held.steps() == [4]
+    held.commit(staged)
+    assert held.find(4).epoch == 1
+    held.commit(held.begin(5, 1, tables))
+    assert held.steps() == [4, 5]
+    assert {held.find(4).epoch, held.find(5).epoch} == {1}
+    held.drop_after(4)
+    assert held.steps() == [4]
+
+
+def test_a_random_history_always_leaves_a_complete_snapshot():
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng, held, tables = random.Random(seed), PingPong(), tables_of({"owned": {"a": torch.zeros(3)}})
+    step, epoch, newest = 0, 0, None
+    for _ in range(500):
+        slot = held.begin(step, epoch, tables)
+        assert newest is None or held.find(newest) is not None
+        if rng.random() < 0.3:  # a failure: back to what is complete, in a new epoch
+            held.drop(slot)
+            epoch += 1
+            step = 0 if newest is None else newest
+            held.drop_after(step)
+            continue
+        held.commit(slot)
+        newest, step = step, step + 1
+        assert slot.status is Status.COMPLETE

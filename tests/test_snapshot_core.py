@@ -1,0 +1,280 @@
+"""Snapshots of real megatron-core objects: what is restored trains on bit for bit, in place and in fresh processes."""
+
+import os
+import time
+from pathlib import Path
+
+import plain_loop
+import pytest
+import small_runs as runs
+import torch
+import torch.distributed as dist
+
+BEFORE, AFTER = 2, 2
+"""Steps up to the snapshot, and after it."""
+
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_ffn_hidden_size": 64,
+    "moe_router_load_balancing_type": "aux_loss",
+}
+BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+
+CASES = {
+    "fp32-distributed-dp2": (2, {"config": NO_DROPOUT, "ddp": DISTRIBUTED}),
+    "bf16-distributed-overlapped-dp2": (2, {"config": {"bf16": True, **DROPOUT}, "ddp": OVERLAPPED}),
+    "fp32-dp2": (2, {"config": NO_DROPOUT}),
+    "bf16-tp2-dp2": (4, {"tp": 2, "config": {"bf16": True, **DROPOUT}}),
+    "bf16-moe-ep2-dp2": (2, {"ep": 2, "config": {"bf16": True, **MOE, **NO_DROPOUT}}),
+    "fp32-moe-bias-distributed-ep2-dp4": (4, {"ep": 2, "config": {**MOE, **BIASED, **NO_DROPOUT}, "ddp": DISTRIBUTED}),
+    "fp32-pp2-alone": (2, {"pp": 2, "config": DROPOUT}),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.make_corpus(tmp_path_factory.mktemp("corpus"), documents=20)
+
+
+class Trainee:
+    """A plain trainer whose every step has its own batches, with snapshots; addresses are exchanged in ``folder``."""
+
+    def __init__(self, setting, folder: str, side: str):
+        from ft.snapshot import Snapshots, SnapshotServer, peers_of
+        from ft.snapshot.capture import Capture
+        from megatron.core import parallel_state
+
+        self.trainer = plain_loop.PlainTrainer(setting)
+        self.batches = []
+        micro = setting.global_batch // setting.micro_batch // self.trainer.dp
+        for _ in range(setting.steps):
+            self.batches.append([[next(it) for _ in range(micro)] for it in self.trainer.iterators])
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.folder, self.side = Path(folder), side
+        self.ring = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        self.peers = peers_of(self.rank, self.ring, 1, self.world)
+        self.server = SnapshotServer("127.0.0.1", patience_s=20)
+        self.snaps = Snapshots(self.server, rank=self.rank, peers=self.peers, timeout_s=20)
+        trainer = self.trainer
+        self.capture = Capture(trainer.chunks, trainer.optimizer, trainer.scheduler, alone=len(self.ring) == 1)
+        self.snaps.place(self.addresses(side, self.server.address))
+
+    def addresses(self, side: str, own: str | None = None) -> dict[int, str]:
+        """Everyone's address on one side; waits for them."""
+        if own is not None:
+            temporary = self.folder / f".{side}{self.rank}"
+            temporary.write_text(own)
+            os.rename(temporary, self.folder / f"{side}{self.rank}")
+        files = {rank: self.folder / f"{side}{rank}" for rank in range(self.world)}
+        deadline = time.monotonic() + 40
+        while not all(f.exists() for f in files.values()):
+            assert time.monotonic() < deadline, f"not all addresses of {side} in {self.folder}"
+            time.sleep(0.01)
+        return {rank: file.read_text() for rank, file in files.items()}
+
+    def train(self, first: int, count: int) -> list:
+        for step in range(first, first + count):
+            self.trainer.iterators = [iter(batches) for batches in self.batches[step]]
+            self.trainer.step()
+        return list(zip(self.trainer.losses[-count:], self.trainer.grad_norms[-count:], strict=True))
+
+    def restore(self, step: int, source, epoch: int) -> tuple[dict, dict]:
+        from megatron.patches import step_state
+
+        trainer = self.trainer
+        step_state.abandon_step(trainer.chunks, trainer.optimizer)
+        how = self.snaps.restore(self.capture.state({}), step, source, epoch=epoch)
+        extra = self.capture.apply(self.snaps.restored_envelope)
+        step_state.publish_parameters(trainer.chunks, trainer.optimizer)
+        return how, extra
+
+    def close(self) -> None:
+        self.snaps.close()
+        self.server.close()
+
+
+def train_and_serve(setting, folder):
+    """Side A: trains, goes back in place, and lets side B fetch; returns the figures of all three."""
+    from ft.messages import Source
+
+    torch.manual_seed(7)
+    a = Trainee(setting, folder, "a")
+    a.train(0, BEFORE)
+    a.snaps.take(a.capture.state({"note": "extra"}), BEFORE, 0)
+    a.snaps.wait()
+    first = a.train(BEFORE, AFTER)
+    how, extra = a.restore(BEFORE, Source(a.rank, a.rank), 0)
+    assert (how["owned"], extra) == ("own", {"note": "extra"})
+    second = a.train(BEFORE, AFTER)
+    a.addresses("served", "")
+    a.addresses("done")
+    assert a.snaps.lag == 0
+    a.close()
+    return first, second
+
+
+def join(setting, folder):
+    """Side B, in fresh processes with other weights: restores from side A's peer copies and trains on."""
+    from ft.messages import Source
+
+    b = Trainee(setting, folder, "b")
+    with torch.no_grad():
+        for chunk in b.trainer.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                (buffer.param_data if buffer.param_data is not None else torch.empty(0)).fill_(0.5)
+            for param in chunk.parameters():
+                param.fill_(0.5)
+    b.addresses("served")
+    b.snaps.place(b.addresses("a"))
+    how, extra = b.restore(BEFORE, Source(b.peers[0], b.peers[0]), 1)
+    assert how["owned"] == f"copy:{b.peers[0]}", how
+    third = b.train(BEFORE, AFTER)
+    assert extra == {"note": "extra"}
+    b.addresses("done", "")
+    b.close()
+    return third
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_restored_state_trains_on_bit_for_bit(name, ranks, corpus, tmp_path):
+    world, changes = CASES[name]
+    setting = plain_loop.Setting(corpus, steps=BEFORE + AFTER, **changes)
+    side_a = ranks.start(train_and_serve, world, setting, str(tmp_path))
+    side_b = ranks.start(join, world, setting, str(tmp_path))
+    b = side_b.wait(timeout=60, stop_at_failure=True)
+    a = side_a.wait(timeout=60, stop_at_failure=True)
+    for outcome in (*a, *b):
+        assert outcome.exitcode == 0, outcome.error or outcome
+    for in_a, in_b in zip(a, b, strict=True):
+        first, second = in_a.value
+        assert str(second) == str(first)
+        assert str(in_b.value) == str(first)
+
+
+def train_captured(setting, folder):
+    torch.manual_seed(7)
+    trainee = Trainee(setting, folder, "a")
+    losses = []
+    for step in range(setting.steps):
+        trainee.snaps.take(trainee.capture.state({}), step, 0)
+        trainee.snaps.wait()
+        losses += trainee.train(step, 1)
+    trainee.close()
+    return losses
+
+
+@pytest.mark.parametrize("ddp", [{}, DISTRIBUTED])
+def test_taking_snapshots_changes_no_figure(ddp, ranks, corpus, tmp_path):
+    setting = plain_loop.Setting(corpus, steps=3, config=NO_DROPOUT, ddp=ddp)
+    plain = ranks(plain_loop.train, 2, setting)[0]
+    captured = ranks(train_captured, 2, setting, str(tmp_path))[0]
+    assert captured == list(zip(plain["losses"], plain["grad_norms"], strict=True))
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    "adam with coupled decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_made_ahead_changes_no_step(name):
+    from ft.snapshot import optimizers
+
+    def train(prepare):
+        generator = torch.Generator().manual_seed(3)
+        parameters = [torch.randn(5, generator=generator, requires_grad=True) for _ in range(3)]
+        optimizer = OPTIMIZERS[name](parameters)
+        prepare(optimizer)
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn(5, generator=generator)
+            optimizer.step()
+        return parameters, optimizer
+
+    (expected, _), (found, optimizer) = train(lambda optimizer: None), train(optimizers.allocate)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_loss_scaler_and_schedule_come_back(ranks):
+    ranks(bring_scaler_and_schedule_back, 1, init=False)
+
+
+def bring_scaler_and_schedule_back():
+    from types import SimpleNamespace
+
+    from ft.snapshot import optimizers
+    from megatron import patches
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    patches.apply()
+    scalers = [DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 3, 2) for _ in range(2)]
+    for found_inf in (True, True, False, False):
+        scalers[0].update(found_inf)
+    part = SimpleNamespace(grad_scaler=scalers[1])
+    optimizers.set_scaler(part, optimizers.scaler_state(SimpleNamespace(grad_scaler=scalers[0])))
+    for found_inf in (False, True, False):
+        for scaler in scalers:
+            scaler.update(found_inf)
+    assert scalers[0].scale.item() == scalers[1].scale.item()
+    assert scalers[0].state_dict()["growth_tracker"] == scalers[1].state_dict()["growth_tracker"]
+
+    group = {"params": [], "lr": 0.0, "weight_decay": 0.0}
+    inner = SimpleNamespace(param_groups=[group])
+    schedule = OptimizerParamScheduler(inner, 0.0, 1.0, 0.1, 2, 20, "cosine", 0.0, 0.1, 20, "linear")
+    schedule.step(5)
+    saved, rate = optimizers.numbers(schedule.state_dict()), group["lr"]
+    schedule.step(7)
+    optimizers.set_schedule(schedule, saved)
+    assert schedule.num_steps == 5
+    schedule.step(0)
+    assert group["lr"] == rate
+
+
+def test_what_no_snapshot_can_hold_is_named():
+    from ft.errors import UserError
+    from ft.snapshot import optimizers
+
+    with pytest.raises(UserError, match="'lr_lambdas'"):
+        optimizers.numbers({"step": 1, "lr_lambdas": [len]})
+
+
+def draw() -> list:
+    import random
+
+    import numpy
+
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        tracked = torch.rand(3).tolist()
+    gauss = [random.gauss(0, 1), numpy.random.standard_normal()]
+    return [random.random(), *gauss, numpy.random.rand(), torch.rand(3).tolist(), tracked]
+
+
+def draws_after_restore():
+    from ft.snapshot import rng
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(5)
+    draw()
+    states = rng.blobs()
+    first, _ = draw(), draw()
+    rng.restore(states)
+    return first, draw()
+
+
+def test_every_generator_comes_back(ranks):
+    ((first, again),) = ranks(draws_after_restore, 1)
+    assert first == again

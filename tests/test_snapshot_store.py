@@ -1,0 +1,128 @@
+"""Snapshots of workers: what is held where, and what a restore makes of it."""
+
+import pytest
+from snapshot_crew import MIB, crews, is_at, set_to, state
+
+from ft.errors import FallbackError
+from ft.messages import Source
+from ft.snapshot import Snapshots, SnapshotServer
+
+
+@pytest.fixture
+def crew():
+    with crews() as make:
+        yield make
+
+
+def test_copies_are_held_by_the_peers_and_two_steps_at_most(crew):
+    workers = crew(3)
+    for step in range(4):
+        workers.step(step)
+    for rank, snaps in enumerate(workers.snaps):
+        held = snaps.holdings()
+        assert held.own == [2, 3]
+        assert held.copies == {str((rank - 1) % 3): [2, 3]}
+        assert snaps.lag == 0
+        stats = snaps.stats
+        assert stats.bytes_h2h < stats.bytes_d2h < stats.bytes_h2h + 2000
+        assert min(stats.take_s, stats.copy_s, stats.transfer_s, stats.wait_s) >= 0
+
+
+def test_own_snapshots_bring_back_either_step(crew):
+    workers = crew(2)
+    for step in (5, 6):
+        workers.step(step)
+    snaps, live = workers.snaps[0], workers.live[0]
+    set_to(live, 7)
+    assert snaps.restore(live, 5, Source(0, 0)) == {"owned": "own", "replicated": "own"}
+    assert is_at(live, 5)
+    assert snaps.restored_envelope.envelope["extra"] == {"at": 5}
+    assert snaps.restored_envelope.envelope["step"] == 5
+    assert snaps.restored_envelope.blobs == {"rng": b"5"}
+    assert snaps.holdings().own == [5]
+
+
+def test_going_back_within_an_epoch_leaves_it_open(crew):
+    workers = crew(2)
+    for step in (5, 6):
+        workers.step(step)
+    assert workers.snaps[0].restore(set_to(workers.live[0], 7), 5, Source(0, 0), epoch=0)["owned"] == "own"
+    assert workers.snaps[1].restore(set_to(workers.live[1], 7), 5, Source(0, 0), epoch=0)["owned"] == "copy:0"
+    assert all(is_at(live, 5) for live in workers.live)
+    workers.step(6)
+    assert workers.snaps[0].holdings().copies == {"1": [5, 6]}
+
+
+def test_tensors_that_are_sound_are_left_alone(crew):
+    workers = crew(2)
+    workers.step(5)
+    live = set_to(workers.live[0], 6)
+    workers.snaps[0].restore(live, 5, Source(0, 0), keep_tensors=True)
+    assert is_at(live, 6)
+    assert workers.snaps[0].restored_envelope.envelope["extra"] == {"at": 5}
+
+
+def test_a_newcomer_gets_everything_from_the_peers_and_replicates_again(crew):
+    workers = crew(3)
+    for step in (5, 6):
+        workers.step(step)
+    workers.snaps[1].close()
+    workers.servers[1].close()
+    for rank in (0, 2):
+        workers.snaps[rank].settle()
+    workers.servers[1] = SnapshotServer("127.0.0.1")
+    workers.snaps[1] = Snapshots(workers.servers[1], rank=1, peers=[2])
+    workers.live[1] = state(0)
+    workers.addresses[1] = workers.servers[1].address
+    workers.place()
+    for rank in (0, 2):
+        assert workers.snaps[rank].restore(workers.live[rank], 5, Source(rank, rank), epoch=1)["owned"] == "own"
+    how = workers.snaps[1].restore(workers.live[1], 5, Source(2, 0), epoch=1)
+    assert how == {"owned": "copy:2", "replicated": "peer:0"}
+    assert all(is_at(live, 5) for live in workers.live)
+    assert workers.snaps[1].restored_envelope.envelope["rank"] == 1
+    workers.step(5, epoch=1)
+    assert workers.snaps[1].holdings().copies == {"0": [5]}
+    assert workers.snaps[2].holdings().copies == {"1": [5]}
+    workers.step(6, epoch=1)
+    assert workers.snaps[2].holdings().copies == {"1": [5, 6]}
+
+
+def test_a_corrupt_own_snapshot_is_replaced_by_the_peer_copy(crew):
+    workers = crew(2)
+    workers.step(5)
+    assert workers.snaps[0].corrupt(byte=MIB + 17) == 5
+    live = set_to(workers.live[0], 6)
+    assert workers.snaps[0].restore(live, 5, Source(0, 0), epoch=1)["owned"] == "copy:1"
+    assert is_at(live, 5)
+
+
+def test_a_corrupt_peer_copy_is_passed_over_for_the_next(crew):
+    workers = crew(3, copies=2)
+    workers.step(5)
+    workers.snaps[1].corrupt(owner=0, byte=3)
+    live = set_to(workers.live[0], 6)
+    assert workers.snaps[0].restore(live, 5, Source(1, 1), epoch=1) == {"owned": "copy:2", "replicated": "peer:1"}
+    assert is_at(live, 5)
+
+
+def test_when_no_copy_is_sound_each_one_is_named_and_nothing_is_written(crew):
+    workers = crew(3, copies=2)
+    workers.step(5)
+    for rank in range(3):
+        workers.snaps[rank].corrupt(owner=0, byte=2 * MIB)
+    live = set_to(workers.live[0], 6)
+    with pytest.raises(FallbackError) as caught:
+        workers.snaps[0].restore(live, 5, Source(0, 0), epoch=1)
+    for part in ("own snapshot is damaged", "rank 1's copy", "rank 2's copy", "chunk 2"):
+        assert part in str(caught.value)
+    assert is_at(live, 6)
+    with pytest.raises(FallbackError, match="step 9"):
+        workers.snaps[1].restore(workers.live[1], 9, Source(1, 1), epoch=1)
+
+
+def test_a_snapshot_of_other_tensors_is_refused(crew):
+    workers = crew(2)
+    workers.step(5)
+    with pytest.raises(FallbackError, match=r"big float32\[655360\] against big float32\[262144\]"):
+        workers.snaps[0].restore(state(0, mib=1), 5, Source(1, 1), epoch=1)

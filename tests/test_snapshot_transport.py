@@ -1,0 +1,305 @@
+"""Peer copies over TCP: what breaks a transfer, and what is left then."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from snapshot_crew import MIB, Proxy, crews, set_to, state
+
+from ft.errors import EpochClosed
+from ft.messages import Source
+from ft.snapshot import Snapshots, SnapshotServer
+from ft.snapshot.layout import FORMAT, Table, checksum
+from ft.snapshot.transport import PeerLost
+from ft.snapshot.wire import MAGIC, MAX_HEADER, connect
+
+
+@pytest.fixture
+def crew():
+    with crews() as make:
+        yield make
+
+
+def test_a_byte_flipped_in_transit_is_sent_again(crew):
+    def flip(connection, total, data):
+        at = 3 * MIB // 2
+        if connection == 1 and total <= at < total + len(data):
+            data = bytearray(data)
+            data[at - total] ^= 8
+        return data
+
+    workers = crew(2)
+    with Proxy(workers.addresses[1], flip) as proxy:
+        workers.snaps[0].place({**workers.addresses, 1: proxy.address})
+        workers.step(5)
+        assert proxy.connections == 2
+        assert workers.servers[1].stock.find(0, 5).damage() is None
+
+
+def test_a_dropped_connection_is_survived_in_place(crew):
+    workers = crew(2)
+    workers.step(4)
+    with Proxy(workers.addresses[1], lambda n, total, data: None if n <= 2 and total > MIB else data) as proxy:
+        workers.snaps[0].place({**workers.addresses, 1: proxy.address})
+        workers.step(5)
+        assert proxy.connections == 3
+    workers.snaps[0].place(workers.addresses)
+    workers.step(6)
+    assert workers.snaps[1].holdings().copies == {"0": [5, 6]}
+
+
+def test_a_peer_that_is_gone_is_reported_and_the_own_copy_stays(crew):
+    told = []
+    workers = crew(2)
+    workers.step(4)
+    workers.snaps[0]._on_failure = lambda what, error: told.append((what, type(error)))
+    workers.servers[1].close()
+    workers.snaps[0].take(set_to(workers.live[0], 5), 5, 0)
+    with pytest.raises(PeerLost, match="step 5 is not safe with logical rank 1"):
+        workers.snaps[0].wait()
+    assert told == [("snapshot to rank 1", PeerLost)]
+    assert workers.snaps[0].lag == 1
+    workers.snaps[0].settle()
+    assert workers.snaps[0].holdings().own == [4, 5]
+
+
+def test_a_transfer_that_fails_at_any_moment_leaves_the_copy_before_it(crew):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng, workers = random.Random(seed), crew(2)
+    workers.step(0)
+    length = 5 * MIB // 2
+    for step in range(1, 13):
+        cut = rng.randrange(length)
+        with Proxy(
+            workers.addresses[1], lambda n, total, data, cut=cut: None if total + len(data) > cut else data
+        ) as p:
+            workers.snaps[0].place({**workers.addresses, 1: p.address})
+            workers.snaps[0].take(set_to(workers.live[0], step), step, step)
+            with pytest.raises(PeerLost):
+                workers.snaps[0].wait()
+            workers.snaps[0].settle()
+        held = workers.servers[1].stock.find(0, 0)
+        assert held is not None
+        assert held.damage() is None
+        assert 0 in workers.snaps[1].holdings().copies["0"]
+        assert step in workers.snaps[0].holdings().own
+
+
+def test_epochs_that_are_over_are_refused(crew):
+    workers = crew(2)
+    workers.step(4, epoch=3)
+    workers.snaps[1].settle()
+    workers.snaps[0].take(set_to(workers.live[0], 5), 5, 3)
+    with pytest.raises(PeerLost, match="epoch 3 is over"):
+        workers.snaps[0].wait()
+    workers.snaps[0].settle()
+    assert workers.snaps[1].holdings().copies == {"0": [4]}
+    workers.step(4, epoch=4)
+    assert workers.snaps[1].holdings().copies == {"0": [4]}
+
+
+def test_an_interruption_ends_a_wait_and_a_restore_at_once(crew):
+    workers = crew(2)
+    workers.step(4)
+    silent = socket.create_server(("127.0.0.1", 0))
+    nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
+    snaps, live = workers.snaps[0], workers.live[0]
+    snaps.place({0: workers.addresses[0], 1: nowhere})
+    for epoch, blocked in ((0, snaps.wait), (1, lambda: snaps.restore(live, 4, Source(1, 1), epoch=1))):
+        if epoch == 0:
+            snaps.take(set_to(live, 5), 5, 0)
+        timer = threading.Timer(0.2, snaps.interrupt, (epoch, "rank 1 is gone"))
+        timer.start()
+        with pytest.raises(EpochClosed, match="rank 1 is gone"):
+            blocked()
+        timer.join()
+        snaps.settle()
+    with pytest.raises(EpochClosed):
+        snaps.restore(live, 4, Source(1, 1), epoch=1)
+    assert 4 in snaps.holdings().own
+    silent.close()
+
+
+def garbage(rng: random.Random) -> bytes:
+    header = b'{"kind": "put"}'
+    frame = struct.Struct("<4sHHII")
+    return rng.choice(
+        [
+            rng.randbytes(rng.randrange(1, 5000)),
+            b"GET / HTTP/1.1\r\n\r\n",
+            MAGIC + rng.randbytes(200),
+            frame.pack(MAGIC, FORMAT + 1, 0, len(header), checksum(header)) + header,
+            frame.pack(MAGIC, FORMAT, 0, 2**32 - 1, 0),
+            frame.pack(MAGIC, FORMAT, 0, MAX_HEADER, 0) + b"x" * MAX_HEADER,
+            frame.pack(MAGIC, FORMAT, 0, len(header), 0) + header,
+            frame.pack(MAGIC, FORMAT, 0, len(header), checksum(header)) + header,
+            b"",
+        ]
+    )
+
+
+PUT = {"kind": "put", "token": "", "owner": 0, "step": 9, "epoch": 9, "meta": 1, "meta_checksum": checksum(b"m")}
+
+
+def absurd_requests() -> list[tuple[dict, bytes]]:
+    table = Table.of({"a": torch.zeros(4)})
+    put = {**PUT, "table": len(table.encoded), "digest": table.digest, "length": table.nbytes}
+    huge = replace(table.entries[0], shape=(1 << 60,))
+    monster = Table((huge,), huge.nbytes)
+    return [
+        ({**put, "length": 2**40}, table.encoded + b"m"),
+        ({**put, "digest": "0" * 16}, table.encoded + b"m"),
+        ({**put, "meta_checksum": 1}, table.encoded + b"m"),
+        ({**put, "owner": -1}, b""),
+        ({**put, "step": "9"}, b""),
+        ({**put, "table": 2**50}, b""),
+        (
+            {**put, "table": len(monster.encoded), "digest": monster.digest, "length": 4 << 60},
+            monster.encoded + b"m",
+        ),
+        ({"kind": "get", "token": "", "owner": 0, "step": 10**9, "section": "owned"}, b""),
+        ({"kind": "get", "token": "", "owner": 0, "step": 4, "section": "../../etc"}, b""),
+        ({"kind": "pickle", "token": ""}, b""),
+    ]
+
+
+def test_strangers_cost_nothing(crew):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng, workers = random.Random(seed), crew(2)
+    for step in (3, 4):
+        workers.step(step)
+    before = workers.snaps[1].nbytes
+    host, port = workers.addresses[1].split(":")
+    for _ in range(40):
+        with socket.create_connection((host, int(port))) as stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(garbage(rng))
+    for header, body in absurd_requests():
+        wire = connect(workers.addresses[1], 5)
+        wire.send(header, body)
+        with contextlib.suppress(ConnectionError):
+            assert wire.receive()["kind"] in ("refused", "missing")
+        wire.close()
+    workers.step(5)
+    assert workers.snaps[1].nbytes == before
+    assert workers.snaps[1].holdings().copies == {"0": [4, 5]}
+
+
+def test_who_does_not_know_the_token_is_refused():
+    server = SnapshotServer("127.0.0.1", token="secret")
+    knows, guesses = SnapshotServer("127.0.0.1", token="secret"), SnapshotServer("127.0.0.1", token="guess")
+    for other, works in ((knows, True), (guesses, False)):
+        snaps = Snapshots(other, rank=0, peers=[1], timeout_s=5)
+        snaps.place({1: server.address})
+        snaps.take(state(1), 1, 0)
+        with contextlib.nullcontext() if works else pytest.raises(PeerLost, match="token"):
+            snaps.wait()
+        snaps.close()
+    for each in (server, knows, guesses):
+        each.close()
+
+
+def test_buffers_are_allocated_once(crew):
+    workers = crew(2)
+    workers.step(0)
+    workers.step(1)
+    before = [server.stock.nbytes() for server in workers.servers]
+    buffers = [
+        id(slot.parts["owned"].buffer)
+        for server in workers.servers
+        for rank in range(2)
+        for slot in (server.stock.find(rank, 0), server.stock.find(rank, 1))
+    ]
+    for step in range(2, 52):
+        workers.step(step)
+    after = [
+        id(slot.parts["owned"].buffer)
+        for server in workers.servers
+        for rank in range(2)
+        for slot in (server.stock.find(rank, 50), server.stock.find(rank, 51))
+    ]
+    assert [server.stock.nbytes() for server in workers.servers] == before
+    assert after == buffers
+    workers.close()
+    assert [server.stock.nbytes() for server in workers.servers] == [{"own": 0, "copies": 0}] * 2
+
+
+def hold(folder: str) -> None:
+    """A peer in a process of its own; ends when its parent does."""
+    server = SnapshotServer("127.0.0.1")
+    Snapshots(server, rank=1, peers=[])
+    with open(f"{folder}/address.new", "w") as file:
+        file.write(server.address)
+    os.rename(f"{folder}/address.new", f"{folder}/address")
+    time.sleep(60)
+
+
+def address_in(folder) -> str:
+    deadline = time.monotonic() + 30
+    while not (folder / "address").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return (folder / "address").read_text()
+
+
+def test_a_stopped_peer_ends_the_wait_at_its_limit_and_can_be_settled(ranks, tmp_path):
+    handle = ranks.start(hold, 1, str(tmp_path), init=False)
+    server = SnapshotServer("127.0.0.1")
+    snaps = Snapshots(server, rank=0, peers=[1], timeout_s=0.5)
+    snaps.place({1: address_in(tmp_path)})
+    live = state(1, mib=40)
+    snaps.take(live, 1, 0)
+    snaps.wait()
+    handle.kill(0, signal.SIGSTOP)
+    snaps.take(live, 2, 0)
+    with pytest.raises(PeerLost, match="no answer within"):
+        snaps.wait()
+    snaps.settle()
+    assert snaps.holdings().own == [1, 2]
+    assert snaps.lag == 1
+    snaps.close()
+    server.close()
+    handle.close()
+
+
+def send_for_ever(address: str) -> None:
+    """A worker that takes one snapshot after the other, of 20 MiB."""
+    server = SnapshotServer("127.0.0.1")
+    snaps = Snapshots(server, rank=0, peers=[1])
+    snaps.place({1: address})
+    live = state(0, mib=20)
+    for step in range(100000):
+        snaps.take(set_to(live, step), step, 0)
+        snaps.wait()
+
+
+def test_a_sender_killed_in_mid_transfer_leaves_a_sound_copy(ranks):
+    server = SnapshotServer("127.0.0.1")
+    snaps = Snapshots(server, rank=1, peers=[])
+    rng = random.Random()
+    for _ in range(4):
+        server.stock.copies(0).close()
+        handle = ranks.start(send_for_ever, 1, server.address, init=False)
+        deadline = time.monotonic() + 30
+        while snaps.holdings().copies.get("0", [0])[-1] < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.02)
+        handle.kill(0)
+        handle.wait(timeout=10)
+        snaps.settle()
+        (newest,) = snaps.holdings().copies["0"][-1:]
+        slot = server.stock.find(0, newest)
+        assert slot.damage() is None
+        assert (slot.parts["owned"].tensors()[0] == newest).all()
+    snaps.close()
+    server.close()
