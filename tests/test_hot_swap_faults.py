@@ -118,10 +118,11 @@ def test_a_second_copy_serves_where_the_first_is_corrupt(corpus, reference, tmp_
     assert done.losses == reference(4, layout, 16)
 
 
-def test_a_killed_control_plane_ends_the_run_with_a_word(corpus, tmp_path):
-    done = run(corpus, tmp_path, "kill-control@step=6", steps=400)
-    assert done.code == 1, done.explain()
-    assert "control plane" in done.output
+def test_a_killed_control_plane_ends_in_a_warm_restart(corpus, reference, tmp_path):
+    done = run(corpus, tmp_path, "kill-control@step=6", steps=60, extra=f"--save {tmp_path}/save --save-interval 4")
+    assert done.code == 0, done.explain()
+    assert "control plane" in done.output and "loaded" in done.output, done.explain()
+    assert done.losses == reference(4, LAYOUT, 60)
 
 
 def test_sigterm_saves_and_ends_in_order(corpus, reference, tmp_path):

@@ -119,6 +119,7 @@ class Agent:
             beats = self._workforce.beats(now)
             self._uplink.post(AgentBeat(self._node, beats))
             self._parts.faults.heard(beats)
+            self._workforce.sweep()
         self._parts.recoveries.poll()
         self._console.poll()
         if self._signum and not self._ending and not self._rank_holders():
@@ -213,8 +214,7 @@ class Agent:
                 self._parts.faults.opened(what)
                 self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
             case Kill():
-                if what.worker in self._workforce.workers:
-                    self._workforce.kill(self._workforce.workers[what.worker])
+                self._workforce.kill(what.worker)
             case Spawn():
                 if what.node == self._node and not self._ending:
                     self._spawn_standbys(what.count)

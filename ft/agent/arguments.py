@@ -38,7 +38,13 @@ def _ours(group) -> None:
     flag("standby", type=int, default=0, metavar="N", help="standbys on this node (default: 0)")
     flag("standby-nodes", type=int, default=0, metavar="N", help="the last N nodes carry standbys only (default: 0)")
     flag("run-dir", metavar="DIR", help="events, metrics and logs go here (default: runs/<date-time>)")
-    flag("inject", action="append", default=[], metavar="SPEC", help="a fault on purpose: kill@step=20:rank=3; repeatable")
+    flag(
+        "inject",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="a fault on purpose: kill@step=20:rank=3; repeatable",
+    )
     flag("scenario", metavar="FILE", help="a file of faults")
     flag("seed", type=int, metavar="N", help="seed of random faults (default: the scenario's, else 0)")
     flag(

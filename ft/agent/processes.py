@@ -83,17 +83,16 @@ def send(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
-def kill_whole(pid: int) -> None:
-    """SIGKILL for a session's leader, at once, and then for all that belongs to its session or descends from it."""
-    children = members([pid], [pid])
-    send(pid, signal.SIGKILL)
-    for child in children:
-        send(child, signal.SIGKILL)
+def kill_whole(leaders: list[int]) -> None:
+    """SIGKILL for leaders of sessions and for all that belongs to these sessions or descends from a leader."""
+    below = members(leaders, leaders)  # looked up first: whoever outlives its parent descends from it no more
+    for pid in (*leaders, *below):
+        send(pid, signal.SIGKILL)
 
 
-def kill_remains(leader: int) -> None:
-    """SIGKILL for what is left of the session of a leader that has ended."""
-    for pid in members([leader]):
+def kill_remains(leaders: list[int]) -> None:
+    """SIGKILL for what is left of the sessions of leaders that have ended."""
+    for pid in members(leaders):
         send(pid, signal.SIGKILL)
 
 

@@ -58,6 +58,7 @@ class Workforce:
         self._logs = Path(place.run_dir) / "logs"
         self._started = 0
         self._early: dict[int, int] = {}
+        self._remains: list[int] = []
         self.workers: dict[str, Worker] = {}
 
     # --- processes ---------------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ class Workforce:
             worker.pid = pid
             self._post(WorkerStarted(name, self._place.node, pid, worker.rank))
             if worker.doomed:
-                processes.kill_whole(pid)
+                processes.kill_whole([pid])
         return notes
 
     def ended(self, pid: int, code: int) -> Worker | None:
@@ -94,8 +95,14 @@ class Workforce:
         self._post(WorkerExited(worker.name, self._place.node, code, worker.attached))
         del self.workers[worker.name]
         self._pool.forget(pid)
-        processes.kill_remains(pid)
+        self._remains.append(pid)
         return worker
+
+    def sweep(self) -> None:
+        """Kills what ended workers have left running; not done in ``ended``, where others are to hear of it first."""
+        if self._remains:
+            processes.kill_remains(self._remains)
+            self._remains = []
 
     def take_early(self) -> list[tuple[int, int]]:
         """(pid, code) of workers that had ended before the pool said that they exist."""
@@ -105,15 +112,16 @@ class Workforce:
             self._early.clear()
         return found
 
-    def kill(self, worker: Worker) -> None:
-        """SIGKILL for the worker and all it has started; its exit follows."""
-        worker.doomed = True
-        if worker.pid is not None:
-            processes.kill_whole(worker.pid)
+    def kill(self, *names: str) -> None:
+        """SIGKILL for these workers and all they have started; their exits follow. Unknown names have ended."""
+        doomed = [self.workers[name] for name in names if name in self.workers and not self.workers[name].doomed]
+        for worker in doomed:
+            worker.doomed = True
+        if pids := [worker.pid for worker in doomed if worker.pid is not None]:
+            processes.kill_whole(pids)
 
     def kill_all(self) -> None:
-        for worker in self.workers.values():
-            self.kill(worker)
+        self.kill(*self.workers)
 
     def terminate(self, names: set[str]) -> None:
         """SIGTERM for these workers: they may save and end."""
@@ -129,7 +137,7 @@ class Workforce:
         known = known | {worker.pid for worker in self.workers.values()}
         for pid in processes.children(os.getpid()):
             if pid not in known:
-                processes.kill_whole(pid)
+                processes.kill_whole([pid])
 
     # --- conversation ------------------------------------------------------------------------------------------------
 

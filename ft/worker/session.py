@@ -11,7 +11,7 @@ from dataclasses import asdict
 from ft.agent.link import Link
 from ft.control.timeouts import Timeouts
 from ft.errors import UserError
-from ft.groups import Groups
+from ft.groups import Groups, connections_to
 from ft.messages import Close, Observed, Open, WorkerReady, WorkerSuspects
 from ft.snapshot import SnapshotServer
 from ft.worker.orders import Orders
@@ -63,6 +63,7 @@ class Session:
         self.orders = Orders(self._on_close)
         self.link = Link.connect(environment)
         self.link.listen(self.orders.deliver)
+        self._connections = connections_to(self._store)  # now, not in a recovery: a connection can take seconds
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s)
 
     def take_seat(self) -> None:
@@ -103,6 +104,7 @@ class Session:
             alone=self.joins,
             on_failure=self.suspect,
             epoch=self.epoch,
+            connections=self._connections,
         )
 
     def prefix(self) -> str:

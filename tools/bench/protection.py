@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         import small_runs as runs
+
         from megatron import patches
 
         patches.apply()

@@ -22,6 +22,10 @@ import psutil
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from ft import events  # noqa: E402
+from ft.report.recoveries import PHASES, recoveries  # noqa: E402
+
 LAYOUTS = {2: (1, 1), 4: (1, 2), 8: (2, 2), 16: (2, 4)}
 """Ranks -> (tensor, pipeline) parallel size; the rest is data parallel."""
 FIRST_FAULT, SPACING = 10, 12
@@ -38,6 +42,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         import small_runs as runs
+
         from megatron import patches
 
         patches.apply()
@@ -60,9 +65,6 @@ def flags(arguments: argparse.Namespace, corpus: str, steps: int) -> list[str]:
 
 def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str) -> list:
     """The recoveries of one run in which one worker after the other is lost."""
-    from ft import events
-    from ft.report.recoveries import recoveries
-
     faults = [
         f"{arguments.kind}@step={FIRST_FAULT + i * SPACING}:rank={(i * 3 + 1) % arguments.ranks}"
         for i in range(arguments.faults)
@@ -83,21 +85,18 @@ def torchrun(arguments: argparse.Namespace, folder: Path, corpus: str) -> float:
     metrics = folder / "metrics.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
     command += ["--nproc-per-node", str(arguments.ranks), str(ROOT / "pretrain_gpt.py")]
-    command += flags(arguments, corpus, 100_000) + ["--metrics-file", str(metrics)]
-    command += ["--save", str(folder / "save"), "--load", str(folder / "save"), "--save-interval", str(FIRST_FAULT)]
+    command += [*flags(arguments, corpus, 100_000), "--metrics-file", str(metrics), "--save", str(folder / "save")]
+    command += ["--load", str(folder / "save"), "--save-interval", str(FIRST_FAULT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder / "log", "w") as log:
         job = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_until(lambda: (folder / "save" / "latest_checkpointed_iteration.txt").exists(), folder)
+        wait_until((folder / "save" / "latest_checkpointed_iteration.txt").exists, folder)
+        before = metrics.stat().st_ino
         killed = time.time()
-        victim = [p for p in psutil.Process(job.pid).children() if p.is_running()][1]
-        victim.send_signal(signal.SIGKILL)
-        wait_until(lambda: all(p.pid != victim.pid for p in psutil.Process(job.pid).children()), folder)
-        before = lines(metrics)
-        wait_until(lambda: len(lines(metrics)) not in (0, len(before)), folder)
-        # the metrics file is cut back to the checkpoint by the restarted run, then grows by its first step
-        wait_until(lambda: lines(metrics) and lines(metrics)[-1]["step"] > FIRST_FAULT, folder)
+        psutil.Process(job.pid).children()[1].send_signal(signal.SIGKILL)
+        # The restarted run cuts the file back to the checkpoint, which makes a new file, and adds its first step.
+        wait_until(lambda: metrics.stat().st_ino != before and lines(metrics)[-1]["step"] > FIRST_FAULT, folder)
         return time.time() - killed - lines(metrics)[-1]["step_time_s"]
     finally:
         os.killpg(job.pid, signal.SIGTERM)
@@ -129,7 +128,25 @@ def run(command: list[str]) -> None:
 
 
 def result(arguments: argparse.Namespace, ours: list, theirs: list[float]) -> dict:
-    raise NotImplementedError
+    total = [recovery.total for recovery in ours]
+    released = [recovery.phases["detect"] + recovery.phases["release"] for recovery in ours]
+    phases = {name: median_ms([r.phases.get(name, 0.0) for r in ours]) for name in PHASES}
+    found = {
+        "bench": "recovery",
+        "ratio": round(statistics.median(theirs) / statistics.median(total), 1) if theirs else None,
+        "hot_swap_ms": median_ms(total),
+        "hot_swap_all_ms": [round(seconds * 1e3) for seconds in total],
+        "released_ms": median_ms(released),
+        "released_all_ms": [round(seconds * 1e3) for seconds in released],
+        "phases_ms": phases,
+        "torchrun_s": [round(seconds, 2) for seconds in theirs],
+        "groups_rebuilt_of": [ours[0].rebuilt, ours[0].groups],
+    }
+    return {**found, **vars(arguments)}
+
+
+def median_ms(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 1)
 
 
 if __name__ == "__main__":
