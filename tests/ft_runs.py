@@ -113,12 +113,9 @@ def ft_run(folder: Path, flags: str, *, script: str = "pretrain_gpt.py", limit_s
     return Running(folder, script, flags, **how).wait(limit_s)
 
 
-def flags(corpus: str, folder: Path, extra: str = "", steps: int = 12) -> str:
+def flags(corpus: str, extra: str = "", steps: int = 12) -> str:
     """A tiny protected run's flags."""
-    return (
-        f"{runs.BASE} --train-iters {steps} --data-path {corpus} "
-        f"--metrics-file {folder}/metrics.jsonl --ft-hot-swap {extra}"
-    )
+    return f"{runs.BASE} --train-iters {steps} --data-path {corpus} --ft-hot-swap {extra}"
 
 
 def leftovers(folder: Path, patience_s: float = 3.0) -> list[psutil.Process]:

@@ -22,7 +22,7 @@ def reference(ranks, corpus, tmp_path_factory):
     def losses(nproc: int, extra: str, steps: int) -> list[float]:
         if (corpus, nproc, extra, steps) not in _KNOWN:
             folder = tmp_path_factory.mktemp("reference")
-            wanted = flags(corpus, folder, extra, steps).replace("--ft-hot-swap", "")
+            wanted = flags(corpus, extra, steps).replace("--ft-hot-swap", f"--metrics-file {folder}/metrics.jsonl")
             ranks(runs.run, nproc, wanted, timeout=120)
             _KNOWN[corpus, nproc, extra, steps] = runs.losses(folder / "metrics.jsonl")
         return _KNOWN[corpus, nproc, extra, steps]

@@ -31,9 +31,7 @@ def test_losses_after_faults_in_every_phase_are_those_without(name, corpus, refe
     faults = ",".join(
         f"kill@step={4 * (i + 1)}:rank={(i + nproc // 2) % nproc}:phase={phase}" for i, phase in enumerate(PHASES)
     )
-    done = ft_run(
-        tmp_path / "run", flags(corpus, tmp_path / "run", saving, steps), nproc=nproc, options=f"--inject {faults}"
-    )
+    done = ft_run(tmp_path / "run", flags(corpus, saving, steps), nproc=nproc, options=f"--inject {faults}")
     assert done.code == 0, done.explain()
     assert len(done.named("fault_injected")) == len(PHASES), done.explain()
     assert not done.named("restarted"), done.explain()
@@ -43,9 +41,7 @@ def test_losses_after_faults_in_every_phase_are_those_without(name, corpus, refe
 def test_each_rank_in_turn(corpus, reference, tmp_path):
     layout, steps = LAYOUTS["tp2 pp2 dp2"][1], 28
     faults = ",".join(f"kill@step={3 * (rank + 1)}:rank={rank}:phase=backward" for rank in range(8))
-    done = ft_run(
-        tmp_path / "run", flags(corpus, tmp_path / "run", layout, steps), nproc=8, options=f"--inject {faults}"
-    )
+    done = ft_run(tmp_path / "run", flags(corpus, layout, steps), nproc=8, options=f"--inject {faults}")
     assert done.code == 0, done.explain()
     assert len(done.named("resumed")) == 9 and not done.named("restarted"), done.explain()
     assert done.losses == reference(8, layout, steps)

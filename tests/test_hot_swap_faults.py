@@ -12,7 +12,7 @@ LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 def run(corpus, tmp_path, faults, steps=16, extra="", **how):
     folder = tmp_path / "run"
     how["options"] = f"{how.get('options', '')} --inject {faults}" if faults else how.get("options", "")
-    return ft_run(folder, flags(corpus, folder, f"{LAYOUT} {extra}", steps), **how)
+    return ft_run(folder, flags(corpus, f"{LAYOUT} {extra}", steps), **how)
 
 
 def actions(done) -> list[str]:
@@ -112,7 +112,7 @@ def test_a_second_copy_serves_where_the_first_is_corrupt(corpus, reference, tmp_
     layout = "--use-distributed-optimizer"
     folder = tmp_path / "run"
     faults = "corrupt-snapshot@step=7:rank=3:copies=peer:phase=backward,kill@step=7:rank=2:phase=reduce"
-    wanted = flags(corpus, folder, f"{layout} --ft-snapshot-peers 2", 16)
+    wanted = flags(corpus, f"{layout} --ft-snapshot-peers 2", 16)
     done = ft_run(folder, wanted, options=f"--inject {faults}")
     assert done.code == 0 and not done.named("restarted"), done.explain()
     assert done.losses == reference(4, layout, 16)
@@ -128,7 +128,7 @@ def test_a_killed_control_plane_ends_in_a_warm_restart(corpus, reference, tmp_pa
 def test_sigterm_saves_and_ends_in_order(corpus, reference, tmp_path):
     folder = tmp_path / "run"
     saving = f"{LAYOUT} --save {tmp_path}/save"
-    job = Running(folder, "pretrain_gpt.py", flags(corpus, folder, saving, 100_000))
+    job = Running(folder, "pretrain_gpt.py", flags(corpus, saving, 100_000))
     job.wait_for(lambda: job.step() >= 5)
     job.process.send_signal(signal.SIGTERM)
     done = job.wait(30)
@@ -149,9 +149,7 @@ def test_forty_random_faults(corpus, reference, tmp_path):
     ]
     folder = tmp_path / "run"
     saving = f"{LAYOUT} --save {tmp_path}/save --save-interval 50"
-    job = Running(
-        folder, "pretrain_gpt.py", flags(corpus, folder, saving, steps), options=f"--inject {','.join(faults)}"
-    )
+    job = Running(folder, "pretrain_gpt.py", flags(corpus, saving, steps), options=f"--inject {','.join(faults)}")
     done = job.wait(280)
     assert done.code == 0, done.explain()
     assert len(done.named("fault_injected")) == 40, done.explain()

@@ -33,7 +33,7 @@ class Timeouts:
     start_s: float = 300.0
     suspicion_s: float = 0.3
     collective_s: float = 5.0
-    agent_lost_s: float = 5.0
+    agent_lost_s: float = 3.0
     verdict_s: float = 20.0
     drain_s: float = 5.0
     assemble_s: float = 120.0

@@ -13,7 +13,7 @@ from ft.groups.backends import Connection, GlooConnector, NcclConnector, interru
 from ft.groups.local import Local
 from ft.groups.state import EpochState
 from ft.groups.waiter import ends_soon
-from ft.groups.work import GroupWork, Message, MessageFromAnyone
+from ft.groups.work import Composed, GroupWork, Message, MessageFromAnyone
 from ft.messages import GroupReport
 
 _PRUNE_AT = 64
@@ -283,8 +283,10 @@ class Group(dist.ProcessGroup):
 
 
 def _collective(method: str) -> Callable:
+    kind = Composed if "reduce_scatter" in method else GroupWork
+
     def operation(self, *args, **kwargs):
-        return self._start(GroupWork(self), (self._collectives, 0), method, args, kwargs)
+        return self._start(kind(self), (self._collectives, 0), method, args, kwargs)
 
     operation.__name__ = method
     return operation

@@ -4,7 +4,8 @@ gloo forgets two kinds of waiters when a connection breaks: whoever sends a mess
 whoever receives one of which a part has come. They wait on until gloo's timeout. So nobody of us blocks in gloo itself:
 
 - a collective operation runs in a thread of gloo's; one waits for it a slice at a time;
-- a message is waited for in gloo by a thread of ours, and for that thread by whoever wants the message.
+- a message is waited for in gloo by a thread of ours, and for that thread by whoever wants the message; the same goes
+  for a reduce-scatter, whose work takes no heed of the time it is to wait.
 
 Who is left behind touches no buffer any more: the connections it would read or write are closed.
 """
@@ -108,7 +109,7 @@ _idle: list[_Waiter] = []
 
 
 def wait_for_message(work: dist.Work, timeout: timedelta | None, state: EpochState) -> bool:
-    """As ``work.wait(timeout)``; for a message of gloo's. Raises as ``wait_for_collective``."""
+    """As ``work.wait(timeout)``; for a work of gloo's that cannot be waited for in slices. Raises as ``wait_for_collective``."""
     try:
         waiter = _idle.pop()
     except IndexError:

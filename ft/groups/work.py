@@ -103,15 +103,23 @@ class GroupWork(dist.Work):
         return self.inner
 
 
-class Message(GroupWork):
-    """A send or a receive."""
+class Opaque(GroupWork):
+    """An operation of which gloo tells nothing before it was waited for, and whose wait knows no limit: messages, and
+    the reductions that gloo puts together from others (``Composed``)."""
 
     def is_unfinished(self) -> bool:
-        # gloo calls a message complete only when it was waited for, and may not be asked to wait twice.
         return not self.ended if self.on_host else super().is_unfinished()
 
     def _wait_on_host(self, inner: dist.Work, timeout: timedelta | None) -> bool:
         return wait_for_message(inner, timeout, self._group.state)
+
+
+class Message(Opaque):
+    """A send or a receive."""
+
+
+class Composed(Opaque):
+    """A reduce-scatter: gloo's is an all-reduce and a copy at the end of the wait for it."""
 
 
 class MessageFromAnyone(Message):

@@ -35,6 +35,8 @@ def launch(options: Options) -> int:
         if place is None or place.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    if options.logging.metrics_file is None and "FT_RUN_DIR" in os.environ:
+        options.logging.metrics_file = str(Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
     if options.kernels.deterministic_mode:
         use_deterministic_kernels()
     if options.fault_tolerance.ft_hot_swap:

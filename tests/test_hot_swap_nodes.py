@@ -1,0 +1,54 @@
+"""The loss of a whole node: its agent and all its workers at once, with another node's standbys in their place."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+from ft_runs import ROOT, Running, flags, leftovers
+
+# Data-parallel peers on different nodes, so that no node holds a state and its only copy.
+LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+STEPS = 120
+
+
+def test_a_standby_node_takes_a_lost_nodes_place(corpus, reference, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = [Node(tmp_path, rank, port, flags(corpus, LAYOUT, STEPS)) for rank in range(3)]
+    try:
+        first = nodes[0]
+        first.wait_for(lambda: first.step() >= 5)
+        os.kill(nodes[1].process.pid, signal.SIGKILL)
+        done = first.wait(60)
+        assert done.code == 0, done.explain()
+        assert nodes[2].process.wait(20) == 0
+    finally:
+        for node in nodes:
+            node.stop()
+    assert not leftovers(first.folder)
+    fault = done.named("fault_detected")[-1]  # its neighbours may have lost their connections to it before
+    assert fault.detail["signal"] == "node lost" and not done.named("restarted"), done.explain()
+    assert {seat.split(".")[0] for seat in done.named("epoch_opened")[-1].detail["seats"].values()} == {"n0", "n2"}
+    assert done.losses == reference(4, LAYOUT, STEPS)
+
+
+class Node(Running):
+    """One node of three, the last of which carries standbys; all on this machine."""
+
+    def __init__(self, tmp_path, rank: int, port: int, script_flags: str):
+        self.folder = tmp_path / "run"
+        self._log = tmp_path / f"node{rank}.out"
+        command = [sys.executable, "-m", "ft", "run", "--nnodes", "3", "--node-rank", str(rank), "--standby-nodes", "1"]
+        command += ["--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", str(self.folder)]
+        with open(self._log, "w") as log:
+            self.process = subprocess.Popen(
+                [*command, "pretrain_gpt.py", *script_flags.split()],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            )
