@@ -109,7 +109,11 @@ _idle: list[_Waiter] = []
 
 
 def wait_for_message(work: dist.Work, timeout: timedelta | None, state: EpochState) -> bool:
-    """As ``work.wait(timeout)``; for a work of gloo's that cannot be waited for in slices. Raises as ``wait_for_collective``."""
+    """As ``work.wait(timeout)``; for a work of gloo's that cannot be waited for in slices.
+
+    Raises:
+        As ``wait_for_collective``.
+    """
     try:
         waiter = _idle.pop()
     except IndexError:
