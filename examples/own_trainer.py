@@ -7,6 +7,7 @@ Nothing of ``megatron/training/`` is used. Data are a function of the number of 
 
 import argparse
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ft
+from ft.errors import UserError
 from megatron import patches
 
 patches.apply()  # the CPU platform where there is no GPU; before megatron.core is imported
@@ -35,7 +37,7 @@ SEQUENCE, MICRO_BATCH, MICROBATCHES, VOCABULARY = 32, 2, 2, 256
 
 def main() -> None:
     options = parse_arguments()
-    session = ft.attach()  # ft: a standby waits here until it is needed
+    session = attach()
     session.init_process_group(patches.platform().backend)  # ft: instead of torch.distributed's
     parallel_state.initialize_model_parallel(options.tp, options.pp)
     config, model = build_model(options)
@@ -53,6 +55,13 @@ def main() -> None:
 
     guard.carry_through(work)  # ft
     session.close()  # ft
+
+
+def attach():
+    try:
+        return ft.attach()  # ft: a standby waits here until it is needed
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
 def build_model(options: argparse.Namespace):

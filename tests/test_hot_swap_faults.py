@@ -4,6 +4,7 @@ import json
 import random
 import signal
 
+import small_runs as runs
 from ft_runs import ROOT, Running, flags, ft_run
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
@@ -166,3 +167,11 @@ def test_someone_elses_trainer(tmp_path):
         losses[name] = {m["step"]: m["loss"] for m in map(json.loads, file.read_text().splitlines())}
     assert len(losses["undisturbed"]) == 20
     assert losses["faulty"] == losses["undisturbed"]
+
+
+def test_hot_swap_without_ft_run_is_refused(ranks, corpus):
+    handle = ranks.start(
+        runs.launch, 2, flags(corpus, LAYOUT.replace("--pipeline-model-parallel-size 2", "")), init=False
+    )
+    assert [rank.value for rank in handle.wait(60)] == [2, 2]
+    assert "ft run" in handle.output(0)

@@ -212,6 +212,7 @@ class Agent:
             case Open():
                 self._workforce.tell(what)
                 self._parts.faults.opened(what)
+                self._workforce.training_since = self._workforce.training_since or time.time()
                 self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
             case Kill():
                 self._workforce.kill(what.worker)

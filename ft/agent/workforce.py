@@ -60,6 +60,8 @@ class Workforce:
         self._early: dict[int, int] = {}
         self._remains: list[int] = []
         self.workers: dict[str, Worker] = {}
+        self.training_since: float | None = None
+        """Wall time of the first epoch; faults planned for a time count from it, for later workers too."""
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -70,6 +72,8 @@ class Workforce:
         worker = Worker(name, rank, self._logs / f"{name}.log")
         self.workers[name] = worker
         env = environment.worker_environment(self._place, name, restart, rank, local_rank, master)
+        if self.training_since is not None:
+            env["FT_BEGAN"] = str(self.training_since)
         self._pool.fork(name, str(worker.log), env)
         return worker
 

@@ -14,6 +14,15 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, decision: Deci
     for agent in sorted(state.agents.values(), key=lambda a: a.node_rank):
         state.fresh_ranks[agent.node] = list(range(ranks, ranks + agent.seats))
         ranks += agent.seats
+    if len(state.agents) == state.options.nodes and ranks != state.options.world_size:
+        counts = ", ".join(f"{a.node}: {a.seats}" for a in state.agents.values())
+        stop(
+            state,
+            2,
+            f"{state.options.world_size} workers were announced, the nodes have {ranks} ({counts})\n"
+            "  fix: give every ft run the same --nproc-per-node",
+            decision,
+        )
     if len(state.agents) == 1:
         decision.event(events.RUN_STARTED, command=state.options.command, world_size=state.options.world_size)
         state.deadline = now + state.options.timeouts.join_s

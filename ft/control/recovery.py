@@ -40,7 +40,8 @@ def advance(state: State, now: float, decision: Decision) -> None:
 def worker_released(state: State, now: float, report: m.WorkerReleased, decision: Decision) -> None:
     worker = state.workers.get(report.worker)
     if worker is not None and report.epoch > worker.released:
-        worker.released, worker.groups, worker.holdings = report.epoch, report.groups, report.holdings
+        worker.released, worker.released_at = report.epoch, report.step
+        worker.groups, worker.holdings = report.groups, report.holdings
 
 
 def worker_arrived(state: State, now: float, report: m.WorkerArrived, decision: Decision) -> None:
@@ -177,7 +178,8 @@ def _order_repair(state: State, now: float, decision: Decision) -> None:
     waiting = [n for n in survivors if state.workers[n].released < closed]
     if not waiting and not state.reported_release:
         state.reported_release = True
-        decision.event(events.RELEASED, epoch=closed)
+        steps = [state.workers[name].released_at for name in survivors]
+        decision.event(events.RELEASED, epoch=closed, steps=steps)
     late = [state.seats[r] for r in state.joiners if state.workers[state.seats[r]].arrived < state.epoch]
     limits = state.limits()
     if waiting or late:

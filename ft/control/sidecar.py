@@ -26,7 +26,7 @@ class Sidecar:
 
     def __init__(self, folder: Path, board: Board, options: Options):
         self._folder, self._board = folder, board
-        self._state = State(options)
+        self._state = State(options, restarts=options.restarts)
         self._events = events.EventLog(folder / "events.jsonl")
         self._journal = open(folder / "journal.jsonl", "a", buffering=1)  # noqa: SIM115 - for the process's life
         self._status_at = 0.0
@@ -59,8 +59,6 @@ class Sidecar:
     def _write(self, now: float, report: Any | None, decision: Decision) -> None:
         for name, values in decision.events:
             event = events.now(name, **values) if "wall" not in values else events.observed(name, values)
-            if name == events.STATE_RESTORED:
-                event.detail["step"] = event.step
             self._events.write(event)
         if decision or (report is not None and not isinstance(report, AgentBeat)):
             entry = {
@@ -102,7 +100,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--options", default="{}", help="JSON: nodes, world_size, max_restarts, command, timeouts")
+    parser.add_argument(
+        "--options",
+        default="{}",
+        help="JSON: nodes, world_size, max_restarts, restarts (before this start), command, timeouts",
+    )
     given = parser.parse_args(argv)
     options = _options(json.loads(given.options))
     board = Board.host(given.host, given.port)
@@ -120,6 +122,7 @@ def _options(values: dict[str, Any]) -> Options:
         max_restarts=values.get("max_restarts", 3),
         command=values.get("command", []),
         timeouts=timeouts,
+        restarts=values.get("restarts", 0),
     )
 
 

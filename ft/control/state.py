@@ -24,6 +24,7 @@ class Options:
     nodes: int
     world_size: int
     max_restarts: int = 3
+    restarts: int = 0
     command: list[str] = field(default_factory=list)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -41,7 +42,11 @@ class Agent:
 
 @dataclass
 class Worker:
-    """A process. ``rank``: the logical rank it was started for. ``killed``: an order to kill it is out."""
+    """A process. ``rank``: the logical rank it was started for. ``killed``: an order to kill it is out.
+
+    ``released``, ``arrived``, ``resumed``: epochs that it last left, assembled for, went on in. ``released_at``: the
+    step it had committed when it left.
+    """
 
     name: str
     node: str
@@ -52,6 +57,7 @@ class Worker:
     killed: bool = False
     exit_code: int | None = None
     released: int = -1
+    released_at: int = 0
     arrived: int = -1
     groups: list[GroupReport] = field(default_factory=list)
     holdings: Holdings = field(default_factory=Holdings)

@@ -65,6 +65,7 @@ class Guard:
                 self.at("between")
                 result = work()
                 self._finish()
+                self.snapshots.close()
                 return result
             except Exception as error:
                 self.fails(error)

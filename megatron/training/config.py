@@ -122,7 +122,8 @@ def _parallelism(options: Options, layout: Layout) -> dict:
         "microbatch_group_size_per_vp_stage": p.microbatch_group_size_per_virtual_pipeline_stage,
         "cp_comm_type": p.cp_comm_type[0] if len(p.cp_comm_type) == 1 else p.cp_comm_type,
         "overlap_p2p_comm": interleaved and p.overlap_p2p_communication,
-        "batch_p2p_comm": not (interleaved and p.overlap_p2p_communication),
+        # torch puts NCCL messages of interruptible groups out one by one; core then has an order that cannot deadlock.
+        "batch_p2p_comm": not (interleaved and p.overlap_p2p_communication) and not options.fault_tolerance.ft_hot_swap,
         "deallocate_pipeline_outputs": True,
         "fp16": options.precision.fp16,
         "bf16": options.precision.bf16,

@@ -50,9 +50,13 @@ class Trainee:
             self.config.param_sync_func = sync_func
 
 
-def build(options: Options, layout: Layout, padded_vocab_size: int) -> Trainee:
-    """Builds model, optimizer and schedule on this rank; the process groups must exist."""
-    config, chunks = build_model(options, layout, padded_vocab_size)
+def build(options: Options, layout: Layout, padded_vocab_size: int, *, initialize: bool = True) -> Trainee:
+    """Builds model, optimizer and schedule on this rank; the process groups must exist.
+
+    Args:
+        initialize: draw weights; without it they are whatever memory holds, for who is about to be given others.
+    """
+    config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize)
     chunks = _in_data_parallel(options, config, chunks)
     optimizer = build_optimizer(options, chunks)
     _connect(options, config, chunks, optimizer)
@@ -60,10 +64,11 @@ def build(options: Options, layout: Layout, padded_vocab_size: int) -> Trainee:
 
 
 def build_model(
-    options: Options, layout: Layout, padded_vocab_size: int
+    options: Options, layout: Layout, padded_vocab_size: int, *, initialize: bool = True
 ) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """The model chunks of this rank, on its device and in the training precision."""
     config = transformer_config(options, layout)
+    config.perform_initialization = config.perform_initialization and initialize
     chunks = _gpt_chunks(options, layout, config, padded_vocab_size)
     for chunk in chunks:
         for param in chunk.parameters():

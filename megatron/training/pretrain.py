@@ -63,7 +63,7 @@ def assemble(options: Options, layout: Layout, started: float, *, joins: bool = 
     tokenizer = build_tokenizer(options.tokenizer, dataset_prefixes(options.data))
     vocab_size = padded_vocab_size(options.tokenizer, tokenizer.vocab_size, layout.tp)
     remember_choices(options, tokenizer, vocab_size)
-    trainee = model.build(options, layout, vocab_size)
+    trainee = model.build(options, layout, vocab_size, initialize=not joins)
     timers = attach_timers(options.logging, trainee)
     if not joins:
         say(startup_summary(options, layout, count_parameters(trainee.chunks), tokenizer))
