@@ -215,7 +215,7 @@ class Agent:
                 self._workforce.training_since = self._workforce.training_since or time.time()
                 self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
             case Kill():
-                self._workforce.kill(what.worker)
+                self._workforce.kill_hung(what.worker)
             case Spawn():
                 if what.node == self._node and not self._ending:
                     self._spawn_standbys(what.count)

@@ -15,6 +15,8 @@ from ft.agent.liveness import Limits, Silence, Watch, silent
 from ft.agent.pool import WarmPool
 from ft.messages import BadMessage, Beat, WorkerExited, WorkerReady, WorkerSilent, WorkerStarted, decode, encode
 
+_STACK_S = 0.05
+
 
 @dataclass
 class Worker:
@@ -123,6 +125,14 @@ class Workforce:
             worker.doomed = True
         if pids := [worker.pid for worker in doomed if worker.pid is not None]:
             processes.kill_whole(pids)
+
+    def kill_hung(self, name: str) -> None:
+        """Kills a worker on order; before that it writes into its log where each of its threads is, if it still can."""
+        worker = self.workers.get(name)
+        if worker is not None and worker.pid is not None and processes.state(worker.pid) not in "TZX":
+            processes.send(worker.pid, signal.SIGUSR1)
+            time.sleep(_STACK_S)
+        self.kill(name)
 
     def kill_all(self) -> None:
         self.kill(*self.workers)

@@ -12,7 +12,7 @@ from ft.errors import EpochClosed
 from ft.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
 from ft.groups.local import Local
 from ft.groups.state import EpochState
-from ft.groups.waiter import ends_soon
+from ft.groups.waiter import GRACE_S
 from ft.groups.work import Composed, GroupWork, Message, MessageFromAnyone
 from ft.messages import GroupReport
 
@@ -174,7 +174,6 @@ class Group(dist.ProcessGroup):
     def drop(self) -> None:
         """Gives the connections up, which have been broken. Afterwards nothing started earlier writes anywhere."""
         works = [entry() if isinstance(entry, weakref.ref) else entry for entry in list(self._flight.values())]
-        collectives = [work.inner for work in works if type(work) is GroupWork and work.inner is not None]
         remains = [self._inner, *(connection.backend for connection in self._connections.values())]
         for work in works:
             if work is not None and work.is_unfinished():
@@ -185,10 +184,10 @@ class Group(dist.ProcessGroup):
             connection.drop()
         self._connections.clear()
         self.interrupted = False
-        if not ends_soon(lambda: all(work.is_completed() for work in collectives)):
-            # Its end would wait for gloo's threads, which wait for what was left behind.
-            threading.Thread(target=remains.clear, name="ft-drop", daemon=True).start()
-            remains = []
+        # The end of a connection waits for gloo's threads, and those may wait for an operation that was left behind.
+        remover = threading.Thread(target=remains.clear, name="ft-drop", daemon=True)
+        remover.start()
+        remover.join(GRACE_S)
 
     def prepare_rebuild(self) -> None:
         """It is to be connected anew, by all members: counts start again, and nothing ends here any more."""

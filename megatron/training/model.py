@@ -68,7 +68,10 @@ def build_model(
 ) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """The model chunks of this rank, on its device and in the training precision."""
     config = transformer_config(options, layout)
-    config.perform_initialization = config.perform_initialization and initialize
+    if not initialize:
+        # Not perform_initialization: what it leaves out marks the tensor-parallel parameters too, and without the marks
+        # core counts their gradients wrongly into the norm.
+        config.init_method = config.output_layer_init_method = config.embedding_init_method = _leave_as_it_is
     chunks = _gpt_chunks(options, layout, config, padded_vocab_size)
     for chunk in chunks:
         for param in chunk.parameters():
@@ -77,6 +80,10 @@ def build_model(
     if options.precision.fp16 or options.precision.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     return config, chunks
+
+
+def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def _layer_spec(options: Options, config: TransformerConfig, vp_stage: int | None):
