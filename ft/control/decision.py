@@ -4,23 +4,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass
+@dataclass(frozen=True)
+class Note:
+    """An event for the run's event file: a name of ``ft.events`` and its values, places and detail in one mapping."""
+
+    name: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Decision:
-    """Orders in their sequence, events as (name, values), and why."""
+    """Something decided: why, in words; orders in the sequence in which they go out; what the event file says of it.
 
-    reasons: list[str] = field(default_factory=list)
+    Without orders it is worth a line in the journal all the same: a report that was ignored, and why.
+    """
+
+    reason: str
     orders: list[Any] = field(default_factory=list)
-    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    events: list[Note] = field(default_factory=list)
 
-    def because(self, reason: str) -> "Decision":
-        self.reasons.append(reason)
+
+class Decisions(list[Decision]):
+    """The decisions of one call, in order."""
+
+    def add(self, reason: str, *orders: Any) -> "Decisions":
+        """A decision; ``note`` adds events to the last one."""
+        self.append(Decision(reason, list(orders)))
         return self
 
-    def order(self, order: Any) -> None:
-        self.orders.append(order)
-
-    def event(self, name: str, **values: Any) -> None:
-        self.events.append((name, values))
-
-    def __bool__(self) -> bool:
-        return bool(self.reasons or self.orders or self.events)
+    def note(self, name: str, **values: Any) -> "Decisions":
+        self[-1].events.append(Note(name, values))
+        return self

@@ -1,173 +1,220 @@
-"""Signs of failure and what is made of them."""
+"""Signs of failure, as workers and agents report them, and what is done about them."""
+
+from dataclasses import dataclass, replace
 
 from ft import events
 from ft import messages as m
-from ft.control import life, recovery, verdict
-from ft.control.decision import Decision
-from ft.control.state import ENDED, GATHERING, RUNNING, State, Worker
-from ft.control.verdict import REPLACE, RESTART, RETRY, STOP, Verdict
-
-_TRANSIENT_WINDOW_S = 60.0
-_TRANSIENT_LIMIT = 3
+from ft.control import ends, epochs, history, verdict
+from ft.control.decision import Decisions
+from ft.control.state import CLOSED, EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Suspicion, Worker
+from ft.control.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, Verdict
 
 
-def worker_exited(state: State, now: float, report: m.WorkerExited, decision: Decision) -> None:
+@dataclass(frozen=True)
+class Fault:
+    """A worker and what it is taken for. ``dead``: its process has ended, or nobody could kill it."""
+
+    worker: Worker
+    verdict: Verdict
+    dead: bool = False
+
+
+def worker_exited(state: State, now: float, report: m.WorkerExited, out: Decisions) -> None:
     worker = state.workers.get(report.worker)
-    if worker is None or worker.exit_code is not None:
-        return
-    worker.exit_code = report.code
-    seated = worker.name in state.seats.values()
-    expected = worker.killed
-    if not worker.ready and not state.protected and not expected:
-        life.plain_exit(state, worker, decision)
-        return
-    if not seated and not (state.phase == GATHERING and worker.rank is not None):
-        if not expected:
-            decision.event(
-                events.WORKER_LOST,
-                node=worker.node,
-                worker=worker.name,
-                reason=verdict.of_exit(report.code, worker.ready).reason,
-            )
-            state.standbys_asked = False
-        return
-    if not expected:
-        react(state, now, worker, verdict.of_exit(report.code, worker.ready), decision)
+    if worker is None or worker.left:
+        out.add(f"ignored: {report.worker} is known to be gone")
+    elif worker.rank is not None:
+        _seated_exit(state, now, worker, report.code, out)
+    elif worker.meant is not None:
+        _early_exit(state, now, worker, report.code, out)
+    else:
+        _standby_exit(state, now, worker, report.code, out)
 
 
-def worker_silent(state: State, now: float, report: m.WorkerSilent, decision: Decision) -> None:
+def worker_silent(state: State, now: float, report: m.WorkerSilent, out: Decisions) -> None:
     worker = state.workers.get(report.worker)
-    if worker is None or not worker.lives:
+    if worker is None or worker.left:
+        out.add(f"ignored: {report.worker} is known to be gone")
         return
-    kill(state, worker, "silent", decision)
-    if worker.name in state.seats.values():
-        react(state, now, worker, verdict.of_silence(report.silent_s, report.state), decision)
+    react(state, now, [Fault(worker, verdict.of_silence(report.silent_s, report.state))], out)
 
 
-def worker_failed(state: State, now: float, report: m.WorkerFailed, decision: Decision) -> None:
+def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisions) -> None:
     worker = state.workers.get(report.worker)
-    if worker is None or not worker.lives or report.epoch != state.epoch:
+    if worker is None or worker.left:
+        out.add(f"ignored: {report.worker} is known to be gone")
         return
     found = verdict.of_error(report.kinds, report.message)
-    key = f"{report.kinds[:1]}{report.message[:200]}@{report.step}"
-    if found.action == RESTART and found.category == verdict.SOFTWARE:
-        state.software[key] = state.software.get(key, 0) + 1
-        if state.software[key] > 1:
-            found = Verdict(
-                found.category, STOP, f"{found.reason}; the same error at the same step again", found.signal
-            )
-    if found.action == REPLACE:
-        kill(state, worker, found.reason, decision)
-    react(state, now, worker, found, decision)
+    is_stale = report.epoch != state.epoch or state.phase not in EPOCH_OPEN
+    if is_stale and found.action in (RETRY, RESTART) and state.phase != GATHERING:
+        out.add(
+            f"ignored: {report.worker} failed in epoch {report.epoch}, which is over, and its error may come of "
+            f"that end: {found.reason}"
+        )
+        return
+    if "FallbackError" in report.kinds and state.phase == REPAIRING:
+        state.recovery.spoiled.append(state.repair.step)
+        found = replace(found, action=RETRY, reason=f"{found.reason}; an earlier step is looked for")
+    react(state, now, [Fault(worker, found)], out, step=report.step)
 
 
-def worker_suspects(state: State, now: float, report: m.WorkerSuspects, decision: Decision) -> None:
-    """The death behind a lost connection is usually on its way: if none is seen, the connection itself is blamed."""
+def worker_suspects(state: State, now: float, report: m.WorkerSuspects, out: Decisions) -> None:
+    """The death behind a lost connection is usually on its way: only if none is seen, the connection is blamed."""
     worker = state.workers.get(report.worker)
-    if worker is None or report.epoch != state.epoch or state.phase != RUNNING:
+    if worker is None or worker.rank is None:
+        out.add(f"ignored: {report.worker} holds no logical rank")
+    elif report.epoch != state.epoch or state.phase not in EPOCH_OPEN:
+        out.add(f"ignored: {report.worker} lost a connection of epoch {report.epoch}, which is over")
+    elif report.worker in state.suspicions:
+        out.add(f"ignored: {report.worker} has said so before")
+    else:
+        state.suspicions[report.worker] = Suspicion(now, report.group, report.message)
+        out.add(f"{report.worker} lost a connection of group {report.group}; a death would be heard of soon")
+
+
+def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions) -> None:
+    """With an agent all workers of its node are lost, together."""
+    agent.gone = why
+    state.spawning.pop(agent.node, None)
+    here = [w for w in state.workers.values() if w.node == agent.node]
+    out.add(f"node {agent.node} is lost with {len(here)} worker(s): {why}", *(m.Kill(w.name, why) for w in here))
+    if state.phase == GATHERING and agent.seats and not state.attached:
+        ends.stop(state, now, 1, f"node {agent.node} was lost before training began: {why}", out)
         return
-    if state.suspicion is None:
-        state.suspicion = (now, report.worker, report.group, report.message)
-
-
-def judge_time(state: State, now: float, decision: Decision) -> None:
-    """What follows from time having passed."""
-    limits = state.limits()
-    for agent in list(state.agents.values()):
-        if now - agent.last_beat > limits.agent_lost_s and not agent.suspect:
-            _lose_agent(state, now, agent.node, now - agent.last_beat, decision)
-            if state.phase == ENDED:
-                return
-    if state.phase != RUNNING:
+    if state.phase == GATHERING and agent.seats and not here:
+        ends.restart(state, now, f"node {agent.node} was lost before its workers had started: {why}", out)
         return
-    if state.suspicion is not None:
-        since, name, group, message = state.suspicion
-        if now - since > limits.suspicion_s:
-            state.suspicion = None
-            react(state, now, state.workers[name], verdict.of_suspicion(group, message), decision)
-            return
-    _judge_stalls(state, now, decision)
+    found = verdict.of_lost_agent(agent.node, why)
+    react(state, now, [Fault(worker, found, dead=True) for worker in here], out)
 
 
-def react(state: State, now: float, worker: Worker, found: Verdict, decision: Decision) -> None:
-    """Does what the verdict on a worker says."""
-    rank = state.rank_of(worker.name)
-    if found.action == RETRY and rank is not None:
-        recent = [t for t in state.transient.get(rank, []) if now - t < _TRANSIENT_WINDOW_S]
-        state.transient[rank] = [*recent, now]
-        if len(recent) + 1 >= _TRANSIENT_LIMIT:
-            found = verdict.elevated(found, len(recent) + 1)
-            kill(state, worker, found.reason, decision)
-    if found.node_suspect and worker.node in state.agents and len(state.agents) > 1:
-        state.agents[worker.node].suspect = True
-    decision.because(
-        f"{worker.name} (logical rank {rank if rank is not None else worker.rank}): "
-        f"{found.category}: {found.reason} -> {found.action}"
-    )
-    decision.event(
+def react(state: State, now: float, faults: list[Fault], out: Decisions, step: int | None = None) -> None:
+    """Does what the verdicts say; of several, the most severe decides. ``step``: of a worker that said it."""
+    judged = [_judge(state, now, fault, step) for fault in faults]
+    for fault in judged:
+        _tell(state, fault, out)
+    holders = [fault for fault in judged if fault.worker.rank is not None or state.phase == GATHERING]
+    for fault in judged:
+        _remove(state, fault, out)
+    if not holders:
+        return
+    worst = max((fault.verdict for fault in holders), key=lambda found: SEVERITY.index(found.action))
+    if worst.action == STOP:
+        code = verdict.USER_CODE if worst.category == verdict.USER else 1
+        ends.stop(state, now, code, f"{_names(holders)}: {worst.reason}", out)
+    elif worst.action == RESTART:
+        ends.restart(state, now, f"{_names(holders)}: {worst.reason}", out)
+    elif state.phase == GATHERING or (state.fresh and state.phase == RESUMING):
+        reason = f"{_names(holders)}: {worst.reason}; no state is in memory yet"
+        ends.restart(state, now, reason, out)
+    else:
+        _remove_those_who_left(state, out)
+        ranks = sorted(fault.worker.rank for fault in holders)
+        epochs.close(state, now, f"{_names(holders)}: {worst.reason}", ranks, out)
+
+
+# --- exits -----------------------------------------------------------------------------------------------------------
+
+
+def _seated_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+    if code == 0 and state.phase in EPOCH_OPEN and not (worker.empty and not worker.done):
+        worker.left, worker.left_at = True, now
+        out.add(f"{worker.name} (logical rank {worker.rank}) has ended with code 0; the others have to end as well")
+        ends.finish_if_done(state, now, out)
+        return
+    react(state, now, [Fault(worker, verdict.of_exit(code), dead=True)], out)
+
+
+def _early_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+    """Before the fresh epoch has opened."""
+    if not state.attached:
+        ends.plain_exit(state, now, worker, code, out)
+    elif code == 0:
+        worker.left = True
+        out.add(f"{worker.name} has ended with code 0 before training began")
+        ends.finish_if_all_left(state, now, out)
+    else:
+        react(state, now, [Fault(worker, verdict.of_exit(code), dead=True)], out)
+
+
+def _standby_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+    epochs.vacate(state, worker)
+    how = verdict.of_exit(code).reason
+    out.add(f"standby {worker.name} {how}" + ("" if worker.ready else " before it was ready"))
+    out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, reason=how)
+    if worker.ready:
+        return
+    state.failed_starts += 1
+    if state.failed_starts == epochs.MOST_FAILED_STARTS:
+        out.add(f"{state.failed_starts} standbys in a row ended before they were ready: no further one is started")
+    if state.phase == CLOSED and state.failed_starts >= epochs.MOST_FAILED_STARTS:
+        ends.restart(state, now, f"no worker comes up for the empty seats: {worker.name} {how}", out)
+
+
+# --- the parts of a reaction -----------------------------------------------------------------------------------------
+
+
+def _judge(state: State, now: float, fault: Fault, step: int | None) -> Fault:
+    """The verdict in the light of what happened before."""
+    worker, found = fault.worker, fault.verdict
+    at = state.newest_step() if step is None else step
+    if worker.rank is None and state.phase != GATHERING:
+        return fault
+    if worker.empty and found.action == RESTART and found.category == SOFTWARE and state.phase in EPOCH_OPEN:
+        found = history.of_joiner(found)
+    found = history.weigh(state.history, now, worker.rank if worker.rank is not None else worker.meant, at, found)
+    if not state.options.hot_swap and found.action in (RETRY, REPLACE):
+        found = verdict.raised(found, RESTART, "hot-swap is off")
+    history.record(state.history, now, worker.rank if worker.rank is not None else worker.meant, at, found)
+    return Fault(worker, found, fault.dead)
+
+
+def _tell(state: State, fault: Fault, out: Decisions) -> None:
+    worker, found = fault.worker, fault.verdict
+    rank = worker.rank if worker.rank is not None else worker.meant
+    who = f"{worker.name} ({'a standby' if rank is None else f'logical rank {rank}'})"
+    out.add(f"{who}: {found.category}: {found.reason} -> {found.action}")
+    out.note(
         events.FAULT_DETECTED,
-        epoch=state.epoch,
-        worker=worker.name,
+        epoch=max(state.epoch, 0),
         node=worker.node,
-        rank=rank if rank is not None else worker.rank,
-        step=state.step,
+        worker=worker.name,
+        rank=rank,
+        step=state.newest_step(),
         category=found.category,
         action=found.action,
         reason=found.reason,
         signal=found.signal,
     )
-    if found.action == STOP:
-        life.stop(state, 2 if found.category == verdict.USER else 1, f"{worker.name}: {found.reason}", decision)
-    elif found.action == RESTART:
-        recovery.restart(state, now, found.reason, decision)
-    elif state.phase == GATHERING:
-        recovery.restart(state, now, f"{found.reason}, before training began", decision)
-    else:
-        recovery.close(state, now, found.reason, decision)
 
 
-def kill(state: State, worker: Worker, reason: str, decision: Decision) -> None:
-    if worker.lives:
-        worker.killed = True
-        decision.order(m.Kill(worker.name, reason))
-
-
-def _lose_agent(state: State, now: float, node: str, seconds: float, decision: Decision) -> None:
-    agent = state.agents[node]
-    agent.suspect = True
-    lost = [w for w in state.workers.values() if w.node == node and w.exit_code is None]
-    for worker in lost:
-        worker.exit_code = -9
-        worker.killed = True
-        decision.order(m.Kill(worker.name, "its node is lost"))
-    seated = [w for w in lost if w.name in state.seats.values()]
-    if seated:
-        react(state, now, seated[0], verdict.of_lost_agent(node, seconds), decision)
-    elif state.phase == GATHERING and agent.seats:
-        life.stop(state, 1, f"node {node} was lost before training began", decision)
-
-
-def _judge_stalls(state: State, now: float, decision: Decision) -> None:
-    """A worker that computes for long while others wait is hung; if all wait for long, connections are at fault."""
-    limits = state.limits()
-    seen = {
-        name: got[1] for name in state.seats.values() if (got := state.beats.get(name)) and got[1].epoch == state.epoch
-    }
-    if len(seen) < len(state.seats):
+def _remove(state: State, fault: Fault, out: Decisions) -> None:
+    """Whom a standby replaces is gone from here on; who lives is killed, so that it cannot come back."""
+    worker, found = fault.worker, fault.verdict
+    if found.action != REPLACE and worker.rank is not None:
         return
-    waiting = [name for name, beat in seen.items() if beat.doing == "wait"]
-    for name, beat in seen.items():
-        if beat.doing == "compute" and waiting and beat.since_s > limits.stall_s:
-            worker = state.workers[name]
-            kill(state, worker, "stalled", decision)
-            react(state, now, worker, verdict.of_stall(beat.where, beat.since_s, limits.stall_s), decision)
-            return
-    if waiting and len(waiting) == len(seen) and min(beat.since_s for beat in seen.values()) > limits.collective_s:
-        name = waiting[0]
-        react(
-            state,
-            now,
-            state.workers[name],
-            verdict.of_suspicion(seen[name].where, "every worker waits and none computes"),
-            decision,
-        )
+    agent = state.agents.get(worker.node)
+    if found.node_suspect and agent is not None:
+        agent.suspect = agent.suspect or found.reason
+    if not fault.dead:
+        out.add(f"{worker.name} is replaced and must not come back", m.Kill(worker.name, found.reason))
+    epochs.vacate(state, worker)
+    out.add(f"{worker.name} is lost")
+    out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, rank=worker.rank, reason=found.reason)
+
+
+def _remove_those_who_left(state: State, out: Decisions) -> None:
+    """A worker that has ended cannot help the others: its seat has to be filled as well."""
+    for worker in state.seated():
+        if worker.left:
+            _tell(state, Fault(worker, verdict.of_exit(0), dead=True), out)
+            _remove(state, Fault(worker, verdict.of_exit(0), dead=True), out)
+
+
+def _names(faults: list[Fault]) -> str:
+    names = [
+        f"{fault.worker.name} (logical rank {rank})"
+        for fault in faults
+        if (rank := fault.worker.rank if fault.worker.rank is not None else fault.worker.meant) is not None
+    ]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")

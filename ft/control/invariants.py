@@ -9,37 +9,44 @@ def violations(repair: Repair, reports: Mapping[int, WorkerRepaired], shards: Ma
     """Sentences, one for each violation; empty when I1 to I4 hold.
 
     Args:
-        reports: by the logical rank of the seat. shards: names of the shards each logical rank owned at the start.
+        repair: what was ordered. reports: by the logical rank of the seat, one for each.
+        shards: names of the logical shards that each rank owned when it assembled itself first.
     """
-    found = []
-    topologies = {report.topology for report in reports.values()}
-    if len(topologies) > 1:
-        found.append(
-            f"I1 (topology): workers see {len(topologies)} different topologies: "
-            + ", ".join(f"rank {r} {report.topology}" for r, report in sorted(reports.items()))
-        )
-    found += [
-        f"I1 (topology): the worker in seat {rank} says it is rank {report.rank}"
-        for rank, report in sorted(reports.items())
-        if report.rank != rank
-    ]
+    ordered = sorted(reports.items())
+    found = _topology(ordered)
     owners: dict[str, list[int]] = {}
-    for rank, report in sorted(reports.items()):
+    for rank, report in ordered:
         for shard in report.shards:
             owners.setdefault(shard, []).append(rank)
     wanted = {shard for names in shards.values() for shard in names}
-    found += [
-        f"I2 (shard completeness): {shard} is owned by ranks {who}" for shard, who in owners.items() if len(who) > 1
-    ]
+    shared = [(shard, who) for shard, who in sorted(owners.items()) if len(who) > 1]
+    found += [f"I2 (shard completeness): {shard} is owned by ranks {_list(who)}" for shard, who in shared]
     found += [f"I2 (shard completeness): nobody owns {shard}" for shard in sorted(wanted - owners.keys())]
-    found += [
-        f"I3 (optimizer availability): rank {rank} names no source of its shard"
-        for rank, report in sorted(reports.items())
-        if not report.sources.get("owned")
-    ]
-    found += [
-        f"I4 (step atomicity): rank {rank} is at step {report.step}, the restore step is {repair.step}"
-        for rank, report in sorted(reports.items())
-        if report.step != repair.step
-    ]
+    for rank, report in ordered:
+        if report.shards and (str(rank) not in repair.sources or not report.sources.get("owned")):
+            found.append(f"I3 (optimizer availability): rank {rank} has no source of its optimizer shard")
+    for rank, report in ordered:
+        if report.step != repair.step:
+            found.append(f"I4 (step atomicity): rank {rank} is at step {report.step}, all go on from {repair.step}")
     return found
+
+
+def _topology(ordered: list[tuple[int, WorkerRepaired]]) -> list[str]:
+    found = []
+    views: dict[str, list[int]] = {}
+    for rank, report in ordered:
+        views.setdefault(report.topology, []).append(rank)
+    if len(views) > 1:
+        most = max(views, key=lambda view: len(views[view]))
+        others = [f"ranks {_list(who)} see {view}" for view, who in sorted(views.items()) if view != most]
+        found.append(
+            f"I1 (topology consistency): ranks {_list(views[most])} see topology {most}, but {'; '.join(others)}"
+        )
+    for rank, report in ordered:
+        if report.rank != rank:
+            found.append(f"I1 (topology consistency): {report.worker} in seat {rank} says it is rank {report.rank}")
+    return found
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,72 +1,125 @@
-"""Who takes an empty seat."""
+"""Who takes an empty seat, where workers are started, and where logical ranks go in a warm restart."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ft.control.state import State
+from ft.control.state import Agent, State, Vacancy, Worker
 
 
 @dataclass
 class Filling:
-    """How the seats can be filled.
+    """How the empty seats can be filled.
 
     Attributes:
-        seats: logical rank -> worker, None while a seat cannot be filled yet.
-        moves: logical rank -> (new worker, local rank). spawn: node -> workers to start there first.
-        impossible: why it can never be done, "" if it can.
+        moves: logical rank -> (worker, local rank), for as many as there are ready standbys.
+        lacking: ranks that nobody can take yet. spawn: node -> workers to start there for them.
+        reasons: why each of this. impossible: why it can never be done, "" if it can.
     """
 
-    seats: dict[int, str] | None = None
     moves: dict[int, tuple[str, int]] = field(default_factory=dict)
+    lacking: list[int] = field(default_factory=list)
     spawn: dict[str, int] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
     impossible: str = ""
 
 
-def fill_seats(state: State) -> Filling:
-    """Empty seats go to ready standbys, of the same node first; where there are too few, workers are started."""
-    empty = {rank: name for rank, name in state.seats.items() if not state.workers[name].lives}
-    ready = [w for w in state.standbys() if not _suspect(state, w.node)]
-    moves = {}
-    for rank, lost in sorted(empty.items()):
-        node = state.workers[lost].node
-        chosen = next((w for w in ready if w.node == node), ready[0] if ready else None)
-        if chosen is None:
+def fill(state: State) -> Filling:
+    """Empty seats go to ready standbys: of the same node first, unless that node is at fault itself."""
+    filling, ready = Filling(), list(state.standbys())
+    taken = {(w.node, w.local_rank) for w in state.seated()}
+    for rank, vacancy in sorted(state.vacant.items()):
+        if not ready:
+            filling.lacking.append(rank)
             continue
+        chosen = min(ready, key=lambda w: _distance(state, w, vacancy))
         ready.remove(chosen)
-        moves[rank] = (chosen.name, _local_rank(state, rank, chosen.node, moves))
-    lacking = [rank for rank in sorted(empty) if rank not in moves]
-    if lacking:
-        return _wait_for_more(state, lacking)
-    seats = {rank: moves[rank][0] if rank in moves else name for rank, name in state.seats.items()}
-    return Filling(seats, moves)
+        local_rank = _local_rank(chosen.node, vacancy, taken)
+        taken.add((chosen.node, local_rank))
+        filling.moves[rank] = (chosen.name, local_rank)
+        filling.reasons.append(f"{chosen.name} takes logical rank {rank} ({_why(state, chosen, vacancy)})")
+    if filling.lacking:
+        _spawn_for(state, filling)
+    return filling
 
 
-def _wait_for_more(state: State, lacking: list[int]) -> Filling:
-    coming = [
-        w for w in state.workers.values() if w.rank is None and w.lives and not w.ready and not _suspect(state, w.node)
-    ]
-    need = len(lacking) - len(coming) - state.spawning
+def replenish(state: State) -> dict[str, int]:
+    """Node -> standbys to start there: those that have been used or have died, where the node is sound."""
+    wanted = {}
+    for agent in usable(state.agents.values()):
+        here = [w for w in state.workers.values() if w.node == agent.node and w.rank is None and not w.left]
+        lacking = agent.standbys - len(here) - len(state.spawning.get(agent.node, ()))
+        if lacking > 0:
+            wanted[agent.node] = lacking
+    return wanted
+
+
+def usable(agents: Iterable[Agent]) -> list[Agent]:
+    """Agents on whose node workers can be started, in order of node rank."""
+    return sorted((a for a in agents if not a.gone and not a.suspect), key=lambda a: a.node_rank)
+
+
+def place_ranks(agents: Collection[Agent], world_size: int) -> dict[str, list[int]] | None:
+    """Node -> logical ranks of a fresh start: as many as it has seats, standby nodes in place of lost ones.
+
+    Where that does not suffice, suspect nodes are used, and then room that was meant for standbys. None: there is too
+    little room.
+    """
+    here = sorted((a for a in agents if not a.gone), key=lambda a: (bool(a.suspect), a.seats == 0, a.node_rank))
+    room = {agent.node: agent.seats or agent.standbys for agent in here}
+    if sum(room.values()) < world_size:
+        room = {agent.node: agent.seats + agent.standbys for agent in here}
+    taken, left = {}, world_size
+    for agent in here:
+        taken[agent.node] = min(room[agent.node], left)
+        left -= taken[agent.node]
+    if left:
+        return None
+    ranks, following = {}, 0
+    for agent in sorted(here, key=lambda a: a.node_rank):
+        if count := taken[agent.node]:
+            ranks[agent.node] = list(range(following, following + count))
+            following += count
+    return ranks
+
+
+def _distance(state: State, worker: Worker, vacancy: Vacancy) -> tuple[bool, bool]:
+    agent = state.agents[worker.node]
+    return bool(agent.suspect), worker.node != vacancy.node
+
+
+def _why(state: State, worker: Worker, vacancy: Vacancy) -> str:
+    suspect = state.agents[worker.node].suspect
+    if suspect:
+        return f"its node is suspect, but no other has a standby: {suspect}"
+    if worker.node == vacancy.node:
+        return "same node"
+    why = state.agents[vacancy.node].suspect
+    return f"another node, because {why}" if why else "another node, no standby is ready on that of the lost worker"
+
+
+def _local_rank(node: str, vacancy: Vacancy, taken: set[tuple[str, int]]) -> int:
+    """The lost worker's device if it is on this node, else the first that nobody uses."""
+    if node == vacancy.node and (node, vacancy.local_rank) not in taken:
+        return vacancy.local_rank
+    return next(i for i in range(len(taken) + 1) if (node, i) not in taken)
+
+
+def _spawn_for(state: State, filling: Filling) -> None:
+    """Workers that are starting already count; for the other seats one is started, where possible on a sound node."""
+    starting = [w for w in state.workers.values() if w.rank is None and w.meant is None and not w.ready and not w.left]
+    ordered = sum(len(times) for times in state.spawning.values())
+    need = len(filling.lacking) - len(starting) - ordered
     if need <= 0:
-        return Filling()
-    spawn: dict[str, int] = {}
-    for rank in lacking[-need:]:
-        node = state.workers[state.seats[rank]].node
-        if _suspect(state, node) or node not in state.agents:
-            node = next((a.node for a in state.agents.values() if not a.suspect), "")
-        if not node:
-            return Filling(impossible="no node is left that could start a worker for the empty seats")
-        spawn[node] = spawn.get(node, 0) + 1
-    return Filling(spawn=spawn)
-
-
-def _local_rank(state: State, rank: int, node: str, moves: dict[int, tuple[str, int]]) -> int:
-    lost = state.workers[state.seats[rank]]
-    if lost.node == node:
-        return lost.local_rank
-    taken = {w.local_rank for name in state.seats.values() if (w := state.workers[name]).lives and w.node == node}
-    taken |= {local for name, local in moves.values() if state.workers[name].node == node}
-    return next(i for i in range(len(taken) + 1) if i not in taken)
-
-
-def _suspect(state: State, node: str) -> bool:
-    agent = state.agents.get(node)
-    return agent is None or agent.suspect
+        filling.reasons.append(f"{len(starting) + ordered} worker(s) for the empty seats are starting")
+        return
+    sound = [a.node for a in usable(state.agents.values())]
+    for rank in filling.lacking[-need:]:
+        node = state.vacant[rank].node
+        if node not in sound:
+            others = sound or [a.node for a in state.agents.values() if not a.gone]
+            if not others:
+                filling.impossible = "no node is left that could start a worker for the empty seats"
+                return
+            node = min(others, key=lambda name: filling.spawn.get(name, 0))
+        filling.spawn[node] = filling.spawn.get(node, 0) + 1
+        filling.reasons.append(f"no standby is ready for logical rank {rank}: one is started on {node}")

@@ -3,119 +3,195 @@
 from dataclasses import dataclass, field
 
 from ft.control.timeouts import Timeouts
-from ft.messages import Beat, GroupReport, Holdings, Repair, WorkerRepaired
+from ft.messages import Beat, GroupReport, Repair, WorkerReleased, WorkerRepaired
 
-GATHERING, RUNNING, CLOSED, OPENED, REPAIRING, ENDED = (
-    "gathering",
-    "running",
-    "closed",
-    "opened",
-    "repairing",
-    "ended",
-)
-"""Phases. gathering: workers of a fresh start come. closed: an epoch is over and seats are not filled yet. opened: the
-next one's seats are known; survivors leave, joiners assemble. repairing: groups and state."""
+GATHERING, CLOSED, OPENED = "gathering", "closed", "opened"
+REPAIRING, RESUMING, RUNNING, ENDED = "repairing", "resuming", "running", "ended"
+"""Phases. gathering: agents and workers of a fresh start come. closed: an epoch is over, its seats are not filled yet.
+opened: the next one's seats are known; survivors leave, joiners assemble. repairing: groups and state. resuming: the
+first step is about to begin on every worker. running: it has. ended: the run is over."""
+
+EPOCH_OPEN = (OPENED, REPAIRING, RESUMING, RUNNING)
+"""Phases in which workers are in an epoch that has not been closed."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
-    """What was asked of the run."""
+    """What was asked of the run.
+
+    ``nodes``: agents to wait for. ``restarts``: warm restarts before this control plane was started, in the place of
+    one that had died. ``hot_swap``: False: every failure leads to a warm restart.
+    """
 
     nodes: int
     world_size: int
     max_restarts: int = 3
     restarts: int = 0
+    hot_swap: bool = True
     command: list[str] = field(default_factory=list)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 @dataclass
 class Agent:
+    """A node. ``beats``: what was last heard of its workers, at ``heard_at``. ``suspect``, ``gone``: why, "" if not."""
+
     node: str
     node_rank: int
     host: str
     seats: int
     standbys: int
-    last_beat: float
-    suspect: bool = False
+    heard_at: float
+    beats: dict[str, Beat] = field(default_factory=dict)
+    suspect: str = ""
+    gone: str = ""
 
 
 @dataclass
 class Worker:
-    """A process. ``rank``: the logical rank it was started for. ``killed``: an order to kill it is out.
+    """A process that lives, for all that is known.
 
-    ``released``, ``arrived``, ``resumed``: epochs that it last left, assembled for, went on in. ``released_at``: the
-    step it had committed when it left.
+    Attributes:
+        meant: logical rank it was started for, None for a standby. since: when it was started.
+        rank: logical rank it holds, None while it has no seat. local_rank: its device there.
+        empty: it has no state of its own yet. assembled: model and optimizer are built.
+        leaves: closed epoch that it has yet to leave, -1 if none. release: what it said when it last left one.
+        arrived: its groups, said when it had assembled. repaired: in the present epoch. resumed: the last epoch.
+        done: with its work, in the present epoch. left: it has ended with code 0; left_at: when.
     """
 
     name: str
     node: str
     pid: int
-    rank: int | None
+    meant: int | None
+    since: float
     address: str = ""
     ready: bool = False
-    killed: bool = False
-    exit_code: int | None = None
-    released: int = -1
-    released_at: int = 0
-    arrived: int = -1
-    groups: list[GroupReport] = field(default_factory=list)
-    holdings: Holdings = field(default_factory=Holdings)
+    rank: int | None = None
+    local_rank: int = 0
+    empty: bool = True
+    assembled: bool = False
+    leaves: int = -1
+    release: WorkerReleased | None = None
+    arrived: list[GroupReport] = field(default_factory=list)
     repaired: WorkerRepaired | None = None
     resumed: int = -1
     done: bool = False
-    local_rank: int = 0
+    left: bool = False
+    left_at: float = 0.0
 
-    @property
-    def lives(self) -> bool:
-        return self.exit_code is None and not self.killed
+
+@dataclass(frozen=True)
+class Vacancy:
+    """Who held a seat that is empty now, and on which device."""
+
+    worker: str
+    node: str
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A worker's operation in ``group`` failed at ``since``."""
+
+    since: float
+    group: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A failure that was judged, for the judgement of later ones."""
+
+    at: float
+    rank: int | None
+    step: int
+    action: str
+    key: str
+
+
+@dataclass
+class Recovery:
+    """The interruption under way. ``closed``: epoch that it began in; ``ranks``: that failed; ``released``: all have
+    left the last closed epoch; ``spoiled``: steps whose snapshots turned out unusable."""
+
+    at: float
+    closed: int
+    reason: str
+    ranks: list[int] = field(default_factory=list)
+    released: bool = False
+    spoiled: list[int] = field(default_factory=list)
 
 
 @dataclass
 class State:
-    """Everything. ``deadline``: of the phase, None without one; ``since``: when it began."""
+    """Everything.
+
+    Attributes:
+        since: when the phase began. epoch: the newest, -1 before the first. fresh: it began without state in memory.
+        attached: a worker has ever attached: the script takes part in recoveries.
+        seats: logical rank -> worker. vacant: the empty ones. spawning: node -> when workers were ordered there that
+            have not been started yet. failed_starts: standbys in a row that ended before they were ready.
+        dp_peers, shards: by logical rank, as the workers said. fired: numbers of injected faults that have happened.
+        suspicions: by worker. step: the last step that is known to be committed. repair: the last one ordered; kept:
+            groups it leaves alone. last_recovery: for the status.
+    """
 
     options: Options
     phase: str = GATHERING
     since: float = 0.0
-    deadline: float | None = None
     epoch: int = -1
+    fresh: bool = True
     step: int = 0
     restarts: int = 0
+    attached: bool = False
     agents: dict[str, Agent] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
-    beats: dict[str, tuple[float, Beat]] = field(default_factory=dict)
     seats: dict[int, str] = field(default_factory=dict)
-    joiners: set[int] = field(default_factory=set)
-    previous: dict[int, str] = field(default_factory=dict)
-    fresh_ranks: dict[str, list[int]] = field(default_factory=dict)
+    vacant: dict[int, Vacancy] = field(default_factory=dict)
+    spawning: dict[str, list[float]] = field(default_factory=dict)
+    failed_starts: int = 0
     dp_peers: dict[int, list[int]] = field(default_factory=dict)
     shards: dict[int, list[str]] = field(default_factory=dict)
-    repair: Repair | None = None
     fired: list[int] = field(default_factory=list)
-    protected: bool = False
-    standbys_asked: bool = False
-    transient: dict[int, list[float]] = field(default_factory=dict)
-    software: dict[str, int] = field(default_factory=dict)
-    leaving: int = 0
-    suspicion: tuple[float, str, str, str] | None = None
-    spawning: int = 0
-    recovering: bool = False
-    reported_release: bool = False
+    suspicions: dict[str, Suspicion] = field(default_factory=dict)
+    history: list[Incident] = field(default_factory=list)
+    repair: Repair | None = None
     kept: int = 0
-    empty: set[int] = field(default_factory=set)
+    recovery: Recovery | None = None
+    last_recovery: dict[str, str | int | float] = field(default_factory=dict)
 
-    def limits(self) -> Timeouts:
-        """The timeouts for the step time that the workers report."""
-        times = [
-            beat.step_s for name in self.seats.values() if (got := self.beats.get(name)) and (beat := got[1]).step_s
-        ]
-        return self.options.timeouts.calibrated(max(times) if times else None)
+    @classmethod
+    def begin(cls, options: Options) -> "State":
+        """Before anything was heard."""
+        return cls(options, restarts=options.restarts)
 
-    def rank_of(self, worker: str) -> int | None:
-        return next((rank for rank, name in self.seats.items() if name == worker), None)
+    def seated(self) -> list[Worker]:
+        """Workers with a seat, by logical rank."""
+        return [self.workers[self.seats[rank]] for rank in sorted(self.seats)]
 
     def standbys(self) -> list[Worker]:
         """Ready workers without a seat, in the order they were started."""
-        seated = set(self.seats.values())
-        return [w for w in self.workers.values() if w.ready and w.lives and w.name not in seated]
+        return [w for w in self.workers.values() if w.ready and w.rank is None and not w.left and w.meant is None]
+
+    def beat(self, worker: Worker) -> Beat | None:
+        """What was last heard of it."""
+        agent = self.agents.get(worker.node)
+        return agent.beats.get(worker.name) if agent is not None else None
+
+    def newest_step(self) -> int:
+        """The furthest committed step known of."""
+        beats = [beat.step for worker in self.seated() if (beat := self.beat(worker))]
+        return max([self.step, *beats])
+
+    def step_time(self) -> float | None:
+        """Seconds of the slowest worker's median step, None before one has ended."""
+        times = [beat.step_s for worker in self.seated() if (beat := self.beat(worker)) and beat.step_s]
+        return max(times, default=None)
+
+    def limits(self) -> Timeouts:
+        """The timeouts for the present step time."""
+        return self.options.timeouts.calibrated(self.step_time())
+
+    def enter(self, phase: str, now: float) -> None:
+        self.phase, self.since = phase, now

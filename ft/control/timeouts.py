@@ -1,7 +1,6 @@
 """Every timeout of the fault path, in one table."""
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, fields, replace
 
 from ft.errors import UserError
 
@@ -11,52 +10,87 @@ class Timeouts:
     """All in seconds.
 
     Attributes:
-        beat_s: between two heartbeats of a worker.
-        agent_beat_s: between two of an agent.
-        silent_s: without a heartbeat a worker counts as hung.
-        stall_s: computing for longer, while others wait for it, a worker counts as hung; grows with the step time.
-        start_s: allowance in place of stall_s until the first step has ended: caches, compilation.
-        suspicion_s: a connection was lost: so long the death behind it has to be seen before the connection is blamed.
-        collective_s: all wait and nobody computes: connections are at fault; grows with the step time.
-        agent_lost_s: without a heartbeat of its agent a node counts as lost.
-        verdict_s: a worker whose connection failed waits so long for the verdict.
-        drain_s: to leave a closed epoch; grows with the step time.
-        assemble_s: for a joiner to be ready to connect.
-        repair_s: to rebuild groups and restore state.
-        join_s: for all agents and workers to come at the start.
+        beat_s: between two heartbeats of a worker; a thread sends them, so they say that the process lives.
+        agent_beat_s: between two of an agent; they carry all that its workers said.
+        stopped_s: without a heartbeat, a worker whose process is stopped (state T) counts as hung: it cannot go on.
+        silent_s: without a heartbeat, another worker counts as hung: a busy machine delays a thread, not for so long.
+        silent_start_s: in place of silent_s until the first step has ended: imports, compilation hold the interpreter.
+        suspicion_s: a connection was lost: so long the death behind it may be on its way; then itself is blamed.
+        agent_lost_s: without a heartbeat of its agent a node counts as lost: several must be missing, not one.
+        stall_s: a worker that beats, and computes while others wait, counts as hung: it may be saving; + 3 steps.
+        start_s: in place of stall_s until a worker's first step has ended: compilation, caches, first allocations.
+        collective_s: all wait and nobody computes: a connection is at fault, not a slow worker; + 3 steps.
+        drain_s: to leave a closed epoch: the step's next group operation, or a copy to host memory, ends it; + 3 steps.
+        verdict_s: a worker whose connection failed waits so long for the epoch to be closed, before it raises.
+        repair_s: to rebuild groups and restore state; the same again for the first step to begin.
+        assemble_s: for a joiner to build its model and optimizer.
+        ready_s: for a worker that was started to attach: imports, on a machine that is busy with training.
+        leave_s: a worker has ended well: for so long the others may go on before that counts as a loss.
+        join_s: for all agents to come and for all workers to attach at the start.
     """
 
     beat_s: float = 0.1
     agent_beat_s: float = 0.25
+    stopped_s: float = 0.25
     silent_s: float = 1.0
-    stall_s: float = 2.0
-    start_s: float = 300.0
+    silent_start_s: float = 30.0
     suspicion_s: float = 0.3
-    collective_s: float = 5.0
     agent_lost_s: float = 3.0
-    verdict_s: float = 20.0
-    drain_s: float = 5.0
-    assemble_s: float = 120.0
+    stall_s: float = 10.0
+    start_s: float = 300.0
+    collective_s: float = 15.0
+    drain_s: float = 20.0
+    verdict_s: float = 40.0
     repair_s: float = 60.0
+    assemble_s: float = 120.0
+    ready_s: float = 180.0
+    leave_s: float = 15.0
     join_s: float = 600.0
 
-    def check(self) -> None:
-        """Raises ``UserError`` where a timeout does not fit those it has to be longer than."""
-        ladder = ("beat_s", "silent_s", "agent_lost_s", "drain_s", "verdict_s", "repair_s", "join_s")
-        for shorter, longer in pairwise(ladder):
-            if getattr(self, shorter) > getattr(self, longer):
-                pair = f"{shorter} = {getattr(self, shorter):g} s and {longer} = {getattr(self, longer):g} s"
-                raise UserError(f"timeouts {pair} are the wrong way round", f"make {longer} the longer one")
-        if not self.beat_s < self.stall_s <= self.collective_s:
-            raise UserError("timeouts must be beat_s < stall_s <= collective_s", "see ft.control.timeouts")
+    def check(self) -> "Timeouts":
+        """Returns itself.
+
+        Raises:
+            UserError: one is not positive, or not longer than those it waits for.
+        """
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+                raise UserError(f"timeout {entry.name} is {value!r}", "give a positive number of seconds")
+        for shorter, longer in _LADDER:
+            if not getattr(self, shorter) < getattr(self, longer):
+                raise UserError(
+                    f"timeout {longer} = {getattr(self, longer):g} s is not longer than "
+                    f"{shorter} = {getattr(self, shorter):g} s, which has to run out first",
+                    f"make {longer} longer or {shorter} shorter",
+                )
+        return self
 
     def calibrated(self, step_s: float | None) -> "Timeouts":
-        """With those that depend on the step time set by its median; ``None``: no step has ended yet."""
+        """Those that a step may hold up, longer by three step times. ``step_s``: None before a step has ended."""
         if step_s is None:
-            return replace(self, stall_s=self.start_s, collective_s=self.start_s, drain_s=max(self.drain_s, 30.0))
-        return replace(
-            self,
-            stall_s=self.stall_s + 2.0 * step_s,
-            collective_s=self.collective_s + 10.0 * step_s,
-            drain_s=self.drain_s + 2.0 * step_s,
-        )
+            return replace(self, stall_s=self.start_s, collective_s=self.start_s)
+        slack = 3.0 * step_s
+        grown = {name: getattr(self, name) + slack for name in ("stall_s", "collective_s", "drain_s", "verdict_s")}
+        return replace(self, **grown)
+
+
+_LADDER = (
+    ("beat_s", "stopped_s"),
+    ("stopped_s", "silent_s"),
+    ("silent_s", "silent_start_s"),
+    ("agent_beat_s", "agent_lost_s"),
+    ("silent_s", "agent_lost_s"),
+    ("silent_s", "stall_s"),
+    ("stall_s", "start_s"),
+    ("stall_s", "collective_s"),
+    ("agent_lost_s", "drain_s"),
+    ("collective_s", "drain_s"),
+    ("suspicion_s", "verdict_s"),
+    ("collective_s", "verdict_s"),
+    ("drain_s", "repair_s"),
+    ("drain_s", "assemble_s"),
+    ("assemble_s", "join_s"),
+    ("ready_s", "join_s"),
+)
+"""(shorter, longer): what has to be noticed first, so that the longer one does not act on its consequences."""

@@ -59,6 +59,8 @@ class Session:
         self.progress = Progress(lambda: self.groups.waiting() if self.groups is not None else None)
         self.server = SnapshotServer(_own_address(environment))
         self._left = threading.Event()
+        self._lock = threading.Lock()
+        self._closed_epoch = -1
         self._when_closed: list[Callable[[int, str], None]] = []
         self.orders = Orders(self._on_close)
         self.link = Link.connect(environment)
@@ -89,8 +91,10 @@ class Session:
         self.local_rank = self.seats[rank].local_rank
         self.fired = set(opened.fired)
         self.progress.epoch = opened.epoch
-        self._left.clear()
-        self.closed = False
+        with self._lock:
+            self.closed = self._closed_epoch >= opened.epoch
+            if not self.closed:
+                self._left.clear()
 
     def init_process_group(self, device_backend: str) -> None:
         """Makes torch.distributed's default group, and with it all groups made from then on, follow the epochs."""
@@ -136,9 +140,11 @@ class Session:
         self.link.close()
 
     def _on_close(self, order: Close) -> None:
-        if order.epoch < self.epoch:
-            return
-        self.closed = True
+        with self._lock:
+            self._closed_epoch = max(self._closed_epoch, order.epoch)
+            if order.epoch < self.epoch:
+                return
+            self.closed = True
         if self.groups is not None:
             self.groups.close(order.epoch, order.reason)
         for interrupt in self._when_closed:

@@ -1,0 +1,45 @@
+"""Dataclasses to JSON values and back, by their type hints."""
+
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+def to_json(value: Any) -> Any:
+    """JSON values of dataclasses, lists, mappings and scalars."""
+    if is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """What ``to_json`` made of a ``kind``.
+
+    Raises:
+        TypeError, KeyError: it is of another shape.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        options = [option for option in arguments if option is not type(None)]
+        return from_json(options[0], value) if len(options) == 1 else value
+    if origin is list:
+        return [from_json(arguments[0], item) for item in value]
+    if origin is dict:
+        return {arguments[0](key): from_json(arguments[1], item) for key, item in value.items()}
+    if is_dataclass(kind):
+        hints = _hints(kind)
+        return kind(**{name: from_json(hints[name], item) for name, item in value.items()})
+    return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

@@ -1,0 +1,253 @@
+"""Hand-made histories for the control plane: who says what, when; and what it orders in return."""
+
+import json
+from dataclasses import replace
+
+from ft import messages as m
+from ft.control.codec import from_json, to_json
+from ft.control.controller import decide, next_deadline
+from ft.control.state import Options, State
+from ft.control.timeouts import Timeouts
+
+LIMITS = Timeouts()
+
+
+class World:
+    """A run in which the test plays agents and workers.
+
+    Logical ranks 2k and 2k+1 are data-parallel peers that hold each other's copies; with ``dp=False`` there are none,
+    and rank r's copy is at r+1. Decisions on news are taken on a state that has been through JSON.
+    """
+
+    def __init__(self, world_size=4, nodes=1, standbys=1, standby_nodes=0, dp=True, **options):
+        self.options = Options(nodes=nodes + standby_nodes, world_size=world_size, **options)
+        self.state = State.begin(self.options)
+        self.now, self.calls = 100.0, 0
+        self.journal = None
+        self.nodes, self.dp = nodes, dp
+        self.seats_per_node = world_size // nodes
+        self.standbys_of = {f"n{i}": standbys for i in range(nodes)}
+        self.standbys_of |= {f"n{nodes + i}": self.seats_per_node for i in range(standby_nodes)}
+        self.decisions, self.orders = [], []
+        self.started = dict.fromkeys(self.standbys_of, 0)
+        self.node_of: dict[str, str] = {}
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def say(self, *reports):
+        """Each report in turn; returns the orders that they lead to."""
+        made = []
+        for report in reports:
+            made += self._decide(report)
+        return made
+
+    def wait(self, seconds, beats=True):
+        """Time passes as in the side-car, with the agents beating (or those named); returns the orders."""
+        made, end = [], self.now + seconds
+        while self.now < end:
+            self.now = min(end, next_deadline(self.state, self.now))
+            for node, agent in self.state.agents.items():
+                if beats is True or (beats and node in beats):
+                    self._decide(m.AgentBeat(node, dict(agent.beats)))
+            made += self._decide(None)
+        return made
+
+    def _decide(self, report):
+        is_news = report is not None and not isinstance(report, m.AgentBeat)
+        self.calls += 1
+        if is_news:
+            self.state = from_json(State, json.loads(json.dumps(to_json(self.state))))
+        before = to_json(self.state) if self.calls % 20 == 0 else None
+        decisions = decide(self.state, self.now, report)
+        if report is None and not decisions and before:
+            assert to_json(self.state) == before, "time passed, nothing was decided, and yet the state changed"
+        for decision in decisions:
+            assert decision.reason
+        self.decisions += decisions
+        if self.journal is not None:
+            self.journal.enter(self.now, report, decisions)
+        made = [order for decision in decisions for order in decision.orders]
+        self.orders += made
+        return made
+
+    # --- what was decided --------------------------------------------------------------------------------------------
+
+    @property
+    def reasons(self):
+        return "\n".join(decision.reason for decision in self.decisions)
+
+    @property
+    def last(self):
+        """The reasons of the last decision."""
+        return self.decisions[-1].reason
+
+    def events(self, name):
+        return [note.values for decision in self.decisions for note in decision.events if note.name == name]
+
+    def worker(self, rank):
+        return self.state.seats[rank]
+
+    def holder(self, rank):
+        """Who holds a logical rank now; None if what was just said has emptied the seat."""
+        return self.state.workers.get(self.state.seats.get(rank, ""))
+
+    # --- parts of histories ------------------------------------------------------------------------------------------
+
+    def join(self):
+        for i, (node, standbys) in enumerate(self.standbys_of.items()):
+            seats = self.seats_per_node if i < self.nodes else 0
+            self.say(m.AgentJoined(node, i, f"host{i}", seats, standbys))
+        return self
+
+    def start_workers(self, ranks=None, ready=True):
+        """The workers of a fresh start; ``ranks``: node -> logical ranks."""
+        per = self.seats_per_node
+        ranks = ranks or {f"n{i}": list(range(i * per, (i + 1) * per)) for i in range(self.nodes)}
+        made = []
+        for node, here in ranks.items():
+            for rank in here:
+                name = self.start_worker(node, rank)
+                if ready:
+                    made += self.ready(name)
+        return made
+
+    def start_worker(self, node, rank=None):
+        number = self.started.get(node, 0)
+        name, self.started[node] = f"{node}.w{number}", number + 1
+        self.node_of[name] = node
+        self.say(m.WorkerStarted(name, node, 1000 + len(self.node_of), rank))
+        return name
+
+    def ready(self, name):
+        return self.say(m.WorkerReady(name, self.node_of[name], f"{name}:1"))
+
+    def start_spawned(self, orders):
+        """Carries ``Spawn`` orders out; returns the new standbys."""
+        names = []
+        for order in orders:
+            if isinstance(order, m.Spawn):
+                names += [self.start_worker(order.node) for _ in range(order.count)]
+        return names
+
+    def run(self, step=5):
+        """From nothing to training, with the standbys ready."""
+        self.join()
+        self.begin(self.start_workers(), step)
+        return self
+
+    def begin(self, orders, step=5):
+        """A fresh epoch has been opened by ``orders``: it gets to train, and standbys come up."""
+        epoch = opened(orders).epoch
+        for rank in sorted(self.state.seats):
+            peers = self.peers(rank)
+            detail = {"dp_peers": {str(rank): peers}, "shards": {str(rank): [f"optimizer {rank}"]}}
+            self.say(m.Observed("layout", detail))
+        made = []
+        for rank in sorted(self.state.seats):
+            made += self.say(m.WorkerResumed(self.worker(rank), epoch, 0))
+        for name in self.start_spawned(made):
+            self.ready(name)
+        self.beat(step)
+
+    def peers(self, rank):
+        return [rank, rank ^ 1] if self.dp and len(self.state.seats) % 2 == 0 else [rank]
+
+    def beat(self, step=5, **changes):
+        """All agents beat; ``changes``: r<rank>=Beat fields for one worker, ``all`` for every one."""
+        for node in self.standbys_of:
+            here = {}
+            for rank, name in self.state.seats.items():
+                if self.node_of[name] == node:
+                    beat = m.Beat(0.0, self.state.epoch, step, "compute", 0.05, f"step {step + 1}", 0.1, 0)
+                    here[name] = replace(beat, **changes.get("all", {}), **changes.get(f"r{rank}", {}))
+            self.say(m.AgentBeat(node, here))
+
+    def exit(self, name, code=-9, attached=True):
+        return self.say(m.WorkerExited(name, self.node_of[name], code, attached))
+
+    def kill(self, rank, code=-9):
+        return self.exit(self.worker(rank), code)
+
+    def fail(self, rank, *kinds, message="it broke", step=5, epoch=None):
+        epoch = self.state.epoch if epoch is None else epoch
+        return self.say(m.WorkerFailed(self.worker(rank), epoch, step, [*kinds, "Exception"], message))
+
+    def holdings(self, rank, step=5):
+        """What the worker of ``rank`` holds by default: its own snapshot, and that of its neighbour."""
+        world = self.options.world_size
+        other = rank ^ 1 if self.dp else (rank - 1) % world
+        return m.Holdings([step], {str(other): [step]})
+
+    def release(self, *ranks, epoch=None, step=5, holdings=None):
+        """The survivors among ``ranks`` (default: all who owe it) leave the closed epoch."""
+        made = []
+        for rank in ranks or sorted(self.state.seats):
+            worker = self.holder(rank)
+            if worker is None or (worker.leaves < 0 and epoch is None and not ranks):
+                continue
+            held = m.Holdings() if worker.empty else (holdings or {}).get(rank, self.holdings(rank, step))
+            left = worker.leaves if epoch is None else epoch
+            made += self.say(m.WorkerReleased(worker.name, left, step, groups(self, rank), held))
+        return made
+
+    def arrive(self, *ranks):
+        made = []
+        for rank in ranks or sorted(self.state.seats):
+            worker = self.holder(rank)
+            if worker is not None and worker.empty:
+                made += self.say(m.WorkerArrived(worker.name, self.state.epoch, groups(self, rank)))
+        return made
+
+    def repair(self, *ranks, **changes):
+        order = self.state.repair
+        made = []
+        for rank in ranks or sorted(self.state.seats):
+            if self.holder(rank) is None:
+                continue
+            source = order.sources[str(rank)]
+            how = "own" if source.owned == rank else f"copy:{source.owned}"
+            said = m.WorkerRepaired(
+                *(self.worker(rank), order.epoch, rank, order.step, "topology", [f"optimizer {rank}"]),
+                *(1, 1, 0, {"owned": how, "replicated": how}, 0.01, 0.02),
+            )
+            made += self.say(replace(said, **changes.get(f"r{rank}", {})))
+        return made
+
+    def resume(self):
+        made = []
+        for rank in sorted(self.state.seats):
+            if self.holder(rank) is not None:
+                made += self.say(m.WorkerResumed(self.worker(rank), self.state.epoch, self.state.step))
+        return made
+
+    def recover(self, step=5):
+        """Plays everybody's part from an opened epoch to training; returns the orders."""
+        made = self.release(step=step) + self.arrive() + self.repair() + self.resume()
+        for name in self.start_spawned(made):
+            self.ready(name)
+        return made
+
+
+def groups(world, rank):
+    """Two groups: all ranks, and the pair of data-parallel peers."""
+    everyone = sorted(world.state.seats)
+    pair = sorted({rank, rank ^ 1})
+    return [
+        m.GroupReport("world", everyone, True, False, 7),
+        m.GroupReport(f"pair{pair[0]}", pair, True, False, 7),
+    ]
+
+
+def kinds(orders):
+    return [type(order).__name__ for order in orders]
+
+
+def only(orders, kind):
+    """The one order of a kind."""
+    found = [order for order in orders if isinstance(order, kind)]
+    assert len(found) == 1, f"{kind.__name__} in {kinds(orders)}"
+    return found[0]
+
+
+def opened(orders):
+    return only(orders, m.Open)

@@ -1,0 +1,206 @@
+"""The parts of the control plane's judgement, each by itself."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ft.control import history, liveness, sources, verdict
+from ft.control.codec import from_json, to_json
+from ft.control.liveness import View
+from ft.control.membership import place_ranks
+from ft.control.state import Agent, Incident, State
+from ft.control.timeouts import Timeouts
+from ft.errors import UserError
+from ft.messages import Beat, Holdings, Source
+
+LIMITS = Timeouts()
+
+
+@pytest.mark.parametrize(
+    "kinds, message, category, action",
+    [
+        (["UserError", "FtError"], "no such file", verdict.USER, verdict.STOP),
+        (["ReplaceNodeError", "FtError"], "bad NIC", verdict.HOST, verdict.REPLACE),
+        (["RecoverableError", "FtError"], "group pp: timed out", verdict.TRANSIENT, verdict.RETRY),
+        (["EpochClosed", "RecoverableError"], "epoch 3 is closed", verdict.TRANSIENT, verdict.RETRY),
+        (["FallbackError", "FtError"], "no usable snapshot", verdict.NETWORK, verdict.RESTART),
+        (["AcceleratorError", "RuntimeError"], "CUDA error: uncorrectable ECC error", verdict.DEVICE, verdict.REPLACE),
+        (["AcceleratorError", "RuntimeError"], "an illegal memory access", verdict.DEVICE, verdict.REPLACE),
+        (["AcceleratorError", "RuntimeError"], "CUDA error: unknown", verdict.DEVICE, verdict.REPLACE),
+        (["RuntimeError"], "NVRM: Xid 79: GPU has fallen off the bus", verdict.DEVICE, verdict.REPLACE),
+        (["AcceleratorError", "RuntimeError"], "device-side assert triggered", verdict.SOFTWARE, verdict.RESTART),
+        (["OutOfMemoryError", "RuntimeError"], "CUDA out of memory.", verdict.SOFTWARE, verdict.RESTART),
+        (["DistBackendError", "RuntimeError"], "ncclRemoteError: peer is gone", verdict.TRANSIENT, verdict.RETRY),
+        (["DistBackendError", "RuntimeError"], "ncclSystemError: NIC", verdict.NETWORK, verdict.REPLACE),
+        (["DistBackendError", "RuntimeError"], "ncclInvalidUsage", verdict.SOFTWARE, verdict.RESTART),
+        (["DistNetworkError", "RuntimeError"], "socket gone", verdict.TRANSIENT, verdict.RETRY),
+        (["ConnectionResetError", "ConnectionError", "OSError"], "reset", verdict.TRANSIENT, verdict.RETRY),
+        (["RuntimeError"], "[gloo/transport/tcp] Connection closed by peer", verdict.TRANSIENT, verdict.RETRY),
+        (["OSError"], "[Errno 28] No space left on device", verdict.NETWORK, verdict.REPLACE),
+        (["OSError"], "[Errno 5] Input/output error: '/data'", verdict.NETWORK, verdict.REPLACE),
+        (["MemoryError"], "", verdict.HOST, verdict.REPLACE),
+        (["KeyError", "LookupError"], "'loss'", verdict.SOFTWARE, verdict.RESTART),
+        ([], "", verdict.SOFTWARE, verdict.RESTART),
+    ],
+)
+def test_exceptions_are_judged_by_the_table(kinds, message, category, action):
+    found = verdict.of_error(kinds, message)
+    assert (found.category, found.action) == (category, action)
+    assert found.reason
+
+
+@pytest.mark.parametrize(
+    "code, category, action, word",
+    [
+        (-9, verdict.HOST, verdict.REPLACE, "SIGKILL"),
+        (-11, verdict.HOST, verdict.REPLACE, "SIGSEGV"),
+        (-7, verdict.HOST, verdict.REPLACE, "SIGBUS"),
+        (-6, verdict.HOST, verdict.REPLACE, "SIGABRT"),
+        (-200, verdict.HOST, verdict.REPLACE, "signal 200"),
+        (1, verdict.SOFTWARE, verdict.RESTART, "code 1"),
+        (2, verdict.USER, verdict.STOP, "code 2"),
+        (0, verdict.SOFTWARE, verdict.REPLACE, "code 0"),
+    ],
+)
+def test_exits_are_judged_by_code_and_signal(code, category, action, word):
+    found = verdict.of_exit(code)
+    assert (found.category, found.action) == (category, action)
+    assert word in found.reason
+
+
+def test_silence_says_what_the_process_is_at():
+    assert "stopped" in verdict.of_silence(0.3, "T").reason
+    assert "blocked in the kernel" in verdict.of_silence(1.2, "D").reason
+    assert "alive but silent" in verdict.of_silence(1.2, "R").reason
+
+
+def test_two_retries_are_enough():
+    retry = verdict.of_error(["RecoverableError"], "lost")
+    past: list[Incident] = []
+    for at in (0.0, 10.0):
+        assert history.weigh(past, at, 1, 5, retry).action == verdict.RETRY
+        history.record(past, at, 1, 5, retry)
+    assert history.weigh(past, 20.0, 1, 5, retry).action == verdict.REPLACE
+    assert history.weigh(past, 20.0, 2, 5, retry).action == verdict.RETRY, "another rank"
+    assert history.weigh(past, 500.0, 1, 50, retry).action == verdict.RETRY, "long ago"
+
+
+def test_history_is_bounded():
+    past: list[Incident] = []
+    for at in range(1000):
+        history.record(past, float(at), 0, at, verdict.of_exit(-9))
+    assert len(past) <= 200 and past[-1].step == 999
+
+
+def test_the_default_timeouts_fit_each_other():
+    assert LIMITS.check() is LIMITS
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"silent_s": 0.2}, "silent_s = 0.2 s is not longer than stopped_s = 0.25 s"),
+        ({"agent_lost_s": 0.1}, "agent_lost_s = 0.1 s is not longer than agent_beat_s = 0.25 s"),
+        ({"stall_s": 30.0}, "collective_s = 15 s is not longer than stall_s = 30 s"),
+        ({"drain_s": 90.0}, "repair_s = 60 s is not longer than drain_s = 90 s"),
+        ({"beat_s": 0.0}, "beat_s is 0.0"),
+        ({"beat_s": "soon"}, "beat_s is 'soon'"),
+    ],
+)
+def test_timeouts_that_do_not_fit_are_refused(changes, words):
+    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+        replace(LIMITS, **changes).check()
+
+
+def test_timeouts_follow_the_step_time():
+    slow = LIMITS.calibrated(20.0)
+    assert (slow.stall_s, slow.drain_s) == (70.0, 80.0)
+    assert LIMITS.calibrated(None).stall_s == LIMITS.start_s
+    assert slow.beat_s == LIMITS.beat_s
+
+
+def view(doing="compute", since_s=0.0, step_s=0.1, done=False):
+    return View(Beat(0.0, 0, 5, doing, since_s, "here", step_s, 0), 0.0, done)
+
+
+def test_who_computes_while_others_wait_is_the_culprit():
+    found = liveness.stalled({"a": view("wait", 30.0), "b": view("compute", 11.0), "c": view()}, LIMITS)
+    assert [culprit.worker for culprit in found] == ["b"]
+    assert found[0].limit_s == pytest.approx(10.3)
+
+
+def test_who_saves_while_others_wait_is_no_culprit():
+    assert liveness.stalled({"a": view("wait", 30.0), "b": view("aside", 60.0)}, LIMITS) == []
+
+
+def test_who_is_done_is_no_culprit():
+    assert liveness.stalled({"a": view("wait", 30.0), "b": view("idle", 900.0, done=True)}, LIMITS) == []
+
+
+def test_the_age_of_a_beat_counts():
+    beat = Beat(2.0, 0, 5, "compute", 5.0, "here", 0.1, 0)
+    assert View(beat, 1.5).since_s == 8.5
+
+
+def test_a_standstill_needs_everybody():
+    views = {"a": view("wait", 16.0), "b": view("wait", 17.0)}
+    assert [c.worker for c in liveness.at_a_standstill(views, LIMITS)] == ["a", "b"]
+    assert liveness.at_a_standstill({**views, "c": view()}, LIMITS) == []
+    assert liveness.at_a_standstill({**views, "c": view("idle", done=True)}, LIMITS)
+    assert liveness.at_a_standstill({"a": view("wait", 14.0)}, LIMITS) == []
+    assert liveness.at_a_standstill({}, LIMITS) == []
+
+
+def test_lost_agents_are_those_that_are_quiet_while_others_are_not():
+    assert liveness.lost_agents(10.0, {"n0": 9.9, "n1": 4.0}, LIMITS) == [("n1", 6.0)]
+    assert liveness.lost_agents(10.0, {"n0": 1.0, "n1": 4.0}, LIMITS) == []
+
+
+def test_sources_take_the_newest_step_that_everybody_has():
+    peers = {0: [0, 1], 1: [0, 1]}
+    held = {0: Holdings([4, 5], {"1": [4]})}
+    step, found, _ = sources.choose([0, 1], held, peers)
+    assert step == 4 and found == {0: Source(0, 0), 1: Source(0, 0)}
+
+
+def test_the_shard_of_a_lost_rank_may_be_elsewhere_than_its_replicated_state():
+    peers = {rank: [0, 1, 2] for rank in range(3)}
+    held = {0: Holdings([5], {}), 2: Holdings([5], {"1": [5]})}
+    assert sources.choose(range(3), held, peers)[1][1] == Source(owned=2, replicated=0)
+
+
+def test_no_source_says_who_lacks_what():
+    step, found, why = sources.choose([0, 1], {0: Holdings([5])}, {0: [0, 1], 1: [0, 1]})
+    assert step is None and found == {} and why == "of step 5, nobody has all that logical rank(s) 1 need"
+    assert sources.choose([0], {}, {})[2] == "nobody holds a snapshot"
+
+
+def node(rank, seats, standbys=0, **changes):
+    return Agent(f"n{rank}", rank, "host", seats, standbys, 0.0, **changes)
+
+
+@pytest.mark.parametrize(
+    "agents, ranks",
+    [
+        ([node(0, 2), node(1, 2)], {"n0": [0, 1], "n1": [2, 3]}),
+        ([node(0, 2), node(1, 2, gone="dead"), node(2, 0, 2)], {"n0": [0, 1], "n2": [2, 3]}),
+        ([node(0, 2), node(1, 2, suspect="bad"), node(2, 0, 2)], {"n0": [0, 1], "n2": [2, 3]}),
+        ([node(0, 2), node(1, 2, suspect="bad")], {"n0": [0, 1], "n1": [2, 3]}),
+        ([node(0, 2, 2), node(1, 2, gone="dead")], {"n0": [0, 1, 2, 3]}),
+        ([node(0, 2, 1), node(1, 2, gone="dead")], None),
+    ],
+)
+def test_ranks_of_a_restart_go_to_sound_nodes_first(agents, ranks):
+    assert place_ranks(agents, 4) == ranks
+
+
+def test_the_whole_state_goes_through_json():
+    from control_world import World
+
+    world = World(standbys=2).run()
+    world.kill(1)
+    world.release(0)
+    world.fail(0, "RecoverableError")
+    text = json.dumps(to_json(world.state))
+    assert from_json(State, json.loads(text)) == world.state
