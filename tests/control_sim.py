@@ -49,7 +49,7 @@ class SimWorker:
         self.sim.at(0.0, self.go_on)
 
     def go_on(self):
-        if not self.alive or self.stopped or self.sleeping:
+        if not self.alive or self.stopped or self.spins or self.sleeping:
             return
         try:
             pause = next(self.thread)
@@ -256,7 +256,8 @@ class Sim:
             self.agents[f"n{i}"] = SimAgent(self, f"n{i}", i, seats if i < nodes else 0, count)
         self.orders, self.reasons, self.killed, self.exited = [], [], set(), set()
         self.ever = {}
-        self.faults_left = 0
+        self.faults_left = self.ambushes = 0
+        self.stuck_in = -1
 
     # --- machinery ---------------------------------------------------------------------------------------------------
 
@@ -285,6 +286,8 @@ class Sim:
             for order in decision.orders:
                 self.check_order(order)
                 self.orders.append((self.now, order))
+                if self.ambushes and isinstance(order, m.Close | m.Open | m.Repair | m.Resume):
+                    self.ambush(order)
                 for agent in self.agents.values():
                     when = max(self.now + self.delay(0.001, 0.02), agent.cut_until, agent.last_down)
                     agent.last_down = when
@@ -331,7 +334,7 @@ class Sim:
         here = self.seated()
         return (
             len(here) == self.world_size
-            and len({w.epoch for w in here}) == 1
+            and {w.epoch for w in here} - {self.stuck_in} == {here[0].epoch}
             and not any(w.closed or w.stopped or w.spins or w.failing or w.done for w in here)
         )
 
@@ -345,7 +348,7 @@ class Sim:
                 worker.copies = {worker.rank ^ 1: list(worker.own)}
                 if worker.step % 50 == 0:
                     self.checkpoint = worker.step
-                if worker.step >= self.steps and not self.faults_left:
+                if worker.step >= self.steps and self.faults_left <= self.ambushes:
                     worker.done = True
                     self.at(0.0, worker.go_on)
         self.at(STEP_S, self.train)
@@ -353,39 +356,67 @@ class Sim:
     # --- faults ------------------------------------------------------------------------------------------------------
 
     def plan(self, faults):
+        """Some faults by time, and the others a moment after an order, when a recovery is under way."""
+        self.ambushes = self.random.randint(0, faults)
         self.faults_left = faults
-        when = 5.0
-        for _ in range(faults):
+        when = self.random.choice([2.0, 10.0, 20.0])
+        for _ in range(faults - self.ambushes):
             when += self.random.choice([0.0, 0.02, 0.2, 1.0, 4.0, 15.0])
             self.at(when, self.fault)
+
+    def ambush(self, order):
+        if self.random.random() < 0.4 and (self.now > 115.0 or not order.fresh):
+            self.ambushes -= 1
+            self.at(self.random.choice([0.0, 0.05, 0.3, 1.0]), self.fault)
 
     def fault(self):
         self.faults_left -= 1
         everyone = [w for agent in self.agents.values() for w in agent.workers.values() if w.alive]
         if not everyone:
             return
-        worker, chance = self.random.choice(everyone), self.random.random()
-        if chance < 0.45:
-            self.end(worker, self.random.choice(EXITS))
-        elif chance < 0.55:
-            worker.stopped = True
-            if worker.attached:
-                self.at(0.3, self.post, worker.node, m.WorkerSilent(worker.name, worker.node, 0.3, "T"))
-        elif chance < 0.65 and worker.trains:
-            worker.spins, worker.since = True, self.now
-        elif chance < 0.75 and worker.trains:
-            worker.failing = self.random.choice(["RecoverableError", "ReplaceNodeError", "ValueError"])
-            self.at(0.0, worker.go_on)
-        elif chance < 0.85 and worker.trains:
-            worker.say(m.WorkerSuspects(worker.name, worker.epoch, "world", "Connection closed by peer"))
-        elif chance < 0.90:
-            self.damage = 0.5
-        elif worker.node == "n0":  # the control plane lives there: its agent neither dies before it nor is cut off
-            self.end(worker, -9)
-        elif chance < 0.95:
-            self.agents[worker.node].cut_until = self.now + self.random.choice([0.5, 2.0, 8.0])
+        worker = self.random.choice(everyone)
+        kinds = {self.die: 9, self.freeze: 3, self.spin: 4, self.leave: 1, self.say_damaged: 1, self.lose_node: 2}
+        if worker.trains:
+            kinds |= {self.fail: 3, self.suspect: 2, self.stand_still: 1}
+        self.random.choices(list(kinds), list(kinds.values()))[0](worker)
+
+    def die(self, worker):
+        self.end(worker, self.random.choice(EXITS))
+
+    def leave(self, worker):
+        self.end(worker, self.random.choice([0, 1]))
+
+    def freeze(self, worker):
+        worker.stopped = True
+        if worker.attached:
+            self.at(0.3, self.post, worker.node, m.WorkerSilent(worker.name, worker.node, 0.3, "T"))
+
+    def spin(self, worker):
+        """It beats, and does nothing any more."""
+        worker.spins, worker.since = True, self.now
+
+    def fail(self, worker):
+        worker.failing = self.random.choice(["RecoverableError", "ReplaceNodeError", "ValueError"])
+        self.at(0.0, worker.go_on)
+
+    def suspect(self, worker):
+        worker.say(m.WorkerSuspects(worker.name, worker.epoch, "world", "Connection closed by peer"))
+
+    def stand_still(self, worker):
+        """A connection is dead and nobody notices."""
+        self.stuck_in = worker.epoch
+
+    def say_damaged(self, worker):
+        self.damage = 0.5
+
+    def lose_node(self, worker):
+        """For a while or for ever; not that of the control plane, which would die with its agent."""
+        agent = self.agents[worker.node]
+        if worker.node == "n0":
+            self.die(worker)
+        elif self.random.random() < 0.5:
+            agent.cut_until = self.now + self.random.choice([0.5, 2.0, 8.0])
         else:
-            agent = self.agents[worker.node]
             agent.alive = False
             for lost in agent.workers.values():
                 lost.alive = False
