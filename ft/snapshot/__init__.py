@@ -2,7 +2,7 @@
 
 capture   what belongs to a rank's state, out of megatron-core's objects and back into them
 store     take, wait, restore: the training loop's side
-transport what carries copies between workers; ``tcp`` is the one there is
+transport what carries copies between workers; ``tcp`` is the one there is, over streams of a ``network``: TCP or MPI
 """
 
 from ft.snapshot.peers import peers_of

@@ -1,6 +1,7 @@
 """Flags: fault tolerance. With all of them off nothing of it is loaded."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass
@@ -12,3 +13,6 @@ class FaultToleranceOptions:
 
     ft_snapshot_peers: int = 1
     """Data-parallel neighbours that hold a copy of each optimizer shard: how many of them may die in one step."""
+
+    ft_transport: Literal["tcp", "mpi"] = "tcp"
+    """What snapshots and recoveries go over; for mpi start ft run, which reads this too, with mpirun --with-ft ulfm."""
