@@ -1,5 +1,6 @@
 """The networks that snapshots go over, for tests that run over each: TCP, and MPI between two relays under mpirun."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -60,16 +61,18 @@ class Relays:
         return int((self.folder / str(node) / "pid").read_text())
 
     def close(self) -> None:
-        for node in range(self.ranks):
-            try:
-                self.signal(node, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        for signum in (signal.SIGCONT, signal.SIGTERM):
+            for node in range(self.ranks):
+                with contextlib.suppress(ProcessLookupError):
+                    self.signal(node, signum)
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            for node in range(self.ranks):
+                with contextlib.suppress(ProcessLookupError):
+                    self.signal(node, signal.SIGKILL)
         shutil.rmtree(self.folder)
 
 

@@ -16,7 +16,7 @@ STEPS = 120
 
 def test_a_worker_and_then_a_node_are_replaced_over_mpi(corpus, reference, tmp_path):
     run = MpiRun(tmp_path, flags(corpus, f"{LAYOUT} --ft-transport mpi", STEPS))
-    run.wait_for(lambda: run.step() >= 5)
+    run.wait_for(lambda: run.step() >= 5 and run.standbys() >= {"n0.w2", "n2.w0", "n2.w1"})
     assert list(run.relays()) == ["n0", "n1", "n2"]
     os.kill(run.holder("n0"), signal.SIGKILL)
     run.wait_for(lambda: run.step() >= 30)
@@ -49,9 +49,15 @@ class MpiRun(Running):
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             )
 
+    def standbys(self) -> set[str]:
+        return {event.worker for event in self.so_far().named("standby_ready")}
+
+    def so_far(self) -> Finished:
+        return Finished(0, "", self.folder)
+
     def seats(self) -> dict[str, str]:
         """Who holds each logical rank in the newest epoch."""
-        return Finished(0, "", self.folder).named("epoch_opened")[-1].detail["seats"]
+        return self.so_far().named("epoch_opened")[-1].detail["seats"]
 
     def relays(self) -> dict[str, psutil.Process]:
         """The MPI process of each node that is left."""

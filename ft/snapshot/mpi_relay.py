@@ -26,6 +26,7 @@ from ft.snapshot.mpi_world import World
 
 _HOT_S, _PAUSE_S = 0.002, 0.001
 _MAX_STREAMS = 1024
+_LEAVE_S = 5.0
 
 
 def listen(folder: Path) -> socket.socket:
@@ -175,7 +176,9 @@ def main() -> None:
     folder.mkdir(parents=True)
     (folder / "pid").write_text(str(os.getpid()))
     listener = listen(folder)
-    Relay(World(), folder, listener).run(lambda: bool(ended))
+    world = World()
+    Relay(world, folder, listener).run(lambda: bool(ended))
+    world.leave(_LEAVE_S)
     os._exit(0)
 
 
