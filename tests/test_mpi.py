@@ -48,6 +48,7 @@ def test_mpirun_says_which_node_this_is_and_srun_too_where_it_speaks_pmix():
     assert mpirun.read({"SLURM_PROCID": "3"}) is None
     by_srun = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
     assert mpi_world.rank_in({**by_srun, "PMIX_RANK": "3"}) == (3, 4)
+    assert mpi_world.rank_in({**by_mpirun, "PMIX_RANK": "2"}) == (2, 5)
     assert mpi_world.rank_in(by_srun) == (0, 1)
 
 

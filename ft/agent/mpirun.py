@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ft.agent import network, processes
+from ft.agent import network, processes, slurm
 from ft.errors import UserError
 from ft.snapshot import mpi, mpi_world
 from ft.snapshot.network import TRANSPORT
@@ -38,7 +38,9 @@ _START_S = 120.0
 _LEAVE_S = 15.0
 _PING_S, _PONG_S = 2.0, 3 * mpi_world.SILENT_S
 _FOR_ONE_PROCESS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "PMI2_")
-_TORCHRUN = "start one ft run on each node: mpirun --with-ft ulfm -n NODES --map-by ppr:1:node ft run ..."
+_START = (
+    "mpirun --with-ft ulfm -n NODES --map-by ppr:1:node ft run ..., or srun --mpi=pmix --ntasks-per-node=1 ft run ..."
+)
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,21 @@ def wanted(given: argparse.Namespace) -> bool:
     return (here or there) == "mpi"
 
 
-def take_part(environment: Mapping[str, str] = os.environ) -> MpiJob:
+def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> MpiJob | slurm.SlurmJob:
     """Splits this process into the node's relay, which never returns, and the agent, which returns its place.
 
     Raises:
-        UserError: MPI is not installed, was not started for this, or does not come up.
+        UserError: MPI is not installed, was not started for this or for other nodes, or does not come up.
     """
     if importlib.util.find_spec("mpi4py") is None:
         raise UserError(f"{_FLAG} mpi needs Open MPI and mpi4py, which are not installed", "pip install .[mpi]")
     settings = dict(environment)
     mpi_world.configure(settings)
-    rank, _ = mpi_world.rank_in(settings)
+    rank, size = mpi_world.rank_in(settings)
+    step = slurm.read(settings) if "OMPI_COMM_WORLD_RANK" not in settings else None
+    wanted_nodes = given.nnodes or (str(step.nnodes) if step else str(size))
+    if wanted_nodes != str(size):
+        raise UserError(f"a run on {wanted_nodes} nodes, but MPI knows {size} process(es)", _START)
     folder = Path(tempfile.mkdtemp(prefix="ft-mpi-"))
     from ft.snapshot.mpi_relay import listen
 
@@ -101,9 +107,9 @@ def take_part(environment: Mapping[str, str] = os.environ) -> MpiJob:
     for name in [name for name in os.environ if name.startswith(_FOR_ONE_PROCESS)]:
         del os.environ[name]  # they make whoever calls MPI_Init the node's one MPI process
     os.environ.update({TRANSPORT: "mpi", mpi.FOLDER: str(folder), mpi.RANK: str(rank)})
-    job = _await_word(ours)
+    told = _await_word(ours)
     threading.Thread(target=_watch, args=(relay, folder), name="ft-mpi-watch", daemon=True).start()
-    return job
+    return step or told
 
 
 def _flag_in(arguments: Sequence[str]) -> str | None:
@@ -123,7 +129,7 @@ def _await_word(ours: socket.socket) -> MpiJob:
         ready, _, _ = select.select([ours], [], [], _START_S)
         text = ours.makefile().readline() if ready else ""
     if not ready:
-        raise UserError(f"MPI has not come up on all nodes within {_START_S:g} s", _TORCHRUN)
+        raise UserError(f"MPI has not come up on all nodes within {_START_S:g} s", _START)
     if not text:
         raise UserError("this node's MPI process has ended at its start", "its own message is above")
     return MpiJob(**json.loads(text))
@@ -180,9 +186,9 @@ def _relay_until_end(agent: int, folder: Path, listener: socket.socket, word: so
 
 def _agree(world: mpi_world.World) -> MpiJob:
     """Where the nodes meet, and the run's name: what rank 0 says."""
-    host = socket.gethostname()
-    told = world.share([host, network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")])
-    first, port, job = told[0]
-    if {theirs for theirs, *_ in told} == {first}:
-        first = "127.0.0.1"
-    return MpiJob(job, world.size, world.rank, f"{first}:{port}")
+    mine = [socket.gethostname(), network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")]
+    told = [json.loads(text) for text in world.share(json.dumps(mine).encode())]
+    host, port, job = told[0]
+    if {theirs for theirs, *_ in told} == {host}:
+        host = "127.0.0.1"
+    return MpiJob(job, world.size, world.rank, f"{host}:{port}")

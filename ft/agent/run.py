@@ -43,7 +43,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     Raises:
         UserError: the flags cannot work; nothing has been started.
     """
-    job = mpirun.take_part() if mpirun.wanted(given) else None
+    job = mpirun.take_part(given) if mpirun.wanted(given) else None
     options = resolve(given, os.environ, job)
     faults = plan_faults(options)
     port = options.cluster.port or network.free_port(options.cluster.host)
