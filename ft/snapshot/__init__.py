@@ -5,8 +5,18 @@ store     take, wait, restore: the training loop's side
 transport what carries copies between workers; ``tcp`` is the one there is, over streams of a ``network``: TCP or MPI
 """
 
-from ft.snapshot.peers import peers_of
-from ft.snapshot.store import Snapshots, TakeStats
-from ft.snapshot.tcp import SnapshotServer
+_PUBLIC = {
+    "SnapshotServer": "ft.snapshot.tcp",
+    "Snapshots": "ft.snapshot.store",
+    "TakeStats": "ft.snapshot.store",
+    "peers_of": "ft.snapshot.peers",
+}
 
-__all__ = ["SnapshotServer", "Snapshots", "TakeStats", "peers_of"]
+
+def __getattr__(name: str):
+    """Loads what is asked for: an agent and its node's MPI process do without torch."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'ft.snapshot' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_PUBLIC[name]), name)

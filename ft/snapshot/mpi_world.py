@@ -4,7 +4,7 @@ Frames go from member to member in order. When MPI reports a failed process, on 
 revokes the communicator, so that all notice; all shrink it, and the world has another ``generation``. Frames under way
 between two generations are lost, those between survivors too: who used them begins again.
 
-What that takes with Open MPI 5.0.11 (tools/experiments/mpi_facts.py shows it):
+What that takes with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in tools/experiments):
 
 * Only the blocking shrink works: on a revoked communicator the test of ``MPIX_Comm_ishrink`` ends in MPI_ERR_INTERN. It
   waits for a member that hangs. For this there is Open MPI's heartbeat detector, which declares who was silent for
