@@ -131,7 +131,7 @@ class Relay:
 
     # --- other relays ------------------------------------------------------------------------------------------------
 
-    def _take(self, source: int, frame: bytearray) -> None:
+    def _take(self, source: int, frame: memoryview) -> None:
         try:
             kind, key, number, rest = unpack(frame)
         except struct.error:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
+from ft.snapshot.mpi_streams import room
 
 BEAT_S, SILENT_S = 1.0, 10.0
 _TAG = 7
@@ -56,8 +57,7 @@ class _Coming:
     """A frame that MPI is receiving."""
 
     request: Any
-    frame: bytearray
-    ended: bool = False
+    frame: memoryview
 
 
 class World:
@@ -95,7 +95,7 @@ class World:
         self._comm.Allgather([mine.ljust(_SHARED, b"\0"), self._mpi.BYTE], [everything, self._mpi.BYTE])
         return [bytes(everything[i * _SHARED : (i + 1) * _SHARED]).rstrip(b"\0") for i in range(self.size)]
 
-    def send(self, to: int, frame: bytearray | bytes) -> None:
+    def send(self, to: int, frame: bytes | memoryview) -> None:
         """Starts to send ``frame``, which must not change any more; one for who is no member is dropped."""
         place = self._place_of.get(to)
         if place is None:
@@ -105,7 +105,7 @@ class World:
         except self._mpi.Exception as error:
             self._failed(error)
 
-    def receive(self) -> list[tuple[int, bytearray]]:
+    def receive(self) -> list[tuple[int, memoryview]]:
         """(sender, frame) of what has come, each sender's in its order; also does what is to be done after a death."""
         try:
             self._accept()
@@ -116,8 +116,8 @@ class World:
             return []
 
     def leave(self, patience_s: float) -> bool:
-        """Ends MPI together with the others if all are there; whether that came about within ``patience_s``."""
-        if self.generation or not self._knows_pmix:
+        """Ends MPI together with the others; whether that came about, which takes mpirun, within ``patience_s``."""
+        if not self._knows_pmix:
             return False
         thread = threading.Thread(target=self._mpi.Finalize, daemon=True)
         thread.start()
@@ -144,14 +144,14 @@ class World:
             message = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
             if message is None:
                 return
-            frame = bytearray(status.Get_count(self._mpi.BYTE))
+            frame = room(status.Get_count(self._mpi.BYTE))
             request = message.Irecv([frame, self._mpi.BYTE])
             self._coming.setdefault(status.Get_source(), deque()).append(_Coming(request, frame))
 
     def _flush(self) -> None:
         self._going = deque((request, frame) for request, frame in self._going if not request.Test())
 
-    def _take(self) -> list[tuple[int, bytearray]]:
+    def _take(self) -> list[tuple[int, memoryview]]:
         """Large frames end later than small ones that were sent after them; here they get into their order again."""
         found = []
         for place, queue in self._coming.items():
