@@ -20,6 +20,7 @@ What that takes with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in 
 import contextlib
 import ctypes
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ BEAT_S, SILENT_S = 1.0, 10.0
 _TAG = 7
 _AT_ONCE = 16
 _SHARED = 512
+_FT_FILE = "share/openmpi/amca-param-sets/ft-mpi"
 
 
 def configure(environment: dict[str, str]) -> None:
@@ -50,6 +52,8 @@ def configure(environment: dict[str, str]) -> None:
     settings |= {"mpi_ft_propagator_with_rbcast": "1", "mpi_yield_when_idle": "1"}
     for name, value in settings.items():
         environment.setdefault(f"OMPI_MCA_{name}", value)
+    if (Path(sys.prefix) / _FT_FILE).exists():  # the wheel, which without mpirun looks for this file where it was built
+        environment.setdefault("OPAL_PREFIX", sys.prefix)
 
 
 @dataclass
@@ -81,9 +85,10 @@ class World:
         self.generation = 0
         self._use(self._first.Dup())
         self._meet_all()
+        self._comm.Barrier()
+        _forget_shared_memory()
         self._knows_pmix = not is_by_srun(os.environ)
         if not self._knows_pmix:
-            self._comm.Barrier()
             _leave_pmix()
         self._coming: dict[int, deque[_Coming]] = {}
         self._going: deque[tuple[Any, Any]] = deque()
@@ -195,11 +200,22 @@ def is_by_srun(environment: Mapping[str, str]) -> bool:
     return "OMPI_COMM_WORLD_RANK" not in environment and "SLURM_PROCID" in environment and "PMIX_RANK" in environment
 
 
+def _forget_shared_memory() -> None:
+    """Takes the name off what processes of one host share: all have it now, and who is killed tidies up nothing."""
+    for file in {word for word in _mapped() if word.startswith("/dev/shm/sm_segment.")}:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file)
+
+
 def _leave_pmix() -> None:
     """Ends this process's use of PMIx, which Open MPI has begun."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    pmix = ctypes.CDLL(next(line.split()[-1] for line in maps if "libpmix.so" in line))
+    pmix = ctypes.CDLL(next(file for file in _mapped() if "libpmix.so" in file))
     for _ in range(_AT_ONCE):
         if not pmix.PMIx_Initialized():
             return
         pmix.PMIx_Finalize(None, ctypes.c_size_t(0))
+
+
+def _mapped() -> list[str]:
+    """The files in this process's memory."""
+    return [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
