@@ -167,10 +167,15 @@ class World:
     def _failed(self, error: Exception) -> None:
         """A member has died, or another one has noticed that."""
         mpi = self._mpi
-        if error.Get_error_class() not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
-            raise error
-        self._comm.Revoke()
-        comm = self._comm.Shrink()
+        comm = None
+        while comm is None:
+            if error.Get_error_class() not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
+                raise error
+            self._comm.Revoke()
+            try:
+                comm = self._comm.Shrink()
+            except mpi.Exception as another:  # one more has died meanwhile
+                error = another
         self._of_before += self._going
         self._of_before += [(each.request, each.frame) for queue in self._coming.values() for each in queue]
         self._going.clear()
@@ -209,7 +214,10 @@ def _forget_shared_memory() -> None:
 
 def _leave_pmix() -> None:
     """Ends this process's use of PMIx, which Open MPI has begun."""
-    pmix = ctypes.CDLL(next(file for file in _mapped() if "libpmix.so" in file))
+    file = next((file for file in _mapped() if "libpmix.so" in file), None)
+    if file is None:
+        raise UserError("this Open MPI has PMIx built in, which srun's cannot do without", "start with mpirun")
+    pmix = ctypes.CDLL(file)
     for _ in range(_AT_ONCE):
         if not pmix.PMIx_Initialized():
             return
