@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ft.agent import processes
 from ft.snapshot import mpi
 from ft.snapshot.network import TcpNetwork
 
@@ -43,7 +44,13 @@ class Relays:
         command = [*mpirun(ranks), sys.executable, "-m", "ft.snapshot.mpi_relay", str(self.folder)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL),
             )
         self.ranks = ranks
         deadline = time.monotonic() + 60
