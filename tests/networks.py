@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ft.agent import processes
 from ft.snapshot import mpi
 from ft.snapshot.network import TcpNetwork
 
@@ -41,7 +40,8 @@ class Relays:
     def __init__(self, ranks: int):
         self.folder = Path(tempfile.mkdtemp(prefix="ft-mpi-"))
         self.log = self.folder / "log"
-        command = [*mpirun(ranks), sys.executable, "-m", "ft.snapshot.mpi_relay", str(self.folder)]
+        bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        command = [*bound, *mpirun(ranks), sys.executable, "-m", "ft.snapshot.mpi_relay", str(self.folder)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -50,7 +50,6 @@ class Relays:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL),
             )
         self.ranks = ranks
         deadline = time.monotonic() + 60
