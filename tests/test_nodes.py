@@ -109,11 +109,8 @@ def test_delay_and_rate_slow_a_conversation_down(lab):
 def test_power_loss_leaves_no_process_and_no_goodbye(lab):
     one, two, _ = lab.hosts
     serve(two)
-    waits = one.start(
-        [sys.executable, "-c", "import socket, sys\nprint(socket.create_connection((sys.argv[1], 5000)).recv(1))"]
-        + [two.address],
-        stdout=subprocess.DEVNULL,
-    )
+    listen = "import socket, sys; socket.create_connection((sys.argv[1], 5000)).recv(1)"
+    waits = one.start([sys.executable, "-c", listen, two.address])
     time.sleep(0.5)
     two.lose_power()
     assert two.processes() == []

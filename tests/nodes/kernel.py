@@ -1,11 +1,16 @@
-"""The few system calls that Python 3.11 has no names for."""
+"""The few system calls that Python 3.11 has no names for; run as a program, it becomes another one on a host.
+
+``python kernel.py NAMESPACE HOSTNAME PARENT COMMAND...``: NAMESPACE is a descriptor, PARENT the pid to die with.
+"""
 
 import ctypes
 import fcntl
 import os
 import signal
+import socket
 import struct
 import subprocess
+import sys
 
 NEW_NETWORK, NEW_HOSTNAME = 0x40000000, 0x04000000
 _TUNSETIFF, _TUN, _NO_HEADER = 0x400454CA, 0x0001, 0x1000
@@ -45,3 +50,19 @@ def _check(result: int, what: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def main() -> None:
+    namespace, name, parent, *command = sys.argv[1:]
+    die_with_parent()
+    if os.getppid() != int(parent):
+        sys.exit("whoever started this is gone")
+    enter_network(int(namespace))
+    os.close(int(namespace))
+    unshare(NEW_HOSTNAME)
+    socket.sethostname(name)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

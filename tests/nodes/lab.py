@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -46,7 +45,8 @@ class Host:
 
     def start(self, command: list[str], **how: Any) -> subprocess.Popen:
         """As ``Popen``; the process dies with the thread that has called this, if it has not ended before."""
-        return subprocess.Popen(command, preexec_fn=self._move_in, **how)
+        enter = [sys.executable, "-S", kernel.__file__, str(self._namespace), self.name, str(os.getpid())]
+        return subprocess.Popen([*enter, *command], pass_fds=[self._namespace], **how)
 
     def run(self, *command: str, timeout_s: float = 20.0) -> str:
         """What a command has written; raises CalledProcessError where it fails."""
@@ -102,12 +102,6 @@ class Host:
             self._lab.impair([self], self._lab.hosts, **settings)
         if into:
             self._lab.impair(self._lab.hosts, [self], **settings)
-
-    def _move_in(self) -> None:
-        kernel.die_with_parent()
-        kernel.enter_network(self._namespace)
-        kernel.unshare(kernel.NEW_HOSTNAME)
-        socket.sethostname(self.name)
 
 
 class Lab:
