@@ -36,7 +36,7 @@ ROLES = {"control": 0, "training": 1, "standby": 2}
 
 @dataclass(frozen=True)
 class Kind:
-    """``strike(fleet, host, random)`` is the fault, until its end. ``final``: the host's agent does not end by itself."""
+    """``strike(fleet, host, random)`` is the fault, until its end. ``final``: the host stays as it is then."""
 
     name: str
     strike: Callable[[Fleet, Host, random.Random], None]
@@ -92,6 +92,8 @@ def _one_way(seconds: float | None, **ways: bool):
 def _degraded(**settings: float):
     def strike(fleet, host, _):
         host.degrade(**settings)
+        time.sleep(10)
+        host.mend()
 
     return strike
 
@@ -180,7 +182,8 @@ def _judge(outcome: Outcome, done: Finished, began: float, expected: list[float]
     steps, losses = [m["step"] for m in metrics], [m["loss"] for m in metrics]
     wrong = [m["step"] for m in metrics if m["loss"] != expected[m["step"] - 1]]
     twice = len(steps) - len(set(steps))
-    outcome.losses = f"WRONG at {wrong[:5]}" if wrong else f"{len(losses)} right" + (f", {twice} TWICE" if twice else "")
+    right = f"{len(losses)} right" + (f", {twice} TWICE" if twice else "")
+    outcome.losses = f"WRONG at {wrong[:5]}" if wrong else right
 
 
 @contextmanager
