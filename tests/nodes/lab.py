@@ -67,17 +67,29 @@ class Host:
 
     def kill_all(self) -> None:
         """Ends every process at once; the kernel still says goodbye on their connections, if the network lets it."""
-        while found := [p for p in self.processes() if _lives(p)]:
-            for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: who sees another die must not tell of it
-                for process in found:
-                    with contextlib.suppress(psutil.Error):
-                        process.send_signal(number)
+        while self._signal(signal.SIGSTOP):  # first: who sees another die must not tell of it
+            self._signal(signal.SIGKILL)
             time.sleep(_LOOK_S)
 
     def lose_power(self) -> None:
         """The host is gone from one moment to the next: no connection of it is ever closed."""
         self.cut()
         self.kill_all()
+
+    def pause(self) -> None:
+        """Time stands still here, as in a virtual machine that is moved; ``go_on`` ends that."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> bool:
+        """Whether there was anybody to send it to."""
+        living = [process for process in self.processes() if _lives(process)]
+        for process in living:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+        return bool(living)
 
     # --- its cable ---------------------------------------------------------------------------------------------------
 
