@@ -12,7 +12,7 @@ from ft.groups.registry import check_torch
 
 _BACKEND = "ft-recorded"
 WORLD, EXITS, FENCE = "WORLD", "EXIT_FLAGS", "FENCE"
-"""Groups over all ranks beside core's: torch's default group, that of ``megatron.training.exits``, of ``ft.worker.guard``."""
+"""Over all ranks, beside core's own: torch's default group, and those of ``megatron.training.exits`` and ``ft.worker.guard``."""
 
 
 @dataclass(frozen=True)
