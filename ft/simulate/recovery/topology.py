@@ -12,7 +12,7 @@ from ft.groups.registry import check_torch
 
 _BACKEND = "ft-recorded"
 WORLD, EXITS, FENCE = "WORLD", "EXIT_FLAGS", "FENCE"
-"""Over all ranks, beside core's own: torch's default group, and those of ``megatron.training.exits`` and ``ft.worker.guard``."""
+"""Over all ranks, beside core's own: torch's default group, those of ``megatron.training.exits`` and of the guard."""
 
 
 @dataclass(frozen=True)
