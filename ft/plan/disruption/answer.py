@@ -66,10 +66,13 @@ class Answer:
         return self.ways[-1]
 
     @property
-    def recovery_ratio(self) -> float:
-        """Time to regain the progress that a failure found: hot-swap's, over a restart's at the given interval."""
+    def recovery_ratio(self) -> float | None:
+        """Time to regain the progress that a failure found: hot-swap's over a restart's at the given interval.
+
+        None where a restart takes none.
+        """
         theirs = self.given.cost.recovery
-        return self.hot_swap.cost.recovery / theirs if theirs else float("inf")
+        return self.hot_swap.cost.recovery / theirs if theirs else None
 
 
 def answer(plan: Plan) -> Answer:

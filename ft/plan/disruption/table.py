@@ -85,16 +85,19 @@ def _question(plan: Plan, found: Answer) -> list[str]:
 
 def _conclusions(plan: Plan, found: Answer) -> list[str]:
     theirs, ours = found.given.cost.recovery, found.hot_swap.cost.recovery
-    times = f", {1 / found.recovery_ratio:.1f} times less" if 0 < found.recovery_ratio < 1 else ""
+    ratio = found.recovery_ratio
+    times = f", {1 / ratio:.1f} times less" if ratio is not None and 0 < ratio < 1 else ""
     lines = [
         f"After a failure hot-swap regains its progress in {seconds(ours)}, a restart in {seconds(theirs)}: "
-        f"{percent(found.recovery_ratio)}{times}."
+        f"{percent(ratio)}{times}."
     ]
     step = plan.training.step_s
     lines.append(
         f"Best interval: {found.young_s / step:,.1f} steps (Young), {found.daly_s / step:,.1f} (Daly); "
         f"the table's is Young's in whole steps."
     )
+    if plan.cluster.standby_nodes:
+        lines.append("GPU hours are all that are paid for: those of standbys count as lost, for hot-swap only.")
     if plan.cluster.repair_s:
         lines.append(
             f"A failure finds no standby with probability {found.no_standby:.2g}, and the run restarts then; "

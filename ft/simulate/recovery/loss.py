@@ -81,8 +81,9 @@ def decide(groups: Sequence[GroupSpec], lost: Collection[int], *, stuck: bool, e
     """The rebuild plan after the loss of some logical ranks.
 
     Args:
-        stuck: every survivor has come to the operation in which it waits for a lost rank, or for one that waits itself:
-            the most that can have to be rebuilt. Otherwise nobody was in an operation: the least.
+        stuck: every survivor has come to the operation in which it waits for a lost rank, or for one that waits itself,
+            as after a hang. Otherwise nobody was in an operation, and no fewer groups can be rebuilt. An epoch that is
+            closed at once finds survivors in between, some still in operations that would have ended.
         experts: the model has some.
     """
     reports = _reports(groups, frozenset(lost), stuck, USED | USED_BY_EXPERTS if experts else USED)
