@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy
@@ -20,7 +22,8 @@ from ft.simulate.recovery.loss import USED, Work, blocked_in, decide, everything
 from ft.simulate.recovery.sweep import layouts, sweep
 from ft.simulate.recovery.topology import Sizes, groups_of, make_groups
 
-RESULTS = Path(__file__).parent.parent / "tools/bench/results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "tools/bench/results"
 LAYOUTS_ON_8 = [Sizes(8, tp=2, pp=2), Sizes(8, tp=2, pp=2, ep=2), Sizes(8, tp=2, cp=2), Sizes(8)]
 
 
@@ -211,6 +214,26 @@ def test_other_benchmarks_in_the_file_are_left_out(tmp_path):
     (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(one) for one in rows))
     assert read(tmp_path / "r.jsonl") == some_rows()
     assert fitting.fit(some_rows()).most_ranks == 32
+
+
+def test_the_bench_loses_a_rank_and_rebuilds_what_production_would():
+    words = [sys.executable, "tools/bench/rebuild.py", "--ranks", "4", "--pp", "2", "--rounds", "1"]
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(text) for text in done.stdout.splitlines()]
+    assert [row["kind"] for row in rows] == ["full", "least"]  # a node of 4 ranks would be all there are
+    groups = groups_of(Sizes(4, pp=2))
+    assert rows[0]["groups"] == len(everything(groups))
+    assert rows[1]["groups"] == len(decide(groups, [1], stuck=True).plan.rebuild)
+    assert all(row["wall_s"] > 0 and row["busiest_cpu_s"] > 0 and row["store_cpu_s"] > 0 for row in rows)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

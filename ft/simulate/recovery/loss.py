@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ft.control.codec import to_json
+from ft.control.codec import from_json, to_json
 from ft.groups.plan import RebuildPlan, plan_rebuild
 from ft.messages import GroupReport, WorkerReleased
 from ft.simulate.recovery.topology import EXITS, FENCE, WORLD, GroupSpec
@@ -46,13 +46,15 @@ class Decision:
 
     Attributes:
         plan: of the production code. seconds: of that code, on this machine.
-        report_bytes: of one survivor's report on the wire, the largest one. survivors: that report.
+        report_bytes: of one survivor's report on the wire. survivors: that send one.
+        read_s: reading one from the wire, on this machine; the control plane reads one after the other.
     """
 
     plan: RebuildPlan
     seconds: float
     report_bytes: int
     survivors: int
+    read_s: float
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def decide(groups: Sequence[GroupSpec], lost: Collection[int], *, stuck: bool, e
     plan = plan_rebuild(reports, lost)
     seconds = time.perf_counter() - began
     survivors = [rank for rank in reports if rank not in lost]
-    return Decision(plan, seconds, max((_size(reports[rank]) for rank in survivors[:1]), default=0), len(survivors))
+    sent, read_s = _sent_and_read(reports[survivors[0]]) if survivors else (0, 0.0)
+    return Decision(plan, seconds, sent, len(survivors), read_s)
 
 
 def work_of(groups: Iterable[GroupSpec], names: Collection[str]) -> Work:
@@ -154,5 +157,9 @@ def _reports(
     return reports
 
 
-def _size(groups: list[GroupReport]) -> int:
-    return len(json.dumps(to_json(WorkerReleased("n0.w0", 0, 0, groups)), separators=(",", ":")))
+def _sent_and_read(groups: list[GroupReport]) -> tuple[int, float]:
+    """(bytes of a survivor's report, seconds that reading it takes)."""
+    text = json.dumps(to_json(WorkerReleased("n0.w0", 0, 0, groups)), separators=(",", ":"))
+    began = time.perf_counter()
+    from_json(WorkerReleased, json.loads(text))
+    return len(text), time.perf_counter() - began

@@ -18,7 +18,10 @@ def as_text(entries: Sequence[Entry], fitted: Fit | None) -> str:
     parts += [_what(entries), ""]
     if fitted is not None:
         parts += ["Time to rebuild them, everybody blocked.", "", _times(entries, fitted), "", *_fit_notes(fitted), ""]
-    parts += ["Deciding, by the production code, run here (the decision: on one core of this machine).", ""]
+    parts += [
+        "Deciding what, by the production code on a core of this machine (reading: of one report, times their number).",
+        "",
+    ]
     parts.append(_decisions(entries))
     return "\n".join(parts)
 
@@ -39,6 +42,7 @@ def as_values(entries: Sequence[Entry], fitted: Fit | None) -> list[dict[str, An
             }
             if rebuild.decision is not None:
                 values["decision_s"] = rebuild.decision.seconds
+                values["reading_s"] = rebuild.decision.read_s * rebuild.decision.survivors
                 values["reports_bytes"] = rebuild.decision.report_bytes * rebuild.decision.survivors
             if fitted is not None:
                 values["measured_s"] = fitted.measured(entry.sizes.ranks, rebuild.kind, rebuild.most)
@@ -114,18 +118,19 @@ def _formula(line: Line) -> str:
 
 
 def _decisions(entries: Sequence[Entry]) -> str:
-    head = ("ranks", "layout", "lost", "a survivor's report", "all reports", "decision")
+    head = ("ranks", "layout", "lost", "a survivor's report", "all reports", "reading them", "decision")
     rows = [
         (
             *_place(entry, rebuild),
             _bytes(rebuild.decision.report_bytes),
             _bytes(rebuild.decision.report_bytes * rebuild.decision.survivors),
+            seconds(rebuild.decision.read_s * rebuild.decision.survivors),
             seconds(rebuild.decision.seconds),
         )
         for entry, rebuild in _each(entries)
         if rebuild.decision is not None
     ]
-    return table(head, _grouped(rows), right=(0, 3, 4, 5))
+    return table(head, _grouped(rows), right=(0, 3, 4, 5, 6))
 
 
 def _each(entries: Sequence[Entry]) -> list[tuple[Entry, Rebuild]]:
