@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch.distributed as dist
+from ft_runs import flags, ft_run
 
 from ft import cli
 from ft.errors import UserError
@@ -131,6 +132,19 @@ def test_losing_a_node_asks_for_more_groups_than_losing_a_rank_and_for_fewer_tha
     for stuck in (False, True):
         one, node = (decide(groups, lost, stuck=stuck).plan.rebuild for lost in ([0], range(8)))
         assert len(one) < len(node) < len(everything(groups))
+
+
+def test_a_real_run_uses_the_groups_that_are_said_to_be_used(tmp_path, corpus):
+    """What its survivors report of them after a kill, with the distributed optimizer, TP and PP on 4 ranks."""
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+    done = ft_run(tmp_path / "run", flags(corpus, layout, steps=6), options="--inject kill@step=3:rank=1")
+    assert done.code == 0, done.explain()
+    groups = {group.name: group for group in groups_of(Sizes(4, tp=2, pp=2))}
+    journal = [json.loads(text) for text in (done.folder / "journal.jsonl").read_text().splitlines()]
+    said = [entry["report"] for entry in journal if (entry.get("report") or {}).get("kind") == "WorkerReleased"]
+    assert said
+    used = {groups[one["name"]].purpose for report in said for one in report["groups"] if one["used"]}
+    assert used == USED & {group.purpose for group in groups.values() if len(group.ranks) > 1}
 
 
 def test_work_is_counted_by_hand():

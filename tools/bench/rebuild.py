@@ -16,9 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT)]
 
+from megatron.training.logging.quiet import quieten  # noqa: E402
+
+quieten()  # torch and megatron-core are imported below
 from ft.simulate.recovery.measure import KINDS, LAYOUTS, ROUNDS, measure  # noqa: E402
 from ft.simulate.recovery.topology import Sizes  # noqa: E402
-from megatron.training.logging.quiet import quieten  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +32,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="losses of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     given = parser.parse_args(argv)
-    quieten()
     for sizes in LAYOUTS if given.all else [Sizes(given.ranks, given.tp, given.pp, given.cp, given.ep)]:
         for row in measure(sizes, given.rounds, given.kinds):
             print(json.dumps(row), flush=True)

@@ -26,13 +26,16 @@ USED = frozenset(
 )
 """Purposes of the groups that steps of a dense model use; all others are connected at their first use, if ever."""
 
-USED_BY_EXPERTS = frozenset({"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"})
-"""What a model with experts uses besides."""
+USED_BY_EXPERTS = frozenset(
+    {"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"}
+)
+"""What a model with experts uses besides, whichever way its tokens are dispatched."""
 
 _WITHIN_A_REPLICA = (
     "TENSOR_MODEL_PARALLEL_GROUP",
     "CONTEXT_PARALLEL_GROUP",
     "EXPERT_MODEL_PARALLEL_GROUP",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
     "PIPELINE_MODEL_PARALLEL_GROUP",
 )
 """Groups of the forward and backward pass, inner ones first: a rank runs into these before it comes to the others."""
