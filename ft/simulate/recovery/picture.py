@@ -9,7 +9,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
 from ft.report import palette
-from ft.report.text import seconds
 from ft.simulate.recovery.deadpool import RECOVERY_S
 from ft.simulate.recovery.fit import Fit
 from ft.simulate.recovery.sweep import FULL, NODE, RANK, Entry
@@ -17,6 +16,9 @@ from ft.simulate.recovery.sweep import FULL, NODE, RANK, Entry
 _SIZE_IN, _DPI = (11.0, 5.4), 150
 _COLOUR = {FULL: palette.OUTCOME["restart"], NODE: "#d98e04", RANK: "#3f8f55"}
 _NAME = {FULL: "all groups", NODE: "after the loss of a node", RANK: "after the loss of a rank"}
+_WIDTH = {FULL: 2, NODE: 4.5, RANK: 2}
+"""What the loss of a node and of a rank come to is often nearly the same: one is drawn around the other."""
+
 _PAPER = palette.FAULT
 _STYLE = {"fontsize": 9, "color": palette.QUIET}
 _MOST_TICKS = 7
@@ -36,9 +38,11 @@ def draw(entries: Sequence[Entry], fitted: Fit | None, path: Path) -> None:
     _draw_connections(axes[0], entries)
     if fitted is not None:
         _draw_times(axes[1], entries, fitted)
-    handles = [Line2D([], [], color=_COLOUR[kind], linewidth=2.5, label=_NAME[kind]) for kind in (FULL, NODE, RANK)]
     style = {"frameon": False, "fontsize": 9, "labelcolor": palette.QUIET}
-    figure.legend(handles=handles, loc="outside lower left", ncols=3, **style)
+    handles = [Line2D([], [], color=_COLOUR[kind], linewidth=2.5, label=_NAME[kind]) for kind in (FULL, NODE, RANK)]
+    figure.legend(handles=handles, loc="outside lower left", ncols=1, **style)
+    if fitted is not None:
+        figure.legend(handles=_lines(), loc="outside lower right", ncols=2, **style)
     figure.savefig(path, dpi=_DPI, format="png")
 
 
@@ -47,7 +51,7 @@ def _draw_connections(axes, entries: Sequence[Entry]) -> None:
     for kind in (FULL, NODE, RANK):
         points = [(e.sizes.ranks, r.most.connections) for e in entries for r in e.rebuilds if r.kind == kind]
         if points:
-            axes.plot(*zip(*points, strict=True), color=_COLOUR[kind], linewidth=2, marker="o", markersize=4)
+            axes.plot(*zip(*points, strict=True), color=_COLOUR[kind], linewidth=_WIDTH[kind], marker="o", markersize=4)
     axes.yaxis.set_major_formatter(lambda value, _: _short(value))
 
 
@@ -60,7 +64,7 @@ def _draw_times(axes, entries: Sequence[Entry], fitted: Fit) -> None:
         ranks = [one for one, _ in found]
         spread = [fitted.spread_out(work) for _, work in found]
         here = [fitted.here.at(work) for _, work in found]
-        axes.plot(ranks, spread, color=_COLOUR[kind], linewidth=2)
+        axes.plot(ranks, spread, color=_COLOUR[kind], linewidth=_WIDTH[kind])
         axes.plot(ranks, here, color=_COLOUR[kind], linewidth=1, linestyle=(0, (4, 3)))
         measured = [(n, s) for n, work in found if (s := fitted.measured(n, kind, work)) is not None]
         if measured:
@@ -68,16 +72,17 @@ def _draw_times(axes, entries: Sequence[Entry], fitted: Fit) -> None:
     axes.plot(*zip(*RECOVERY_S.items(), strict=True), color=_PAPER, marker="D", markersize=6, linewidth=1, zorder=4)
     axes.axvspan(fitted.most_ranks, axes.get_xlim()[1], color=palette.FAINT, alpha=0.35, linewidth=0, zorder=0)
     axes.text(fitted.most_ranks * 1.08, 0.99, "extrapolated", transform=axes.get_xaxis_transform(), va="top", **_STYLE)
-    axes.yaxis.set_major_formatter(lambda value, _: seconds(value))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms")
+
+
+def _lines() -> list[Line2D]:
     ink = palette.QUIET
-    handles = [
-        Line2D([], [], color=ink, marker="o", linestyle="", label="measured here, all ranks on its cores"),
-        Line2D([], [], color=ink, linewidth=1, linestyle=(0, (4, 3)), label="fit, all ranks on these cores"),
-        Line2D([], [], color=ink, linewidth=2, label="fit, a core per rank, no network"),
+    return [
+        Line2D([], [], color=ink, marker="o", linestyle="", label="measured, all ranks on this machine's cores"),
+        Line2D([], [], color=ink, linewidth=1, linestyle=(0, (4, 3)), label="fit to that"),
+        Line2D([], [], color=ink, linewidth=2, label="fit, a core per rank and no network"),
         Line2D([], [], color=_PAPER, marker="D", linewidth=1, label="DEADPOOL, whole recovery"),
     ]
-    style = {"frameon": False, "fontsize": 8.5, "labelcolor": ink}
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.0, 0.93), **style)
 
 
 def _plain(axes, title: str, entries: Sequence[Entry]) -> None:

@@ -18,6 +18,7 @@ class Rebuild:
         kind: FULL (whatever was lost, all groups), RANK or NODE (what production rebuilds after such a loss).
         most: with every survivor blocked in an operation. least: with none in one. deferred: groups left for later.
         decision: of the production code for ``most``; None for FULL, which decides nothing.
+        over_all: of ``most``, the groups over all ranks.
     """
 
     kind: str
@@ -25,6 +26,7 @@ class Rebuild:
     least: Work
     deferred: int
     decision: Decision | None
+    over_all: Work
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,13 @@ def _entry(sizes: Sizes, ranks_per_node: int, lost: int, experts: bool) -> Entry
     first = lost // ranks_per_node * ranks_per_node
     node = range(first, min(first + ranks_per_node, sizes.ranks))
     full = work_of(groups, everything(groups))
-    rebuilds = [Rebuild(FULL, full, full, 0, None)]
+    over_all = [group for group in groups if len(group.ranks) == sizes.ranks]
+    rebuilds = [Rebuild(FULL, full, full, 0, None, work_of(over_all, everything(groups)))]
     for kind, gone in ((RANK, [lost]), (NODE, list(node))):
         if len(gone) < sizes.ranks:
             decision = decide(groups, gone, stuck=True, experts=experts)
             idle = decide(groups, gone, stuck=False, experts=experts)
             most, least = work_of(groups, decision.plan.rebuild), work_of(groups, idle.plan.rebuild)
-            rebuilds.append(Rebuild(kind, most, least, len(decision.plan.defer), decision))
+            all_ranks = work_of(over_all, decision.plan.rebuild)
+            rebuilds.append(Rebuild(kind, most, least, len(decision.plan.defer), decision, all_ranks))
     return Entry(sizes, len(groups), rebuilds)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ft.report.text import percent, seconds, table
+from ft.report.text import count, percent, seconds, table
 from ft.simulate.recovery.deadpool import RECOVERY_S
 from ft.simulate.recovery.fit import Fit, Line
 from ft.simulate.recovery.sweep import FULL, NODE, RANK, Entry, Rebuild
@@ -15,7 +15,7 @@ _KIND = {FULL: "all groups", RANK: "a rank", NODE: "a node"}
 def as_text(entries: Sequence[Entry], fitted: Fit | None) -> str:
     """What is rebuilt, how long it takes, and what deciding takes."""
     parts = ["Groups to rebuild. Between two numbers: nobody else in an operation - everybody blocked in one.", ""]
-    parts += [_what(entries), ""]
+    parts += [_what(entries), "", *_what_notes(entries), ""]
     if fitted is not None:
         parts += ["Time to rebuild them, everybody blocked.", "", _times(entries, fitted), "", *_fit_notes(fitted), ""]
     parts += [
@@ -71,6 +71,19 @@ def _what(entries: Sequence[Entry]) -> str:
             )
         )
     return table(head, _grouped(rows), right=(0, 3, 4, 5, 6, 7, 8))
+
+
+def _what_notes(entries: Sequence[Entry]) -> list[str]:
+    entry = max(entries, key=lambda entry: entry.sizes.ranks)
+    work, over_all = next(((r.most, r.over_all) for r in entry.rebuilds if r.kind == RANK), (None, None))
+    if work is None or not work.connections:
+        return []
+    share = percent(over_all.connections / work.connections)
+    return [
+        f"On {entry.sizes.ranks:,} ranks {share} of the connections after the loss of a rank are in the "
+        f"{count(over_all.groups, 'group')} over all ranks.",
+        f"A connection is a socket at both ends: a worker then needs ulimit -n above {work.most_connections:,}.",
+    ]
 
 
 def _times(entries: Sequence[Entry], fitted: Fit) -> str:
@@ -158,8 +171,8 @@ def _cores(fitted: Fit) -> str:
     return "/".join(sorted({str(row.get("cores", "?")) for row in fitted.rows}))
 
 
-def _bytes(count: int) -> str:
+def _bytes(number: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} B"
