@@ -84,7 +84,7 @@ def answer(plan: Plan) -> Answer:
     swap = of_hot_swap(cluster, replace(training, interval=plan.fallback), plan.replay, plan.swap)
     ways = [
         Way("restart", "restart", training.interval, of_restart(cluster, training, plan.replay), *size),
-        Way("restart, best", "restart_best", best.interval, of_restart(cluster, best, plan.replay), *size),
+        Way("restart, Young", "restart_young", best.interval, of_restart(cluster, best, plan.replay), *size),
         Way("hot-swap", "hot_swap", plan.fallback, swap, *size, cluster.standby_nodes * cluster.gpus_per_node),
     ]
     return Answer(

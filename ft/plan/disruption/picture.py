@@ -26,7 +26,7 @@ _PART = {
     "restart": palette.OUTCOME["restart"],
     "replay": palette.PHASE["release"],
 }
-_WAY = {"restart": palette.OUTCOME["restart"], "restart_best": "#9a86c0", "hot_swap": "#3f8f55"}
+_WAY = {"restart": palette.OUTCOME["restart"], "restart_young": "#9a86c0", "hot_swap": "#3f8f55"}
 _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 

@@ -93,8 +93,8 @@ def _conclusions(plan: Plan, found: Answer) -> list[str]:
     ]
     step = plan.training.step_s
     lines.append(
-        f"Best interval: {found.young_s / step:,.1f} steps (Young), {found.daly_s / step:,.1f} (Daly); "
-        f"the table's is Young's in whole steps."
+        f"Interval that costs least where failures strike at any time alike: {found.young_s / step:,.1f} steps (Young), "
+        f"{found.daly_s / step:,.1f} (Daly)."
     )
     if plan.cluster.standby_nodes:
         lines.append("GPU hours are all that are paid for: those of standbys count as lost, for hot-swap only.")
