@@ -93,7 +93,7 @@ def _conclusions(plan: Plan, found: Answer) -> list[str]:
     ]
     step = plan.training.step_s
     lines.append(
-        f"Interval that costs least where failures strike at any time alike: {found.young_s / step:,.1f} steps (Young), "
+        f"Cheapest interval where failures strike at any time alike: {found.young_s / step:,.1f} steps (Young), "
         f"{found.daly_s / step:,.1f} (Daly)."
     )
     if plan.cluster.standby_nodes:
