@@ -1,5 +1,5 @@
-"""The node of logical rank 0, on which the control plane begins, is a node like any other: it loses power, it is cut off
-or paused while everybody still sees the run's directory."""
+"""The node of logical rank 0, on which the control plane begins, is a node like any other: it loses power, it is cut
+off or paused while everybody still sees the run's directory."""
 
 import json
 
