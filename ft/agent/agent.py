@@ -415,7 +415,7 @@ class Agent:
         self._uplink.close()
         self._parts.faults.close()
         self._parts.pool.close()
-        self._steward.sidecar.end()
+        self._steward.close()
         processes.end_descendants()
         signal.set_wakeup_fd(-1)
         self._parts.reception.close()

@@ -16,6 +16,7 @@ from ft.control.board import ControlBoard, Posted
 from ft.control.controller import decide, next_deadline
 from ft.control.decision import Note
 from ft.control.journal import Journal, Memory, lives, recall
+from ft.control.solitude import Solitude
 from ft.control.state import ENDED, Options, State
 from ft.control.tenure import SUCCEEDED, Standing
 from ft.control.timeouts import Timeouts
@@ -43,6 +44,8 @@ class Sidecar:
         self._taken: dict[str, int] = {}
         self._left: set[str] = set()
         self._ended_at: float | None = None
+        options = begins if isinstance(begins, Options) else begins.state.options
+        self._solitude = Solitude(options.timeouts)
         if isinstance(begins, Options):
             self._memory, self._state, self._ahead = None, State.begin(begins), 0.0
             self._journal = Journal(folder / "journal.jsonl", begins, standing.term)
@@ -65,7 +68,7 @@ class Sidecar:
                 return SUCCEEDED
             if posted is not None and isinstance(posted.report, AgentLeaving):
                 self._left.add(posted.node)
-            if posted is None and self._now() < self._due:
+            if posted is None and (self._now() < self._due or self._solitude.yields):
                 continue
             if posted is None or not posted.number or posted.number > self._taken.get(posted.node, 0):
                 self._take(posted)
@@ -127,7 +130,9 @@ class Sidecar:
 
     def _renew(self) -> None:
         now = time.monotonic()
-        if now - self._renewed_at >= self._state.options.timeouts.lease_beat_s:
+        heard = {agent.node: agent.heard_at for agent in self._state.agents.values() if not agent.gone}
+        self._solitude.look(self._now(), heard)
+        if now - self._renewed_at >= self._state.options.timeouts.lease_beat_s and not self._solitude.yields:
             self._renewed_at = now
             self._standing = replace(self._standing, count=self._standing.count + 1)
             tenure.renew(self._folder, self._standing)
