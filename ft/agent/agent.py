@@ -327,6 +327,7 @@ class Agent:
             self._console.say(f"{how}; another one takes over from its journal, training goes on")
 
     def _look_after_control(self, now: float) -> None:
+        self._uplink.mind(now)
         what, why = self._steward.look(now, self._uplink.contact_at)
         if what == succession.CLAIM and self._steward.start(self._life, self._node):
             self._console.say(f"{why}; {self._node} takes over, training goes on")

@@ -48,17 +48,19 @@ class Sidecar:
         self._solitude = Solitude(options.timeouts)
         if isinstance(begins, Options):
             self._memory, self._state, self._ahead = None, State.begin(begins), 0.0
-            self._journal = Journal(folder / "journal.jsonl", begins)
+            self._journal = Journal(folder / "journal.jsonl", begins, standing.term)
         else:
             # The clock goes on where the last one stopped; that was perhaps another host's.
             self._memory, self._state = begins, begins.state
             self._ahead = begins.now + max(0.0, time.time() - begins.wall) - time.monotonic()
-            self._journal = Journal(folder / "journal.jsonl", None)
+            self._journal = Journal(folder / "journal.jsonl", None, standing.term, begins.bytes)
 
     def run(self) -> int:
         """Until the run has ended and all agents have left, or a while after that; returns the exit code."""
         self._resume()
         while not self._is_over():
+            if tenure.is_over(self._folder, self._standing.term):  # before renewing, too: it may have been paused
+                return SUCCEEDED
             self._renew()
             wait = min(self._due - self._now(), self._state.options.timeouts.lease_beat_s)
             posted = self._board.receive(wait)
