@@ -228,12 +228,13 @@ class Agent:
             case Kill():
                 self._workforce.kill_hung(what.worker)
             case Spawn():
-                if what.node == self._node and not self._ending:
+                if what.node == self._node and not self._ending and not self._signum:
                     self._spawn_standbys(what.count)
             case Restart():
                 self._restart(what)
             case Finish():
                 self._workforce.tell(what)
+                self._workforce.kill(*(name for name, worker in self._workforce.workers.items() if not worker.attached))
                 self._end(0, _FINISH_S)
             case Stop():
                 self._stop(what)
@@ -283,7 +284,7 @@ class Agent:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
-        """Slurm sends a signal to every process of a step, and srun once more what it got itself: that is one request."""
+        """Slurm signals all processes of a step, and srun may pass on what it got itself: that is one request."""
         now = time.monotonic()
         if signum == self._signum and now - self._signalled_at < _REPEAT_S:
             return

@@ -58,7 +58,7 @@ class Exits:
         return reason_to_exit(self._options, step, int(seen[SIGNAL]), bool(seen[DURATION]))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """A launcher passes on what Slurm has sent to every process of the step: within REPEAT_S that is one request."""
+        """A launcher passes on what Slurm has sent to all processes of a step: within REPEAT_S that is one request."""
         now = time.monotonic()
         if self._signum is None:
             self._signum, self._signalled_at = signum, now
