@@ -1,0 +1,175 @@
+"""`examples/slurm` on a real Slurm of several nodes (see tests/slurm): nodes die, jobs are put back, cancelled."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import small_runs as runs
+from ft_runs import ROOT, flags
+from slurm.cluster import Cluster, reason_to_skip
+
+from ft import events
+from ft.agent import allocation
+
+LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
+STEPS = 150
+START_S, END_S = 120.0, 120.0
+
+
+@pytest.fixture
+def cluster(request):
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    with Cluster(request.param) as made:
+        yield made
+    assert not list(made.folder.parent.glob(f"{made.folder.name}*"))
+    left = [name for name in os.listdir("/proc") if name.isdigit() and str(made.folder) in environment_of(name)]
+    assert not left, f"left behind: {left}"
+
+
+class Job:
+    """The example as a job: 2 workers on each node, a tiny model; the file itself is as it is."""
+
+    def __init__(self, cluster: Cluster, tmp_path: Path, corpus: str, example: str, standby_nodes: int):
+        self.cluster, self.folder = cluster, tmp_path / "runs"
+        self._output = tmp_path / "job.out"
+        command = tmp_path / "bin" / "ft"
+        command.parent.mkdir()
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ft "$@"\n')
+        command.chmod(0o755)
+        environment = {
+            "PATH": f"{command.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "FOLDER": str(self.folder),
+            "WORKERS_PER_NODE": "2",
+            "STANDBY_NODES": str(standby_nodes),
+        }
+        model = flags(corpus, LAYOUT, STEPS).split()
+        script = str(ROOT / "examples" / "slurm" / example)
+        sbatch = ["sbatch", "--parsable", f"--nodes={len(cluster.nodes)}", f"--output={self._output}"]
+        self.number = cluster.command(*sbatch, script, *model, environment=environment, cwd=ROOT)
+
+    def run(self, restart: int = 0) -> Path:
+        return self.folder / f"{self.number}-{restart}"
+
+    def steps(self, restart: int = 0) -> list[dict]:
+        path = self.run(restart) / "metrics.jsonl"
+        try:
+            return runs.metrics(path)
+        except (OSError, ValueError):  # not there yet, or in the middle of a line
+            return []
+
+    def wait_for_step(self, step: int, restart: int = 0) -> None:
+        self.wait_for(lambda: (self.steps(restart) or [{"step": 0}])[-1]["step"] >= step, START_S, f"step {step}")
+
+    def wait_for_state(self, *states: str) -> dict[str, str]:
+        self.wait_for(lambda: self.cluster.job(self.number)["JobState"] in states, END_S, f"job {' or '.join(states)}")
+        return self.cluster.job(self.number)
+
+    def wait_for(self, true, limit_s: float, what: str) -> None:
+        try:
+            self.cluster.wait_for(true, limit_s, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.explain()}") from None
+
+    def events(self, name: str, restart: int = 0) -> list:
+        return [event for event in events.read(self.run(restart) / "events.jsonl") if event.name == name]
+
+    def explain(self) -> str:
+        files = [self._output, *sorted(self.folder.glob("*/slurm/*")), *sorted(self.folder.glob("*/logs/*"))]
+        return "".join(f"--- {file.name}\n{file.read_text()[-1500:]}\n" for file in files if file.is_file())
+
+
+def environment_of(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def losses(*parts: list[dict]) -> list[float]:
+    found = [step for part in parts for step in part]
+    assert [step["step"] for step in found] == list(range(1, len(found) + 1)), "a step is missing or there twice"
+    return [step["loss"] for step in found]
+
+
+@pytest.mark.parametrize("cluster", [4], indirect=True)
+def test_standby_nodes_take_the_places_of_one_without_power_and_one_set_down(cluster, corpus, reference, tmp_path):
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=2)
+    job.wait_for_step(5)
+    cluster.cut_power("n2")
+    job.wait_for(lambda: len(job.events(events.RESUMED)) == 2, START_S, "the first recovery")
+    [taker] = {seat[:2] for seat in job.events(events.EPOCH_OPENED)[-1].detail["seats"].values()} - {"n0"}
+    host = cluster.nodes[int(taker[1])]  # the run counts its nodes from 0
+    cluster.command("scontrol", "update", f"nodename={host}", "state=down", "reason=test")
+    done = job.wait_for_state("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    assert done["JobState"] == "COMPLETED", job.explain()
+    assert not job.events(events.RESTARTED), job.explain()
+    assert len(job.events(events.RESUMED)) == 3, job.explain()
+    assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster, corpus, reference, tmp_path):
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=1)
+    job.wait_for_step(5)
+    cluster.command("scontrol", "requeue", job.number)
+    job.wait_for_step(len(job.steps()) + 5, restart=1)
+    cluster.command("scancel", job.number)
+    assert job.wait_for_state("CANCELLED")["Restarts"] == "1"
+    found = losses(job.steps(), job.steps(1))
+    assert found == reference(4, LAYOUT, STEPS)[: len(found)], job.explain()
+    saved = (job.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
+    assert saved == str(len(found)), job.explain()
+    job.wait_for(lambda: not [name for node in cluster.nodes for name in cluster.processes(node)], 20, "empty nodes")
+
+
+ORPHAN = """#!/bin/bash
+#SBATCH --nodes=3 --ntasks-per-node=1 --no-kill
+srun --no-kill --kill-on-bad-exit=0 {python} -c '
+import os, sys, time
+from pathlib import Path
+from ft.agent.allocation import end_orphaned_job
+run = Path("{run}")
+while not (run / "status.json").exists():
+    time.sleep(0.1)
+end_orphaned_job(os.environ, run, print, patience_s=60)
+'
+"""
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_a_job_whose_script_died_with_its_node_is_ended_by_the_others(cluster, tmp_path):
+    script, status = tmp_path / "job", tmp_path / "status.json"
+    script.write_text(ORPHAN.format(python=sys.executable, run=tmp_path))
+    sbatch = ["sbatch", "--parsable", "--output=/dev/null", "--array=7,8%1", str(script)]
+    cluster.command(*sbatch, environment={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+
+    def states() -> dict[str, str]:
+        listed = cluster.command("squeue", "--noheader", "--array", "--states=all", "--Format=ArrayTaskID,State")
+        return dict(line.split() for line in listed.splitlines())
+
+    def started() -> bool:
+        return all("python" in " ".join(cluster.processes(node)) for node in cluster.nodes)
+
+    cluster.wait_for(started, 20, "the job runs on all nodes")
+    cluster.cut_power("n1")
+    status.with_suffix(".tmp").write_text('{"nodes": {"n0": "nothing was heard of its agent"}}')
+    status.with_suffix(".tmp").rename(status)
+    cluster.wait_for(lambda: states()["7"] == "CANCELLED", 40, "the job is ended")
+    assert states()["8"] in ("PENDING", "RUNNING"), "the array's next job has to follow"
+
+
+def test_whose_job_is_nobodys():
+    job = {"JobState": "RUNNING", "BatchFlag": "1", "BatchHost": "n1", "NodeList": "n[1-3]"}
+    assert not allocation.is_orphan(job) and allocation.is_orphan({**job, "NodeList": "n[2-3]"})
+    assert not allocation.is_orphan({})
+    assert allocation.is_under_way(job) and not allocation.is_under_way({**job, "BatchFlag": "0"})
+    assert allocation.job_name({"SLURM_JOB_ID": "9"}) == "9" and allocation.job_name({}) is None
+    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "4"}
+    assert allocation.job_name(array) == "9_4"
+    assert allocation.lost_first_node({"nodes": {"n0": "ended by SIGKILL", "n1": "up"}})
+    for nodes in ({"n0": "up"}, {"n0": "suspect: two workers died"}, {"n1": "lost"}, None):
+        assert not allocation.lost_first_node({"nodes": nodes})
