@@ -1,6 +1,8 @@
 """`examples/slurm` on a real Slurm of several nodes (see tests/slurm): nodes die, jobs are put back, cancelled."""
 
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from slurm.cluster import Cluster, reason_to_skip
 
 from ft import events
 from ft.agent import allocation
+from megatron.training.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
 STEPS = 150
@@ -31,7 +34,7 @@ def cluster(request):
 class Job:
     """The example as a job: 2 workers on each node, a tiny model; the file itself is as it is."""
 
-    def __init__(self, cluster: Cluster, tmp_path: Path, corpus: str, example: str, standby_nodes: int):
+    def __init__(self, cluster: Cluster, tmp_path: Path, corpus: str, example: str, *options: str, standby_nodes: int):
         self.cluster, self.folder = cluster, tmp_path / "runs"
         self._output = tmp_path / "job.out"
         command = tmp_path / "bin" / "ft"
@@ -49,7 +52,7 @@ class Job:
         model = flags(corpus, LAYOUT, STEPS).split()
         script = str(ROOT / "examples" / "slurm" / example)
         sbatch = ["sbatch", "--parsable", f"--nodes={len(cluster.nodes)}", f"--output={self._output}"]
-        self.number = cluster.command(*sbatch, script, *model, environment=environment, cwd=ROOT)
+        self.number = cluster.command(*sbatch, *options, script, *model, environment=environment, cwd=ROOT)
 
     def run(self, restart: int = 0) -> Path:
         return self.folder / f"{self.number}-{restart}"
@@ -113,7 +116,8 @@ def test_standby_nodes_take_the_places_of_one_without_power_and_one_set_down(clu
 
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster, corpus, reference, tmp_path):
-    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=1)
+    here = ("--partition=all", "--cpus-per-task=4", "--gpus-per-node=8")
+    job = Job(cluster, tmp_path, corpus, "hot_swap_cluster.sbatch", *here, standby_nodes=1)
     job.wait_for_step(5)
     cluster.command("scontrol", "requeue", job.number)
     job.wait_for_step(len(job.steps()) + 5, restart=1)
@@ -160,6 +164,31 @@ def test_a_job_whose_script_died_with_its_node_is_ended_by_the_others(cluster, t
     status.with_suffix(".tmp").rename(status)
     cluster.wait_for(lambda: states()["7"] == "CANCELLED", 40, "the job is ended")
     assert states()["8"] in ("PENDING", "RUNNING"), "the array's next job has to follow"
+
+
+@pytest.mark.parametrize(("example", "world_size"), [("hot_swap.sbatch", 64), ("hot_swap_cluster.sbatch", 256)])
+def test_the_examples_models_fit_their_nodes(example, world_size, tmp_path):
+    shown = tmp_path / "bin" / "srun"
+    shown.parent.mkdir()
+    shown.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    shown.chmod(0o755)
+    environment = {"PATH": f"{shown.parent}:{os.environ['PATH']}", "FOLDER": str(tmp_path), "SLURM_JOB_ID": "7"}
+    script = ["bash", str(ROOT / "examples" / "slurm" / example)]
+    done = subprocess.run(
+        script, env={**environment, "SLURM_JOB_NAME": "gpt"}, capture_output=True, text=True, timeout=20, check=True
+    )
+    words = done.stdout.splitlines()
+    options = parse(words[words.index("pretrain_gpt.py") + 1 :])
+    check(options, world_size, has_te=True)
+    nodes, standbys, workers = (
+        int(re.search(rf"--{name}[= ](\d+)", text)[1])
+        for name, text in (
+            ("nodes", Path(script[1]).read_text()),
+            ("standby-nodes", " ".join(words)),
+            ("nproc-per-node", " ".join(words)),
+        )
+    )
+    assert (nodes - standbys) * workers == world_size
 
 
 def test_whose_job_is_nobodys():
