@@ -16,7 +16,7 @@ from ft.agent import allocation
 from megatron.training.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
-STEPS = 150
+STEPS = 120
 START_S, END_S = 120.0, 120.0
 
 
@@ -54,8 +54,15 @@ class Job:
         sbatch = ["sbatch", "--parsable", f"--nodes={len(cluster.nodes)}", f"--output={self._output}"]
         self.number = cluster.command(*sbatch, *options, script, *model, environment=environment, cwd=ROOT)
 
+    def state(self, task: str = "") -> str:
+        """Of this job, or of one of its array."""
+        return self.cluster.command(
+            "squeue", "--noheader", "--states=all", f"--job={self.number}{task}", "--Format=State"
+        )
+
     def run(self, restart: int = 0) -> Path:
-        return self.folder / f"{self.number}-{restart}"
+        found = sorted(self.folder.glob(f"*-{restart}"))
+        return found[0] if found else self.folder / "none"
 
     def steps(self, restart: int = 0) -> list[dict]:
         path = self.run(restart) / "metrics.jsonl"
@@ -130,40 +137,18 @@ def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster
     job.wait_for(lambda: not [name for node in cluster.nodes for name in cluster.processes(node)], 20, "empty nodes")
 
 
-ORPHAN = """#!/bin/bash
-#SBATCH --nodes=3 --ntasks-per-node=1 --no-kill
-srun --no-kill --kill-on-bad-exit=0 {python} -c '
-import os, sys, time
-from pathlib import Path
-from ft.agent.allocation import end_orphaned_job
-run = Path("{run}")
-while not (run / "status.json").exists():
-    time.sleep(0.1)
-end_orphaned_job(os.environ, run, print, patience_s=60)
-'
-"""
-
-
 @pytest.mark.parametrize("cluster", [3], indirect=True)
-def test_a_job_whose_script_died_with_its_node_is_ended_by_the_others(cluster, tmp_path):
-    script, status = tmp_path / "job", tmp_path / "status.json"
-    script.write_text(ORPHAN.format(python=sys.executable, run=tmp_path))
-    sbatch = ["sbatch", "--parsable", "--output=/dev/null", "--array=7,8%1", str(script)]
-    cluster.command(*sbatch, environment={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
-
-    def states() -> dict[str, str]:
-        listed = cluster.command("squeue", "--noheader", "--array", "--states=all", "--Format=ArrayTaskID,State")
-        return dict(line.split() for line in listed.splitlines())
-
-    def started() -> bool:
-        return all("python" in " ".join(cluster.processes(node)) for node in cluster.nodes)
-
-    cluster.wait_for(started, 20, "the job runs on all nodes")
+def test_the_first_node_with_script_and_control_plane_is_a_node_like_any_other(cluster, corpus, reference, tmp_path):
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", "--array=7,8%1", standby_nodes=1)
+    job.wait_for_step(5)
     cluster.cut_power("n1")
-    status.with_suffix(".tmp").write_text('{"nodes": {"n0": "nothing was heard of its agent"}}')
-    status.with_suffix(".tmp").rename(status)
-    cluster.wait_for(lambda: states()["7"] == "CANCELLED", 40, "the job is ended")
-    assert states()["8"] in ("PENDING", "RUNNING"), "the array's next job has to follow"
+    job.wait_for(
+        lambda: job.state("_7") == "CANCELLED", END_S, "the nodes that are left end the job, with the run over"
+    )
+    assert not job.events(events.RESTARTED), job.explain()
+    assert job.events(events.FINISHED), job.explain()
+    assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
+    assert job.state("_8") == "PENDING", "the array's next job waits for a third node"
 
 
 @pytest.mark.parametrize(("example", "world_size"), [("hot_swap.sbatch", 64), ("hot_swap_cluster.sbatch", 256)])

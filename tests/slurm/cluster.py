@@ -89,7 +89,7 @@ class Cluster:
         folder: for configuration, state and logs, which the nodes share as all of the file system; gone after ``stop``.
     """
 
-    def __init__(self, nodes: int, *, down_s: int = 4, kill_wait_s: int = 30, requeue_s: int = 5):
+    def __init__(self, nodes: int, *, down_s: int = 3, kill_wait_s: int = 30, requeue_s: int = 5):
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: sockets' paths have a limit
         self.nodes = [f"n{i + 1}" for i in range(nodes)]
         self._processes: dict[str, subprocess.Popen] = {}
