@@ -28,7 +28,7 @@ class EtcdAgentBoard(AgentBoard):
     def __init__(self, etcd: Etcd, keys: Keys, node: str, head: Head):
         self._etcd, self._keys, self._node, self._head = etcd, keys, node, head
         self._watch = Watch(etcd.address, keys.down, QUIET_S)
-        self._reader = Etcd(etcd.address)
+        self._reader = Etcd(etcd.address, PATIENCE_S)
         self._posted: dict[int, tuple[int, str]] = {}
         self._gone = threading.Event()
 

@@ -43,7 +43,7 @@ class Etcd:
     refuses; ``UserError`` when it refuses this user.
     """
 
-    def __init__(self, address: Address, patience_s: float = PATIENCE_S):
+    def __init__(self, address: Address, patience_s: float):
         self.address, self.patience_s = address, patience_s
         self._turn = 0
         self._connection: http.client.HTTPConnection | None = None

@@ -17,29 +17,28 @@ from ft.control.board.etcd_wire import Compacted, EtcdError, below
 from ft.errors import FtError, UserError
 from ft.messages import encode
 
-_HOST_S = 10.0
 _PULSE_S = 0.25
 _LEASE_S = 3
 _RENEW_S = 1.0
 _LEAVE_S = 2.0
 _UPKEEP_S = 300.0
-_QUIET_S, _SETTLE_S = 1.5, 1.0
+_QUIET_S, _AWAY_S = 1.0, 2.0
+"""After so long without any news, the pulse at least, the next server is asked; etcd counts as away."""
 
 
 class EtcdControlBoard(ControlBoard):
     """Made by ``host``.
 
-    ``receive`` returns None only while etcd answers, and has for a while: what was not heard for want of etcd says
-    nothing about the agents.
+    ``receive`` does not return None while etcd is away: what is not heard for want of it says nothing of the agents.
     """
 
     def __init__(self, where: str, etcd: Etcd, keys: Keys):
         self.where = where
         self._etcd, self._keys = etcd, keys
         self._ledger = Ledger(etcd, keys)
-        self._pulse = _Pulse(Etcd(etcd.address), keys, self._ledger.head.lease)
+        self._pulse = _Pulse(Etcd(etcd.address, PATIENCE_S), keys, self._ledger.head.lease)
         self._watch = Watch(etcd.address, keys.prefix, _QUIET_S)
-        self._reader = Etcd(etcd.address)
+        self._reader = Etcd(etcd.address, PATIENCE_S)
         self._reports: SimpleQueue[Posted | None] = SimpleQueue()
         self._pace = _Pace()
         self._failure: Exception | None = None
@@ -53,7 +52,7 @@ class EtcdControlBoard(ControlBoard):
         address = Address.parse(where)
         servers = where.removeprefix(SCHEME).partition("/")[0]
         path = f"{address.path or 'ft'}/{run}-{digest(token)}"
-        etcd = Etcd(address, _HOST_S)
+        etcd = Etcd(address, PATIENCE_S)
         try:
             board = cls(f"{SCHEME}{servers}/{path}", etcd, Keys(path, token))
         except (ConnectionError, EtcdError) as error:
@@ -61,8 +60,11 @@ class EtcdControlBoard(ControlBoard):
                 f"the control plane cannot use etcd: {error}",
                 f"see that a majority of {address} is up, or leave --control out",
             ) from error
-        etcd.patience_s = PATIENCE_S
         return board
+
+    @property
+    def absences(self) -> int:
+        return self._pace.absences
 
     def resume(self, record: Record) -> None:
         since = self._ledger.resume(record)
@@ -78,14 +80,14 @@ class EtcdControlBoard(ControlBoard):
         while True:
             self._check()
             wait = until - time.monotonic()
-            if wait <= 0.0 and not self._pace.is_steady():
+            if wait <= 0.0 and self._pace.is_away():
                 wait = _PULSE_S
             try:
                 posted = self._reports.get(timeout=max(0.0, wait))
                 if posted is not None:
                     return posted
             except Empty:
-                if self._pace.is_steady():
+                if not self._pace.is_away():
                     return None
 
     def took(self, node: str, number: int) -> None:
@@ -151,22 +153,25 @@ class EtcdControlBoard(ControlBoard):
 
 
 class _Pace:
-    """Since when etcd has had news without a break: the pulse, if nothing else."""
+    """When etcd has last had news: the pulse, if nothing else.
+
+    Attributes:
+        absences: how often it was away, and came back.
+    """
 
     def __init__(self):
-        self._heard_at = self._steady_at = time.monotonic()
+        self._heard_at = time.monotonic()
+        self.absences = 0
 
     def hear(self) -> None:
-        now = time.monotonic()
-        if now - self._heard_at > _QUIET_S:
-            self._steady_at = now + _SETTLE_S
-        self._heard_at = now
+        self.absences += self.is_away()
+        self._heard_at = time.monotonic()
 
     def silence(self) -> float:
         return time.monotonic() - self._heard_at
 
-    def is_steady(self) -> bool:
-        return self.silence() <= _QUIET_S and time.monotonic() >= self._steady_at
+    def is_away(self) -> bool:
+        return self.silence() > _AWAY_S
 
 
 class _Pulse:
