@@ -37,6 +37,12 @@ def _ours(group) -> None:
     flag = _Flags(group)
     flag("standby", type=int, default=0, metavar="N", help="standbys on this node (default: 0)")
     flag("standby-nodes", type=int, default=0, metavar="N", help="the last N nodes carry standbys only (default: 0)")
+    flag(
+        "topology",
+        metavar="FILE",
+        help="which hosts fail together, so that peer copies are kept apart: lines HOSTS rack=NAME ..., or Slurm's "
+        "topology.conf (default: each node is by itself)",
+    )
     flag("run-dir", metavar="DIR", help="events, metrics and logs go here (default: runs/<date-time>)")
     flag(
         "inject",
