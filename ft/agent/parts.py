@@ -78,7 +78,12 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Part
     return Parts(
         place=place,
         joined=AgentJoined(
-            place.node, place.node_rank, place.host, options.nproc if cluster.trains else 0, options.standbys_here
+            place.node,
+            place.node_rank,
+            place.host,
+            options.nproc if cluster.trains else 0,
+            options.standbys_here,
+            options.domains,
         ),
         wake=wake,
         selector=selector,
