@@ -35,6 +35,7 @@ COPIES_PLACED = "copies_placed"
 FINISHED = "finished"
 STOPPED = "stopped"
 CONTROL_RESTARTED = "control_restarted"
+CONTROL_BACK = "control_back"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ SCHEMA: Mapping[str, Needs] = {
     COPIES_PLACED: Needs(("epoch",), ("copies", "moved", "problems")),
     FINISHED: Needs(("step",)),
     STOPPED: Needs((), ("code", "message")),
+    # the control plane could not go on where it was: all workers began again
     CONTROL_RESTARTED: Needs(),
+    # it went on from its journal, beside the agent of node; away: seconds since it last heard anything
+    CONTROL_BACK: Needs(("node",), ("term", "away")),
 }
 """Every event there is."""
 

@@ -40,7 +40,7 @@ def test_where_nodes_stand_is_in_every_map_and_who_held_which_copy_in_every_repa
     world = World(nodes=2, standby_nodes=1)
     for i, (node, standbys) in enumerate(world.standbys_of.items()):
         seats = world.seats_per_node if i < 2 else 0
-        world.say(m.AgentJoined(node, i, f"host{i}", seats, standbys, {"rack": f"r{i}"}))
+        world.say(m.AgentJoined(node, i, f"host{i}", seats, standbys, domains={"rack": f"r{i}"}))
     world.begin(world.start_workers())
     for rank in range(4):
         world.say(m.Observed("layout", {"copies": {str(rank): [(rank + 2) % 4]}}))

@@ -38,6 +38,11 @@ def _ours(group) -> None:
     flag("standby", type=int, default=0, metavar="N", help="standbys on this node (default: 0)")
     flag("standby-nodes", type=int, default=0, metavar="N", help="the last N nodes carry standbys only (default: 0)")
     flag(
+        "control",
+        metavar="tcpstore|etcd://HOST:PORT,...",
+        help="what the control plane talks to agents over (default: a TCPStore of its own)",
+    )
+    flag(
         "topology",
         metavar="FILE",
         help="which hosts fail together, so that peer copies are kept apart: lines HOSTS rack=NAME ..., or Slurm's "

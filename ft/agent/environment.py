@@ -1,7 +1,7 @@
 """The environment that a worker's script finds: torchrun's variables and those of this project."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -10,20 +10,21 @@ class Place:
 
     Attributes:
         node: the agent's name. node_rank: its number. host: the address this node is reached at.
-        socket: the agent's (FT_AGENT). store: host:port of the control plane. faults: what ``ft.inject.to_json`` made.
+        socket: the agent's (FT_AGENT). faults: what ``ft.inject.to_json`` made.
+        domains: kind -> name of the node's failure domains.
     """
 
     node: str
     node_rank: int
     host: str
     socket: str
-    store: str
     run_dir: str
     run_id: str
     world_size: int
     nproc: int
     max_restarts: int
     faults: str = "[]"
+    domains: Mapping[str, str] = field(default_factory=dict)
 
 
 def worker_environment(
@@ -42,7 +43,6 @@ def worker_environment(
         "FT_WORKER": worker,
         "FT_NODE": place.node,
         "FT_HOST": place.host,
-        "FT_STORE": place.store,
         "FT_RUN_DIR": place.run_dir,
         "FT_RESTART": str(restart),
         "FT_STANDBY": "1" if rank is None else "",

@@ -35,7 +35,9 @@ class Options:
 @dataclass
 class Agent:
     """A node. ``beats``: what was last heard of its workers, at ``heard_at``. ``suspect``, ``gone``: why, "" if not.
-    ``domains``: kind -> name of its failure domains."""
+
+    ``meeting``: host:port of its store for process groups. ``domains``: kind -> name of its failure domains.
+    """
 
     node: str
     node_rank: int
@@ -46,6 +48,7 @@ class Agent:
     beats: dict[str, Beat] = field(default_factory=dict)
     suspect: str = ""
     gone: str = ""
+    meeting: str = ""
     domains: dict[str, str] = field(default_factory=dict)
 
 

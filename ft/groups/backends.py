@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ft import sockets
 from ft.errors import FtError
-from ft.groups import sockets
 
 _DEVICE_ATTEMPTS = 5
 

@@ -57,7 +57,8 @@ def _enter(guard: "Guard") -> Repair:
 
 def _repair(guard: "Guard", order: Repair) -> None:
     session = guard.session
-    rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch)
+    meeting = session.meeting_place()
+    rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch, meeting)
     session.groups.reopen(session.epoch)
     began = time.monotonic()
     sources = guard.restore(order)
