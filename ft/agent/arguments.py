@@ -42,6 +42,12 @@ def _ours(group) -> None:
         metavar="tcpstore|etcd://HOST:PORT,...",
         help="what the control plane talks to agents over (default: a TCPStore of its own)",
     )
+    flag(
+        "topology",
+        metavar="FILE",
+        help="which hosts fail together, so that peer copies are kept apart: lines HOSTS rack=NAME ..., or Slurm's "
+        "topology.conf (default: each node is by itself)",
+    )
     flag("run-dir", metavar="DIR", help="events, metrics and logs go here (default: runs/<date-time>)")
     flag(
         "inject",

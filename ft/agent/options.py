@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from ft.agent import slurm
 from ft.control import tenure
 from ft.errors import UserError
+from ft.placement.topology import read_topology
 
 _DEFAULT_PORT = 29400
 
@@ -52,7 +54,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """One ``ft run``. ``nproc``: workers with a logical rank on a training node. ``standby``: beyond those, here."""
+    """One ``ft run``. ``nproc``: workers with a logical rank on a training node. ``standby``: beyond those, here.
+    ``domains``: kind -> name of this node's failure domains."""
 
     script: Script
     cluster: Cluster
@@ -68,6 +71,7 @@ class RunOptions:
     local_addr: str | None
     control: str | None = None
     """Servers of another kind for the control plane, as ``etcd://HOST:PORT``; None: it hosts a TCPStore."""
+    domains: dict[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -106,6 +110,7 @@ def resolve(given: argparse.Namespace, environment: Mapping[str, str]) -> RunOpt
         quiet=given.quiet,
         local_addr=given.local_addr,
         control=_control(given.control),
+        domains=_domains(given, cluster, environment),
     )
 
 
@@ -154,6 +159,15 @@ def _nnodes(text: str | None, job: slurm.SlurmJob | None) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"--nnodes {text} is no number from 1 on", "give the number of nodes")
     return int(text)
+
+
+def _domains(given: argparse.Namespace, cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
+    """This node's failure domains, under the name that Slurm has for it, its host name or its address."""
+    if given.topology is None:
+        return {}
+    host = socket.gethostname()
+    names = [environment.get("SLURMD_NODENAME", ""), host, host.split(".")[0], given.local_addr or ""]
+    return read_topology(given.topology).find(names, f"n{cluster.node_rank}")[1]
 
 
 def _endpoint(given: argparse.Namespace, job: slurm.SlurmJob | None, nnodes: int) -> tuple[str, int]:

@@ -115,6 +115,7 @@ def _place(options: RunOptions, port: int, agent_socket: str, faults: list[injec
         nproc=options.nproc,
         max_restarts=options.max_restarts,
         faults=inject.to_json(faults),
+        domains=options.domains,
     )
 
 

@@ -104,6 +104,8 @@ def _announcement(options: RunOptions, faults: list[inject.Fault]) -> str:
         parts.append(f"{options.standbys_here} standby(s) here")
     if cluster.standby_nodes:
         parts.append(f"{cluster.standby_nodes} standby node(s)")
+    if options.domains:
+        parts.append("this node in " + " and ".join(f"{kind} {name}" for kind, name in options.domains.items()))
     if faults:
         parts.append(f"{len(faults)} fault(s) planned")
     return f"run {options.run_dir}: {', '.join(parts)}"

@@ -15,7 +15,14 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         return
     first = not state.agents
     state.agents[report.node] = Agent(
-        report.node, report.node_rank, report.host, report.seats, report.standbys, now, meeting=report.meeting
+        report.node,
+        report.node_rank,
+        report.host,
+        report.seats,
+        report.standbys,
+        now,
+        meeting=report.meeting,
+        domains=dict(report.domains),
     )
     out.add(f"the agent of {report.node} is there, {len(state.agents)} of {state.options.nodes}")
     if first:
@@ -140,7 +147,12 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
     if report.event == "layout":
         state.dp_peers |= {int(rank): list(peers) for rank, peers in detail.get("dp_peers", {}).items()}
         state.shards |= {int(rank): list(names) for rank, names in detail.get("shards", {}).items()}
-        out.add("the layout of " + ", ".join(f"rank {rank}" for rank in sorted(detail.get("shards", {}))))
+        state.copies |= {int(rank): list(holders) for rank, holders in detail.get("copies", {}).items()}
+        state.complete |= {int(rank): bool(all_of_it) for rank, all_of_it in detail.get("complete", {}).items()}
+        out.add(
+            "the layout of "
+            + ", ".join(f"rank {r}" for r in sorted({*detail.get("shards", {}), *detail.get("copies", {})}))
+        )
         return
     number = detail.get("number")
     if report.event == events.FAULT_INJECTED and isinstance(number, int) and number not in state.fired:
