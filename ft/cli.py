@@ -10,6 +10,7 @@ _SUBCOMMANDS = (
     ("ft.agent.run", "add_parser"),
     ("ft.report.commands", "add_parsers"),
     ("ft.plan.commands", "add_parser"),
+    ("ft.simulate.commands", "add_parser"),
 )
 
 

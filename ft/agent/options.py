@@ -145,6 +145,11 @@ def _cluster(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Cluster:
 
 
 def _nnodes(text: str | None, job: slurm.SlurmJob | None) -> int:
+    if text is None and job is not None and job.nnodes > 1 and not job.in_step:
+        raise UserError(
+            f"this is one process for the {job.nnodes} nodes of Slurm job {job.job}; ft run is one per node",
+            "start it with: srun --ntasks-per-node=1 ft run ... (or use this node alone: --standalone)",
+        )
     if text is None:
         return job.nnodes if job else 1
     if ":" in text:

@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from ft import inject, token
-from ft.agent import arguments, network
+from ft.agent import allocation, arguments, network
 from ft.agent.options import RunOptions, resolve
 from ft.errors import UserError
 
@@ -57,6 +57,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     parts = assemble(options, port, faults)
     parts.console.say(_announcement(options, faults))
     code = Agent(parts, first_ranks(options)).run()
+    allocation.end_orphaned_job(os.environ, options.run_dir, parts.console.complain)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process

@@ -6,7 +6,7 @@ from ft.control import ends
 from ft.control.decision import Decisions
 from ft.control.failures import lose_agent
 from ft.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Worker
-from ft.control.verdict import USER_CODE
+from ft.control.verdict import USER_CODE, signal_name
 
 
 def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions) -> None:
@@ -47,8 +47,10 @@ def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisio
     agent = state.agents.get(report.node)
     if agent is None or agent.gone:
         out.add(f"ignored: the agent of {report.node} is known to be gone")
-    elif report.signum:
+    elif report.signum and (state.phase == GATHERING or any(w.node == agent.node for w in state.seated())):
         ends.agent_left(state, now, agent, report.signum, out)
+    elif report.signum:  # a standby node's: the others go on, or save and end, as they were told
+        lose_agent(state, now, agent, f"its agent was told to end by {signal_name(report.signum)}", out)
     else:
         lose_agent(state, now, agent, "its agent has ended", out)
 
