@@ -1,17 +1,11 @@
 """Snapshots of workers: what is held where, and what a restore makes of it."""
 
 import pytest
-from snapshot_crew import MIB, crews, is_at, set_to, state
+from snapshot_crew import MIB, is_at, set_to, state
 
 from ft.errors import FallbackError
 from ft.messages import Source
 from ft.snapshot import Snapshots, SnapshotServer
-
-
-@pytest.fixture
-def crew():
-    with crews() as make:
-        yield make
 
 
 def test_copies_are_held_by_the_peers_and_two_steps_at_most(crew):
@@ -101,7 +95,7 @@ def test_a_newcomer_gets_everything_from_the_peers_and_replicates_again(crew):
     workers.servers[1].close()
     for rank in (0, 2):
         workers.snaps[rank].settle()
-    workers.servers[1] = SnapshotServer("127.0.0.1")
+    workers.servers[1] = SnapshotServer(workers.networks.of(1))
     workers.snaps[1] = Snapshots(workers.servers[1], rank=1, peers=[2])
     workers.live[1] = state(0)
     workers.addresses[1] = workers.servers[1].address

@@ -1,4 +1,4 @@
-"""From the command line and Slurm's environment to what an agent needs to know; bad input ends here."""
+"""From the command line and the environment of Slurm or mpirun to what an agent needs to know; bad input ends here."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ft.agent import slurm
+from ft.agent import mpirun, slurm
 from ft.control import tenure
 from ft.errors import UserError
 from ft.placement.topology import read_topology
@@ -83,15 +83,22 @@ class RunOptions:
         return self.standby if self.cluster.trains else max(self.nproc, self.standby)
 
 
-def resolve(given: argparse.Namespace, environment: Mapping[str, str]) -> RunOptions:
+Job = slurm.SlurmJob | mpirun.MpiJob
+
+
+def resolve(given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None) -> RunOptions:
     """Checks the flags, and fills in what they leave open.
+
+    Args:
+        job: what this node is part of; default: what the environment says.
 
     Raises:
         UserError: they cannot work.
     """
     if given.no_python:
         raise UserError("--no-python is not supported: workers are forked from Python", "run a Python script")
-    job = None if given.standalone else slurm.read(environment)
+    if job is None and not given.standalone:
+        job = mpirun.read(environment) or slurm.read(environment)
     cluster = _cluster(given, job)
     _not_negative(given, "standby", "standby_nodes", "max_restarts")
     nproc = _nproc(given.nproc_per_node)
@@ -122,7 +129,7 @@ def _control(text: str | None) -> str | None:
     return text
 
 
-def _cluster(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Cluster:
+def _cluster(given: argparse.Namespace, job: Job | None) -> Cluster:
     nnodes = _nnodes(given.nnodes, job)
     if given.standalone and nnodes != 1:
         raise UserError(f"--standalone is for one node, --nnodes is {nnodes}", "drop one of the two")
@@ -144,7 +151,7 @@ def _cluster(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Cluster:
     return Cluster(nnodes, node_rank, standby_nodes, host, port)
 
 
-def _nnodes(text: str | None, job: slurm.SlurmJob | None) -> int:
+def _nnodes(text: str | None, job: Job | None) -> int:
     if text is None and job is not None and job.nnodes > 1 and not job.in_step:
         raise UserError(
             f"this is one process for the {job.nnodes} nodes of Slurm job {job.job}; ft run is one per node",
@@ -170,7 +177,7 @@ def _domains(given: argparse.Namespace, cluster: Cluster, environment: Mapping[s
     return read_topology(given.topology).find(names, f"n{cluster.node_rank}")[1]
 
 
-def _endpoint(given: argparse.Namespace, job: slurm.SlurmJob | None, nnodes: int) -> tuple[str, int]:
+def _endpoint(given: argparse.Namespace, job: Job | None, nnodes: int) -> tuple[str, int]:
     """(host, port) of the control plane; port 0 stands for any free one."""
     text = given.rdzv_endpoint
     if text and (given.master_addr or given.master_port):
@@ -236,10 +243,10 @@ def _script(given: argparse.Namespace) -> Script:
     return Script(given.script, given.module, given.script_args, preload)
 
 
-def _run_dir(given: argparse.Namespace, job: slurm.SlurmJob | None, cluster: Cluster) -> Path:
+def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster) -> Path:
     if given.run_dir:
         path = Path(given.run_dir)
-    elif given.rdzv_id or job:
+    elif given.rdzv_id or (job and job.job):
         path = Path("runs") / (given.rdzv_id or job.job)
     elif cluster.nnodes == 1:
         path = Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")

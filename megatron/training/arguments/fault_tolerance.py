@@ -1,6 +1,7 @@
 """Flags: fault tolerance. With all of them off nothing of it is loaded."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass
@@ -16,3 +17,6 @@ class FaultToleranceOptions:
 
     ft_snapshot_strict: bool = False
     """End the run at its start, instead of warning, when copies cannot be placed in failure domains of their own."""
+
+    ft_transport: Literal["tcp", "mpi"] = "tcp"
+    """What snapshots and recoveries go over; for mpi start ft run, which reads this too, with mpirun --with-ft ulfm."""
