@@ -47,4 +47,4 @@ def test_a_strict_run_that_cannot_keep_copies_apart_does_not_start(corpus, tmp_p
     assert done.code == 2, done.explain()
     assert "--ft-snapshot-strict: peer copies cannot be placed as asked" in done.output
     assert "logical rank(s) 0-1: their state and the only copy of it are in node n0" in done.output
-    assert not done.named("resumed") and done.output.count("cannot be placed") == 1, done.explain()
+    assert not done.named("resumed"), done.explain()
