@@ -124,8 +124,10 @@ def judge_losses(run: Finished, expected: list[float]) -> None:
 
 
 def judge_checkpoints(folder) -> None:
+    """Those that were due are there, and whatever is there is sound."""
     found = scan(folder)
-    assert [entry.step for entry in found] == list(range(10, 10 * len(found) + 1, 10)) and found
+    steps = {entry.step for entry in found}
+    assert steps >= set(range(10, max(steps), 10)), steps
     for entry in found:
         assert entry.complete, entry
         assert problems(folder / entry.name, read_manifest(folder / entry.name).files) == []
