@@ -75,11 +75,12 @@ def free_port() -> int:
 class Node(Running):
     """One node of three, the last of which carries standbys; all on this machine."""
 
-    def __init__(self, tmp_path, rank: int, port: int, script_flags: str):
+    def __init__(self, tmp_path, rank: int, port: int, script_flags: str, options: str = ""):
         self.folder = tmp_path / "run"
         self._log = tmp_path / f"node{rank}.{time.monotonic()}.out"
         command = [sys.executable, "-m", "ft", "run", "--nnodes", "3", "--node-rank", str(rank), "--standby-nodes", "1"]
         command += ["--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", str(self.folder)]
+        command += options.split()
         with open(self._log, "w") as log:
             self.process = subprocess.Popen(
                 [*command, "pretrain_gpt.py", *script_flags.split()],

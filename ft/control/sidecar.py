@@ -42,6 +42,7 @@ class Sidecar:
         self._events = events.EventLog(folder / "events.jsonl")
         self._due = self._status_at = self._renewed_at = 0.0
         self._taken: dict[str, int] = {}
+        self._absences = 0
         self._left: set[str] = set()
         self._ended_at: float | None = None
         options = begins if isinstance(begins, Options) else begins.state.options
@@ -66,6 +67,9 @@ class Sidecar:
             posted = self._board.receive(wait)
             if tenure.is_over(self._folder, self._standing.term):
                 return SUCCEEDED
+            if self._board.absences != self._absences:
+                self._absences = self._board.absences
+                self._take_back()
             if posted is not None and isinstance(posted.report, AgentLeaving):
                 self._left.add(posted.node)
             if posted is None and (self._now() < self._due or self._solitude.yields):
@@ -85,8 +89,12 @@ class Sidecar:
         self._taken = dict(memory.record.taken or {})
         self._write_events(memory.wall, memory.now - self._ahead, self._unwritten(memory))
         self._board.resume(memory.record)
-        self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node)))
+        self._take_back()
         self._memory = None
+
+    def _take_back(self) -> None:
+        """This control plane is back, from the dead or because its board is."""
+        self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node)))
 
     def _now(self) -> float:
         return time.monotonic() + self._ahead

@@ -91,6 +91,11 @@ class Timeouts:
         return replace(self, **grown)
 
 
+BEHIND_ETCD = {"contact_s": 3.0, "lease_s": 3.0, "fence_s": 5.5, "agent_lost_s": 6.0}
+"""Where the control plane is reached through etcd: an election there, 1 to 2 s with its defaults, or a server that
+stands still, must not look like the loss of a node. A control plane that is cut off from etcd notices it after 2 s, and
+its lease is over before its agents think that it goes on without them."""
+
 _LADDER = (
     ("beat_s", "stopped_s"),
     ("stopped_s", "silent_s"),

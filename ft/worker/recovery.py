@@ -61,7 +61,7 @@ def _repair(guard: "Guard", order: Repair) -> None:
     rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch, meeting)
     session.groups.reopen(session.epoch)
     began = time.monotonic()
-    sources = guard.restore(order.step, order.sources[str(session.rank)])
+    sources = guard.restore(order)
     mine = {report.name for report in session.groups.reports()}
     rebuilt, deferred = mine & set(order.rebuild), mine & set(order.defer)
     session.link.send(
