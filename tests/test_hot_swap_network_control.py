@@ -24,8 +24,10 @@ def test_the_first_node_loses_power_and_comes_back_as_a_standby(corpus, referenc
         fleet.wait_steps(5)
         judge_swap(fleet.so_far(), lost="n0", seated={"n1", "n2"})
         first.mend()
+        lab.hosts[2].degrade(delay_s=0.03)  # an agent's start takes a hundred steps, or fewer slow ones
         fleet.come_back(first)
         wait_for_standbys(fleet, "n0-2")
+        lab.hosts[2].mend()
         done = fleet.wait()
     assert done.code == 0, done.explain()
     assert controlled_by(fleet) != "n0"
