@@ -11,11 +11,11 @@ from test_hot_swap_network import LAYOUT, alive, judge_losses, judge_swap, opene
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
-STEPS, ENOUGH = 300, 60
+STEPS, ENOUGH = 300, 160
 
 
 def test_the_first_node_loses_power_and_comes_back_as_a_standby(corpus, reference, tmp_path):
-    ends = flags(corpus, f"{LAYOUT} --exit-interval {ENOUGH * 2}", STEPS)
+    ends = flags(corpus, f"{LAYOUT} --exit-interval {ENOUGH}", STEPS)
     with Lab(3) as lab, Fleet(lab, tmp_path / "run", ends) as fleet:
         first = lab.hosts[0]
         fleet.wait_steps(5)
@@ -31,7 +31,7 @@ def test_the_first_node_loses_power_and_comes_back_as_a_standby(corpus, referenc
         done = fleet.wait()
     assert done.code == 0, done.explain()
     assert controlled_by(fleet) != "n0"
-    assert done.losses == reference(4, LAYOUT, STEPS)[: ENOUGH * 2]
+    assert done.losses == reference(4, LAYOUT, STEPS)[: ENOUGH]
 
 
 def test_a_paused_first_node_is_succeeded_and_finds_that_out(corpus, reference, tmp_path):
