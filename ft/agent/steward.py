@@ -61,6 +61,8 @@ class Steward:
         self.sidecar.kill()
         tenure.renew(self._run_dir, Standing(term, life, "", node, os.getpid()))
         self.sidecar.start(term, node, life)
+        if self._watch is not None:
+            self._watch.claimed()
         return True
 
     def ended(self, code: int, now: float) -> bool:
@@ -116,6 +118,10 @@ class _Watch:
         self._changed_at = self._serves_since = time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
+
+    def claimed(self) -> None:
+        """This agent has just renewed the lease, which the next look will see; until then it must not claim again."""
+        self._changed_at = time.monotonic()
 
     def age(self, now: float) -> float | None:
         """Seconds since the lease was renewed, None if there is none."""
