@@ -284,6 +284,10 @@ def test_users_of_etcd_say_their_password(single, board_on, monkeypatch):
         ("auth/user/add", {"name": "root", "password": "se cret"}),
         ("auth/role/add", {"name": "root"}),
         ("auth/user/grant", {"user": "root", "role": "root"}),
+        ("auth/user/add", {"name": "trainer", "password": "of steam"}),
+        ("auth/role/add", {"name": "trainers"}),
+        ("auth/role/grant", {"name": "trainers", "perm": {"permType": "READWRITE", **below("ft/")}}),
+        ("auth/user/grant", {"user": "trainer", "role": "trainers"}),
         ("auth/enable", {}),
     ):
         assert "header" in single.ask(0, path, body), path
@@ -306,8 +310,10 @@ def test_users_of_etcd_say_their_password(single, board_on, monkeypatch):
         control.close()
 
     works(f"etcd://root:se%20cret@{hosts}")
-    monkeypatch.setenv("ETCDCTL_USER", "root:se cret")
+    monkeypatch.setenv("ETCDCTL_USER", "trainer:of steam")  # may write below ft/ alone
     works(f"etcd://{hosts}")
+    with pytest.raises(UserError, match="permission denied"):
+        works(f"etcd://{hosts}/elsewhere")
 
 
 # --- other control planes --------------------------------------------------------------------------------------------
