@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft.snapshot import Snapshots, peers_of
-from ft.worker.faults import make_injector
+from ft.worker.faults import Breakage, make_injector
 from ft.worker.guard import Guard
 from ft.worker.position import Position
 from ft.worker.session import Session
@@ -12,7 +12,14 @@ from ft.worker.subject import Subject
 
 
 def protect(
-    session: Session, chunks: Sequence, optimizer: Any, scheduler: Any, position: Position, *, peers: int = 1
+    session: Session,
+    chunks: Sequence,
+    optimizer: Any,
+    scheduler: Any,
+    position: Position,
+    *,
+    peers: int = 1,
+    checkpoints: str | None = None,
 ) -> Guard:
     """A guard for a training run of megatron-core; on all workers alike, after model and optimizer are built.
 
@@ -21,6 +28,7 @@ def protect(
             with ``state_dict`` and ``load_state_dict``, or None.
         position: the trainer's own state.
         peers: data-parallel neighbours that hold a copy of this worker's optimizer shard.
+        checkpoints: the folder that the trainer saves to, which injected faults may damage.
     """
     subject = Subject(chunks, optimizer, scheduler)
     targets = peers_of(session.rank, subject.dp_peers, peers, session.world_size)
@@ -31,4 +39,5 @@ def protect(
         shards={str(session.rank): subject.shards},
         copies={str(session.rank): targets},
     )
-    return Guard(session, subject, position, snapshots, make_injector(session, snapshots))
+    injector = make_injector(Breakage(session, snapshots, subject, position, checkpoints))
+    return Guard(session, subject, position, snapshots, injector)

@@ -28,6 +28,7 @@ def recover(guard: "Guard") -> None:
                 _leave(guard)
             _repair(guard, _enter(guard))
             session.orders.wait(Resume, session.epoch)
+            guard.at("resume")
         except EpochClosed:
             continue
         except Exception as error:
@@ -42,6 +43,7 @@ def _leave(guard: "Guard") -> None:
     guard.snapshots.settle()
     groups = session.groups.reports()
     session.groups.drop()
+    guard.at("leave")
     session.link.send(
         WorkerReleased(session.worker, session.epoch, guard.step, groups, guard.snapshots.holdings()),
     )
@@ -51,14 +53,17 @@ def _leave(guard: "Guard") -> None:
 def _enter(guard: "Guard") -> Repair:
     session = guard.session
     if guard.is_empty:
+        guard.at("assemble")
         session.link.send(WorkerArrived(session.worker, session.epoch, session.groups.reports()))
     return session.orders.wait(Repair, session.epoch)
 
 
 def _repair(guard: "Guard", order: Repair) -> None:
     session = guard.session
+    guard.at("rebuild")
     rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch)
     session.groups.reopen(session.epoch)
+    guard.at("restore")
     began = time.monotonic()
     sources = guard.restore(order.step, order.sources[str(session.rank)])
     mine = {report.name for report in session.groups.reports()}
