@@ -14,9 +14,7 @@ STEPS = 120
 
 
 def test_a_standby_node_takes_a_lost_nodes_place(corpus, reference, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     nodes = [Node(tmp_path, rank, port, flags(corpus, LAYOUT, STEPS)) for rank in range(3)]
     try:
         first = nodes[0]
@@ -35,13 +33,20 @@ def test_a_standby_node_takes_a_lost_nodes_place(corpus, reference, tmp_path):
     assert done.losses == reference(4, LAYOUT, STEPS)
 
 
-class Node(Running):
-    """One node of three, the last of which carries standbys; all on this machine."""
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
-    def __init__(self, tmp_path, rank: int, port: int, script_flags: str):
+
+class Node(Running):
+    """One node of several, the last ``standby_nodes`` of which carry standbys; all on this machine."""
+
+    def __init__(self, tmp_path, rank: int, port: int, script_flags: str, *, nnodes: int = 3, standby_nodes: int = 1):
         self.folder = tmp_path / "run"
         self._log = tmp_path / f"node{rank}.out"
-        command = [sys.executable, "-m", "ft", "run", "--nnodes", "3", "--node-rank", str(rank), "--standby-nodes", "1"]
+        command = [sys.executable, "-m", "ft", "run", "--nnodes", str(nnodes), "--node-rank", str(rank)]
+        command += ["--standby-nodes", str(standby_nodes)]
         command += ["--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", str(self.folder)]
         with open(self._log, "w") as log:
             self.process = subprocess.Popen(

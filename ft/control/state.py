@@ -133,6 +133,7 @@ class State:
         seats: logical rank -> worker. vacant: the empty ones. spawning: node -> when workers were ordered there that
             have not been started yet. failed_starts: standbys in a row that ended before they were ready.
         dp_peers, shards: by logical rank, as the workers said. fired: numbers of injected faults that have happened.
+        settings: how the first worker, settings_of, said it was set up.
         suspicions: by worker. step: the last step that is known to be committed. repair: the last one ordered; kept:
             groups it leaves alone. last_recovery: for the status.
     """
@@ -154,6 +155,8 @@ class State:
     dp_peers: dict[int, list[int]] = field(default_factory=dict)
     shards: dict[int, list[str]] = field(default_factory=dict)
     fired: list[int] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+    settings_of: str = ""
     suspicions: dict[str, Suspicion] = field(default_factory=dict)
     history: list[Incident] = field(default_factory=list)
     repair: Repair | None = None

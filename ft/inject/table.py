@@ -9,6 +9,8 @@ from functools import partial
 
 from ft.control import verdict
 from ft.control.verdict import HOST, NETWORK, SOFTWARE, TRANSIENT, USER, Verdict
+from ft.inject.distributions import parse_duration
+from ft.inject.faults import Fault
 from ft.inject.kinds import (
     AGENT,
     CONTROL,
@@ -276,7 +278,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "lose-frame",
             "a chunk of a snapshot on its way to a peer is lost",
             outcome=IN_PLACE,
-            seen="that all workers wait, one of them for its snapshot",
+            seen="that all workers wait, one of them in which group and for how long",
             sign=Sign(TRANSIENT, "standstill", partial(verdict.of_standstill, "snapshot", 15.1, 15.0)),
         ),
         Row(
@@ -425,3 +427,22 @@ NAMES = tuple(dict.fromkeys(row.kind for row in TABLE if row.where != START))
 def rows_of(kind: str) -> list[Row]:
     """The ways of a kind."""
     return [row for row in TABLE if row.kind == kind]
+
+
+def row_of(fault: Fault) -> Row:
+    """The way of its kind that a planned fault is.
+
+    Raises:
+        StopIteration: there is none of its kind.
+    """
+    rows = sorted(rows_of(fault.kind), key=lambda row: not row.how)
+    return next(row for row in rows if all(_has(fault, pair) for pair in filter(None, row.how.split(":"))))
+
+
+def _has(fault: Fault, pair: str) -> bool:
+    key, _, value = pair.partition("=")
+    if key == "node":
+        return fault.is_agents
+    if key == "for":
+        return fault.seconds is not None and fault.seconds >= parse_duration(value)
+    return getattr(fault, key) == value

@@ -76,7 +76,8 @@ class Breakage:
 
     def _leave_step(self, fault: Fault) -> None:
         """Nobody else takes part in this one: it meets the others' next operation, and the last one here meets none."""
-        dist.all_reduce(torch.zeros(1), group=parallel_state.get_data_parallel_group(), async_op=True)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(torch.zeros(1), group=group, async_op=True)
 
     def _disturb_frames(self, fault: Fault) -> None:
         self.session.server.disturb(Frames(fault.kind, fault.seconds))
