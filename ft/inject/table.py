@@ -269,10 +269,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(
             "out-of-step",
             "a worker starts a collective operation that no other one does",
-            outcome=IN_PLACE,
-            seen="that all workers wait, and in which groups",
-            answer="No step is committed while ranks disagree, so what was computed out of step is thrown away.",
-            sign=Sign(TRANSIENT, "standstill", partial(verdict.of_standstill, "dp", 15.1, 15.0)),
+            outcome=REPLACED,
+            seen="gloo ends the process in which operations of different sizes meet: killed by SIGABRT",
+            answer="No step is committed while ranks disagree, so what was computed out of step is thrown away. "
+            "Operations of one size do not fail but stand still: they are recovered in place after 15 s.",
+            sign=Sign(HOST, "SIGABRT", _exit(-6)),
         ),
         Row(
             "lose-frame",

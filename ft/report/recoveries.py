@@ -225,7 +225,8 @@ def _causes(injected: list[Event], read: _Open) -> list[Event]:
         # Of one victim the last: an earlier fault of its, a short hang say, was over without consequence.
         return list({(_victim(f), f.node): f for f in direct}.values())
     # A connection breaks at both ends, and the other one may be the first to tell.
-    epoch = next((event.epoch for event in read.events if event.name == events.EPOCH_CLOSED), None)
+    told = [event for event in read.events if event.name == events.EPOCH_CLOSED] or read.detected
+    epoch = told[0].epoch if told else None
     return [f for f in may if f.epoch in (None, epoch)][-1:]
 
 

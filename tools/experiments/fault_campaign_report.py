@@ -51,14 +51,14 @@ def times(runs: list[dict]) -> dict:
 def table(runs: list[dict]) -> str:
     """For a terminal."""
     faults = [fault for run in runs for fault in run["faults"]]
-    second = [f for f in faults if f["together"] > 1]
+    inside = sum(f["where"] in RECOVERY_PHASES for f in faults)
+    together = sum(f["together"] > 1 for f in faults)
     problems = [run for run in runs if run["problem"]]
     lines = [
         COMMAND,
         "",
         f"{len(faults)} faults in {len(runs)} runs of 4 ranks (PP 2 x DP 2, distributed optimizer) and 1 standby,",
-        f"of which {sum(f['where'] in RECOVERY_PHASES for f in faults)} inside a phase of a recovery; {len(second)} shared an "
-        "interruption with another fault.",
+        f"{inside} of them inside a phase of a recovery; {together} shared an interruption with another fault.",
         f"hangs: {_count(runs, 'hang')}   wrong losses: {_count(runs, 'wrong losses')}   "
         f"runs that did not reach their end: {_count(runs, 'stopped')}   sound runs: {len(runs) - len(problems)}",
         "",
