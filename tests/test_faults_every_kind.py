@@ -1,11 +1,15 @@
 """Every kind of fault of the table, in real runs: it ends as the table says, and the losses are those without it."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
-from ft_runs import flags, ft_run
+import torch
+from ft_runs import ROOT, flags, ft_run
 from test_hot_swap_nodes import Node, free_port
 
+from ft.control.verdict import of_error
 from ft.inject.kinds import HARMLESS, IN_PLACE, REPLACED, RESTARTED, UNNOTICED
 from ft.inject.table import TABLE
 from ft.report.recoveries import recoveries
@@ -90,11 +94,11 @@ ELSEWHERE = {
     "exception:error=user": "tests/test_hot_swap_faults.py, test_a_user_error_ends_the_run_with_its_message",
     "terminate": "test_a_stray_sigterm_saves_and_ends_the_run, here",
     "drift": "test_a_node_with_other_flags_is_found_before_training, here",
-    "kill:node=n1": "tests/test_hot_swap_nodes.py",
+    "kill:node=n1": "test_a_node_that_loses_its_power_is_replaced, here",
     "kill-agent:node=n1": "tests/test_hot_swap_nodes.py, test_a_standby_node_takes_a_lost_nodes_place",
     "partition:node=n1": "tests/test_nodes.py: needs network namespaces",
     "kill-control": "tests/test_hot_swap_faults.py",
-    "cuda-fault": "tools/experiments/fault_campaign.py --kinds cuda-fault: needs a GPU",
+    "cuda-fault": "test_what_a_lost_cuda_context_says_is_what_the_table_says, here: needs a GPU",
 }
 """Where the other rows of the table are tested."""
 
@@ -157,3 +161,32 @@ def test_a_node_with_other_flags_is_found_before_training(corpus, tmp_path):
     assert done.code == 2, done.explain()
     assert "--lr: " in done.output and "0.02" in done.output and "fix: " in done.output, done.explain()
     assert not done.named("epoch_opened") and not (done.folder / "metrics.jsonl").exists()
+
+
+def test_a_node_that_loses_its_power_is_replaced(corpus, reference, tmp_path):
+    # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
+    layout, port = f"{LAYOUT} --use-tp-pp-dp-mapping", free_port()
+    script = flags(corpus, layout, 60)
+    nodes = [Node(tmp_path, rank, port, script, options="--inject kill@step=6:node=n1") for rank in range(3)]
+    try:
+        done = nodes[0].wait(60)
+    finally:
+        for node in nodes:
+            node.stop()
+    assert done.code == 0 and not done.named("restarted"), done.explain()
+    assert "node lost" in [event.detail["signal"] for event in done.named("fault_detected")], done.explain()
+    assert done.losses == reference(4, layout, 60)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_a_lost_cuda_context_says_is_what_the_table_says():
+    code = "from ft.inject.acts import break_cuda; break_cuda(None)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT, check=False
+    )
+    said = [line for line in done.stderr.splitlines() if "device-side assert" in line]
+    assert said, done.stderr
+    kind, _, message = said[0].partition(": ")
+    found = of_error([kind.rpartition(".")[2], "RuntimeError"], message)
+    row = ROWS["cuda-fault"]
+    assert (found.category, found.signal) == (row.sign.category, row.sign.signal)

@@ -42,11 +42,21 @@ def free_port() -> int:
 class Node(Running):
     """One node of several, the last ``standby_nodes`` of which carry standbys; all on this machine."""
 
-    def __init__(self, tmp_path, rank: int, port: int, script_flags: str, *, nnodes: int = 3, standby_nodes: int = 1):
+    def __init__(
+        self,
+        tmp_path,
+        rank: int,
+        port: int,
+        script_flags: str,
+        *,
+        nnodes: int = 3,
+        standby_nodes: int = 1,
+        options: str = "",
+    ):
         self.folder = tmp_path / "run"
         self._log = tmp_path / f"node{rank}.out"
         command = [sys.executable, "-m", "ft", "run", "--nnodes", str(nnodes), "--node-rank", str(rank)]
-        command += ["--standby-nodes", str(standby_nodes)]
+        command += ["--standby-nodes", str(standby_nodes), *options.split()]
         command += ["--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", str(self.folder)]
         with open(self._log, "w") as log:
             self.process = subprocess.Popen(
