@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     for name, specs in _wanted(given):
         if name in {entry["name"] for entry in read(given.into)} or time.monotonic() - began > given.stop_after:
             continue
-        entry = run_one(name, specs, given.into)
+        entry = run_one(name, specs, given.into, corpus(given.into), reference(given.into))
         with open(given.into / "runs.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
         print(summary(entry), flush=True)
@@ -85,11 +85,15 @@ def _range(text: str) -> range:
 # --- what is injected ------------------------------------------------------------------------------------------------
 
 
-def plan(seed: int, faults: int = FAULTS) -> list[str]:
-    """The faults of one run, for ``--inject``. Over the seeds every kind comes as often as any other."""
+def plan(seed: int, faults: int = FAULTS, but: tuple[str, ...] = ()) -> list[str]:
+    """The faults of one run, for ``--inject``. Over the seeds every kind comes as often as any other.
+
+    Args:
+        faults: how many; second ones in their recoveries come on top. but: kinds to leave out.
+    """
     rng, specs = random.Random(f"campaign {seed}"), []
-    for number in range(faults):
-        row = _kind(seed * FAULTS + number)
+    rows = [row for row in (_kind(seed * FAULTS + i) for i in range(len(ROWS))) if row.kind not in but]
+    for number, row in enumerate(rows[:faults]):
         step = FIRST + number * SPACING + rng.randrange(3)
         if row.where != CONTROL and rng.random() < TIMED:
             specs.append(_spec(row, f"time={rng.uniform(0.2, 2.0):.2f}s:rank={rng.randrange(RANKS)}"))
@@ -144,8 +148,15 @@ def matrix() -> list[list[str]]:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def run_one(name: str, specs: list[str], into: Path, steps: int = STEPS) -> dict:
-    """One run; what came of it and of each of its faults, as JSON values. ``problem``: "" if all is well."""
+def run_one(name: str, specs: list[str], into: Path, data: str, wanted: list[float]) -> dict:
+    """One run; what came of it and of each of its faults, as JSON values.
+
+    Args:
+        data: prefix of the corpus. wanted: the losses of as many steps without a fault.
+
+    Returns:
+        "problem" is "" if all is well, else what is wrong in a word or two.
+    """
     from ft_runs import flags, ft_run
 
     folder = into / name.replace(" ", "-")
@@ -154,9 +165,9 @@ def run_one(name: str, specs: list[str], into: Path, steps: int = STEPS) -> dict
     saving = f"{LAYOUT} --save {folder}.save --save-interval {SAVE_INTERVAL}"
     options = f"--inject {','.join(specs)} --max-restarts 60"
     entry = {"name": name, "faults": [], "problem": "", "inject": ",".join(specs)}
-    wanted, began = reference(into, steps), time.monotonic()
+    began, steps = time.monotonic(), len(wanted)
     try:
-        done = ft_run(folder, flags(corpus(into), saving, steps), standby=STANDBYS, options=options, limit_s=LIMIT_S)
+        done = ft_run(folder, flags(data, saving, steps), standby=STANDBYS, options=options, limit_s=LIMIT_S)
     except AssertionError as hang:
         (into / f"{folder.name}.problem").write_text(str(hang))
         return entry | {"problem": "hang", "wall_s": round(time.monotonic() - began, 1)}
@@ -206,7 +217,7 @@ def corpus(into: Path) -> str:
     return str(into / "corpus")
 
 
-def reference(into: Path, steps: int) -> list[float]:
+def reference(into: Path, steps: int = STEPS) -> list[float]:
     """Losses without faults."""
     from ft_runs import flags, ft_run
 
