@@ -14,9 +14,9 @@ PAIRS = {
     # In this layout ranks 0 and 1 hold each other's copies; 2 and 3 do as well.
     "who takes the seat": [
         "kill@step=4:rank=0:phase=assemble",
-        "hang@step=11:rank=0:phase=rebuild",
-        "exception@step=18:rank=0:phase=restore:error=software",
-        "exit@step=25:rank=0:phase=resume",
+        "exception@step=11:rank=0:phase=rebuild:error=software",
+        "exit@step=18:rank=0:phase=restore",
+        "hang@step=25:rank=0:phase=resume",
         "segfault@step=32:rank=0:phase=assemble",
         "out-of-memory@step=39:rank=0:phase=rebuild",
         "drop@step=46:rank=0:phase=resume",
