@@ -213,7 +213,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             how="value=nan",
             outcome=RESTARTED,
             seen="NonFiniteLossError: the loss of a microbatch is nan",
-            answer="What is in memory may have it already, so all state comes from the checkpoint.",
+            answer="What is in memory may have it already, so all state comes from the checkpoint. One that is in the "
+            "checkpoint too comes back at the same step, and ends the run.",
             sign=Sign(
                 SOFTWARE, "exception", _error("NonFiniteLossError", "FtError", says="the loss of a microbatch is nan")
             ),

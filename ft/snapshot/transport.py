@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ft.errors import FallbackError, RecoverableError, UserError
+from ft.errors import FallbackError, RecoverableError
 from ft.snapshot.buffers import Part
 from ft.snapshot.copier import Progress
 from ft.snapshot.layout import Table
@@ -95,16 +95,13 @@ class Transport(ABC):
             Cancelled: the epoch it is for has been cancelled.
         """
 
+    @abstractmethod
     def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
         """For fault injection: the chunks of the next snapshot to each peer go through ``how``.
 
         Args:
             how: (index, number of chunks, pieces that the chunk is sent in) -> what is sent in its place.
-
-        Raises:
-            UserError: this kind of transport has no frames of its own.
         """
-        raise UserError("this transport's frames cannot be disturbed", "leave the fault out, or use --ft-transport tcp")
 
     @abstractmethod
     def cancel(self, epoch: int) -> None:
