@@ -14,6 +14,7 @@ from ft.snapshot import Snapshots
 from ft.worker.faults import plant_phases
 from ft.worker.position import Position
 from ft.worker.recovery import recover
+from ft.worker.reminder import said
 from ft.worker.session import Session
 from ft.worker.subject import Subject
 
@@ -144,8 +145,8 @@ class Guard:
     def _finish(self) -> None:
         session = self.session
         session.progress.idles("done")
-        session.link.send(WorkerDone(session.worker, session.epoch, self.step))
-        session.orders.wait(Finish, session.epoch)
+        with said(session.link, WorkerDone(session.worker, session.epoch, self.step)):
+            session.orders.wait(Finish, session.epoch)
 
     def fails(self, error: Exception) -> None:
         """Reports an error of this worker's own; what comes of the end of the epoch needs no report."""
@@ -155,8 +156,7 @@ class Guard:
         traceback.print_exception(error)
         kinds = [kind.__name__ for kind in type(error).__mro__[:-1]]
         trace = "".join(traceback.format_exception(error))
-        session.link.send(
-            WorkerFailed(session.worker, session.epoch, self.step, kinds, str(error)[:2000], trace[-8000:])
-        )
         session.progress.idles("failed")
-        session.wait_closed()
+        failed = WorkerFailed(session.worker, session.epoch, self.step, kinds, str(error)[:2000], trace[-8000:])
+        with said(session.link, failed):
+            session.wait_closed()
