@@ -34,6 +34,7 @@ INVARIANTS_CHECKED = "invariants_checked"
 FINISHED = "finished"
 STOPPED = "stopped"
 CONTROL_RESTARTED = "control_restarted"
+CONTROL_BACK = "control_back"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ SCHEMA: Mapping[str, Needs] = {
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
     FINISHED: Needs(("step",)),
     STOPPED: Needs((), ("code", "message")),
+    # the control plane could not go on where it was: all workers began again
     CONTROL_RESTARTED: Needs(),
+    # it went on from its journal, beside the agent of node; away: seconds since it last heard anything
+    CONTROL_BACK: Needs(("node",), ("term", "away")),
 }
 """Every event there is."""
 

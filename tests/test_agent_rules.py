@@ -163,15 +163,15 @@ def test_who_is_silent_and_why():
 
 
 PLACE = environment.Place(
-    node="n1", node_rank=1, host="10.0.0.2", socket="@s", store="h:1", run_dir="/r", run_id="r",
+    node="n1", node_rank=1, host="10.0.0.2", socket="@s", run_dir="/r", run_id="r",
     world_size=8, nproc=4, max_restarts=3, faults='[{"number":1,"kind":"kill"}]',
 )  # fmt: skip
 
 
 def test_a_workers_environment():
     env = environment.worker_environment(PLACE, "n1.w2", 1, 6, 2, ("10.0.0.1", 4711))
-    ours = ("FT_AGENT", "FT_WORKER", "FT_NODE", "FT_HOST", "FT_STORE", "FT_RUN_DIR", "FT_RESTART", "FT_STANDBY")
-    assert [env[name] for name in ours] == ["@s", "n1.w2", "n1", "10.0.0.2", "h:1", "/r", "1", ""]
+    ours = ("FT_AGENT", "FT_WORKER", "FT_NODE", "FT_HOST", "FT_RUN_DIR", "FT_RESTART", "FT_STANDBY")
+    assert [env[name] for name in ours] == ["@s", "n1.w2", "n1", "10.0.0.2", "/r", "1", ""]
     assert json.loads(env["FT_FAULTS"]) == [{"number": 1, "kind": "kill"}]
     torchruns = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [env[name] for name in torchruns] == ["6", "2", "8", "4", "1", "10.0.0.1", "4711"]

@@ -119,10 +119,12 @@ def test_a_second_copy_serves_where_the_first_is_corrupt(corpus, reference, tmp_
     assert done.losses == reference(4, layout, 16)
 
 
-def test_a_killed_control_plane_ends_in_a_warm_restart(corpus, reference, tmp_path):
-    done = run(corpus, tmp_path, "kill-control@step=6", steps=60, extra=f"--save {tmp_path}/save --save-interval 4")
-    assert done.code == 0, done.explain()
-    assert "control plane" in done.output and "loaded" in done.output, done.explain()
+def test_training_does_not_stop_for_the_control_plane_and_a_fault_in_its_absence_is_recovered(
+    corpus, reference, tmp_path
+):
+    done = run(corpus, tmp_path, "kill-control@step=6,kill@step=8:rank=2,kill@step=30:rank=1", steps=60)
+    assert done.code == 0 and not done.named("restarted"), done.explain()
+    assert len(done.named("control_back")) == 1 and len(done.named("worker_lost")) == 2, done.explain()
     assert done.losses == reference(4, LAYOUT, 60)
 
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from ft_runs import ROOT, Running, flags, leftovers
 
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
@@ -13,23 +14,27 @@ LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-
 STEPS = 120
 
 
-def test_a_standby_node_takes_a_lost_nodes_place(corpus, reference, tmp_path):
+@pytest.mark.parametrize("lost", [1, 0], ids=["a node", "the node of the control plane and of rank 0"])
+def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_path):
     port = free_port()
     nodes = [Node(tmp_path, rank, port, flags(corpus, LAYOUT, STEPS)) for rank in range(3)]
     try:
-        first = nodes[0]
-        first.wait_for(lambda: first.step() >= 5)
-        os.kill(nodes[1].process.pid, signal.SIGKILL)
-        done = first.wait(60)
+        stays = nodes[1 - lost]
+        stays.wait_for(lambda: stays.step() >= 5)
+        os.kill(nodes[lost].process.pid, signal.SIGKILL)
+        done = stays.wait(60)
         assert done.code == 0, done.explain()
         assert nodes[2].process.wait(20) == 0
     finally:
         for node in nodes:
             node.stop()
-    assert not leftovers(first.folder)
+    assert not leftovers(stays.folder)
     fault = done.named("fault_detected")[-1]  # its neighbours may have lost their connections to it before
     assert fault.detail["signal"] == "node lost" and not done.named("restarted"), done.explain()
-    assert {seat.split(".")[0] for seat in done.named("epoch_opened")[-1].detail["seats"].values()} == {"n0", "n2"}
+    assert {seat.split(".")[0] for seat in done.named("epoch_opened")[-1].detail["seats"].values()} == {
+        f"n{1 - lost}",
+        "n2",
+    }
     assert done.losses == reference(4, LAYOUT, STEPS)
 
 

@@ -37,6 +37,11 @@ def _ours(group) -> None:
     flag = _Flags(group)
     flag("standby", type=int, default=0, metavar="N", help="standbys on this node (default: 0)")
     flag("standby-nodes", type=int, default=0, metavar="N", help="the last N nodes carry standbys only (default: 0)")
+    flag(
+        "control",
+        metavar="tcpstore|etcd://HOST:PORT,...",
+        help="what the control plane talks to agents over (default: a TCPStore of its own)",
+    )
     flag("run-dir", metavar="DIR", help="events, metrics and logs go here (default: runs/<date-time>)")
     flag(
         "inject",

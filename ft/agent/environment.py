@@ -10,14 +10,13 @@ class Place:
 
     Attributes:
         node: the agent's name. node_rank: its number. host: the address this node is reached at.
-        socket: the agent's (FT_AGENT). store: host:port of the control plane. faults: what ``ft.inject.to_json`` made.
+        socket: the agent's (FT_AGENT). faults: what ``ft.inject.to_json`` made.
     """
 
     node: str
     node_rank: int
     host: str
     socket: str
-    store: str
     run_dir: str
     run_id: str
     world_size: int
@@ -42,7 +41,6 @@ def worker_environment(
         "FT_WORKER": worker,
         "FT_NODE": place.node,
         "FT_HOST": place.host,
-        "FT_STORE": place.store,
         "FT_RUN_DIR": place.run_dir,
         "FT_RESTART": str(restart),
         "FT_STANDBY": "1" if rank is None else "",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft.agent import slurm
+from ft.control import tenure
 from ft.errors import UserError
 
 _DEFAULT_PORT = 29400
@@ -65,6 +66,8 @@ class RunOptions:
     seed: int | None
     quiet: bool
     local_addr: str | None
+    control: str | None = None
+    """Servers of another kind for the control plane, as ``etcd://HOST:PORT``; None: it hosts a TCPStore."""
 
     @property
     def world_size(self) -> int:
@@ -102,7 +105,16 @@ def resolve(given: argparse.Namespace, environment: Mapping[str, str]) -> RunOpt
         seed=given.seed,
         quiet=given.quiet,
         local_addr=given.local_addr,
+        control=_control(given.control),
     )
+
+
+def _control(text: str | None) -> str | None:
+    if text in (None, "tcpstore"):
+        return None
+    if not text.startswith("etcd://") or not text.removeprefix("etcd://").strip("/"):
+        raise UserError(f"--control {text} is neither tcpstore nor etcd://HOST:PORT[,HOST:PORT...]", "give one of them")
+    return text
 
 
 def _cluster(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Cluster:
@@ -217,6 +229,6 @@ def _run_dir(given: argparse.Namespace, job: slurm.SlurmJob | None, cluster: Clu
     path = path.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(f"--run-dir {path} is not a directory", "choose another one")
-    if cluster.node_rank == 0 and (path / "events.jsonl").exists():
+    if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not tenure.is_kept(path):
         raise UserError(f"{path} holds the events of an earlier run", "choose another --run-dir, or remove that one")
     return path

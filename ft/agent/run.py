@@ -5,7 +5,7 @@ import os
 import sys
 from typing import NoReturn
 
-from ft import inject
+from ft import inject, token
 from ft.agent import arguments, network
 from ft.agent.options import RunOptions, resolve
 from ft.errors import UserError
@@ -48,6 +48,8 @@ def main(given: argparse.Namespace) -> NoReturn:
     if options.cluster.node_rank == 0:
         network.check_port(options.cluster.host, port)
     _make_folders(options)
+    if options.cluster.node_rank == 0:
+        token.make(options.run_dir)
 
     from ft.agent.agent import Agent
     from ft.agent.parts import assemble

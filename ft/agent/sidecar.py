@@ -1,4 +1,4 @@
-"""The control plane's process, started beside the agent of node 0."""
+"""The control plane's process, beside an agent."""
 
 import json
 import os
@@ -20,23 +20,24 @@ class Sidecar:
     """Starts ``python -m ft.control`` and remembers its pid.
 
     Args:
-        run_dir: where it writes. host, port: where it listens. options: for ``--options``.
+        run_dir: where it writes. where: the board it hosts. options: for ``--options``.
     """
 
-    def __init__(self, run_dir: Path, host: str, port: int, options: dict[str, Any]):
-        self._where = ["--run-dir", str(run_dir), "--host", host, "--port", str(port)]
+    def __init__(self, run_dir: Path, where: str, options: dict[str, Any]):
+        self._where = ["--run-dir", str(run_dir), "--where", where]
         self._options = options
         self.log = run_dir / "logs" / "control.log"
         self.pid = -1
         self._process: subprocess.Popen | None = None
 
-    def start(self, **changes: Any) -> None:
-        """Starts the process; ``changes`` go over the options."""
+    def start(self, term: int, node: str, restarts: int) -> None:
+        """Starts the process for ``term``, beside the agent of ``node``, after that many ``restarts`` of the run."""
         root = str(Path(__file__).parent.parent.parent)
-        options = json.dumps({**self._options, **changes})
+        options = json.dumps({**self._options, "restarts": restarts})
+        tenure = ["--node", node, "--term", str(term)]
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, root, str(os.getpid()), *self._where, "--options", options],
+                [sys.executable, "-c", _BOOT, root, str(os.getpid()), *self._where, *tenure, "--options", options],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C is for the agent
                 stdin=subprocess.DEVNULL,

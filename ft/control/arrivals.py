@@ -14,7 +14,9 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         out.add(f"ignored: the agent of {report.node} has joined before")
         return
     first = not state.agents
-    state.agents[report.node] = Agent(report.node, report.node_rank, report.host, report.seats, report.standbys, now)
+    state.agents[report.node] = Agent(
+        report.node, report.node_rank, report.host, report.seats, report.standbys, now, meeting=report.meeting
+    )
     out.add(f"the agent of {report.node} is there, {len(state.agents)} of {state.options.nodes}")
     if first:
         state.since = now
@@ -124,6 +126,11 @@ def worker_done(state: State, now: float, report: m.WorkerDone, out: Decisions) 
     out.add(f"{report.worker} is done, at step {report.step}")
     state.step = max(state.step, report.step)
     ends.finish_if_done(state, now, out)
+
+
+def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisions) -> None:
+    where = f"{report.host}:{report.port}"
+    out.add(f"in restart {report.number} the script's processes meet at {where}", m.Master(**vars(report)))
 
 
 def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:

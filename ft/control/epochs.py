@@ -110,7 +110,9 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
     for worker in state.seated():
         worker.repaired, worker.done = None, False
         seats[str(worker.rank)] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank)
-    out.add(f"epoch {state.epoch} opens: {reason}", m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired)))
+    meeting = state.agents[state.seated()[0].node].meeting  # it lives as long as a worker of this epoch does
+    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), meeting)
+    out.add(f"epoch {state.epoch} opens: {reason}", order)
     named = {rank: seat.worker for rank, seat in seats.items()}
     out.note(events.EPOCH_OPENED, epoch=state.epoch, seats=named, joiners=list(joiners), fresh=fresh)
 

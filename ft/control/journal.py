@@ -1,51 +1,64 @@
-"""The journal: what came in and what was decided, a JSON line each; the state can be derived from it again."""
+"""The journal: what came in and what was decided, a JSON line each; the state can be derived from it again.
+
+A report is in it before anything that was decided goes out: what the control plane has said to others, its successor
+knows, and everything else the agents say to the successor once more.
+"""
 
 import json
+import os
 import time
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ft.control.board import KEPT_ORDERS, Posted, Record
 from ft.control.codec import from_json, to_json
 from ft.control.controller import decide
-from ft.control.decision import Decision
+from ft.control.decision import Decision, Note
 from ft.control.state import Options, State
 from ft.messages import AgentBeat, decode, encode
 
 
 class Journal:
-    """Appends to ``path``.
+    """Appends to ``path``; ``options``: of a run, or of a new life of it, that begins here; None: it goes on.
 
     Heartbeats are many and decide little: of each agent only the newest is written, and only before a decision, which
-    may have gone by it. That is enough for ``rebuild``, because a heartbeat replaces the one before it.
+    may have gone by it. That is enough for ``recall``, because a heartbeat replaces the one before it.
     """
 
-    def __init__(self, path: Path, options: Options):
+    def __init__(self, path: Path, options: Options | None):
+        _end_line(path)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - for the life of the process
-        self._beats: dict[str, tuple[float, AgentBeat]] = {}
-        self._write({"wall": time.time(), "options": to_json(options)})
+        self._beats: dict[str, tuple[float, Posted]] = {}
+        if options is not None:
+            self._write({"wall": time.time(), "options": to_json(options)})
 
-    def enter(self, now: float, report: Any | None, decisions: list[Decision]) -> None:
-        """What ``decide(state, now, report)`` has returned."""
-        if isinstance(report, AgentBeat) and not decisions:
-            self._beats[report.node] = (now, report)
+    def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[Decision]) -> None:
+        """What ``decide(state, now, posted.report)`` has returned; None: time had passed.
+
+        ``now`` is on the control plane's clock, ``wall`` in seconds since 1970.
+        """
+        if posted is not None and isinstance(posted.report, AgentBeat) and not decisions:
+            self._beats[posted.node] = (now, posted)
             return
-        if not decisions and report is None:
+        if not decisions and posted is None:
             return
         for at, beat in self._beats.values():
-            self._write({"now": at, "report": _plain(beat)})
+            self._write({"now": at, **_plain(beat)})
         self._beats.clear()
         made = [
             {
                 "reason": decision.reason,
-                **({"orders": [_plain(order) for order in decision.orders]} if decision.orders else {}),
+                **({"orders": [json.loads(encode(order)) for order in decision.orders]} if decision.orders else {}),
                 **({"events": [note.name for note in decision.events]} if decision.events else {}),
             }
             for decision in decisions
         ]
-        self._write({"wall": time.time(), "now": now, "report": _plain(report) if report else None, "decisions": made})
+        self._write({"wall": wall, "now": now, **_plain(posted), "decisions": made})
 
     def remark(self, text: str, **values: Any) -> None:
-        """Something for people; ``rebuild`` passes over it."""
+        """Something for people; ``recall`` passes over it."""
         self._write({"wall": time.time(), "remark": text, **values})
 
     def close(self) -> None:
@@ -55,8 +68,24 @@ class Journal:
         self._file.write(json.dumps(entry, separators=(",", ":")) + "\n")
 
 
-def rebuild(path: Path) -> State:
-    """The state that the last control plane of this run had when it wrote the last whole line.
+@dataclass
+class Memory:
+    """What a journal says.
+
+    Attributes:
+        state: at its end. record: of the board. notes: events of the last decisions, which may not have been written.
+        now, wall: time of the last entry, on the control plane's clock and in seconds since 1970.
+    """
+
+    state: State
+    record: Record = field(default_factory=Record)
+    notes: list[Note] = field(default_factory=list)
+    now: float = 0.0
+    wall: float = 0.0
+
+
+def recall(path: Path) -> Memory:
+    """What the last control plane of this run knew, and had said, when it wrote the last whole line.
 
     Raises:
         ValueError: the file is no journal.
@@ -65,12 +94,30 @@ def rebuild(path: Path) -> State:
     begins = [i for i, entry in enumerate(entries) if "options" in entry]
     if not begins:
         raise ValueError(f"{path} is no journal: nowhere does it begin with the run's options")
-    state = State.begin(from_json(Options, entries[begins[-1]]["options"]))
+    memory = Memory(State.begin(from_json(Options, entries[begins[-1]]["options"])))
+    orders: deque[Any] = deque(maxlen=KEPT_ORDERS)
+    taken: dict[str, int] = {}
+    count = 0
     for entry in entries[begins[-1] :]:
-        if "now" in entry:
-            report = entry["report"]
-            decide(state, entry["now"], None if report is None else decode(json.dumps(report)))
-    return state
+        memory.wall = entry.get("wall", memory.wall)
+        if "now" not in entry:
+            continue
+        report = entry["report"]
+        memory.now = entry["now"]
+        decisions = decide(memory.state, memory.now, None if report is None else decode(json.dumps(report)))
+        memory.notes = [note for decision in decisions for note in decision.events]
+        for decision in decisions:
+            orders.extend(decision.orders)
+            count += len(decision.orders)
+        if entry.get("number"):
+            taken[entry["node"]] = entry["number"]
+    memory.record = Record(count - len(orders), list(orders), taken)
+    return memory
+
+
+def lives(path: Path) -> int:
+    """How many lives of the run the journal tells of."""
+    return max([entry["options"]["restarts"] + 1 for entry in read(path) if "options" in entry], default=0)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -84,5 +131,18 @@ def read(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    return json.loads(encode(message))
+def _plain(posted: Posted | None) -> dict[str, Any]:
+    if posted is None:
+        return {"report": None}
+    values = {"node": posted.node, "number": posted.number} if posted.number else {}
+    return {**values, "report": json.loads(encode(posted.report))}
+
+
+def _end_line(path: Path) -> None:
+    """Ends the line that a crash has torn, so that the next entry begins on one of its own."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")

@@ -34,7 +34,9 @@ class Options:
 
 @dataclass
 class Agent:
-    """A node. ``beats``: what was last heard of its workers, at ``heard_at``. ``suspect``, ``gone``: why, "" if not."""
+    """A node. ``beats``: what was last heard of its workers, at ``heard_at``. ``suspect``, ``gone``: why, "" if not.
+
+    ``meeting``: host:port of its store for process groups."""
 
     node: str
     node_rank: int
@@ -45,6 +47,7 @@ class Agent:
     beats: dict[str, Beat] = field(default_factory=dict)
     suspect: str = ""
     gone: str = ""
+    meeting: str = ""
 
 
 @dataclass

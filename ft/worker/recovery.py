@@ -64,7 +64,8 @@ def _enter(guard: "Guard") -> Repair:
 def _repair(guard: "Guard", order: Repair) -> WorkerRepaired:
     session = guard.session
     guard.at("rebuild")
-    rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch)
+    meeting = session.meeting_place()
+    rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch, meeting)
     session.groups.reopen(session.epoch)
     guard.at("restore")
     began = time.monotonic()
