@@ -153,10 +153,14 @@ class Guard:
         session = self.session
         if isinstance(error, EpochClosed) or session.closed:
             return
+        session.progress.idles("failed")
+        with said(session.link, self.failure(error)):
+            session.wait_closed()
+
+    def failure(self, error: Exception) -> WorkerFailed:
+        """What there is to report of an error; its trace goes into the worker's log."""
+        session = self.session
         traceback.print_exception(error)
         kinds = [kind.__name__ for kind in type(error).__mro__[:-1]]
-        trace = "".join(traceback.format_exception(error))
-        session.progress.idles("failed")
-        failed = WorkerFailed(session.worker, session.epoch, self.step, kinds, str(error)[:2000], trace[-8000:])
-        with said(session.link, failed):
-            session.wait_closed()
+        message, trace = str(error)[:_MESSAGE_LIMIT], "".join(traceback.format_exception(error))[-_TRACE_LIMIT:]
+        return WorkerFailed(session.worker, session.epoch, self.step, kinds, message, trace)

@@ -42,10 +42,15 @@ def recover(guard: "Guard") -> None:
 
 def _leave(guard: "Guard") -> None:
     session = guard.session
-    guard.snapshots.settle()
-    groups = session.groups.reports()
-    session.groups.drop()
-    guard.at("leave")
+    try:
+        guard.snapshots.settle()
+        groups = session.groups.reports()
+        session.groups.drop()
+        guard.at("leave")
+    except Exception as error:
+        # Nothing of the epoch's is under way here that it could come of: this worker may be unfit for the next one.
+        session.link.send(guard.failure(error))
+        raise
     left = WorkerReleased(session.worker, session.epoch, guard.step, groups, guard.snapshots.holdings())
     with said(session.link, left):
         rank, opened = session.orders.wait_open(session.worker, newer_than=session.epoch)
