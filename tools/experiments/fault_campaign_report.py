@@ -111,7 +111,8 @@ def picture(runs: list[dict], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_yticks(range(len(order)), order, fontsize=8)
     axes.set_xlabel("seconds from the fault to the next step on every rank")
-    axes.set_title(f"{sum(map(len, rows.values()))} injected faults that stopped training, by kind", fontsize=10)
+    count = sum(len(alone(some)) for some in rows.values())
+    axes.set_title(f"{count} injected faults that each stopped training by itself", fontsize=10)
     for outcome in MEANING:
         if outcome in _COLOURS:
             axes.scatter([], [], s=16, color=_COLOURS[outcome], label=outcome)
