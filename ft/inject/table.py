@@ -84,6 +84,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "a C call in a worker keeps Python's interpreter lock and does not return",
             outcome=REPLACED,
             seen=f"{_SILENT} 1.0 s, its process is alive but silent; where its threads are is in its log",
+            answer="In a worker's first step the limit is 30 s: imports and compilation hold the lock as well.",
             sign=Sign(HOST, "hang", partial(verdict.of_silence, 1.0, "S")),
         ),
         Row(
@@ -264,7 +265,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "one TCP connection of a process group breaks",
             outcome=IN_PLACE,
             seen="the group that lost a connection, and that nobody has died",
-            answer="The third time within a minute, or within ten steps, the worker is replaced.",
+            answer="Where gloo does not notice, all wait, and that is noticed after 15 s. The third time within a minute, or "
+            "within ten steps, the worker is replaced.",
             sign=Sign(TRANSIENT, "connection", partial(verdict.of_suspicion, "dp", "Connection closed by peer")),
         ),
         Row(

@@ -15,6 +15,7 @@ import random
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,7 @@ LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 SAVE_INTERVAL = 5
 FAULTS, FIRST, SPACING = 8, 5, 7
 STEPS = FIRST + FAULTS * SPACING + 4
-LIMIT_S = 300.0
+LIMIT_S, SEEN_WITHIN_S = 300.0, 2.0
 SECOND_S, TIMED = 0.3, 0.12
 """How many of the faults get a second one in their recovery, and how many come by the clock."""
 ROWS = [
@@ -187,23 +188,37 @@ def what_came(history, specs: list[str]) -> list[dict]:
     """For each fault that happened: the row of the table, the outcome, seconds without training, None where there were
     none, and how many faults that interruption had."""
     planned = schedule(parse(",".join(specs)), RANKS, ["n0"], 0)
-    rows = {fault.number: row_of(fault).name for fault in planned}
-    led_to = {event.detail["number"]: r for r in recoveries(history) for event in r.injected}
+    rows = {fault.number: row_of(fault) for fault in planned}
+    happened = [event for event in history if event.name == "fault_injected"]
+    interruptions = recoveries(history)
+    by_number = {event.detail["number"]: recovery for recovery in interruptions for event in recovery.injected}
+    led_to = {}
+    for event in happened:
+        number = event.detail["number"]
+        if (recovery := by_number.get(number) or _in_time(event, interruptions, rows[number])) is not None:
+            led_to[number] = recovery
+    shared = Counter(recovery.number for recovery in led_to.values())
     found = []
-    for event in history:
-        if event.name != "fault_injected":
-            continue
+    for event in happened:
         recovery = led_to.get(event.detail["number"])
         found.append(
             {
-                "row": rows[event.detail["number"]],
+                "row": rows[event.detail["number"]].name,
                 "where": event.detail.get("where", ""),
                 "outcome": recovery.outcome if recovery is not None else HARMLESS,
                 "seconds": round(recovery.total, 3) if recovery is not None and recovery.total else None,
-                "together": len(recovery.injected) if recovery is not None else 1,
+                "together": shared[recovery.number] if recovery is not None else 1,
             }
         )
     return found
+
+
+def _in_time(event, interruptions, row: Row):
+    """Of two faults that hit one rank, an interruption names the last; the other one was in it too."""
+    if row.outcome == HARMLESS:
+        return None
+    later = [r for r in interruptions if r.ended is not None and r.ended.wall > event.wall and r.detected]
+    return later[0] if later and later[0].detected[0].wall - event.wall < SEEN_WITHIN_S else None
 
 
 def corpus(into: Path) -> str:

@@ -11,7 +11,6 @@ from ft.inject.table import TABLE
 
 RESULTS = "tools/experiments/results/fault_campaign"
 _SAID = {"in place": IN_PLACE, "replaced": REPLACED, "restart": RESTARTED}
-COMMAND = "python tools/experiments/fault_campaign.py --seeds A..B --matrix A..B --into FOLDER, then --report"
 _COLOURS = {IN_PLACE: "#d98e04", REPLACED: "#c8322b", RESTARTED: "#4b3f72"}
 
 
@@ -24,6 +23,17 @@ def write(runs: list[dict], root: Path) -> str:
     (root / TIMES).write_text(json.dumps(times(runs), indent=1) + "\n")
     picture(runs, path.with_suffix(".png"))
     return text
+
+
+def command(runs: list[dict]) -> str:
+    """What makes these runs."""
+    numbers: dict[str, list[int]] = {"seed": [], "matrix": []}
+    for run in runs:
+        kind, _, number = run["name"].partition(" ")
+        numbers[kind].append(int(number))
+    spans = {kind: f"{min(some)}..{max(some)}" for kind, some in numbers.items() if some}
+    flags = [f"{flag} {spans[kind]}" for kind, flag in (("seed", "--seeds"), ("matrix", "--matrix")) if kind in spans]
+    return f"python tools/experiments/fault_campaign.py {' '.join(flags)} --report --into FOLDER"
 
 
 def by_row(runs: list[dict]) -> dict[str, list[dict]]:
@@ -40,7 +50,7 @@ def alone(faults: list[dict]) -> list[float]:
 
 def times(runs: list[dict]) -> dict:
     """What the page says: row's name -> count, median and worst."""
-    found: dict = {"command": COMMAND, "runs": len(runs), "faults": sum(len(run["faults"]) for run in runs)}
+    found: dict = {"command": command(runs), "runs": len(runs), "faults": sum(len(run["faults"]) for run in runs)}
     for name, faults in by_row(runs).items():
         seconds = alone(faults)
         median = round(statistics.median(seconds), 3) if seconds else None
@@ -55,7 +65,7 @@ def table(runs: list[dict]) -> str:
     together = sum(f["together"] > 1 for f in faults)
     problems = [run for run in runs if run["problem"]]
     lines = [
-        COMMAND,
+        command(runs),
         "",
         f"{len(faults)} faults in {len(runs)} runs of 4 ranks (PP 2 x DP 2, distributed optimizer) and 1 standby,",
         f"{inside} of them inside a phase of a recovery; {together} shared an interruption with another fault.",
@@ -101,7 +111,8 @@ def picture(runs: list[dict], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_yticks(range(len(order)), order, fontsize=8)
     axes.set_xlabel("seconds from the fault to the next step on every rank")
-    axes.set_title(f"{sum(map(len, rows.values()))} injected faults that stopped training, by kind", fontsize=10)
+    count = sum(len(alone(some)) for some in rows.values())
+    axes.set_title(f"{count} injected faults that each stopped training by itself", fontsize=10)
     for outcome in MEANING:
         if outcome in _COLOURS:
             axes.scatter([], [], s=16, color=_COLOURS[outcome], label=outcome)
