@@ -163,6 +163,9 @@ class Agent:
         if pid == self._parts.pool.pid:
             self._on_pool_exit(code)
             return
+        if pid == self._steward.sidecar.spare_pid:
+            self._steward.sidecar.spare_reaped(code)
+            return
         if pid == self._steward.sidecar.pid:
             self._on_control_exit(code)
             return
@@ -195,7 +198,8 @@ class Agent:
             self._on_exit(pid, code)
 
     def _known(self) -> set[int]:
-        return {self._parts.pool.pid, self._steward.sidecar.pid}
+        sidecar = self._steward.sidecar
+        return {self._parts.pool.pid, sidecar.pid, sidecar.spare_pid}
 
     def _tell_last_lines(self, worker: Worker, code: int) -> None:
         if self._console.shows(worker.log):

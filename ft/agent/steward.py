@@ -15,6 +15,9 @@ from ft.control.timeouts import Timeouts
 _MOST_DEATHS, _WINDOW_S = 3, 60.0
 """A control plane that dies more often than this may well die of its journal: the run begins anew without it."""
 
+_PREPARE_S = 20.0
+"""A run that has lasted so long is worth a process that waits to take over."""
+
 
 class Steward:
     """Claims terms and runs the side-car in them.
@@ -28,7 +31,7 @@ class Steward:
         self._watch = tenure.Watch(run_dir, time.monotonic())
         self._serving: tuple[int, float] | None = None
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS + 1)
-        self._life = 0
+        self._life, self._since = 0, time.monotonic()
         self.sidecar = sidecar
 
     @property
@@ -77,6 +80,8 @@ class Steward:
         if standing is not None and self.hosts and not standing.where:
             self._keep_alive(standing)
         serving = standing is not None and standing.where and self._serving is not None
+        if now - self._since > _PREPARE_S and now - contact_at < self._timeouts.contact_s:
+            self.sidecar.prepare()
         view = succession.View(
             silent_s=now - contact_at,
             lease_s=self._watch.age(now) if standing is not None else None,
