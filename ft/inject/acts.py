@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ft.errors import RecoverableError, ReplaceNodeError, UserError
 from ft.inject import exhaust
-from ft.inject.agent import kill_control
 from ft.inject.faults import Fault
 
 _ERRORS = {
@@ -92,6 +91,8 @@ def kill_agent(fault: Fault) -> None:
 
 
 def kill_the_control_plane(fault: Fault) -> None:
+    from ft.inject.agent import kill_control
+
     kill_control(Path(os.environ["FT_RUN_DIR"]))
 
 

@@ -265,8 +265,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "one TCP connection of a process group breaks",
             outcome=IN_PLACE,
             seen="the group that lost a connection, and that nobody has died",
-            answer="Where gloo does not notice, all wait, and that is noticed after 15 s. The third time within a minute, or "
-            "within ten steps, the worker is replaced.",
+            answer="Where gloo does not notice, all wait, which is noticed after 15 s. The third time within a minute, "
+            "or within ten steps, the worker is replaced.",
             sign=Sign(TRANSIENT, "connection", partial(verdict.of_suspicion, "dp", "Connection closed by peer")),
         ),
         Row(
