@@ -41,7 +41,7 @@ BUNDLES = {
             ("reorder-frames", "step=14:rank=1"),
             ("delay-frames", "step=16:rank=2"),
             ("corrupt-frame", "step=18:rank=3"),
-            ("disk-full", "step=20:rank=2:for=500ms"),
+            ("disk-full", "step=20:rank=3:for=500ms"),
             ("lose-reports", "step=30:rank=1"),
             ("duplicate-reports", "step=40:rank=2:for=500ms"),
             ("reorder-reports", "step=50:rank=0:for=500ms"),

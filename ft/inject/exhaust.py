@@ -10,7 +10,6 @@ from ft.inject.faults import Fault
 _ROOM = 64 << 20
 _PIECE = 1 << 20
 _FILES_LEFT = 16
-_LOG_ROOM = 8 << 10
 
 
 def memory(fault: Fault) -> None:
@@ -39,9 +38,9 @@ def files(fault: Fault) -> None:
 
 
 def disk(fault: Fault) -> None:
-    """No file of this process may grow beyond what its log needs, for ``fault.seconds``: writes fail with EFBIG."""
+    """No file of this process may grow for ``fault.seconds``: writes fail with EFBIG, as with ENOSPC on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_log_size() + _LOG_ROOM, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     timer = threading.Timer(fault.seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, before))
     timer.daemon = True
     timer.start()
@@ -60,8 +59,3 @@ def read(fault: Fault) -> None:
 def _lower(limit: int, value: int) -> None:
     hard = resource.getrlimit(limit)[1]
     resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-
-
-def _log_size() -> int:
-    """Bytes of the largest file that this process has open for its output."""
-    return max(os.fstat(number).st_size for number in (1, 2))

@@ -121,10 +121,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "disk-full",
-            "what a worker writes for a checkpoint finds no room for a while",
+            "nothing that a worker writes finds room for a while",
             outcome=HARMLESS,
             seen="that the checkpoint was not saved, by which rank and why",
-            answer="The save is given up as a whole, older checkpoints stay, the next one is tried when it is due.",
+            answer="The save is given up as a whole, older checkpoints stay, the next one is tried when it is due. "
+            "Lines of the worker's log are left out, those of the metrics file wait in memory.",
         ),
         Row(
             "io-error",

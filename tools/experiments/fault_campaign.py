@@ -39,7 +39,7 @@ SECOND_S, TIMED = 0.3, 0.12
 ROWS = [
     r for r in TABLE if r.outcome not in (STOPPED, UNNOTICED) and r.where in (WORKER, FILES, CONTROL) and not r.needs
 ]
-BRIEF = {"slow": "for=300ms", "disk-full": "for=1s"}
+BRIEF = {"slow": "for=300ms", "disk-full": "for=150ms"}
 # A NaN that is put in place after the step's losses were looked at can get into a checkpoint; nothing is left then.
 EARLY = ("corrupt-tensor", "stale-snapshot")
 HOLDING_UP = ("stall", "lose-frame", "out-of-step", "slow", "disk-full")
