@@ -103,7 +103,8 @@ def test_faults_are_planned_alike_on_every_node(script):
         plan_faults(options(f"--run-dir r --inject kill@step=3:rank=9 {script}"))
 
 
-SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "12007", "SLURM_JOB_NODELIST": "gpu[03-05,11]"}
+BATCH = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "12007", "SLURM_JOB_NODELIST": "gpu[03-05,11]"}
+SLURM = {**BATCH, "SLURM_STEP_ID": "0"}
 
 
 def test_slurm_fills_in_what_is_not_given(script):
@@ -115,6 +116,19 @@ def test_slurm_fills_in_what_is_not_given(script):
     flags = options(f"--nnodes 2 --node-rank 1 --rdzv-endpoint h:5 {script}", SLURM).cluster
     assert (flags.nnodes, flags.node_rank, flags.host, flags.port) == (2, 1, "h", 5)
     assert options(f"--standalone {script}", SLURM).cluster.nnodes == 1
+
+
+def test_a_step_on_some_of_the_jobs_nodes_is_a_run_of_these(script):
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[04-05]", "SLURM_NODEID": "1"}
+    given = options(script, {**SLURM, **step}).cluster
+    assert (given.nnodes, given.node_rank, given.host) == (2, 1, "gpu04")
+
+
+def test_a_batch_script_that_forgets_srun_is_told_so(script):
+    with pytest.raises(UserError, match=r"one process for the 4 nodes[^$]*srun"):
+        options(script, BATCH)
+    assert options(script, {**BATCH, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}).cluster.nnodes == 1
+    assert options(f"--standalone {script}", BATCH).cluster.nnodes == 1
 
 
 def test_several_slurm_tasks_per_node_are_refused(script):

@@ -1,7 +1,7 @@
 """The environment that a worker's script finds: torchrun's variables and those of this project."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,6 +11,7 @@ class Place:
     Attributes:
         node: the agent's name. node_rank: its number. host: the address this node is reached at.
         socket: the agent's (FT_AGENT). faults: what ``ft.inject.to_json`` made.
+        domains: kind -> name of the node's failure domains.
     """
 
     node: str
@@ -23,6 +24,7 @@ class Place:
     nproc: int
     max_restarts: int
     faults: str = "[]"
+    domains: Mapping[str, str] = field(default_factory=dict)
 
 
 def worker_environment(

@@ -5,8 +5,9 @@ import threading
 from collections.abc import Callable
 
 from ft.snapshot.layout import checksum
+from ft.snapshot.network import Network
 from ft.snapshot.transport import Cancelled, Outgoing, PeerLost
-from ft.snapshot.wire import BadFrame, Wire, connect
+from ft.snapshot.wire import BadFrame, Wire
 
 _PAUSES_S = (0.0, 0.05, 0.25)
 """Before each try; a dropped connection is survived in place, a dead peer reported within half a second."""
@@ -21,7 +22,8 @@ class _NotTaken(Exception):
 class Sender:
     """One peer, one thread, one transfer at a time."""
 
-    def __init__(self, peer: int, address: str, token: str, patience_s: float):
+    def __init__(self, network: Network, peer: int, address: str, token: str, patience_s: float):
+        self._network = network
         self._peer, self._address, self._token, self._patience = peer, address, token, patience_s
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -94,8 +96,7 @@ class Sender:
             if self._wire is not None and not self._wire.is_shut:
                 return self._wire
         self._drop()
-        wire = connect(self._address, min(_CONNECT_S, self._patience))
-        wire.be_patient(self._patience)
+        wire = Wire(self._network.dial(self._address, min(_CONNECT_S, self._patience)), self._patience)
         with self._lock:
             self._wire = wire
         return wire

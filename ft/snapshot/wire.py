@@ -1,4 +1,4 @@
-"""Frames on a TCP connection between snapshot servers.
+"""Frames on a connection between snapshot servers.
 
     frame:  magic "FTSN" | version u16 | 0 u16 | length u32 | checksum u32 | header: JSON object of that length
     body:   a table and an envelope of the lengths that the header announces
@@ -28,12 +28,6 @@ class BadFrame(Exception):
     """What came is no frame of this version, or one with impossible content."""
 
 
-def connect(address: str, patience_s: float) -> "Wire":
-    """A connection to ``host:port``; OSError when there is none within ``patience_s``."""
-    host, port = address.rsplit(":", 1)
-    return Wire(socket.create_connection((host, int(port)), timeout=patience_s), patience_s)
-
-
 class Wire:
     """One connection.
 
@@ -50,8 +44,9 @@ class Wire:
         self.is_shut = False
         self.disturb: Callable[[int, int, list], list[list]] | None = None
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
         self.be_patient(patience_s)

@@ -74,7 +74,7 @@ def _repair(guard: "Guard", order: Repair) -> WorkerRepaired:
     session.groups.reopen(session.epoch)
     guard.at("restore")
     began = time.monotonic()
-    sources = guard.restore(order.step, order.sources[str(session.rank)])
+    sources = guard.restore(order)
     mine = {report.name for report in session.groups.reports()}
     rebuilt, deferred = mine & set(order.rebuild), mine & set(order.defer)
     return WorkerRepaired(

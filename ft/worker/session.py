@@ -15,7 +15,7 @@ from ft.control.timeouts import Timeouts
 from ft.errors import UserError
 from ft.groups import Groups, Meeting
 from ft.messages import Close, Observed, Open, WorkerReady, WorkerSuspects
-from ft.snapshot import SnapshotServer
+from ft.snapshot import SnapshotServer, network
 from ft.worker.orders import Orders
 from ft.worker.progress import Heartbeat, Progress
 from ft.worker.settings import surroundings
@@ -65,7 +65,7 @@ class Session:
         self.fired: set[int] = set()
         self.groups: Groups | None = None
         self.progress = Progress(lambda: self.groups.waiting() if self.groups is not None else None)
-        self.server = SnapshotServer(_own_address(environment), token=self.token)
+        self.server = SnapshotServer(network.of(environment), token=self.token)
         self._left = threading.Event()
         self._lock = threading.Lock()
         self._closed_epoch = -1
@@ -166,8 +166,3 @@ class Session:
         """An operation with other workers failed in an open epoch: says so and awaits the control plane's verdict."""
         self.link.send(WorkerSuspects(self.worker, self.epoch, group, str(error)[:500]))
         self._left.wait(self.timeouts.verdict_s)
-
-
-def _own_address(environment: Mapping[str, str]) -> str:
-    """The address of this host that others reach its snapshots at."""
-    return environment.get("FT_HOST", "127.0.0.1")
