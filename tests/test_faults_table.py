@@ -18,6 +18,8 @@ from ft.inject.messages import Frames, Reports
 from ft.inject.page import PAGE, page, read_times
 from ft.inject.table import NAMES, TABLE, row_of
 from ft.worker.faults import _ACTS as SESSION_ACTS
+from ft.worker.settings import surroundings
+from megatron.training.arguments import parse as parse_flags
 
 ROOT_FOLDER = Path(__file__).parent.parent
 ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
@@ -166,3 +168,15 @@ def test_a_standby_that_differs_from_the_running_workers_gets_no_seat():
     assert only(settings(world, newcomer, torch="2.14"), m.Kill).worker == newcomer
     assert world.ready(newcomer) == [] and world.exit(newcomer) == []
     assert world.state.phase == RUNNING and not world.state.standbys()
+
+
+def test_settings_are_what_changes_the_result_and_not_what_a_node_calls_its_own():
+    own = {"CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_MPS_PIPE_DIRECTORY": "/p", "HOME": "/root"}
+    found = surroundings({"NCCL_ALGO": "Ring", **own})
+    assert [name for name in found if name.startswith("environment")] == ["environment NCCL_ALGO"]
+    assert {"torch", "python", "megatron-core", "code of ft and megatron"} <= found.keys()
+    flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    options = parse_flags(flags + "--train-iters 9 --lr 1e-2 --metrics-file /a/b --no-save-rng")
+    given = options.given()
+    assert given["--lr"] == "0.01" and given["--train-iters"] == "9" and given["--no-save-rng"] == "True"
+    assert "--metrics-file" not in given and "--min-lr" not in given

@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
 _PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVTE_", "GLOO_", "MKL_", "OMP_")
 # What names a node's own hardware or place may differ from node to node.
 _OWN = ("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID", "OMP_PLACES")
-_OWN_ENDINGS = ("_IFNAME", "_HCA", "_HOME", "_PATH", "_FILE", "_DIR")
+_OWN_ENDINGS = ("_IFNAME", "_HCA", "_HOME", "_PATH", "_FILE", "_DIR", "_DIRECTORY")
 
 
 def surroundings(environment: Mapping[str, str]) -> dict[str, str]:
