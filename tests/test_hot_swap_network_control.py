@@ -31,7 +31,7 @@ def test_the_first_node_loses_power_and_comes_back_as_a_standby(corpus, referenc
         done = fleet.wait()
     assert done.code == 0, done.explain()
     assert controlled_by(fleet) != "n0"
-    assert done.losses == reference(4, LAYOUT, STEPS)[: ENOUGH]
+    assert done.losses == reference(4, LAYOUT, STEPS)[:ENOUGH]
 
 
 def test_a_paused_first_node_is_succeeded_and_finds_that_out(corpus, reference, tmp_path):
