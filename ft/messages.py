@@ -58,13 +58,15 @@ class Holdings:
 class Seat:
     """Who holds a logical rank in an epoch.
 
-    ``address``: host:port where its snapshots can be fetched; ``local_rank``: its device on its node.
+    ``address``: host:port where its snapshots can be fetched; ``local_rank``: its device on its node. ``domains``:
+    kind -> name of the failure domains its node is in (rack, switch, ...), as its agent said.
     """
 
     worker: str
     node: str
     address: str
     local_rank: int
+    domains: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,19 @@ class Beat:
 
 @dataclass(frozen=True)
 class AgentJoined:
-    """An agent is there. ``seats``: training workers it runs (0: a standby node); ``standbys``: beyond those."""
+    """An agent is there. ``seats``: training workers it runs (0: a standby node); ``standbys``: beyond those.
+
+    ``meeting``: host:port of the store it hosts, for process groups to meet in. ``domains``: kind -> name of the
+    failure domains of its node (``ft run --topology``).
+    """
 
     node: str
     node_rank: int
     host: str
     seats: int
     standbys: int
+    meeting: str = ""
+    domains: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -264,6 +272,26 @@ class Observed:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class MasterChosen:
+    """Where a script's own process group meets in warm restart ``number``: chosen by the agent of logical rank 0."""
+
+    number: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class ControlBack:
+    """The control plane says to itself: another one, whose journal this is, has ended; it goes on under ``term``.
+
+    ``node``: beside whose agent.
+    """
+
+    term: int
+    node: str
+
+
 # --- orders: control plane -> agents -> workers ----------------------------------------------------------------------
 
 
@@ -281,7 +309,8 @@ class Open:
 
     ``joiners``: logical ranks whose worker is new to its seat. ``fresh``: all are, and no state is in memory: groups
     connect at once and state comes from the checkpoint folder or the seed.
-    ``fired``: numbers of the injected faults that have happened.
+    ``fired``: numbers of the injected faults that have happened. ``meeting``: host:port of the store in which the
+    groups of this epoch meet, on the node of one of its workers.
     """
 
     epoch: int
@@ -289,6 +318,7 @@ class Open:
     joiners: list[int]
     fresh: bool
     fired: list[int] = field(default_factory=list)
+    meeting: str = ""
 
 
 @dataclass(frozen=True)
@@ -296,6 +326,7 @@ class Repair:
     """All have left the old epoch and every joiner has arrived: rebuild, restore ``step``, report ``WorkerRepaired``.
 
     ``rebuild``: names of the groups to build anew now. ``defer``: to be built when first used. All others are kept.
+    ``copies``: owner's logical rank -> logical ranks that its peer copies went to up to now.
     """
 
     epoch: int
@@ -303,6 +334,7 @@ class Repair:
     rebuild: list[str]
     defer: list[str]
     sources: dict[str, Source]
+    copies: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -339,6 +371,23 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class GivenUp:
+    """``node`` counts as lost. If its agent hears that, it ends its workers, and comes back as another node."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Master:
+    """What ``MasterChosen`` said, for all agents."""
+
+    number: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
 class Finish:
     """All workers are done: they exit with 0, then the agents do."""
 
@@ -354,8 +403,9 @@ class Stop:
 REPORTS = (
     *(AgentJoined, AgentBeat, AgentLeaving, WorkerStarted, WorkerReady, WorkerExited, WorkerSilent, WorkerFailed),
     *(WorkerSuspects, WorkerReleased, WorkerArrived, WorkerRepaired, WorkerResumed, WorkerDone, Observed, Beat),
+    *(MasterChosen, ControlBack),
 )
-ORDERS = (Close, Open, Repair, Resume, Kill, Spawn, Restart, Finish, Stop)
+ORDERS = (Close, Open, Repair, Resume, Kill, Spawn, Restart, GivenUp, Master, Finish, Stop)
 _KINDS = {kind.__name__: kind for kind in (*REPORTS, *ORDERS)}
 _NESTED = {
     ("WorkerReleased", "groups"): [GroupReport],

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 from ft import messages as m
+from ft.control.board import Posted
 from ft.control.codec import from_json, to_json
 from ft.control.controller import decide, next_deadline
 from ft.control.state import Options, State
@@ -65,7 +66,8 @@ class World:
             assert decision.reason
         self.decisions += decisions
         if self.journal is not None:
-            self.journal.enter(self.now, report, decisions)
+            posted = Posted("", 0, report) if report is not None else None
+            self.journal.enter(self.now, self.now, posted, decisions)
         made = [order for decision in decisions for order in decision.orders]
         self.orders += made
         return made

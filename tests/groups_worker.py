@@ -6,14 +6,15 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from ft.groups import Groups, plan_rebuild
+from ft.control.store import StoreConnection
+from ft.groups import Groups, Meeting, plan_rebuild
 from ft.messages import GroupReport
 
 LIMIT_S = 20.0
+TOKEN = "of the test"
 
 
 class Worker:
@@ -33,7 +34,7 @@ class Worker:
         self.groups: Groups | None = None
         threading.Thread(target=self._follow, args=(epoch,), daemon=True).start()
         self.groups = Groups.start(
-            address=address,
+            meeting=Meeting(address, TOKEN),
             prefix=f"groups/{epoch}",
             rank=self.rank,
             world_size=self.size,
@@ -106,5 +107,4 @@ class Worker:
 
 
 def connect(address: str) -> dist.TCPStore:
-    host, port = address.split(":")
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return StoreConnection(address, TOKEN, 60.0).store

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -103,7 +106,8 @@ def test_faults_are_planned_alike_on_every_node(script):
         plan_faults(options(f"--run-dir r --inject kill@step=3:rank=9 {script}"))
 
 
-SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "12007", "SLURM_JOB_NODELIST": "gpu[03-05,11]"}
+BATCH = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "12007", "SLURM_JOB_NODELIST": "gpu[03-05,11]"}
+SLURM = {**BATCH, "SLURM_STEP_ID": "0"}
 
 
 def test_slurm_fills_in_what_is_not_given(script):
@@ -115,6 +119,19 @@ def test_slurm_fills_in_what_is_not_given(script):
     flags = options(f"--nnodes 2 --node-rank 1 --rdzv-endpoint h:5 {script}", SLURM).cluster
     assert (flags.nnodes, flags.node_rank, flags.host, flags.port) == (2, 1, "h", 5)
     assert options(f"--standalone {script}", SLURM).cluster.nnodes == 1
+
+
+def test_a_step_on_some_of_the_jobs_nodes_is_a_run_of_these(script):
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[04-05]", "SLURM_NODEID": "1"}
+    given = options(script, {**SLURM, **step}).cluster
+    assert (given.nnodes, given.node_rank, given.host) == (2, 1, "gpu04")
+
+
+def test_a_batch_script_that_forgets_srun_is_told_so(script):
+    with pytest.raises(UserError, match=r"one process for the 4 nodes[^$]*srun"):
+        options(script, BATCH)
+    assert options(script, {**BATCH, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}).cluster.nnodes == 1
+    assert options(f"--standalone {script}", BATCH).cluster.nnodes == 1
 
 
 def test_several_slurm_tasks_per_node_are_refused(script):
@@ -163,15 +180,15 @@ def test_who_is_silent_and_why():
 
 
 PLACE = environment.Place(
-    node="n1", node_rank=1, host="10.0.0.2", socket="@s", store="h:1", run_dir="/r", run_id="r",
+    node="n1", node_rank=1, host="10.0.0.2", socket="@s", run_dir="/r", run_id="r",
     world_size=8, nproc=4, max_restarts=3, faults='[{"number":1,"kind":"kill"}]',
 )  # fmt: skip
 
 
 def test_a_workers_environment():
     env = environment.worker_environment(PLACE, "n1.w2", 1, 6, 2, ("10.0.0.1", 4711))
-    ours = ("FT_AGENT", "FT_WORKER", "FT_NODE", "FT_HOST", "FT_STORE", "FT_RUN_DIR", "FT_RESTART", "FT_STANDBY")
-    assert [env[name] for name in ours] == ["@s", "n1.w2", "n1", "10.0.0.2", "h:1", "/r", "1", ""]
+    ours = ("FT_AGENT", "FT_WORKER", "FT_NODE", "FT_HOST", "FT_RUN_DIR", "FT_RESTART", "FT_STANDBY")
+    assert [env[name] for name in ours] == ["@s", "n1.w2", "n1", "10.0.0.2", "/r", "1", ""]
     assert json.loads(env["FT_FAULTS"]) == [{"number": 1, "kind": "kill"}]
     torchruns = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [env[name] for name in torchruns] == ["6", "2", "8", "4", "1", "10.0.0.1", "4711"]
@@ -184,8 +201,23 @@ def test_a_standbys_environment_has_a_rank_that_no_check_refuses_and_that_does_n
 
 
 def test_one_thread_unless_the_user_says_otherwise():
-    assert environment.defaults({}) == {"OMP_NUM_THREADS": "1"}
-    assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {}
+    assert environment.defaults({}) == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {"OPENBLAS_NUM_THREADS": "1"}
+    assert environment.defaults({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "2"}) == {}
+
+
+def test_numpy_starts_no_threads_in_the_pool():
+    given = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "4"}
+    count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
+    done = subprocess.run(
+        [sys.executable, "-c", count],
+        env={**given, **environment.defaults(given)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "1\n"
 
 
 SOURCE = """

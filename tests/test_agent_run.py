@@ -310,7 +310,24 @@ over.wait()
     assert [line.rsplit(" ", 1)[0] for line in lives] == ["life 1 of rank 0", "life 1 of rank 1"]
 
 
-def test_a_killed_control_plane_means_a_warm_restart(ft_run, tmp_path):
+def test_a_killed_control_plane_is_started_again_and_nobody_else_notices(ft_run, tmp_path):
+    text = f"""{ATTACHED}
+seated.wait()
+print("life", os.environ["FT_RESTART"], flush=True)
+while not os.path.exists("go on"): time.sleep(0.01)
+link.send(WorkerDone(worker, epoch, 5))
+over.wait()
+"""
+    job = ft_run(text, "--nproc-per-node", 2)
+    job.wait_for_log("n0.w0", "life 0")
+    os.kill(job.pid_of("ft-control"), signal.SIGKILL)
+    (tmp_path / "go on").touch()
+    assert job.wait() == 0, job.text()
+    assert "control plane killed by SIGKILL; another one takes over" in job.text() and "life 1" not in job.text()
+    assert "control_back" in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_a_control_plane_that_dies_of_its_journal_again_and_again_means_a_warm_restart(ft_run, tmp_path):
     text = f"""{ATTACHED}
 seated.wait()
 print("life", os.environ["FT_RESTART"], flush=True)
@@ -320,17 +337,13 @@ over.wait()
 """
     job = ft_run(text, "--nproc-per-node", 2)
     job.wait_for_log("n0.w0", "life 0")
-    os.kill(job.pid_of("ft-control"), signal.SIGKILL)
+    pid = job.pid_of("ft-control")
+    with open(tmp_path / "run" / "journal.jsonl", "a") as file:
+        file.write('{"now": 1.0, "report": {"kind": "no report at all"}}\n')
+    os.kill(pid, signal.SIGKILL)
     assert job.wait() == 0, job.text()
-    assert "control plane killed by SIGKILL; warm restart 1" in job.text() and "life 1" in job.text()
+    assert "again and again" in job.text() and "warm restart 1" in job.text() and "life 1" in job.text()
     assert "control_restarted" in (tmp_path / "run" / "events.jsonl").read_text()
-
-
-def test_without_restarts_left_a_killed_control_plane_ends_the_run(ft_run):
-    job = ft_run(f"{ATTACHED}\nseated.wait(); print('seated', flush=True); time.sleep(1000)", "--max-restarts", 0)
-    job.wait_for_log("n0.w0", "seated")
-    os.kill(job.pid_of("ft-control"), signal.SIGKILL)
-    assert job.wait() == 1, job.text()
 
 
 def test_what_cannot_work_ends_with_2_before_anything_starts(ft_run, tmp_path):

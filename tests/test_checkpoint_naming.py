@@ -24,7 +24,16 @@ def test_names():
     for name in ("iter_100", "iter_0000100.partial", "release", naming.TRACKER, "iter_0000100.removed"):
         assert naming.step_of(name) is None
     assert naming.is_leftover(naming.partial_name(7)) and naming.is_leftover(naming.removed_name("iter_0000007"))
+    assert naming.is_leftover("iter_0000007.partial") and naming.is_leftover(
+        naming.replaced_name(naming.partial_name(7))
+    )
     assert not naming.is_leftover("iter_0000007") and not naming.is_leftover("my.partial")
+
+
+def test_two_saves_of_one_step_never_share_a_folder():
+    assert naming.partial_name(7) != naming.partial_name(7)
+    one = naming.partial_name(7)
+    assert naming.replaced_name(one) not in (one, naming.removed_name("iter_0000007"))
 
 
 def test_newest_is_the_one_saved_last_not_the_highest_step():

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -18,110 +16,21 @@ from control_world import World
 
 from ft import events
 from ft import messages as m
+from ft.control import board as boards
 from ft.control import journal
-from ft.control.board import KEPT_ORDERS, Board
-from ft.control.journal import Journal, rebuild
+from ft.control.journal import Journal, recall
 from ft.control.sidecar import parse_options
 from ft.control.state import RUNNING
 from ft.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 30.0
-ROUNDS = 50
-
-
-# --- board -----------------------------------------------------------------------------------------------------------
-
-
-def answer(port):
-    """Posts when each order came, until the last one."""
-    board = Board.connect("127.0.0.1", port)
-
-    def obey(order):
-        board.post(m.Observed("order", {"order": order.reason, "at": time.monotonic()}))
-        if order.epoch == ROUNDS - 1:
-            raise StopIteration
-
-    board.post(m.AgentLeaving("n0", 0))
-    with contextlib.suppress(StopIteration):
-        board.follow(obey)
+TOKEN = "of the test"
 
 
 def follow(board, seen):
-    with contextlib.suppress(RuntimeError):  # the end of the store, with that of the test
-        board.follow(seen.put)
-
-
-def test_reports_and_orders_between_processes(ranks):
-    board = Board.host("127.0.0.1", 0)
-    handle = ranks.start(answer, 1, board.port, init=False)
-    assert board.receive(LIMIT_S) == m.AgentLeaving("n0", 0)
-    there, back = [], []
-    for i in range(ROUNDS):
-        sent = time.monotonic()
-        board.publish(m.Close(i, str(i)))
-        report = board.receive(LIMIT_S)
-        came = time.monotonic()
-        assert report.detail["order"] == str(i)
-        there.append(report.detail["at"] - sent)
-        back.append(came - report.detail["at"])
-    print(f"order {1e3 * statistics.median(there):.2f} ms, report {1e3 * statistics.median(back):.2f} ms")
-    assert [outcome.exitcode for outcome in handle.wait(timeout=LIMIT_S)] == [0]
-
-
-def wait_without_end(port):
-    print("waiting", flush=True)
-    Board.connect("127.0.0.1", port).follow(print)
-
-
-def test_a_reader_that_is_killed_and_one_that_waits_hold_up_nobody(ranks):
-    board = Board.host("127.0.0.1", 0)
-    handle = ranks.start(wait_without_end, 2, board.port, init=False)
-    for rank in range(2):
-        handle.wait_for_output(rank, "waiting")
-    handle.kill(0, signal.SIGKILL)
-    other = Board.connect("127.0.0.1", board.port)
-    other.post(m.AgentLeaving("n1", 9))
-    assert board.receive(LIMIT_S) == m.AgentLeaving("n1", 9)
-    board.publish(m.Finish())
-    handle.wait_for_output(1, "Finish()")
-    handle.close()
-
-
-def test_receiving_ends_in_time_and_loses_nothing():
-    board = Board.host("127.0.0.1", 0)
-    agent = Board.connect("127.0.0.1", board.port)
-    for _ in range(3):
-        assert board.receive(0.01) is None
-    for i in range(100):
-        agent.post(m.AgentLeaving("n0", i))
-    assert [board.receive(LIMIT_S).signum for _ in range(100)] == list(range(100))
-
-
-def test_what_is_no_report_is_passed_over():
-    board = Board.host("127.0.0.1", 0)
-    board.store.queue_push("control/inbox", "{")
-    board.post(m.AgentLeaving("n0", 1))
-    assert board.receive(LIMIT_S) == m.AgentLeaving("n0", 1)
-
-
-def test_old_orders_are_removed_and_a_late_follower_begins_with_the_oldest():
-    board = Board.host("127.0.0.1", 0)
-    before = board.store.num_keys()
-    for i in range(KEPT_ORDERS + 50):
-        board.publish(m.Close(i, ""))
-    assert board.store.num_keys() <= before + KEPT_ORDERS
-    seen = Queue()
-    late = Board.connect("127.0.0.1", board.port)
-    threading.Thread(target=follow, args=(late, seen), daemon=True).start()
-    numbers = [seen.get(timeout=LIMIT_S).epoch for _ in range(KEPT_ORDERS)]
-    assert numbers == list(range(50, KEPT_ORDERS + 50))
-
-
-def test_a_port_that_is_taken():
-    board = Board.host("127.0.0.1", 0)
-    with pytest.raises(UserError, match=f"port {board.port} on 127.0.0.1 cannot be listened on"):
-        Board.host("127.0.0.1", board.port)
+    with contextlib.suppress(ConnectionError):  # the end of the control plane, with that of the test
+        board.follow(lambda number, order: seen.put(order), 0)
 
 
 # --- journal ---------------------------------------------------------------------------------------------------------
@@ -143,7 +52,7 @@ def test_the_state_can_be_derived_from_the_journal(tmp_path):
     world.recover(6)
     world.kill(0)
     world.release(1)
-    assert without_beats(rebuild(tmp_path / "journal.jsonl")) == without_beats(world.state)
+    assert without_beats(recall(tmp_path / "journal.jsonl").state) == without_beats(world.state)
     entries = journal.read(tmp_path / "journal.jsonl")
     beats = [entry for entry in entries if (entry.get("report") or {}).get("kind") == "AgentBeat"]
     assert 0 < len(beats) < 10
@@ -155,7 +64,7 @@ def test_what_a_control_plane_that_has_died_wrote_is_over(tmp_path):
         world.journal = Journal(tmp_path / "journal.jsonl", world.options)
         world.run()
         assert len(world.events("run_started")) == 1 - restarts
-    state = rebuild(tmp_path / "journal.jsonl")
+    state = recall(tmp_path / "journal.jsonl").state
     assert state.restarts == 1 and without_beats(state) == without_beats(world.state)
 
 
@@ -165,10 +74,30 @@ def test_a_torn_line_is_left_out(tmp_path):
     world.run()
     with open(tmp_path / "journal.jsonl", "a") as file:
         file.write('{"now": 5, "repo')
-    assert rebuild(tmp_path / "journal.jsonl").phase == RUNNING
+    assert recall(tmp_path / "journal.jsonl").state.phase == RUNNING
     (tmp_path / "other").write_text("{}\n")
     with pytest.raises(ValueError, match="is no journal"):
-        rebuild(tmp_path / "other")
+        recall(tmp_path / "other")
+
+
+def test_what_a_control_plane_that_was_succeeded_writes_late_is_no_part_of_the_history(tmp_path):
+    """It was paused, and finds its successor only when it has written once more."""
+    path, worlds = tmp_path / "journal.jsonl", {}
+    for name in ("all", "known"):
+        worlds[name] = World(standbys=2)
+        worlds[name].journal = Journal(tmp_path / f"{name}.jsonl", worlds[name].options)
+        worlds[name].run()
+    first = worlds["all"]
+    path.write_bytes((tmp_path / "all.jsonl").read_bytes())
+    memory = recall(path)
+    first.kill(3)  # written by the first one after its successor has read
+    path.write_bytes((tmp_path / "all.jsonl").read_bytes())
+    second = Journal(path, None, term=1, known=memory.bytes)
+    second.enter(memory.now + 1.0, memory.wall + 1.0, None, [])
+    assert without_beats(recall(path).state) == without_beats(worlds["known"].state)
+    with open(path, "ab") as file:  # and after it has written
+        file.write((tmp_path / "all.jsonl").read_bytes()[memory.bytes :])
+    assert without_beats(recall(path).state) == without_beats(worlds["known"].state)
 
 
 # --- side-car --------------------------------------------------------------------------------------------------------
@@ -200,18 +129,17 @@ class Played:
         self.folder = folder
         self.log = open(folder / "control.log", "wb")  # noqa: SIM115 - closed with the side-car
         options = {"world_size": world_size, "nodes": 1, "command": ["train.py"]}
-        command = [sys.executable, "-m", "ft.control", "--run-dir", str(folder), "--host", "127.0.0.1"]
+        command = [sys.executable, "-m", "ft.control", "--run-dir", str(folder)]
         self.process = subprocess.Popen(
-            [*command, "--port", "0", "--options", json.dumps(options)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            [*command, "--where", "tcp://127.0.0.1:0", "--options", json.dumps(options)],
+            env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=self.log,
             stderr=self.log,
         )
-        address = self.await_file("control.json")
-        self.board = Board.connect(address["host"], address["port"], timeout_s=LIMIT_S)
-        self.orders = Queue()
-        follower = Board.connect("127.0.0.1", self.board.port)
-        threading.Thread(target=follow, args=(follower, self.orders), daemon=True).start()
+        where = self.await_file("control.json")["where"]
+        self.board = boards.connect(where, "n0", TOKEN, LIMIT_S)
+        self.orders, self.number = Queue(), 0
+        threading.Thread(target=follow, args=(self.board, self.orders), daemon=True).start()
 
     def await_file(self, name):
         deadline = time.monotonic() + LIMIT_S
@@ -223,7 +151,8 @@ class Played:
 
     def say(self, *reports):
         for report in reports:
-            self.board.post(report)
+            self.number += 1
+            self.board.post(self.number, report)
 
     def hear(self, kind):
         order = self.orders.get(timeout=LIMIT_S)
@@ -305,7 +234,7 @@ def check_record(folder):
     ordered = [order["kind"] for decision in decisions for order in decision.get("orders", [])]
     assert ordered == ["Open", "Spawn", "Close", "Open", "Repair", "Resume", "Spawn", "Finish"]
     assert any("no event is named 'nonsense'" in entry.get("remark", "") for entry in entries)
-    assert rebuild(folder / "journal.jsonl").epoch == 1
+    assert recall(folder / "journal.jsonl").state.epoch == 1
     assert (folder / "control.log").read_text() == ""
 
 
@@ -320,11 +249,13 @@ def test_the_side_car_dies_with_its_parent(tmp_path):
     options = json.dumps({"world_size": 1})
     code = f"""
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-m", "ft.control", "--run-dir", {str(tmp_path)!r}, "--host", "127.0.0.1",
-                  "--port", "0", "--options", {options!r}])
+subprocess.Popen([sys.executable, "-m", "ft.control", "--run-dir", {str(tmp_path)!r}, "--where",
+                  "tcp://127.0.0.1:0", "--options", {options!r}])
 time.sleep(100)
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
+    )
     deadline = time.monotonic() + LIMIT_S
     while not (tmp_path / "control.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -336,11 +267,11 @@ time.sleep(100)
 
 
 def test_a_port_that_is_taken_ends_the_side_car_with_a_message(tmp_path):
-    board = Board.host("127.0.0.1", 0)
-    command = [sys.executable, "-m", "ft.control", "--run-dir", str(tmp_path), "--host", "127.0.0.1"]
+    board = boards.host("tcp://127.0.0.1:0", "", TOKEN)
+    command = [sys.executable, "-m", "ft.control", "--run-dir", str(tmp_path)]
     done = subprocess.run(
-        [*command, "--port", str(board.port), "--options", '{"world_size": 1}'],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [*command, "--where", board.where, "--options", '{"world_size": 1}'],
+        env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

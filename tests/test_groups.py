@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from groups_worker import Worker
 
+from ft.control.store import StoreServer
 from ft.errors import EpochClosed, RecoverableError, UserError
 from ft.groups import Group
 from ft.groups.local import Local
@@ -26,8 +27,9 @@ RELEASE_LIMIT_S = 5.0
 @pytest.fixture
 def address():
     """host:port of a store that outlives every rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield f"127.0.0.1:{store.port}"
+    server = StoreServer("127.0.0.1", 0, groups_worker.TOKEN)
+    yield server.address
+    server.close()
 
 
 @pytest.fixture

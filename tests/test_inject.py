@@ -9,8 +9,8 @@ import pytest
 from ft.errors import UserError
 from ft.inject import Fault, from_json, parse, read_scenario, schedule, to_json
 from ft.inject.distributions import Distribution, parse_duration
-from ft.inject.faults import KINDS
 from ft.inject.schedule import MOST_OF_A_DISTRIBUTION
+from ft.inject.table import NAMES
 
 NODES = ["n0", "n1", "n2"]
 
@@ -49,7 +49,7 @@ def test_specs(text, fault):
     ("text", "words"),
     [
         ("", ["no fault"]),
-        ("kil@step=1", ["kil", *KINDS]),
+        ("kil@step=1", ["kil", *NAMES]),
         ("kill", ["when", "step"]),
         ("kill@", ["KEY=VALUE"]),
         ("kill@step", ["'step'", "KEY=VALUE"]),
@@ -141,10 +141,10 @@ def test_the_most_faults_of_a_distribution_fit_into_the_environment():
 
 
 def test_durations():
-    assert [parse_duration(text) for text in ("90", "90s", "1.5m", "2min", "1h", "250ms", 7, 0.5)] == [
-        *(90.0, 90.0, 90.0, 120.0, 3600.0, 0.25, 7.0, 0.5)
+    assert [parse_duration(text) for text in ("90", "90s", "1.5m", "2min", "1h", "2d", "250ms", 7, 0.5)] == [
+        *(90.0, 90.0, 90.0, 120.0, 3600.0, 172800.0, 0.25, 7.0, 0.5)
     ]
-    for text in ("", "s", "-3s", "1d", "nan", "inf", "1e999"):
+    for text in ("", "s", "-3s", "1w", "nan", "inf", "1e999"):
         with pytest.raises(ValueError):
             parse_duration(text)
 

@@ -1,6 +1,5 @@
 """Faults that workers and agents do to themselves: in the right place, once, and announced before."""
 
-import json
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ft.control import tenure
 from ft.errors import RecoverableError, ReplaceNodeError, UserError
 from ft.inject import Fault, to_json
 from ft.inject.agent import AgentInjector, agents_faults, kill_control
@@ -30,11 +30,8 @@ class Diary:
     def announce(self, fault: Fault) -> None:
         self.entries.append(("announced", fault.number))
 
-    def drop(self) -> None:
-        self.entries.append("dropped")
-
-    def corrupt(self, copies: str) -> None:
-        self.entries.append(f"corrupted {copies}")
+    def act(self, fault: Fault) -> None:
+        self.entries.append("dropped" if fault.kind == "drop" else f"corrupted {fault.copies}")
 
 
 def injector(*faults: Fault, rank: int = 3, fired=(), began=None) -> tuple[Injector, Diary]:
@@ -230,15 +227,17 @@ def test_which_faults_are_an_agents():
         Fault(3, "partition", step=1, node="n0"),
         Fault(4, "kill-control", step=1),
     ]
-    assert [f.number for f in agents_faults(faults, "n0", hosts_control=True)] == [3, 4]
-    assert [f.number for f in agents_faults(faults, "n1", hosts_control=False)] == [2]
+    assert [f.number for f in agents_faults(faults, "n0")] == [3, 4]
+    assert [f.number for f in agents_faults(faults, "n1")] == [2, 4]
 
 
 def test_the_control_plane_is_killed_by_step_once(tmp_path):
     control = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    (tmp_path / "control.json").write_text(json.dumps({"pid": control.pid, "port": 1}))
+    tenure.renew(tmp_path, tenure.Standing(0, 0, "tcp://h:1", "n0", control.pid))
     announced = []
-    agent = AgentInjector([Fault(1, "kill-control", step=5)], "n0", True, tmp_path, announced.append)
+    elsewhere = AgentInjector([Fault(1, "kill-control", step=5)], "n1", tmp_path, announced.append)
+    elsewhere.progressed(5)
+    agent = AgentInjector([Fault(1, "kill-control", step=5)], "n0", tmp_path, announced.append)
     agent.begin()
     for step in (0, 3, 4, 5):
         agent.progressed(step)
@@ -251,8 +250,9 @@ def test_the_control_plane_is_killed_by_step_once(tmp_path):
 
 def test_the_control_plane_is_killed_by_the_clock_unless_it_has_been(tmp_path):
     announced = []
+    tenure.renew(tmp_path, tenure.Standing(0, 0, "", "n0", 0))
     faults = [Fault(1, "kill-control", time=0.0), Fault(2, "kill-control", time=0.01)]
-    agent = AgentInjector(faults, "n0", True, tmp_path, announced.append)
+    agent = AgentInjector(faults, "n0", tmp_path, announced.append)
     agent.update([1])
     agent.begin()
     wait_for(lambda: announced, "second fault")
@@ -270,11 +270,12 @@ def test_no_control_plane_to_kill(content, tmp_path):
 NODE = """
 import subprocess, sys, time
 from ft.inject import Fault
+from ft.control import tenure
 from ft.inject.agent import AgentInjector
 below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(below.pid, flush=True)
 fault = Fault(1, "kill", step=2, node="n1")
-agent = AgentInjector([fault], "n1", False, ".", lambda fault: print("announced", flush=True))
+agent = AgentInjector([fault], "n1", ".", lambda fault: print("announced", flush=True))
 agent.progressed(1)
 print("alive", flush=True)
 """
@@ -289,7 +290,7 @@ def test_a_killed_node_takes_all_its_processes_with_it():
 
 def test_a_partition_in_the_machines_own_namespace_is_refused(tmp_path):
     with pytest.raises(UserError, match="partition") as raised:
-        AgentInjector([Fault(1, "partition", step=2, node="n0", seconds=1.0)], "n0", True, tmp_path, print)
+        AgentInjector([Fault(1, "partition", step=2, node="n0", seconds=1.0)], "n0", tmp_path, print)
     assert "ip netns" in str(raised.value)
 
 

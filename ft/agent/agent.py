@@ -8,20 +8,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ft import events
-from ft.agent import processes
+from ft.agent import processes, succession
 from ft.agent.console import last_lines
 from ft.agent.parts import Parts
 from ft.agent.pool import PoolBroken
 from ft.agent.reception import unwatch
-from ft.agent.uplink import Lost, Master
+from ft.agent.uplink import Linked, NewLife, Refused, Unlinked
 from ft.agent.workforce import Worker
 from ft.control.timeouts import Timeouts
+from ft.errors import UserError
 from ft.messages import (
     AgentBeat,
     AgentLeaving,
     Close,
     Finish,
+    GivenUp,
     Kill,
+    Master,
     Observed,
     Open,
     Repair,
@@ -35,6 +38,7 @@ _TICK_S = 0.1
 _FINISH_S = 10.0
 _LEAVE_S = 2.0
 _GRACE_S = 1.0
+_REPEAT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,13 @@ class Ending:
 class Begin:
     """Workers to be started with these logical ranks as soon as no other one is left, in restart ``number``.
 
-    ``join``: under a new control plane.
+    ``join``: the agent says first that it is there, once more. ``anew``: to a control plane that it starts for that.
     """
 
     number: int
     ranks: list[int]
     join: bool = False
+    anew: bool = False
 
 
 class Agent:
@@ -65,17 +70,17 @@ class Agent:
     """
 
     def __init__(self, parts: Parts, ranks: list[int]):
-        self._parts, self._node = parts, parts.place.node
+        self._parts, self._membership, self._steward = parts, parts.membership, parts.steward
         self._console, self._uplink = parts.console, parts.uplink
         self._workforce, self._masters = parts.workforce, parts.masters
         self._selector = parts.selector
-        self._first_ranks = ranks
-        self._number = 0
-        self._begin: Begin | None = Begin(0, ranks)
+        self._first_ranks = [] if parts.membership.is_late else ranks
+        self._number = self._life = 0
+        self._begin: Begin | None = Begin(0, self._first_ranks)
         self._seats: dict[int, str] = {}
         self._ending: Ending | None = None
-        self._signum = 0
-        self._left = self._alone = False
+        self._signum, self._signalled_at = 0, 0.0
+        self._left = self._alone = self._was_unlinked = False
         self._empty_since = 0.0
         self._beat_s, self._next_beat = Timeouts().agent_beat_s, 0.0
 
@@ -102,10 +107,14 @@ class Agent:
             signal.signal(signum, lambda *_: None)
         self._selector.register(wake.read_fd, selectors.EVENT_READ, self._on_wake)
         self._parts.reception.open()
-        if self._parts.sidecar is not None:
-            self._parts.sidecar.start()
+        if self._membership.place.node_rank == 0 and not self._membership.is_late:
+            self._steward.start(0, self._node)
         self._start_pool(self._parts.pool.start)
-        self._uplink.start(self._parts.joined)
+        self._uplink.start(self._membership.join, 0)
+
+    @property
+    def _node(self) -> str:
+        return self._membership.place.node
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(_TICK_S):
@@ -126,6 +135,8 @@ class Agent:
             self._leave_after_grace(now)
         if self._ending and now > self._ending.deadline:
             self._workforce.kill_all()
+        elif not self._ending:
+            self._look_after_control(now)
 
     def _on_wake(self) -> None:
         signals = self._parts.wake.take()
@@ -153,11 +164,14 @@ class Agent:
         if pid == self._parts.pool.pid:
             self._on_pool_exit(code)
             return
-        if self._parts.sidecar is not None and pid == self._parts.sidecar.pid:
-            self._parts.sidecar.reaped(code)
-            self._on_control_lost(f"the control plane {processes.how_it_ended(code)}")
+        if pid == self._steward.sidecar.spare_pid:
+            self._steward.sidecar.spare_reaped(code)
             return
-        if self._signum and code == -signal.SIGTERM and not self._ending:
+        if pid == self._steward.sidecar.pid:
+            self._on_control_exit(code)
+            return
+        holders = {self._workforce.workers[name].pid for name in self._rank_holders()}
+        if self._signum and code == -signal.SIGTERM and pid in holders and not self._ending:
             self._say_leaving()  # first: the exits that follow are meant
         worker = self._workforce.ended(pid, code)
         if worker is not None and code and not worker.doomed and not self._signum:
@@ -186,8 +200,8 @@ class Agent:
             self._on_exit(pid, code)
 
     def _known(self) -> set[int]:
-        sidecar = self._parts.sidecar
-        return {self._parts.pool.pid, *([sidecar.pid] if sidecar else [])}
+        sidecar = self._steward.sidecar
+        return {self._parts.pool.pid, sidecar.pid, sidecar.spare_pid}
 
     def _tell_last_lines(self, worker: Worker, code: int) -> None:
         if self._console.shows(worker.log):
@@ -212,26 +226,29 @@ class Agent:
             case Open():
                 self._workforce.tell(what)
                 self._parts.faults.opened(what)
+                self._membership.sweep(what.epoch)
                 self._workforce.training_since = self._workforce.training_since or time.time()
                 self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
             case Kill():
                 self._workforce.kill_hung(what.worker)
             case Spawn():
-                if what.node == self._node and not self._ending:
+                if what.node == self._node and not self._ending and not self._signum:
                     self._spawn_standbys(what.count)
             case Restart():
                 self._restart(what)
             case Finish():
                 self._workforce.tell(what)
+                self._workforce.kill(*(name for name, worker in self._workforce.workers.items() if not worker.attached))
                 self._end(0, _FINISH_S)
             case Stop():
                 self._stop(what)
             case Master():
                 self._masters.learn(what)
-            case Lost():
-                if self._parts.sidecar is not None and self._parts.sidecar.ends_within(_GRACE_S):
-                    self._reap()  # its exit says more than the connection it has broken
-                self._on_control_lost(what.reason)
+            case GivenUp():
+                if what.node == self._node:
+                    self._leave_and_come_back(what.reason)
+            case Linked() | Unlinked() | NewLife() | Refused():
+                self._on_link(what)
 
     def _spawn_standbys(self, count: int) -> None:
         master = self._masters.known(self._number)
@@ -263,7 +280,7 @@ class Agent:
     def _seat(self, seats: dict[int, str], fresh: bool) -> None:
         """Notes who holds which logical rank, and shows the output of the first and the last one."""
         self._seats = seats
-        world_size = self._parts.place.world_size
+        world_size = self._membership.place.world_size
         names = [seats.get(rank) for rank in sorted({0, world_size - 1})]
         workers = self._workforce.workers
         self._console.follow([workers[name].log for name in names if name in workers], fresh)
@@ -271,11 +288,15 @@ class Agent:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
+        """Slurm signals all processes of a step, and srun may pass on what it got itself: that is one request."""
+        now = time.monotonic()
+        if signum == self._signum and now - self._signalled_at < _REPEAT_S:
+            return
         if self._signum or self._ending:
             self._end(128 + signum, 0.0)
             self._workforce.kill_all()
             return
-        self._signum = signum
+        self._signum, self._signalled_at = signum, now
         name = signal.Signals(signum).name
         self._console.say(f"{name}: workers are told to save and end; a second signal kills them")
         self._workforce.terminate(self._rank_holders())
@@ -292,37 +313,95 @@ class Agent:
 
     def _stop(self, order: Stop) -> None:
         self._console.poll(to_the_end=True)
-        if self._parts.place.node_rank == 0 and order.message and not self._signum:
+        tells = self._membership.place.node_rank == 0 or self._steward.hosts
+        if tells and order.message and not self._signum:
             self._console.complain(order.message)
         self._end(128 + self._signum if self._signum and order.code else order.code, 0.0)
         self._workforce.kill_all()
 
-    def _on_control_lost(self, reason: str) -> None:
-        """Who is in which epoch is lost with the control plane: everyone begins again from the checkpoint."""
+    # --- the control plane -------------------------------------------------------------------------------------------
+
+    def _on_control_exit(self, code: int) -> None:
+        now, how = time.monotonic(), f"the control plane {processes.how_it_ended(code)}"
+        if not self._steward.ended(code, now) or self._ending:
+            return
+        lines = [f"    {line}" for line in last_lines(self._steward.sidecar.log)]
+        if code == UserError.exit_code:
+            self._refuse("\n".join([how, *lines]))
+        elif self._steward.dies_again_and_again(now):
+            self._begin_anew(self._latest_number() + 1, "\n".join([f"{how}, again and again", *lines]), anew=True)
+        elif self._steward.start(self._life, self._node):
+            self._console.say(f"{how}; another one takes over from its journal, training goes on")
+
+    def _look_after_control(self, now: float) -> None:
+        self._uplink.mind(now)
+        what, why = self._steward.look(now, self._uplink.contact_at)
+        if what == succession.CLAIM and self._steward.start(self._life, self._node):
+            self._console.say(f"{why}; {self._node} takes over, training goes on")
+            self._parts.recoveries.adopt(self._steward.events)
+        elif what == succession.FENCE and self._workforce.workers:
+            self._leave_and_come_back(why)
+        elif what == succession.GIVE_UP:
+            self._refuse(why)
+
+    def _on_link(self, what: Linked | Unlinked | NewLife | Refused) -> None:
+        match what:
+            case Unlinked():
+                self._was_unlinked = True
+            case Linked():
+                if self._was_unlinked:
+                    self._console.say(f"the control plane answers again (term {what.term})")
+                self._was_unlinked = False
+            case NewLife():
+                self._begin_anew(what.number, "the run has begun anew")
+            case Refused():
+                self._refuse(what.reason)
+
+    def _refuse(self, reason: str) -> None:
+        self._console.complain(f"the run ends: {reason}")
+        self._alone = True
+        self._end(1, 0.0)
+        self._workforce.kill_all()
+
+    def _leave_and_come_back(self, reason: str) -> None:
+        """Others take the logical ranks of this node: its workers must not go on, and it joins as a standby node."""
         if self._ending or (self._begin is not None and self._begin.join):
             return
-        sidecar = self._parts.sidecar
-        lines = last_lines(sidecar.log) if sidecar is not None else []
-        number = (self._begin.number if self._begin is not None else self._number) + 1
-        goes_on = number <= self._parts.place.max_restarts and not self._signum
+        self._console.complain(f"{self._node} is out of the run ({reason}): its workers end, and it joins as a standby")
+        self._uplink.close()
+        self._first_ranks = []
+        self._begin = Begin(self._latest_number(), [], join=True)
+        self._workforce.kill_all()
+
+    def _begin_anew(self, number: int, reason: str, anew: bool = False) -> None:
+        """Who is in which epoch is lost with the control plane: everyone begins again from the checkpoint."""
+        if self._ending or (self._begin is not None and self._begin.anew):
+            return
+        goes_on = (number <= self._membership.place.max_restarts or not anew) and not self._signum
         what = f"warm restart {number} from the checkpoint" if goes_on else "the run ends"
-        self._console.complain("\n".join([f"{reason}; {what}", *[f"    {line}" for line in lines]]))
-        self._begin = Begin(number, self._first_ranks, join=True)
+        self._console.complain(f"{reason}; {what}")
+        self._begin, self._life = Begin(number, self._first_ranks, join=True, anew=anew), number
         self._parts.recoveries.expect(0)
         if not goes_on:
             self._alone = True
             self._end(1, 0.0)
         self._workforce.kill_all()
 
+    def _latest_number(self) -> int:
+        return max(self._number, self._begin.number if self._begin is not None else 0)
+
     def _join_again(self, begin: Begin) -> None:
-        sidecar = self._parts.sidecar
-        if sidecar is not None:
-            sidecar.kill()
-            sidecar.start(restarts=begin.number)
-        self._uplink.start(self._parts.joined)
-        if sidecar is not None:
+        if begin.anew:
+            self._steward.start(begin.number, self._node)
+        if not self._first_ranks and not begin.anew:
+            self._membership.come_back()
+            self._workforce.settle(self._membership.place)
+        self._uplink.start(self._membership.join, self._life)
+        if begin.anew:
             stamps = {"wall": time.time(), "monotonic": time.monotonic(), "node": self._node}
             self._uplink.post(Observed(events.CONTROL_RESTARTED, {**stamps, "number": begin.number}))
+
+    # --- the end, continued ------------------------------------------------------------------------------------------
 
     def _end(self, code: int, patience: float) -> None:
         if self._ending is None or patience < self._ending.deadline - time.monotonic():
@@ -343,8 +422,7 @@ class Agent:
         self._uplink.close()
         self._parts.faults.close()
         self._parts.pool.close()
-        if self._parts.sidecar is not None:
-            self._parts.sidecar.end()
+        self._steward.close()
         processes.end_descendants()
         signal.set_wakeup_fd(-1)
         self._parts.reception.close()

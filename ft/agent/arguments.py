@@ -43,6 +43,17 @@ def _ours(group) -> None:
     flag("standby", type=int, default=0, metavar="N", help="standbys on this node (default: 0)")
     flag("standby-nodes", type=int, default=0, metavar="N", help="the last N nodes carry standbys only (default: 0)")
     flag(
+        "control",
+        metavar="tcpstore|etcd://HOST:PORT,...",
+        help="what the control plane talks to agents over (default: a TCPStore of its own)",
+    )
+    flag(
+        "topology",
+        metavar="FILE",
+        help="which hosts fail together, so that peer copies are kept apart: lines HOSTS rack=NAME ..., or Slurm's "
+        "topology.conf (default: each node is by itself)",
+    )
+    flag(
         "ft-transport",
         choices=["tcp", "mpi"],
         help="what snapshots go over; mpi: start with mpirun --with-ft ulfm, or srun (default: the script's, else tcp)",
@@ -53,7 +64,7 @@ def _ours(group) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help="a fault on purpose: kill@step=20:rank=3; repeatable",
+        help="a fault on purpose: kill@step=20:rank=3; repeatable; ft faults lists the kinds",
     )
     flag("scenario", metavar="FILE", help="a file of faults")
     flag("seed", type=int, metavar="N", help="seed of random faults (default: the scenario's, else 0)")

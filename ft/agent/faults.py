@@ -12,7 +12,7 @@ class AgentFaults:
     """What ``ft.inject.agent.AgentInjector`` has to hear; without a fault for this agent it is never loaded.
 
     Args:
-        faults: of the whole run. node: of this agent. hosts_control: the control plane runs beside it.
+        faults: of the whole run. node: of this agent. run_dir: the run's.
         record: puts a report on record, returns when it is.
 
     Raises:
@@ -23,7 +23,6 @@ class AgentFaults:
         self,
         faults: Sequence[Fault],
         node: str,
-        hosts_control: bool,
         run_dir: str,
         record: Callable[[Any], None],
     ):
@@ -32,7 +31,7 @@ class AgentFaults:
         if any(fault.is_agents for fault in faults):
             from ft.inject.agent import AgentInjector
 
-            self._injector = AgentInjector(faults, node, hosts_control, run_dir, self._announce)
+            self._injector = AgentInjector(faults, node, run_dir, self._announce)
 
     def opened(self, order: Open) -> None:
         """An epoch begins."""

@@ -2,29 +2,26 @@
 
 from ft.agent import network
 from ft.agent.environment import Place
-from ft.agent.uplink import Master, Uplink
+from ft.agent.uplink import Uplink
+from ft.messages import Master, MasterChosen
 
 
 class Masters:
     """One meeting place per life of the run: a port that the dead may still hold is of no use to the next life.
 
-    The agent that has logical rank 0 chooses, the others ask.
+    The agent that has logical rank 0 chooses, the others are told.
     """
 
     def __init__(self, place: Place, uplink: Uplink):
         self._place, self._uplink = place, uplink
         self._known: dict[int, tuple[str, int]] = {}
-        self._asked: set[int] = set()
 
     def find(self, number: int, ranks: list[int]) -> tuple[str, int] | None:
         """(host, port) of restart ``number``, None while it is not known; ``ranks``: those of this agent's workers."""
         if number not in self._known and 0 in ranks:
             self._known[number] = (self._place.host, network.free_port())
             if len(ranks) < self._place.world_size:
-                self._uplink.share_master(number, *self._known[number])
-        elif number not in self._known and number not in self._asked:
-            self._asked.add(number)
-            self._uplink.ask_master(number)
+                self._uplink.post(MasterChosen(number, *self._known[number]))
         return self._known.get(number)
 
     def known(self, number: int) -> tuple[str, int]:

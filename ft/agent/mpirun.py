@@ -51,12 +51,16 @@ _START = (
 
 @dataclass(frozen=True)
 class MpiJob:
-    """This node's place in an MPI job; ``job`` names the run, ``endpoint`` is where the nodes meet, "" if not known."""
+    """This node's place in an MPI job; ``job`` names the run, ``endpoint`` is where the nodes meet, "" if not known.
+
+    ``in_step``: as in ``slurm.SlurmJob``.
+    """
 
     job: str
     nnodes: int
     node_rank: int
     endpoint: str
+    in_step: bool = True
 
 
 def read(environment: Mapping[str, str]) -> MpiJob | None:

@@ -24,6 +24,10 @@ class RecoveryNews:
         self._told = ""
         self._next = 0.0
 
+    def adopt(self, path: Path) -> None:
+        """From now on this node tells."""
+        self._path = self._path or path
+
     def expect(self, epoch: int) -> None:
         """A recovery has begun or goes on; it will end with epoch ``epoch``, or a later one."""
         if self._path is None:

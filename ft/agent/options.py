@@ -2,13 +2,16 @@
 
 import argparse
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft.agent import mpirun, slurm
+from ft.control import tenure
 from ft.errors import UserError
+from ft.placement.topology import read_topology
 
 _DEFAULT_PORT = 29400
 
@@ -51,7 +54,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """One ``ft run``. ``nproc``: workers with a logical rank on a training node. ``standby``: beyond those, here."""
+    """One ``ft run``. ``nproc``: workers with a logical rank on a training node. ``standby``: beyond those, here.
+    ``domains``: kind -> name of this node's failure domains."""
 
     script: Script
     cluster: Cluster
@@ -65,6 +69,9 @@ class RunOptions:
     seed: int | None
     quiet: bool
     local_addr: str | None
+    control: str | None = None
+    """Servers of another kind for the control plane, as ``etcd://HOST:PORT``; None: it hosts a TCPStore."""
+    domains: dict[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -109,7 +116,17 @@ def resolve(given: argparse.Namespace, environment: Mapping[str, str], job: Job 
         seed=given.seed,
         quiet=given.quiet,
         local_addr=given.local_addr,
+        control=_control(given.control),
+        domains=_domains(given, cluster, environment),
     )
+
+
+def _control(text: str | None) -> str | None:
+    if text in (None, "tcpstore"):
+        return None
+    if not text.startswith("etcd://") or not text.removeprefix("etcd://").strip("/"):
+        raise UserError(f"--control {text} is neither tcpstore nor etcd://HOST:PORT[,HOST:PORT...]", "give one of them")
+    return text
 
 
 def _cluster(given: argparse.Namespace, job: Job | None) -> Cluster:
@@ -135,6 +152,11 @@ def _cluster(given: argparse.Namespace, job: Job | None) -> Cluster:
 
 
 def _nnodes(text: str | None, job: Job | None) -> int:
+    if text is None and job is not None and job.nnodes > 1 and not job.in_step:
+        raise UserError(
+            f"this is one process for the {job.nnodes} nodes of Slurm job {job.job}; ft run is one per node",
+            "start it with: srun --ntasks-per-node=1 ft run ... (or use this node alone: --standalone)",
+        )
     if text is None:
         return job.nnodes if job else 1
     if ":" in text:
@@ -144,6 +166,15 @@ def _nnodes(text: str | None, job: Job | None) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"--nnodes {text} is no number from 1 on", "give the number of nodes")
     return int(text)
+
+
+def _domains(given: argparse.Namespace, cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
+    """This node's failure domains, under the name that Slurm has for it, its host name or its address."""
+    if given.topology is None:
+        return {}
+    host = socket.gethostname()
+    names = [environment.get("SLURMD_NODENAME", ""), host, host.split(".")[0], given.local_addr or ""]
+    return read_topology(given.topology).find(names, f"n{cluster.node_rank}")[1]
 
 
 def _endpoint(given: argparse.Namespace, job: Job | None, nnodes: int) -> tuple[str, int]:
@@ -224,6 +255,6 @@ def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster) -> Pa
     path = path.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(f"--run-dir {path} is not a directory", "choose another one")
-    if cluster.node_rank == 0 and (path / "events.jsonl").exists():
+    if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not tenure.is_kept(path):
         raise UserError(f"{path} holds the events of an earlier run", "choose another --run-dir, or remove that one")
     return path

@@ -3,7 +3,8 @@
 import contextlib
 import os
 import selectors
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ft import inject
 from ft.agent import network
@@ -12,15 +13,16 @@ from ft.agent.environment import Place
 from ft.agent.faults import AgentFaults
 from ft.agent.liveness import Limits
 from ft.agent.masters import Masters
+from ft.agent.membership import Membership, claim_name
 from ft.agent.news import RecoveryNews
 from ft.agent.options import RunOptions
 from ft.agent.pool import WarmPool
 from ft.agent.reception import Reception, listen, unwatch
 from ft.agent.sidecar import Sidecar
+from ft.agent.steward import Steward
 from ft.agent.uplink import Uplink
 from ft.agent.workforce import Workforce
-from ft.control.timeouts import Timeouts
-from ft.messages import AgentJoined
+from ft.control.timeouts import BEHIND_ETCD, Timeouts
 
 
 class Wake:
@@ -43,10 +45,9 @@ class Wake:
 
 @dataclass
 class Parts:
-    """An agent's parts, wired up; nothing runs yet. ``sidecar``: on node 0 alone. ``faults``: this agent's own."""
+    """An agent's parts, wired up; nothing runs yet. ``faults``: this agent's own."""
 
-    place: Place
-    joined: AgentJoined
+    membership: Membership
     wake: Wake
     selector: selectors.BaseSelector
     reception: Reception
@@ -56,7 +57,7 @@ class Parts:
     uplink: Uplink
     workforce: Workforce
     recoveries: RecoveryNews
-    sidecar: Sidecar | None
+    steward: Steward
     faults: AgentFaults
 
 
@@ -66,20 +67,19 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Part
     Raises:
         UserError: there is no way to the control plane's host.
     """
-    cluster, wake, selector = options.cluster, Wake(), selectors.DefaultSelector()
-    hosts_control = cluster.node_rank == 0
+    cluster, wake, selector, timeouts = options.cluster, Wake(), selectors.DefaultSelector(), _timeouts(options)
+    begins = cluster.node_rank == 0
     console = Console(options.quiet)
-    uplink = Uplink(cluster.host, port, wake)
+    endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 else ""
+    uplink = Uplink(options.run_dir, endpoint, wake, timeouts)
     pool = WarmPool(options.script, options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log")
     name, listener = listen()
-    limits = Limits(silent_s=Timeouts().silent_s)
     place = _place(options, port, name, faults)
+    limits = Limits(silent_s=timeouts.silent_s)
     workforce = Workforce(pool, place, uplink.post, lambda channel: unwatch(selector, channel), limits)
+    sidecar = Sidecar(options.run_dir, _board(options, port, place.host), _settings(options))
     return Parts(
-        place=place,
-        joined=AgentJoined(
-            place.node, place.node_rank, place.host, options.nproc if cluster.trains else 0, options.standbys_here
-        ),
+        membership=Membership(options.run_dir, place, options.nproc if cluster.trains else 0, options.standbys_here),
         wake=wake,
         selector=selector,
         reception=Reception(listener, selector, workforce),
@@ -88,37 +88,49 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Part
         pool=pool,
         uplink=uplink,
         workforce=workforce,
-        recoveries=RecoveryNews(options.run_dir / "events.jsonl" if hosts_control else None, console.show),
-        sidecar=_sidecar(options, port) if hosts_control else None,
-        faults=AgentFaults(faults, place.node, hosts_control, place.run_dir, uplink.record),
+        recoveries=RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show),
+        steward=Steward(options.run_dir, cluster.node_rank, sidecar, timeouts),
+        faults=AgentFaults(faults, place.node, place.run_dir, uplink.record),
     )
+
+
+def _board(options: RunOptions, port: int, own_host: str) -> str:
+    """Where a control plane beside this agent is to be reached."""
+    if options.control is not None:
+        return options.control
+    cluster = options.cluster
+    return f"tcp://{cluster.host}:{port}" if cluster.node_rank == 0 else f"tcp://{own_host}:0"
 
 
 def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> Place:
     cluster = options.cluster
     return Place(
-        node=f"n{cluster.node_rank}",
+        node=claim_name(options.run_dir, cluster.node_rank),
         node_rank=cluster.node_rank,
         host=options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0),
         socket=agent_socket,
-        store=f"{cluster.host}:{port}",
         run_dir=str(options.run_dir),
         run_id=options.run_id,
         world_size=options.world_size,
         nproc=options.nproc,
         max_restarts=options.max_restarts,
         faults=inject.to_json(faults),
+        domains=options.domains,
     )
 
 
-def _sidecar(options: RunOptions, port: int) -> Sidecar:
+def _settings(options: RunOptions) -> dict[str, Any]:
     cluster = options.cluster
-    settings = {
+    return {
         "run_id": options.run_id,
         "nodes": cluster.nnodes,
         "standby_nodes": cluster.standby_nodes,
         "world_size": options.world_size,
         "max_restarts": options.max_restarts,
         "command": [options.script.target, *options.script.args],
+        "timeouts": asdict(_timeouts(options)),
     }
-    return Sidecar(options.run_dir, cluster.host, port, settings)
+
+
+def _timeouts(options: RunOptions) -> Timeouts:
+    return Timeouts(**(BEHIND_ETCD if options.control else {}))

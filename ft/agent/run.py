@@ -5,8 +5,8 @@ import os
 import sys
 from typing import NoReturn
 
-from ft import inject
-from ft.agent import arguments, mpirun, network
+from ft import inject, token
+from ft.agent import allocation, arguments, mpirun, network
 from ft.agent.options import RunOptions, resolve
 from ft.errors import UserError
 
@@ -50,6 +50,8 @@ def main(given: argparse.Namespace) -> NoReturn:
     if options.cluster.node_rank == 0:
         network.check_port(options.cluster.host, port)
     _make_folders(options)
+    if options.cluster.node_rank == 0:
+        token.make(options.run_dir)
 
     from ft.agent.agent import Agent
     from ft.agent.parts import assemble
@@ -57,6 +59,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     parts = assemble(options, port, faults)
     parts.console.say(_announcement(options, faults))
     code = Agent(parts, first_ranks(options)).run()
+    allocation.end_orphaned_job(os.environ, options.run_dir, parts.console.complain)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
@@ -103,6 +106,8 @@ def _announcement(options: RunOptions, faults: list[inject.Fault]) -> str:
         parts.append(f"{options.standbys_here} standby(s) here")
     if cluster.standby_nodes:
         parts.append(f"{cluster.standby_nodes} standby node(s)")
+    if options.domains:
+        parts.append("this node in " + " and ".join(f"{kind} {name}" for kind, name in options.domains.items()))
     if faults:
         parts.append(f"{len(faults)} fault(s) planned")
     return f"run {options.run_dir}: {', '.join(parts)}"

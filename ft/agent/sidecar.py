@@ -1,8 +1,8 @@
-"""The control plane's process, started beside the agent of node 0."""
+"""The control plane's process, beside an agent."""
 
+import contextlib
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -17,37 +17,61 @@ _BOOT = "import sys; sys.path[0] = sys.argv.pop(1); from ft.agent.sidecar import
 
 
 class Sidecar:
-    """Starts ``python -m ft.control`` and remembers its pid.
+    """Starts the control plane's process and remembers its pid.
 
     Args:
-        run_dir: where it writes. host, port: where it listens. options: for ``--options``.
+        run_dir: where it writes. where: the board it hosts. options: for ``--options``.
+
+    Attributes:
+        pid: of the process, -1 if there is none. spare_pid: of one that has imported everything and waits, or -1.
     """
 
-    def __init__(self, run_dir: Path, host: str, port: int, options: dict[str, Any]):
-        self._where = ["--run-dir", str(run_dir), "--host", host, "--port", str(port)]
+    def __init__(self, run_dir: Path, where: str, options: dict[str, Any]):
+        self._where = ["--run-dir", str(run_dir), "--where", where]
         self._options = options
         self.log = run_dir / "logs" / "control.log"
-        self.pid = -1
+        self.pid = self.spare_pid = -1
         self._process: subprocess.Popen | None = None
+        self._spare: subprocess.Popen | None = None
 
-    def start(self, **changes: Any) -> None:
-        """Starts the process; ``changes`` go over the options."""
+    def prepare(self) -> None:
+        """Has a process ready: imports take seconds, in which nobody would decide."""
+        if self._spare is None:
+            self._spare = self._launch()
+            self.spare_pid = self._spare.pid
+
+    def start(self, term: int, node: str, restarts: int) -> None:
+        """Starts the process for ``term``, beside the agent of ``node``, after that many ``restarts`` of the run."""
+        options = json.dumps({**self._options, "restarts": restarts})
+        arguments = [*self._where, "--node", node, "--term", str(term), "--options", options]
+        self._process = self._spare or self._launch()
+        self._spare, self.spare_pid = None, -1
+        self.pid = self._process.pid
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as line:  # it has died: its exit will tell
+            line.write(json.dumps(arguments).encode())
+
+    def _launch(self) -> subprocess.Popen:
         root = str(Path(__file__).parent.parent.parent)
-        options = json.dumps({**self._options, **changes})
         with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, root, str(os.getpid()), *self._where, "--options", options],
+            return subprocess.Popen(
+                [sys.executable, "-c", _BOOT, root, str(os.getpid())],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C is for the agent
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
             )
-        self.pid = self._process.pid
+
+    def spare_reaped(self, code: int) -> None:
+        """The spare process has ended and its status was taken."""
+        self._spare.returncode = code
+        self._spare, self.spare_pid = None, -1
 
     def end(self) -> None:
         """Waits for the end of the process, which leaves by itself once all agents have said that they leave: those of
         other nodes still read from it until then. One that does not is told, and then killed."""
+        if self._spare is not None:
+            self._spare.stdin.close()
         if self.pid < 0:
             return
         for signum, patience_s in ((0, _LEAVE_S), (signal.SIGTERM, _TERM_S)):
@@ -79,9 +103,22 @@ class Sidecar:
 
 
 def main() -> None:
-    """Entry of the process: binds it to the agent, whose pid is ``sys.argv[1]``, and becomes ft.control."""
+    """Entry of the process: binds it to the agent, whose pid is ``sys.argv[1]``, and becomes ft.control once it is told
+    with what arguments, by a line of JSON.
+
+    Signals that end a run are for the agent: Slurm may send them to all processes of a step, and this one is needed
+    until the workers have saved.
+    """
     agent = int(sys.argv.pop(1))
     processes.die_with_parent(signal.SIGKILL)
-    processes.set_name("ft-control")
-    if os.getppid() == agent:
-        runpy.run_module("ft.control", run_name="__main__", alter_sys=True)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    processes.set_name("ft-ctl-spare")
+    if os.getppid() != agent:
+        return
+    from ft.control import sidecar
+
+    line = sys.stdin.read()
+    if line:
+        processes.set_name("ft-control")
+        sidecar.main(json.loads(line))

@@ -65,6 +65,10 @@ class Workforce:
         self.training_since: float | None = None
         """Wall time of the first epoch; faults planned for a time count from it, for later workers too."""
 
+    def settle(self, place: environment.Place) -> None:
+        """Workers to come are of this place."""
+        self._place = place
+
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def spawn(self, rank: int | None, local_rank: int, restart: int, master: tuple[str, int]) -> Worker:

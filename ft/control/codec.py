@@ -6,6 +6,8 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+_SCALARS = frozenset({int, float, str, bool})
+
 
 def to_json(value: Any) -> Any:
     """JSON values of dataclasses, lists, mappings and scalars."""
@@ -14,7 +16,8 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
+        # Members of groups: with thousands of ranks most of all that is sent.
+        return list(value) if all(type(item) in _SCALARS for item in value) else [to_json(item) for item in value]
     return value
 
 
@@ -31,6 +34,8 @@ def from_json(kind: Any, value: Any) -> Any:
         options = [option for option in arguments if option is not type(None)]
         return from_json(options[0], value) if len(options) == 1 else value
     if origin is list:
+        if arguments[0] in _SCALARS:
+            return list(value)
         return [from_json(arguments[0], item) for item in value]
     if origin is dict:
         return {arguments[0](key): from_json(arguments[1], item) for key, item in value.items()}

@@ -8,7 +8,7 @@ that decides nothing leaves the state as it was.
 from typing import Any
 
 from ft import messages as m
-from ft.control import arrivals, deadlines, epochs, failures
+from ft.control import absence, arrivals, deadlines, epochs, failures
 from ft.control.decision import Decision, Decisions
 from ft.control.state import ENDED, State
 
@@ -54,6 +54,8 @@ _HANDLERS = {
     m.WorkerResumed: arrivals.worker_resumed,
     m.WorkerDone: arrivals.worker_done,
     m.Observed: arrivals.observed,
+    m.MasterChosen: arrivals.master_chosen,
+    m.ControlBack: absence.control_back,
     m.WorkerExited: failures.worker_exited,
     m.WorkerSilent: failures.worker_silent,
     m.WorkerFailed: failures.worker_failed,

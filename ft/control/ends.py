@@ -43,7 +43,7 @@ def restart(state: State, now: float, reason: str, out: Decisions) -> None:
     out.note(events.RESTARTED, number=state.restarts, reason=reason)
     state.last_recovery = {"outcome": "restart", "reason": reason, "at": now, "seconds": 0.0}
     state.workers, state.seats, state.vacant, state.spawning = {}, {}, {}, {}
-    state.dp_peers, state.shards, state.suspicions = {}, {}, {}
+    state.dp_peers, state.shards, state.copies, state.complete, state.suspicions = {}, {}, {}, {}, {}
     state.recovery, state.repair, state.failed_starts, state.step = None, None, 0, 0
     state.enter(GATHERING, now)
 

@@ -77,7 +77,8 @@ def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions)
     agent.gone = why
     state.spawning.pop(agent.node, None)
     here = [w for w in state.workers.values() if w.node == agent.node]
-    out.add(f"node {agent.node} is lost with {len(here)} worker(s): {why}", *(m.Kill(w.name, why) for w in here))
+    kills = (m.Kill(w.name, why) for w in here)
+    out.add(f"node {agent.node} is lost with {len(here)} worker(s): {why}", m.GivenUp(agent.node, why), *kills)
     if state.phase == GATHERING and agent.seats and not state.attached:
         ends.stop(state, now, 1, f"node {agent.node} was lost before training began: {why}", out)
         return

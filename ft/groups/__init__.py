@@ -5,8 +5,9 @@ is a ``Group``: an object that stays the same over the life of the process (mode
 it), with connections below it that are cut when an epoch is closed and built anew for the next one.
 """
 
+from ft.groups.builder import Meeting
 from ft.groups.group import Group
 from ft.groups.plan import RebuildPlan, plan_rebuild
-from ft.groups.registry import Groups, connections_to
+from ft.groups.registry import Groups
 
-__all__ = ["Group", "Groups", "RebuildPlan", "connections_to", "plan_rebuild"]
+__all__ = ["Group", "Groups", "Meeting", "RebuildPlan", "plan_rebuild"]

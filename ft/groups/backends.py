@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ft import sockets
 from ft.errors import FtError
-from ft.groups import sockets
 
 _DEVICE_ATTEMPTS = 5
 
@@ -84,7 +84,9 @@ class GlooConnector:
     """Connects one group over gloo, again in every epoch that asks for it.
 
     Its device, that is the listening socket and the thread that serves all connections, is made once and kept: half of
-    the time that connecting takes, and most of what disconnecting takes, is the device's.
+    the time that connecting takes, and most of what disconnecting takes, is the device's. It listens at the interfaces
+    of GLOO_SOCKET_IFNAME, else at the address that the agent says others reach this node at (FT_HOST): gloo's own guess
+    is what the host's name resolves to, and that is the loopback address on many a machine.
     """
 
     device_type = "cpu"
@@ -115,6 +117,8 @@ class GlooConnector:
             before = sockets.held()
             if interfaces:
                 devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+            elif host := os.environ.get("FT_HOST"):
+                devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             else:
                 devices = [dist.ProcessGroupGloo.create_default_device()]
             addresses = sockets.listening(sockets.since(before))

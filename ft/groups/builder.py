@@ -8,16 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from ft.errors import FtError
-from ft.groups import sockets
+from ft import sockets
+from ft.control.store import StoreConnection
 from ft.groups.backends import Connection, GlooConnector, NcclConnector
 
-CONNECT_STORE = timedelta(seconds=30)
-_ATTEMPTS = 5
+_CONNECT_S = 30.0
 
 
 @dataclass(eq=False)
@@ -34,42 +32,28 @@ class Cancelled(Exception):
     """The builder was cancelled before the job was done."""
 
 
-class StoreConnection:
-    """One client connection to the TCPStore, whose blocking calls can be broken off from outside.
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of an epoch's groups find each other: ``address`` of a ``StoreServer``, and the run's token."""
 
-    It is handed from one epoch's builder to the next one's: a new one costs a name lookup in the store's process, for
-    seconds where the name server is slow, and every worker would ask at the same moment.
+    address: str
+    token: str
 
-    Raises:
-        RuntimeError: nobody answers at ``address``.
-    """
-
-    def __init__(self, address: str):
-        host, port = address.rsplit(":", 1)
-        self.is_broken = False
-        for _ in range(_ATTEMPTS):
-            before = sockets.held()
-            self.store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=CONNECT_STORE)
-            self._own = sockets.towards(sockets.since(before), int(port))
-            if len(self._own) == 1:
-                return
-        raise FtError(f"cannot tell the connection to {address} from others: other threads keep opening theirs")
-
-    def break_off(self) -> None:
-        self.is_broken = True
-        sockets.shut(self._own)
+    def connect(self) -> StoreConnection:
+        """Raises what ``StoreConnection`` raises."""
+        return StoreConnection(self.address, self.token, _CONNECT_S)
 
 
 class Builder:
     """Does jobs in the order of submission until it is cancelled.
 
     Args:
-        address: host:port of the TCPStore. prefix: of all keys; it must never have been used before.
+        meeting: of the epoch. prefix: of all keys; it must never have been used before.
         connection: to that store, used by nobody else meanwhile.
     """
 
-    def __init__(self, address: str, prefix: str, connection: StoreConnection):
-        self._address, self._prefix, self._connection = address, prefix, connection
+    def __init__(self, meeting: Meeting, prefix: str, connection: StoreConnection):
+        self._meeting, self._prefix, self._connection = meeting, prefix, connection
         self._store = dist.PrefixStore(prefix, connection.store)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -142,7 +126,7 @@ class Builder:
 
     def _own_store(self, job: Job) -> Callable[[], tuple[dist.Store, StoreConnection]]:
         def opened() -> tuple[dist.Store, StoreConnection]:
-            connection = StoreConnection(self._address)
+            connection = self._meeting.connect()
             return dist.PrefixStore(f"{self._prefix}/{job.name}/own", connection.store), connection
 
         return opened

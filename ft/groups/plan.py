@@ -75,12 +75,16 @@ def _reason_against_keeping(ranks: list[int], said: dict[int, GroupReport], repl
 
 
 def _first_lost_message(ranks: list[int], said: dict[int, GroupReport]) -> str:
-    for source in ranks:
-        for target in ranks:
-            sent = said[source].sent.get(str(target), 0)
-            received = said[target].received.get(str(source), 0)
-            if sent != received:
-                return f"rank {source} sent {sent} to rank {target}, which received {received}"
+    # Only pairs that have talked are looked at: of the millions in a group of thousands those are few.
+    talked = {(source, int(target)) for source in ranks for target in said[source].sent}
+    talked |= {(int(source), target) for target in ranks for source in said[target].received}
+    place = {rank: i for i, rank in enumerate(ranks)}
+    inside = [pair for pair in talked if pair[0] in place and pair[1] in place]
+    for source, target in sorted(inside, key=lambda pair: (place[pair[0]], place[pair[1]])):
+        sent = said[source].sent.get(str(target), 0)
+        received = said[target].received.get(str(source), 0)
+        if sent != received:
+            return f"rank {source} sent {sent} to rank {target}, which received {received}"
     return ""
 
 

@@ -11,9 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ft.control.store import StoreConnection
 from ft.errors import EpochClosed, FtError, UserError
 from ft.groups.backends import GlooConnector, NcclConnector, interrupt_together, prepare_gloo, prepare_nccl
-from ft.groups.builder import Builder, Cancelled, Job, StoreConnection
+from ft.groups.builder import Builder, Cancelled, Job, Meeting
 from ft.groups.group import Group
 from ft.groups.state import EpochState
 from ft.messages import GroupReport
@@ -36,24 +37,13 @@ def check_torch(version: str) -> None:
         )
 
 
-def connections_to(address: str) -> tuple[StoreConnection, StoreConnection]:
-    """What ``Groups.start`` needs of the store at host:port; a standby opens it before it has a seat.
-
-    Opening one can take seconds: torch looks the other end's name up, and waits for the name server.
-
-    Raises:
-        RuntimeError: nobody answers there.
-    """
-    return StoreConnection(address), StoreConnection(address)
-
-
 class Groups:
     """Made by ``start``. ``close`` and ``waiting`` are for any thread, all else for the one that trains."""
 
     def __init__(
-        self, address: str, device_backend: str, state: EpochState, connection: StoreConnection, store: dist.Store
+        self, meeting: Meeting, device_backend: str, state: EpochState, connection: StoreConnection, store: dist.Store
     ):
-        self._address, self._device_backend, self._state = address, device_backend, state
+        self._meeting, self._device_backend, self._state = meeting, device_backend, state
         self._groups: dict[str, Group] = {}
         self._created: list[tuple[str, list[int]]] = []
         self._pending: dict[tuple[str, str], Job] = {}
@@ -65,7 +55,7 @@ class Groups:
     def start(
         cls,
         *,
-        address: str,
+        meeting: Meeting,
         prefix: str,
         rank: int,
         world_size: int,
@@ -74,19 +64,17 @@ class Groups:
         on_failure: Callable[[str, BaseException], None],
         epoch: int = 0,
         timeout_s: float = _DEFAULT_TIMEOUT_S,
-        connections: tuple[StoreConnection, StoreConnection] | None = None,
     ) -> "Groups":
         """Makes torch.distributed's default process group, and with it all groups to come, follow the epochs.
 
         Args:
-            address: host:port of the TCPStore that members meet in. prefix: of their keys, never used before.
+            meeting: where members find each other. prefix: of their keys, never used before.
             rank, world_size: logical rank of this worker and their number.
             device_backend: "gloo", or "nccl" (gloo is then connected for tensors in host memory when there are any).
             alone: nothing is connected before ``rebuild``; until then operations end as ``ft.groups.local`` says.
             on_failure: ``(group name, error)``, called in the thread of an operation that failed in an open epoch;
                 returns when the epoch is closed or when it gives up waiting for that.
             timeout_s: of operations of groups that name none.
-            connections: to the store, by ``connections_to``, if they were opened in advance.
 
         Raises:
             UserError: torch is too old.
@@ -96,11 +84,11 @@ class Groups:
         prepare_gloo()
         if device_backend == "nccl":
             prepare_nccl()
-        own, default = connections or connections_to(address)
+        own, default = meeting.connect(), meeting.connect()
         default_store = dist.PrefixStore(f"{prefix}/default", default.store)
-        groups = cls(address, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
+        groups = cls(meeting, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
         if not alone:
-            groups._builder = Builder(address, prefix, groups._connection)
+            groups._builder = Builder(meeting, prefix, groups._connection)
         if _BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(_BACKEND, _make_default, extended_api=True, devices=["cpu", "cuda"])
         dist.init_process_group(
@@ -223,13 +211,15 @@ class Groups:
 
     # --- the start of the next ----------------------------------------------------------------------------------------
 
-    def rebuild(self, names: Iterable[str], defer: Iterable[str], prefix: str, epoch: int) -> float:
+    def rebuild(
+        self, names: Iterable[str], defer: Iterable[str], prefix: str, epoch: int, meeting: Meeting | None = None
+    ) -> float:
         """Connects groups anew for ``epoch``; all others are kept as they are.
 
         Args:
             names: groups to connect before this returns. Those that this worker is in no member of are ignored.
             defer: groups to connect in the background after them; a first use waits for that.
-            prefix: of all keys in the store; never used before.
+            prefix: of all keys in the store; never used before. meeting: None: the same as before.
 
         Returns:
             seconds it took.
@@ -249,9 +239,10 @@ class Groups:
             if self._builder is not None:
                 self._builder.cancel()
             state.epoch, state.alone = epoch, False
-            if self._connection.is_broken:
-                self._connection = StoreConnection(self._address)
-            self._builder = Builder(self._address, prefix, self._connection)
+            moved, self._meeting = meeting not in (None, self._meeting), meeting or self._meeting
+            if self._connection.is_broken or moved:
+                self._connection = self._meeting.connect()
+            self._builder = Builder(self._meeting, prefix, self._connection)
         self._pending.clear()
         jobs = [(group, self._submit(group)) for group in (*wanted, *later)]
         for group, job in jobs[: len(wanted)]:

@@ -1,7 +1,6 @@
 """Faults that an agent carries out: its node dies, its network is gone, the control plane is killed."""
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -11,18 +10,17 @@ from pathlib import Path
 
 import psutil
 
+from ft.control import tenure
 from ft.inject import network
 from ft.inject.alarm import Alarm
 from ft.inject.faults import Fault
-
-_CONTROL_FILE = "control.json"
 
 
 class AgentInjector:
     """The planned faults of one agent.
 
     Args:
-        faults: of the whole run. node: of this agent. hosts_control: the control plane runs beside this agent.
+        faults: of the whole run. node: of this agent.
         run_dir: where ``control.json`` is. announce: as for ``ft.inject.worker.Injector``; may be called by a thread.
 
     Raises:
@@ -33,12 +31,11 @@ class AgentInjector:
         self,
         faults: Sequence[Fault],
         node: str,
-        hosts_control: bool,
         run_dir: str | Path,
         announce: Callable[[Fault], None],
     ):
-        self.mine = agents_faults(faults, node, hosts_control)
-        self._run_dir, self._announce = Path(run_dir), announce
+        self.mine = agents_faults(faults, node)
+        self._run_dir, self._node, self._announce = Path(run_dir), node, announce
         self._lock = threading.Lock()
         self._fired: set[int] = set()
         self._alarm: Alarm | None = None
@@ -75,26 +72,38 @@ class AgentInjector:
             if fault.number in self._fired:
                 return
             self._fired.add(fault.number)
+        if fault.kind == "kill-control" and not controls(self._run_dir, self._node):
+            return
         self._announce(fault)
         if fault.kind == "kill":
             kill_node()
         elif fault.kind == "kill-control":
             kill_control(self._run_dir)
+        elif fault.kind == "kill-agent":
+            os.kill(os.getpid(), signal.SIGKILL)
         else:
             self._outages.append(network.Outage(fault.seconds))
 
 
-def agents_faults(faults: Sequence[Fault], node: str, hosts_control: bool) -> list[Fault]:
-    """Those that the agent of ``node`` carries out."""
-    return [f for f in faults if f.is_agents and (f.node == node or (f.kind == "kill-control" and hosts_control))]
+def agents_faults(faults: Sequence[Fault], node: str) -> list[Fault]:
+    """Those that the agent of ``node`` carries out; any may be beside the control plane at its end."""
+    return [f for f in faults if f.is_agents and (f.node == node or f.kind == "kill-control")]
+
+
+def controls(run_dir: Path, node: str) -> bool:
+    """Whether the control plane runs beside the agent of ``node``."""
+    standing = tenure.read(run_dir)
+    return standing is not None and standing.node == node
 
 
 def kill_control(run_dir: Path) -> bool:
-    """SIGKILL for the process that ``run_dir/control.json`` names; False where there is none any more."""
+    """SIGKILL for the control plane, which runs on this host; False where there is none."""
+    standing = tenure.read(run_dir)
+    if standing is None or not standing.where:
+        return False
     try:
-        pid = int(json.loads((run_dir / _CONTROL_FILE).read_text())["pid"])
-        os.kill(pid, signal.SIGKILL)
-    except (OSError, ValueError, KeyError, TypeError):
+        os.kill(standing.pid, signal.SIGKILL)
+    except ProcessLookupError:
         return False
     return True
 

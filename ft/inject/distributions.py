@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _PARAMETERS = {"exponential": ("mean",), "weibull": ("shape", "scale")}
 
 
@@ -58,12 +58,12 @@ def parse_distribution(value: Any) -> Distribution:
 
 
 def parse_duration(value: Any, least: float = 1e-3) -> float:
-    """Seconds of "500ms", "90s", "2m", "1h" or a plain number of seconds.
+    """Seconds of "500ms", "90s", "2m", "1h", "1d" or a plain number of seconds.
 
     Raises:
         ValueError: it is none, or less than ``least``.
     """
-    match = re.fullmatch(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(ms|s|min|m|h|)\s*", str(value))
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(ms|s|min|m|h|d|)\s*", str(value))
     if match is None:
         raise ValueError("not a time")
     seconds = float(match[1]) * _UNITS[match[2]]

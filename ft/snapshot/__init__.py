@@ -5,6 +5,8 @@ store     take, wait, restore: the training loop's side
 transport what carries copies between workers; ``tcp`` is the one there is, over streams of a ``network``: TCP or MPI
 """
 
+from importlib import import_module
+
 _PUBLIC = {
     "SnapshotServer": "ft.snapshot.tcp",
     "Snapshots": "ft.snapshot.store",
@@ -14,9 +16,7 @@ _PUBLIC = {
 
 
 def __getattr__(name: str):
-    """Loads what is asked for: an agent and its node's MPI process do without torch."""
+    """Loads what is asked for: an agent uses the networks below, and starts without torch."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'ft.snapshot' has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(_PUBLIC[name]), name)

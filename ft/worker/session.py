@@ -7,15 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 
+from ft import token
 from ft.agent.link import Link
 from ft.control.timeouts import Timeouts
 from ft.errors import UserError
-from ft.groups import Groups, connections_to
+from ft.groups import Groups, Meeting
 from ft.messages import Close, Observed, Open, WorkerReady, WorkerSuspects
 from ft.snapshot import SnapshotServer, network
 from ft.worker.orders import Orders
 from ft.worker.progress import Heartbeat, Progress
+from ft.worker.settings import surroundings
 
 
 def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
@@ -23,10 +26,13 @@ def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
     return "FT_AGENT" in environment
 
 
-def attach(environment: Mapping[str, str] = os.environ) -> "Session":
+def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, str] | None = None) -> "Session":
     """Takes this process's place in the run that ``ft run`` started it for; blocks until it has a logical rank.
 
     A standby blocks here until a worker dies; with the end of the run it exits.
+
+    Args:
+        settings: of the script, by name: they must be the same on all workers, or none gets a logical rank.
 
     Raises:
         UserError: the process was not started by ``ft run``.
@@ -34,6 +40,7 @@ def attach(environment: Mapping[str, str] = os.environ) -> "Session":
     if not is_attachable(environment):
         raise UserError("this process was not started by ft run", "start with: ft run --nproc-per-node N SCRIPT ...")
     session = Session(environment)
+    session.observe("settings", settings={**surroundings(environment), **(settings or {})})
     session.take_seat()
     return session
 
@@ -48,16 +55,17 @@ class Session:
 
     def __init__(self, environment: Mapping[str, str]):
         self.worker, self.node = environment["FT_WORKER"], environment["FT_NODE"]
-        self._store, self._incarnation = environment["FT_STORE"], environment.get("FT_RESTART", "0")
+        self.token = token.find(Path(environment["FT_RUN_DIR"]), 0.0, environment)
         self.timeouts = Timeouts()
         self.epoch, self.closed, self.joins = -1, False, False
         self.rank = self.local_rank = -1
         self.world_size = int(environment.get("WORLD_SIZE", "1"))
         self.seats: dict[int, object] = {}
+        self.meeting = ""
         self.fired: set[int] = set()
         self.groups: Groups | None = None
         self.progress = Progress(lambda: self.groups.waiting() if self.groups is not None else None)
-        self.server = SnapshotServer(network.of(environment))
+        self.server = SnapshotServer(network.of(environment), token=self.token)
         self._left = threading.Event()
         self._lock = threading.Lock()
         self._closed_epoch = -1
@@ -65,7 +73,6 @@ class Session:
         self.orders = Orders(self._on_close)
         self.link = Link.connect(environment)
         self.link.listen(self.orders.deliver)
-        self._connections = connections_to(self._store)  # now, not in a recovery: a connection can take seconds
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s)
 
     def take_seat(self) -> None:
@@ -88,6 +95,7 @@ class Session:
         self.rank, self.epoch = rank, opened.epoch
         self.seats = {int(r): seat for r, seat in opened.seats.items()}
         self.world_size = len(self.seats)
+        self.meeting = opened.meeting
         self.local_rank = self.seats[rank].local_rank
         self.fired = set(opened.fired)
         self.progress.epoch = opened.epoch
@@ -100,7 +108,7 @@ class Session:
         """Makes torch.distributed's default group, and with it all groups made from then on, follow the epochs."""
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
         self.groups = Groups.start(
-            address=self._store,
+            meeting=self.meeting_place(),
             prefix=self.prefix(),
             rank=self.rank,
             world_size=self.world_size,
@@ -108,12 +116,15 @@ class Session:
             alone=self.joins,
             on_failure=self.suspect,
             epoch=self.epoch,
-            connections=self._connections,
         )
 
+    def meeting_place(self) -> Meeting:
+        """Where the groups of this epoch meet."""
+        return Meeting(self.meeting, self.token)
+
     def prefix(self) -> str:
-        """Where the groups of this epoch meet in the store: never used before, or dead workers' addresses are read."""
-        return f"groups/{self._incarnation}/{self.epoch}"
+        """Of the keys of this epoch's groups: never used before, or dead workers' addresses are read."""
+        return f"groups/{self.epoch}"
 
     def topology(self) -> str:
         """Digest of who sits where and of all groups (I1)."""

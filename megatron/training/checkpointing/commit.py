@@ -43,7 +43,9 @@ def check_writable(folder: Path) -> None:
 def prepare(folder: Path, step: int) -> tuple[Path, int]:
     """Clears what dead saves and removals left and makes the folder to write into.
 
-    Only one job writes to a checkpoint folder, and it has one save under way at a time.
+    Only one job writes to a checkpoint folder, and it has one save under way at a time. Workers of its own that were
+    given up, but not reached by their end yet, may be at an earlier one: that loses its folder here, and so can neither
+    be committed nor get into this one. What cannot be removed because of them is removed by a later save.
 
     Returns:
         (the partial folder, the serial number of the new checkpoint).
@@ -54,7 +56,7 @@ def prepare(folder: Path, step: int) -> tuple[Path, int]:
     folder.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(folder):
         if naming.is_leftover(name):
-            shutil.rmtree(folder / name)
+            shutil.rmtree(folder / name, ignore_errors=True)
     partial = folder / naming.partial_name(step)
     partial.mkdir()
     return partial, naming.next_serial(scan(folder))
@@ -88,7 +90,7 @@ def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[
     durable.write_text(partial / naming.MANIFEST, replace(manifest, files=files).to_json())
     durable.fsync_folder(partial)
     target = partial.with_name(naming.checkpoint_name(manifest.step))
-    aside = partial.with_name(naming.removed_name(target.name))
+    aside = partial.with_name(naming.replaced_name(partial.name))
     durable.move_folder(partial, target, aside)
 
 

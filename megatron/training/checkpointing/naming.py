@@ -4,11 +4,13 @@
 
     <save>/latest_checkpointed_iteration.txt      what Megatron's tools read first
     <save>/iter_0000100/                          a checkpoint: complete, for it got this name last of all
-    <save>/iter_0000200.partial/                  a save under way, or the remains of one that died
+    <save>/iter_0000200.4f0c91d2.partial/         a save under way, or the remains of one that died
     <save>/iter_0000050.removed/                  a checkpoint on its way out
+    <save>/iter_0000200.4f0c91d2.removed/         one whose place another save of the same step has taken
 """
 
 import re
+import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -16,7 +18,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 
 _CHECKPOINT = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"iter_\d{7,}\.(partial|removed)")
+_LEFTOVER = re.compile(r"iter_\d{7,}(\.[0-9a-f]+)?\.(partial|removed)")
+_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,13 @@ def checkpoint_name(step: int) -> str:
 
 
 def partial_name(step: int) -> str:
-    return f"{checkpoint_name(step)}.partial"
+    """Never the same twice: a rank that a network has cut off may still be writing what others save once more."""
+    return f"{checkpoint_name(step)}.{secrets.token_hex(4)}{_PARTIAL}"
+
+
+def replaced_name(partial: str) -> str:
+    """What the checkpoint is called whose place the save called ``partial`` takes."""
+    return removed_name(partial.removesuffix(_PARTIAL))
 
 
 def removed_name(name: str) -> str:

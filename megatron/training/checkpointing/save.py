@@ -114,9 +114,10 @@ class Saver:
             error = _first_error(needs) or self._refusal(sum(need["bytes"] for need in needs))
             if error is not None:
                 commit.discard(partial)
-        error = self._channel.broadcast(error)
+        error, name = self._channel.broadcast((error, partial.name))
         if error is not None:
             return Outcome(description.step, error)
+        partial = self._folder / name
         writer = (ForkedWriter if self._in_background else InlineWriter)(partial, plan.files)
         return self._ending(writer, partial, description.manifest(serial), plan.metadata, started)
 

@@ -55,14 +55,14 @@ def since(before: Sockets) -> Sockets:
 
 def listening(sockets: Sockets) -> list[Address]:
     """Addresses of those that wait for connections."""
-    return [_address(own.getsockname()) for own in _opened(sockets) if _listens(own)]
+    return [_address(own.getsockname()) for own in opened(sockets) if _listens(own)]
 
 
 def towards(sockets: Sockets, port: int) -> Sockets:
     """Connected sockets of which the other end has this port."""
     found = {}
     for fd, inode in sockets.items():
-        for own in _opened({fd: inode}):
+        for own in opened({fd: inode}):
             with contextlib.suppress(OSError):  # not connected, or no longer
                 if _address(own.getpeername())[1] == port:
                     found[fd] = inode
@@ -73,7 +73,7 @@ def touching(sockets: Sockets, addresses: set[Address]) -> Sockets:
     """Connected sockets of which one end is one of ``addresses``."""
     found = {}
     for fd, inode in sockets.items():
-        for own in _opened({fd: inode}):
+        for own in opened({fd: inode}):
             with contextlib.suppress(OSError):  # not connected, or no longer
                 if {_address(own.getsockname()), _address(own.getpeername())} & addresses:
                     found[fd] = inode
@@ -86,7 +86,7 @@ def shut(sockets: Sockets) -> None:
 
     Only reading ends here: gloo then closes them itself. After a write that fails it would forget who waits for it.
     """
-    for own in _opened(sockets):
+    for own in opened(sockets):
         with contextlib.suppress(OSError):  # already broken
             if not _listens(own):
                 own.shutdown(socket.SHUT_RD)
@@ -109,7 +109,7 @@ def _sockets_among(descriptors: Iterable[int]) -> Sockets:
     return found
 
 
-def _opened(sockets: Sockets) -> Iterator[socket.socket]:
+def opened(sockets: Sockets) -> Iterator[socket.socket]:
     """A duplicate of each that is still the socket meant, for as long as the loop looks at it."""
     for fd, inode in sockets.items():
         try:

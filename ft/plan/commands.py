@@ -1,0 +1,23 @@
+"""``ft plan``: one subcommand for each question."""
+
+import argparse
+import importlib
+import importlib.util
+
+from ft.errors import UserError
+
+_SUBCOMMANDS = ("ft.plan.disruption.commands", "ft.plan.snapshot.commands")
+
+
+def add_parser(subparsers) -> None:
+    """Adds ``plan``; each of its subcommands sets ``main`` as all of ``ft`` do."""
+    parser = subparsers.add_parser("plan", help="what failures cost a run, and what its memory can hold")
+    parser.set_defaults(main=_ask)
+    questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
+    for name in _SUBCOMMANDS:
+        if importlib.util.find_spec(name.rpartition(".")[0]) is not None:
+            importlib.import_module(name).add_parser(questions)
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    raise UserError("ft plan answers several questions, and none was asked", "see ft plan --help for its subcommands")

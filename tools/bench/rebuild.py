@@ -1,0 +1,42 @@
+"""The time to rebuild process groups after ranks were lost, by the production code, on tiny ranks of this machine.
+
+    python tools/bench/rebuild.py --ranks 8 --tp 2 --pp 2 >> tools/bench/results/rebuild.jsonl
+    python tools/bench/rebuild.py --all > tools/bench/results/rebuild.jsonl
+
+Prints one JSON line for each kind of rebuild: of all groups, of those that the loss of one rank asks for, and of those
+that the loss of a node of four does. `wall_s`: of the slowest rank, median; `busiest_cpu_s`: processor time of the rank
+that computes most; `store_cpu_s`: of the store they meet in. `ft simulate recovery` fits and extrapolates these lines.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from megatron.training.logging.quiet import quieten  # noqa: E402
+
+quieten()  # torch and megatron-core are imported below
+from ft.simulate.recovery.measure import KINDS, LAYOUTS, ROUNDS, measure  # noqa: E402
+from ft.simulate.recovery.topology import Sizes  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every layout of the recorded results")
+    parser.add_argument("--ranks", type=int, default=8)
+    for name in ("tp", "pp", "cp", "ep"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="losses of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    given = parser.parse_args(argv)
+    for sizes in LAYOUTS if given.all else [Sizes(given.ranks, given.tp, given.pp, given.cp, given.ep)]:
+        for row in measure(sizes, given.rounds, given.kinds):
+            print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
