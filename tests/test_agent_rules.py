@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -198,8 +201,23 @@ def test_a_standbys_environment_has_a_rank_that_no_check_refuses_and_that_does_n
 
 
 def test_one_thread_unless_the_user_says_otherwise():
-    assert environment.defaults({}) == {"OMP_NUM_THREADS": "1"}
-    assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {}
+    assert environment.defaults({}) == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {"OPENBLAS_NUM_THREADS": "1"}
+    assert environment.defaults({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "2"}) == {}
+
+
+def test_numpy_starts_no_threads_in_the_pool():
+    given = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "4"}
+    count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
+    done = subprocess.run(
+        [sys.executable, "-c", count],
+        env={**given, **environment.defaults(given)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "1\n"
 
 
 SOURCE = """

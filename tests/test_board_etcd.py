@@ -8,13 +8,14 @@ from etcd_servers import Servers, etcd  # noqa: F401 - a fixture
 from test_board import LIMIT_S, TOKEN, Boards, Follower, eventually, numbered, numbers, order, receive, report
 
 from ft.control import board as boards
-from ft.control.board import Record, etcd_agent, etcd_control
+from ft.control.board import Posted, Record, etcd_agent, etcd_control, etcd_ledger
 from ft.control.board.etcd_address import Address
+from ft.control.board.etcd_arrivals import Arrivals
 from ft.control.board.etcd_client import Etcd
-from ft.control.board.etcd_keys import Keys
-from ft.control.board.etcd_wire import Compacted, below, one, shut
+from ft.control.board.etcd_keys import Keys, pack
+from ft.control.board.etcd_wire import Compacted, Entry, below, one, shut
 from ft.errors import UserError
-from ft.messages import AgentBeat
+from ft.messages import AgentBeat, encode
 
 
 @pytest.fixture
@@ -102,6 +103,43 @@ class Traffic:
                 self.control.publish(order(self._published))
                 self._published += 1
                 self.control.took(posted.node, posted.number)
+
+
+# --- what needs no server --------------------------------------------------------------------------------------------
+
+
+KEYS = Keys("ft/run-0", TOKEN)
+
+
+def entry_of(key: str, text: str, keys: Keys = KEYS) -> Entry:
+    return Entry(key, keys.sign(key, text), 1)
+
+
+def test_reports_wait_for_those_before_them():
+    arrivals = Arrivals(KEYS, {"n0": 3})
+    assert arrivals.take(entry_of(KEYS.report("n0", 6), encode(report(6)))) == []
+    assert arrivals.take(entry_of(KEYS.report("n0", 3), encode(report(3)))) == []
+    assert arrivals.take(entry_of(KEYS.report("n0", 4), encode(report(4)))) == [Posted("n0", 4, report(4))]
+    assert arrivals.take(entry_of(KEYS.report("n0", 4), encode(report(4)))) == []
+    both = [Posted("n0", 5, report(5)), Posted("n0", 6, report(6))]
+    assert arrivals.take(entry_of(KEYS.report("n0", 5), encode(report(5)))) == both
+
+
+def test_what_is_no_report_is_skipped():
+    arrivals = Arrivals(KEYS, {})
+    stranger = Keys("ft/run-0", "a guess")
+    assert arrivals.take(entry_of(KEYS.report("n0", 1), encode(report(1)), stranger)) == []
+    assert arrivals.take(entry_of(KEYS.report("n0", 1), "{}")) == []
+    assert arrivals.take(Entry(KEYS.report("n0", 2), KEYS.sign(KEYS.report("n1", 2), encode(report(2))), 1)) == []
+    assert arrivals.take(Entry(KEYS.report("n0", 2), None, 1)) == []
+    assert arrivals.take(entry_of(KEYS.report("n0", 2), encode(report(2)))) == [Posted("n0", 2, report(2))]
+
+
+def test_a_heartbeat_that_is_older_than_the_last_is_skipped():
+    arrivals, key, beat = Arrivals(KEYS, {}), KEYS.beat("n0"), encode(AgentBeat("n0"))
+    assert arrivals.take(entry_of(key, pack(7, beat))) == [Posted("n0", 0, AgentBeat("n0"))]
+    assert arrivals.take(entry_of(key, pack(7, beat))) == arrivals.take(entry_of(key, pack(6, beat))) == []
+    assert len(arrivals.take(entry_of(key, pack(8, beat)))) == 1
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
@@ -246,6 +284,10 @@ def test_users_of_etcd_say_their_password(single, board_on, monkeypatch):
         ("auth/user/add", {"name": "root", "password": "se cret"}),
         ("auth/role/add", {"name": "root"}),
         ("auth/user/grant", {"user": "root", "role": "root"}),
+        ("auth/user/add", {"name": "trainer", "password": "of steam"}),
+        ("auth/role/add", {"name": "trainers"}),
+        ("auth/role/grant", {"name": "trainers", "perm": {"permType": "READWRITE", **below("ft/")}}),
+        ("auth/user/grant", {"user": "trainer", "role": "trainers"}),
         ("auth/enable", {}),
     ):
         assert "header" in single.ask(0, path, body), path
@@ -268,8 +310,10 @@ def test_users_of_etcd_say_their_password(single, board_on, monkeypatch):
         control.close()
 
     works(f"etcd://root:se%20cret@{hosts}")
-    monkeypatch.setenv("ETCDCTL_USER", "root:se cret")
+    monkeypatch.setenv("ETCDCTL_USER", "trainer:of steam")  # may write below ft/ alone
     works(f"etcd://{hosts}")
+    with pytest.raises(UserError, match="permission denied"):
+        works(f"etcd://{hosts}/elsewhere")
 
 
 # --- other control planes --------------------------------------------------------------------------------------------
@@ -302,6 +346,34 @@ def test_agents_hear_that_their_control_plane_was_killed(single, board_on):
     assert "gone" in str(follower.wait_for_end())
     with pytest.raises(ConnectionError):
         agent.taken()
+
+
+def test_nothing_is_left_of_a_control_plane_that_is_not_on_record(single, board_on):
+    board = board_on(single)
+    old = board.host()
+    for number in range(3):
+        old.publish(order(number + 70))
+    board.connect(old, "n9").post(1, report(70))
+    board.connect(old).post(1, report(70))
+    new = board.host(Record())
+    follower = Follower(board.connect(new))
+    agent = board.connect(new)
+    new.publish(order(0))
+    assert follower.wait_for(0) == numbered(0, 0)
+    agent.post(1, report(1))
+    assert receive(new, 1)[0].node == "n0"
+    time.sleep(0.3)
+    assert new.receive(0.01) is None and follower.seen == numbered(0, 0)
+
+
+def test_etcd_holds_no_more_orders_than_are_kept(single, board_on, monkeypatch):
+    monkeypatch.setattr(etcd_ledger, "KEPT_ORDERS", 5)
+    control = board_on(single).host()
+    for number in range(12):
+        control.publish(order(number))
+    keys = Stranger(single, control.where).keys
+    ((found,), _) = control._etcd.get(below(keys.orders))
+    assert [entry.key for entry in found] == [keys.order(number) for number in range(7, 12)]
 
 
 # --- strangers -------------------------------------------------------------------------------------------------------

@@ -73,12 +73,23 @@ def free_port() -> int:
 
 
 class Node(Running):
-    """One node of three, the last of which carries standbys; all on this machine."""
+    """One node of several, the last ``standby_nodes`` of which carry standbys; all on this machine."""
 
-    def __init__(self, tmp_path, rank: int, port: int, script_flags: str, options: str = ""):
+    def __init__(
+        self,
+        tmp_path,
+        rank: int,
+        port: int,
+        script_flags: str,
+        options: str = "",
+        *,
+        nnodes: int = 3,
+        standby_nodes: int = 1,
+    ):
         self.folder = tmp_path / "run"
         self._log = tmp_path / f"node{rank}.{time.monotonic()}.out"
-        command = [sys.executable, "-m", "ft", "run", "--nnodes", "3", "--node-rank", str(rank), "--standby-nodes", "1"]
+        command = [sys.executable, "-m", "ft", "run", "--nnodes", str(nnodes), "--node-rank", str(rank)]
+        command += ["--standby-nodes", str(standby_nodes)]
         command += ["--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", str(self.folder)]
         command += options.split()
         with open(self._log, "w") as log:

@@ -4,12 +4,14 @@ import argparse
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from networks import Networks, Relays, need_mpi
+from networks import ROOT, Networks, Relays, need_mpi
 from snapshot_crew import Crew, set_to
 
 from ft.agent import mpirun
@@ -59,6 +61,11 @@ def test_an_mpirun_that_would_end_with_its_first_dead_process_is_refused():
     mpi_world.configure(settings)
     assert settings["OMPI_MCA_mpi_ft_detector"] == "1"
     assert settings["OMPI_MCA_mpi_ft_detector_timeout"] == "3"
+
+
+def test_an_agent_and_its_nodes_mpi_process_start_without_torch():
+    code = "import sys, ft.agent.run, ft.snapshot.mpi_relay; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 class End:

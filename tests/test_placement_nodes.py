@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 
-from ft_runs import flags, leftovers
+from ft_runs import flags, ft_run, leftovers
 from test_hot_swap_nodes import Node
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
@@ -40,3 +40,11 @@ def test_a_node_with_whole_data_parallel_groups_is_recovered_from_copies_elsewhe
     assert {restored.detail["replicated"][rank] for rank in "23"} == {"none"}
     assert "this node in rack a" in done.output
     assert done.losses == reference(4, LAYOUT, STEPS)
+
+
+def test_a_strict_run_that_cannot_keep_copies_apart_does_not_start(corpus, tmp_path):
+    done = ft_run(tmp_path / "run", flags(corpus, "--ft-snapshot-strict", 4), nproc=2, standby=0)
+    assert done.code == 2, done.explain()
+    assert "--ft-snapshot-strict: peer copies cannot be placed as asked" in done.output
+    assert "logical rank(s) 0-1: their state and the only copy of it are in node n0" in done.output
+    assert not done.named("resumed"), done.explain()

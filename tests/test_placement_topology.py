@@ -1,7 +1,12 @@
 """Topology files: ours and Slurm's."""
 
+import argparse
+import socket
+
 import pytest
 
+from ft.agent import arguments
+from ft.agent.options import resolve
 from ft.errors import UserError
 from ft.placement.topology import read_topology
 
@@ -95,3 +100,25 @@ def test_a_host_that_is_missing_is_named_with_those_that_are_there(read):
         read(OURS).find(["c1"], "n7")
     with pytest.raises(UserError, match="this host, n9: it has n0"):  # Slurm's names are hosts', never agents'
         read(TREE).find(["n9"], "n0")
+
+
+def domains(line: str, environment: dict | None = None) -> dict:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_flags(parser)
+    return resolve(parser.parse_args(line.split()), environment or {}).domains
+
+
+def test_ft_run_finds_its_own_node_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    host = socket.gethostname()
+    (tmp_path / "ours").write_text(f"n1 rack=b\n{host} rack=a\n")
+    (tmp_path / "slurms").write_text("SwitchName=s7 Nodes=node[1-4]\n")
+    assert domains("train.py") == {}
+    assert domains("--topology ours train.py") == {"rack": "a"}
+    assert domains("--topology slurms train.py", {"SLURMD_NODENAME": "node3"}) == {"switch": "s7"}
+    with pytest.raises(UserError, match="does not have this host"):
+        domains("--topology slurms train.py")
+    (tmp_path / "ours").write_text("n0 rack=a\nn1 rack=b\n")
+    second = "--nnodes 2 --node-rank 1 --rdzv-endpoint h:1 --run-dir r"
+    assert domains(f"{second} --topology ours train.py") == {"rack": "b"}

@@ -64,7 +64,7 @@ def _ours(group) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help="a fault on purpose: kill@step=20:rank=3; repeatable",
+        help="a fault on purpose: kill@step=20:rank=3; repeatable; ft faults lists the kinds",
     )
     flag("scenario", metavar="FILE", help="a file of faults")
     flag("seed", type=int, metavar="N", help="seed of random faults (default: the scenario's, else 0)")

@@ -65,5 +65,10 @@ def worker_environment(
 
 
 def defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would set where the user has not: one thread per worker, or they fight for the cores."""
-    return {} if "OMP_NUM_THREADS" in environment else {"OMP_NUM_THREADS": "1"}
+    """What is set where the user has not: as torchrun, one thread per worker, or they fight for the cores.
+
+    And one for numpy's OpenBLAS, whatever OMP_NUM_THREADS says: it starts its threads when it is imported, and a warm
+    pool with threads cannot fork.
+    """
+    wanted = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {name: value for name, value in wanted.items() if name not in environment}

@@ -35,7 +35,7 @@ from ft.snapshot.network import TRANSPORT
 
 _FLAG = "--ft-transport"
 _START_S = 120.0
-_LEAVE_S = 15.0
+_LEAVE_S = 5.0
 _PING_S, _PONG_S = 2.0, 3 * mpi_world.SILENT_S
 _FOR_ONE_PROCESS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "PMI2_")
 _START = (

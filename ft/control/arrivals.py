@@ -2,7 +2,7 @@
 
 from ft import events
 from ft import messages as m
-from ft.control import ends
+from ft.control import drift, ends
 from ft.control.decision import Decisions
 from ft.control.failures import lose_agent
 from ft.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Worker
@@ -153,6 +153,11 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
             "the layout of "
             + ", ".join(f"rank {r}" for r in sorted({*detail.get("shards", {}), *detail.get("copies", {})}))
         )
+        return
+    if report.event == drift.EVENT:
+        worker = state.workers.get(str(detail.get("worker")))
+        if worker is not None:
+            drift.compare(state, now, worker, detail.get("settings", {}), out)
         return
     number = detail.get("number")
     if report.event == events.FAULT_INJECTED and isinstance(number, int) and number not in state.fired:

@@ -139,6 +139,7 @@ class State:
             have not been started yet. failed_starts: standbys in a row that ended before they were ready.
         dp_peers, shards: by logical rank, as the workers said. copies: by logical rank, who its peer copies go to;
             complete: ranks whose peer copies hold all of their state. fired: numbers of injected faults that happened.
+        settings: how the first worker, settings_of, said it was set up.
         suspicions: by worker. step: the last step that is known to be committed. repair: the last one ordered; kept:
             groups it leaves alone. last_recovery: for the status.
     """
@@ -162,6 +163,8 @@ class State:
     copies: dict[int, list[int]] = field(default_factory=dict)
     complete: dict[int, bool] = field(default_factory=dict)
     fired: list[int] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+    settings_of: str = ""
     suspicions: dict[str, Suspicion] = field(default_factory=dict)
     history: list[Incident] = field(default_factory=list)
     repair: Repair | None = None

@@ -12,17 +12,14 @@ assigned anew within itself; only groups that find no placement within themselve
 rank of the run for a holder.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from ft.placement.candidates import candidates
 from ft.placement.solve import Domains, Request, solve_best, solve_strictly
 
 Holders = dict[int, list[int]]
 """Owner's logical rank -> logical ranks of its holders."""
-
-_MOST_PAIRS = 20_000
-_NEAR = 8
-_STEPS = 5
-_LONGEST_STEP = 200
 
 
 def place(
@@ -76,7 +73,7 @@ def _within(group: list[int], domains: Mapping[int, Domains], k: int, wanted: Ho
     Args:
         known: results by shape of group: groups side by side mostly have the same.
     """
-    if len(group) <= k:
+    if len(group) <= k or _is_crowded(group, domains, k):
         return None
     if _is_fine(group, domains, k, {rank: wanted[rank] for rank in group}):
         return {rank: list(wanted[rank]) for rank in group}
@@ -91,6 +88,13 @@ def _within(group: list[int], domains: Mapping[int, Domains], k: int, wanted: Ho
         }
     found = known[shape]
     return found and {group[i]: [group[j] for j in held] for i, held in found.items()}
+
+
+def _is_crowded(group: list[int], domains: Mapping[int, Domains], k: int) -> bool:
+    """Whether a domain has too many of the group: its ``n`` have to take in ``k n`` copies, at most one from each other
+    rank."""
+    counts = Counter(domain for rank in group for domain in domains[rank])
+    return max(counts.values()) * (k + 1) > len(group)
 
 
 def _shape(group: list[int], domains: Mapping[int, Domains], wanted: Holders, place_of: Mapping[int, int]) -> tuple:
@@ -125,12 +129,16 @@ def _across(
     for held in placed.values():
         for holder in held:
             load[holder] += 1
-    pairs = _pairs(owners, domains, wanted, group_of)
     foreign = 1.0 + k * len(owners)
-    costs = {(a, b): float(b not in wanted[a]) + (0.0 if b in group_of[a] else foreign) for a, b in pairs}
+
+    def costs(who: Collection[int]) -> dict[tuple[int, int], float]:
+        pairs = candidates(sorted(who), domains, wanted, group_of, k)
+        return {(a, b): float(b not in wanted[a]) + (0.0 if b in group_of[a] else foreign) for a, b in pairs}
+
     found = _keep(owners, domains, k, wanted, load, costs)
-    request = Request(domains, costs, dict.fromkeys(owners, k), load)
-    found = found or solve_strictly(request, k) or solve_best(request, k)
+    if found is None:
+        request = Request(domains, costs(owners), dict.fromkeys(owners, k), load)
+        found = solve_strictly(request, k) or solve_best(request, k)
     if found is None:  # not solved within the limits of the search
         return {owner: wanted[owner] for owner in owners}
     return {owner: _in_order(held, wanted[owner]) for owner, held in found.items()}
@@ -142,7 +150,7 @@ def _keep(
     k: int,
     wanted: Holders,
     load: Mapping[int, int],
-    costs: Mapping[tuple[int, int], float],
+    costs: Callable[[Collection[int]], dict[tuple[int, int], float]],
 ) -> Holders | None:
     """Everything that is right stays, and only the rest is assigned: nothing can move less. None: it does not work."""
     load, kept = dict(load), {}
@@ -155,58 +163,9 @@ def _keep(
     need = {owner: k - len(kept[owner]) for owner in owners if len(kept[owner]) < k}
     if not need:
         return kept
-    pairs = {(a, b): cost for (a, b), cost in costs.items() if a in need and b not in kept[a] and load[b] < k}
+    pairs = {(a, b): cost for (a, b), cost in costs(need).items() if b not in kept[a] and load[b] < k}
     found = solve_strictly(Request(domains, pairs, need, load, kept), k)
     return found and {owner: kept[owner] + found.get(owner, []) for owner in owners}
-
-
-def _pairs(
-    owners: list[int], domains: Mapping[int, Domains], wanted: Holders, group_of: Mapping[int, set[int]]
-) -> list[tuple[int, int]]:
-    """Who may hold a copy for whom: everybody in a small world, in a large one a few of each sort.
-
-    In a large one these are some data-parallel peers, whoever holds copies now, and the ranks with the same place in a
-    few other nodes.
-    """
-    everyone = sorted(domains)
-    if len(owners) * len(everyone) <= _MOST_PAIRS:
-        return [(a, b) for a in owners for b in everyone if a != b]
-    nodes: dict[Domains, list[int]] = {}
-    for rank in everyone:
-        nodes.setdefault(domains[rank], []).append(rank)
-    order = list(nodes)
-    number = {node: i for i, node in enumerate(order)}
-    distances = _distances(order)
-    pairs = []
-    for owner in owners:
-        mine = domains[owner]
-        at, seat = number[mine], nodes[mine].index(owner)
-        chosen = dict.fromkeys(wanted[owner])
-        chosen |= dict.fromkeys(sorted(peer for peer in group_of[owner] if domains[peer] != mine)[:_NEAR])
-        for distance in distances:
-            there = nodes[order[(at + distance) % len(order)]]
-            chosen[there[seat % len(there)]] = None
-        chosen.pop(owner, None)
-        pairs += [(owner, holder) for holder in chosen]
-    return pairs
-
-
-def _distances(order: list[Domains]) -> list[int]:
-    """Steps along ``order`` that take most nodes to one that shares nothing with them or with those found before.
-
-    The same step for all is a permutation: nobody is chosen twice.
-    """
-    count, found = len(order), []
-    reached = [set(node) for node in order]
-    for _ in range(min(_STEPS, count - 1)):
-        steps = [step for step in range(1, min(count, _LONGEST_STEP)) if step not in found]
-        if not steps:
-            break
-        best = max(steps, key=lambda d: (sum(order[(i + d) % count].isdisjoint(reached[i]) for i in range(count)), -d))
-        found.append(best)
-        for i in range(count):
-            reached[i] |= order[(i + best) % count]
-    return found
 
 
 def _in_order(holders: list[int], before: list[int]) -> list[int]:

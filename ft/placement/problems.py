@@ -1,5 +1,6 @@
 """What a placement leaves to be wished for, in words: which ranks, which failure domain, what number would work."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from ft.placement.assign import Holders, place
@@ -11,7 +12,7 @@ Where = Mapping[int, Mapping[str, str]]
 def find_problems(
     where: Where, groups: Sequence[Sequence[int]], k: int, holders: Holders, incomplete: Collection[int] = ()
 ) -> list[str]:
-    """Sentences, none where every rank's state and its ``k`` copies are in ``k + 1`` failure domains.
+    """Sentences, none where every rank's state and its ``k`` copies are in ``k + 1`` failure domains, evenly spread.
 
     Args:
         where, groups, k: as :func:`ft.placement.assign.place` takes them; holders: what it gave.
@@ -36,7 +37,7 @@ def find_problems(
     if shared:
         works = f"--ft-snapshot-peers {best} can be placed" if best else "no number of copies can be placed better"
         sentences[-1] += f" ({works})"
-    return sentences + _lost_with_their_peers(where, groups, incomplete)
+    return sentences + _too_many(holders, k) + _lost_with_their_peers(where, groups, incomplete)
 
 
 def spans(ranks: Collection[int]) -> str:
@@ -73,6 +74,18 @@ def _too_few(holders: Holders, k: int) -> list[str]:
     return [
         f"logical rank(s) {spans(short)}: k = {k} copies need {k} other workers, there are {least} "
         f"(--ft-snapshot-peers {least} can be placed)"
+    ]
+
+
+def _too_many(holders: Holders, k: int) -> list[str]:
+    load = Counter(holder for held in holders.values() for holder in held)
+    full = [rank for rank, count in load.items() if count > k]
+    if not full:
+        return []
+    most = max(load.values())
+    return [
+        f"logical rank(s) {spans(full)} hold up to {most} copies, {k} each would be even: failure domains are of "
+        "unequal size, and there is no other way to keep copies apart"
     ]
 
 

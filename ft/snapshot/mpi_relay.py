@@ -73,7 +73,7 @@ class Relay:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def _accept(self, _mask: int) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # out of file descriptors: those in use will be closed
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ, lambda _: self._greet(connection))
@@ -131,7 +131,7 @@ class Relay:
 
     # --- other relays ------------------------------------------------------------------------------------------------
 
-    def _take(self, source: int, frame: bytearray) -> None:
+    def _take(self, source: int, frame: memoryview) -> None:
         try:
             kind, key, number, rest = unpack(frame)
         except struct.error:
@@ -144,14 +144,16 @@ class Relay:
             self._watch(stream)
 
     def _open(self, source: int, key: Key, name: str) -> None:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.setblocking(False)
+        connection = None
         try:
             if not mpi.is_name(name):
                 raise ConnectionRefusedError("no worker has such a name")
+            connection = socket.socket(socket.AF_UNIX)
+            connection.setblocking(False)
             connection.connect(str(self._folder / name))
         except OSError as error:
-            connection.close()
+            if connection is not None:
+                connection.close()
             self._world.send(source, pack(RESET, other(key), rest=f"no worker listens there: {error}".encode()))
             return
         stream = self._streams[key] = Stream(key, source, connection, self._world.send, is_open=True)

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy
+
 OPEN, OPENED, DATA, CREDIT, END, RESET = range(1, 7)
 HEAD = struct.Struct("<BBxxIQI")
 WINDOW = 4 << 20
@@ -38,7 +40,12 @@ def pack(kind: int, to: Key, number: int = 0, rest: bytes = b"") -> bytes:
     return HEAD.pack(kind, to[2], to[0], to[1], number) + rest
 
 
-def unpack(frame: bytearray) -> tuple[int, Key, int, memoryview]:
+def room(length: int) -> memoryview:
+    """Memory for a frame, with anything in it: what ``bytearray`` does to it first costs as much as a copy."""
+    return memoryview(numpy.empty(length, numpy.uint8))
+
+
+def unpack(frame: bytes | memoryview) -> tuple[int, Key, int, memoryview]:
     """(kind, the end it is for, number, the rest); struct.error when it is no frame."""
     kind, dialled, rank, number, count = HEAD.unpack_from(frame)
     return kind, (rank, number, bool(dialled)), count, memoryview(frame)[HEAD.size :]
@@ -57,7 +64,7 @@ class Stream:
     key: Key
     peer: int
     sock: socket.socket
-    send: Callable[[int, bytes | bytearray], None]
+    send: Callable[[int, bytes | memoryview], None]
     out: deque[memoryview] = field(default_factory=deque)
     credit: int = WINDOW
     owed: int = 0
@@ -78,9 +85,9 @@ class Stream:
         """Sends on what the worker has written, as far as that is allowed and there."""
         while self.reads and not self.over:
             size = min(PIECE, self.credit)
-            frame = bytearray(HEAD.size + size)
+            frame = room(HEAD.size + size)
             try:
-                got = self.sock.recv_into(memoryview(frame)[HEAD.size :])
+                got = self.sock.recv_into(frame[HEAD.size :])
             except BlockingIOError:
                 return
             except OSError:
@@ -91,8 +98,7 @@ class Stream:
                 return
             HEAD.pack_into(frame, 0, DATA, not self.key[2], self.key[0], self.key[1], 0)
             self.credit -= got
-            del frame[HEAD.size + got :]
-            self.send(self.peer, frame)
+            self.send(self.peer, frame[: HEAD.size + got])
             if got < size // 2:
                 return
 

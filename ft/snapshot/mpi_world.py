@@ -4,7 +4,7 @@ Frames go from member to member in order. When MPI reports a failed process, on 
 revokes the communicator, so that all notice; all shrink it, and the world has another ``generation``. Frames under way
 between two generations are lost, those between survivors too: who used them begins again.
 
-What that takes with Open MPI 5.0.11 (tools/experiments/mpi_facts.py shows it):
+What that takes with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in tools/experiments):
 
 * Only the blocking shrink works: on a revoked communicator the test of ``MPIX_Comm_ishrink`` ends in MPI_ERR_INTERN. It
   waits for a member that hangs. For this there is Open MPI's heartbeat detector, which declares who was silent for
@@ -20,6 +20,7 @@ What that takes with Open MPI 5.0.11 (tools/experiments/mpi_facts.py shows it):
 import contextlib
 import ctypes
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -28,11 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
+from ft.snapshot.mpi_streams import room
 
 BEAT_S, SILENT_S = 1.0, 10.0
 _TAG = 7
 _AT_ONCE = 16
 _SHARED = 512
+_FT_FILE = "share/openmpi/amca-param-sets/ft-mpi"
 
 
 def configure(environment: dict[str, str]) -> None:
@@ -49,6 +52,8 @@ def configure(environment: dict[str, str]) -> None:
     settings |= {"mpi_ft_propagator_with_rbcast": "1", "mpi_yield_when_idle": "1"}
     for name, value in settings.items():
         environment.setdefault(f"OMPI_MCA_{name}", value)
+    if (Path(sys.prefix) / _FT_FILE).exists():  # the wheel, which without mpirun looks for this file where it was built
+        environment.setdefault("OPAL_PREFIX", sys.prefix)
 
 
 @dataclass
@@ -56,8 +61,7 @@ class _Coming:
     """A frame that MPI is receiving."""
 
     request: Any
-    frame: bytearray
-    ended: bool = False
+    frame: memoryview
 
 
 class World:
@@ -81,9 +85,10 @@ class World:
         self.generation = 0
         self._use(self._first.Dup())
         self._meet_all()
+        self._comm.Barrier()
+        _forget_shared_memory()
         self._knows_pmix = not is_by_srun(os.environ)
         if not self._knows_pmix:
-            self._comm.Barrier()
             _leave_pmix()
         self._coming: dict[int, deque[_Coming]] = {}
         self._going: deque[tuple[Any, Any]] = deque()
@@ -95,7 +100,7 @@ class World:
         self._comm.Allgather([mine.ljust(_SHARED, b"\0"), self._mpi.BYTE], [everything, self._mpi.BYTE])
         return [bytes(everything[i * _SHARED : (i + 1) * _SHARED]).rstrip(b"\0") for i in range(self.size)]
 
-    def send(self, to: int, frame: bytearray | bytes) -> None:
+    def send(self, to: int, frame: bytes | memoryview) -> None:
         """Starts to send ``frame``, which must not change any more; one for who is no member is dropped."""
         place = self._place_of.get(to)
         if place is None:
@@ -105,7 +110,7 @@ class World:
         except self._mpi.Exception as error:
             self._failed(error)
 
-    def receive(self) -> list[tuple[int, bytearray]]:
+    def receive(self) -> list[tuple[int, memoryview]]:
         """(sender, frame) of what has come, each sender's in its order; also does what is to be done after a death."""
         try:
             self._accept()
@@ -116,8 +121,8 @@ class World:
             return []
 
     def leave(self, patience_s: float) -> bool:
-        """Ends MPI together with the others if all are there; whether that came about within ``patience_s``."""
-        if self.generation or not self._knows_pmix:
+        """Ends MPI together with the others; whether that came about, which takes mpirun, within ``patience_s``."""
+        if not self._knows_pmix:
             return False
         thread = threading.Thread(target=self._mpi.Finalize, daemon=True)
         thread.start()
@@ -144,14 +149,14 @@ class World:
             message = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
             if message is None:
                 return
-            frame = bytearray(status.Get_count(self._mpi.BYTE))
+            frame = room(status.Get_count(self._mpi.BYTE))
             request = message.Irecv([frame, self._mpi.BYTE])
             self._coming.setdefault(status.Get_source(), deque()).append(_Coming(request, frame))
 
     def _flush(self) -> None:
         self._going = deque((request, frame) for request, frame in self._going if not request.Test())
 
-    def _take(self) -> list[tuple[int, bytearray]]:
+    def _take(self) -> list[tuple[int, memoryview]]:
         """Large frames end later than small ones that were sent after them; here they get into their order again."""
         found = []
         for place, queue in self._coming.items():
@@ -162,10 +167,15 @@ class World:
     def _failed(self, error: Exception) -> None:
         """A member has died, or another one has noticed that."""
         mpi = self._mpi
-        if error.Get_error_class() not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
-            raise error
-        self._comm.Revoke()
-        comm = self._comm.Shrink()
+        comm = None
+        while comm is None:
+            if error.Get_error_class() not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
+                raise error
+            self._comm.Revoke()
+            try:
+                comm = self._comm.Shrink()
+            except mpi.Exception as another:  # one more has died meanwhile
+                error = another
         self._of_before += self._going
         self._of_before += [(each.request, each.frame) for queue in self._coming.values() for each in queue]
         self._going.clear()
@@ -195,11 +205,25 @@ def is_by_srun(environment: Mapping[str, str]) -> bool:
     return "OMPI_COMM_WORLD_RANK" not in environment and "SLURM_PROCID" in environment and "PMIX_RANK" in environment
 
 
+def _forget_shared_memory() -> None:
+    """Takes the name off what processes of one host share: all have it now, and who is killed tidies up nothing."""
+    for file in {word for word in _mapped() if word.startswith("/dev/shm/sm_segment.")}:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file)
+
+
 def _leave_pmix() -> None:
     """Ends this process's use of PMIx, which Open MPI has begun."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    pmix = ctypes.CDLL(next(line.split()[-1] for line in maps if "libpmix.so" in line))
+    file = next((file for file in _mapped() if "libpmix.so" in file), None)
+    if file is None:
+        raise UserError("this Open MPI has PMIx built in, which srun's cannot do without", "start with mpirun")
+    pmix = ctypes.CDLL(file)
     for _ in range(_AT_ONCE):
         if not pmix.PMIx_Initialized():
             return
         pmix.PMIx_Finalize(None, ctypes.c_size_t(0))
+
+
+def _mapped() -> list[str]:
+    """The files in this process's memory."""
+    return [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]

@@ -247,6 +247,31 @@ class Snapshots:
         view[byte % len(view)] ^= 1
         return slot.step
 
+    def forget_newest_copies(self) -> list[int]:
+        """Loses the newest copy held for each peer: for fault injection. Returns the owners whose copy it was."""
+        owners = [int(owner) for owner in self.holdings().copies]
+        for owner in owners:
+            copies = self._stock.copies(owner)
+            copies.drop(copies.find())
+        return owners
+
+    def relapse(self, state: RankState) -> int:
+        """Writes what is owned of the oldest own snapshot into the live tensors: for fault injection.
+
+        Returns:
+            step of that snapshot.
+
+        Raises:
+            FallbackError: there is no snapshot but the one of the live state.
+        """
+        if self._progress is not None:
+            self._progress.wait()
+        steps = self._stock.own.steps()
+        if len(steps) < 2:
+            raise FallbackError(f"no earlier snapshot to go back to (held: {steps})")
+        write_back(self._stock.own.find(steps[0]), {OWNED: state.sections()[OWNED]})
+        return steps[0]
+
     def close(self) -> None:
         """Ends the background thread; buffers are freed with the transport."""
         self.settle()

@@ -79,6 +79,12 @@ class SnapshotServer(Transport):
             return
         sender.send(outgoing, ended)
 
+    def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
+        with self._lock:
+            senders = list(self._senders.values())
+        for sender in senders:
+            sender.disturb(how)
+
     def fetch(self, wanted: Wanted, part: Part) -> bytes:
         address = self._addresses.get(wanted.holder)
         if address is None:

@@ -28,6 +28,7 @@ class Sender:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._wire: Wire | None = None
+        self._disturb: Callable[[int, int, list], list[list]] | None = None
         self._epoch, self._cancelled = -1, threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"ft-snapshot-to-{peer}", daemon=True)
         self._thread.start()
@@ -35,6 +36,10 @@ class Sender:
     def send(self, outgoing: Outgoing, ended: Callable[[Exception | None], None]) -> None:
         self._epoch, self._cancelled = outgoing.epoch, threading.Event()
         self._jobs.put((outgoing, ended, self._cancelled))
+
+    def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
+        """For fault injection: the next transfer's chunks go through ``how`` (``Wire.disturb``), once."""
+        self._disturb = how
 
     def move(self, address: str) -> None:
         """The peer is at ``address`` from now on."""
@@ -104,6 +109,7 @@ class Sender:
         wire.send({"kind": "put", "token": self._token, **numbers, **sizes, **checks}, table.encoded, outgoing.meta)
         answer = wire.receive()
         if answer["kind"] == "go":
+            wire.disturb, self._disturb = self._disturb, None
             wire.send_part(outgoing.part, lambda wanted: outgoing.progress.ready(outgoing.part, wanted))
             answer = wire.receive()
         if answer["kind"] == "damaged":

@@ -15,6 +15,7 @@ from ft.worker.faults import plant_phases
 from ft.worker.placing import Placing
 from ft.worker.position import Position
 from ft.worker.recovery import recover
+from ft.worker.reminder import said
 from ft.worker.session import Session
 from ft.worker.subject import Subject
 
@@ -165,19 +166,22 @@ class Guard:
     def _finish(self) -> None:
         session = self.session
         session.progress.idles("done")
-        session.link.send(WorkerDone(session.worker, session.epoch, self.step))
-        session.orders.wait(Finish, session.epoch)
+        with said(session.link, WorkerDone(session.worker, session.epoch, self.step)):
+            session.orders.wait(Finish, session.epoch)
 
     def fails(self, error: Exception) -> None:
         """Reports an error of this worker's own; what comes of the end of the epoch needs no report."""
         session = self.session
         if isinstance(error, EpochClosed) or session.closed:
             return
+        session.progress.idles("failed")
+        with said(session.link, self.failure(error)):
+            session.wait_closed()
+
+    def failure(self, error: Exception) -> WorkerFailed:
+        """What there is to report of an error; its trace goes into the worker's log."""
+        session = self.session
         traceback.print_exception(error)
         kinds = [kind.__name__ for kind in type(error).__mro__[:-1]]
-        trace = "".join(traceback.format_exception(error))
-        session.link.send(
-            WorkerFailed(session.worker, session.epoch, self.step, kinds, str(error)[:2000], trace[-8000:])
-        )
-        session.progress.idles("failed")
-        session.wait_closed()
+        message, trace = str(error)[:_MESSAGE_LIMIT], "".join(traceback.format_exception(error))[-_TRACE_LIMIT:]
+        return WorkerFailed(session.worker, session.epoch, self.step, kinds, message, trace)

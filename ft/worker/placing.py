@@ -27,7 +27,7 @@ class Placing:
         """Holders of this worker's copies at the start of a run. A joiner's are not settled before ``renew``.
 
         Raises:
-            UserError: ``strict``, and something is left to be wished for.
+            UserError: ``strict``, and something is left to be wished for; on logical rank 0, whose end ends the run.
         """
         session, subject = self._session, self._subject
         about = {
@@ -70,7 +70,7 @@ class Placing:
 
     def _problems(self, holders: Holders) -> list[str]:
         """Whoever starts a run on one node alone knows what its loss means, and is told only when he asks."""
-        if not self._strict and (self._session.rank != 0 or self._training_nodes == 1):
+        if self._session.rank != 0 or (self._training_nodes == 1 and not self._strict):
             return []
         subject = self._subject
         incomplete = () if subject.copies_are_complete else holders.keys()

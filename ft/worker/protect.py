@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft.snapshot import Snapshots
-from ft.worker.faults import make_injector
+from ft.worker.faults import Breakage, make_injector
 from ft.worker.guard import Guard
 from ft.worker.placing import Placing
 from ft.worker.position import Position
@@ -21,6 +21,7 @@ def protect(
     *,
     peers: int = 1,
     strict: bool = False,
+    checkpoints: str | None = None,
 ) -> Guard:
     """A guard for a training run of megatron-core; on all workers alike, after model and optimizer are built.
 
@@ -30,6 +31,7 @@ def protect(
         position: the trainer's own state.
         peers: other workers that hold a copy of this worker's optimizer shard, in failure domains of their own.
         strict: where these cannot be had at the start the run ends.
+        checkpoints: the folder that the trainer saves to, which injected faults may damage.
 
     Raises:
         UserError: ``strict``, and peer copies cannot be placed as asked.
@@ -43,4 +45,5 @@ def protect(
         replicas=subject.dp_peers,
         on_failure=session.suspect,
     )
-    return Guard(session, subject, position, snapshots, make_injector(session, snapshots), placing)
+    injector = make_injector(Breakage(session, snapshots, subject, position, checkpoints))
+    return Guard(session, subject, position, snapshots, injector, placing)

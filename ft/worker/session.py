@@ -18,6 +18,7 @@ from ft.messages import Close, Observed, Open, WorkerReady, WorkerSuspects
 from ft.snapshot import SnapshotServer, network
 from ft.worker.orders import Orders
 from ft.worker.progress import Heartbeat, Progress
+from ft.worker.settings import surroundings
 
 
 def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
@@ -25,10 +26,13 @@ def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
     return "FT_AGENT" in environment
 
 
-def attach(environment: Mapping[str, str] = os.environ) -> "Session":
+def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, str] | None = None) -> "Session":
     """Takes this process's place in the run that ``ft run`` started it for; blocks until it has a logical rank.
 
     A standby blocks here until a worker dies; with the end of the run it exits.
+
+    Args:
+        settings: of the script, by name: they must be the same on all workers, or none gets a logical rank.
 
     Raises:
         UserError: the process was not started by ``ft run``.
@@ -36,6 +40,7 @@ def attach(environment: Mapping[str, str] = os.environ) -> "Session":
     if not is_attachable(environment):
         raise UserError("this process was not started by ft run", "start with: ft run --nproc-per-node N SCRIPT ...")
     session = Session(environment)
+    session.observe("settings", settings={**surroundings(environment), **(settings or {})})
     session.take_seat()
     return session
 

@@ -113,6 +113,7 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
         JobPosition(job),
         peers=asked.ft_snapshot_peers,
         strict=asked.ft_snapshot_strict,
+        checkpoints=job.options.checkpoint.save,
     )
 
 

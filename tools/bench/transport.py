@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=64, help="size of each worker's snapshot")
     parser.add_argument("--rounds", type=int, default=10, help="rounds that count; each measures everything once")
-    parser.add_argument("--compute", type=int, default=20, help="matrix products in a step")
+    parser.add_argument("--compute", type=int, default=150, help="matrix products in a step")
     arguments = parser.parse_args(argv)
     from networks import Networks, Relays
 

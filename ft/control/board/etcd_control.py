@@ -21,6 +21,7 @@ _PULSE_S = 0.25
 _LEASE_S = 3
 _RENEW_S = 1.0
 _LEAVE_S = 2.0
+_GATHER_S = 0.02
 _UPKEEP_S = 300.0
 _QUIET_S, _AWAY_S = 1.0, 2.0
 """After so long without any news, the pulse at least, the next server is asked; etcd counts as away."""
@@ -124,7 +125,10 @@ class EtcdControlBoard(ControlBoard):
 
     def _look_after(self) -> None:
         while self._failure is None:
-            self._due.wait(self._pulse.next_in())
+            if self._due.wait(self._pulse.next_in()):
+                time.sleep(
+                    _GATHER_S
+                )  # many reports at once go on record in one transaction, and no order waits for each
             self._due.clear()
             self._ledger.settle()
             if not self._pulse.next_in():

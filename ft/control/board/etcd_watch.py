@@ -75,6 +75,7 @@ class Watch:
                     if batch:
                         revision = batch[-1].revision + whole
                         yield batch, revision
+        raise Away("the server has ended the stream")
 
 
 def _events(result: dict) -> tuple[list[Entry], bool]:

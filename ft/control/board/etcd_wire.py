@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from ft.control.board.etcd_address import USER
 from ft.errors import FtError, UserError
 
-_NO_SUCH, _DENIED, _FULL, _COMPACTED, _AWAY, _UNKNOWN_CALLER = 5, 7, 8, 11, (1, 2, 4, 10, 14), 16
-"""gRPC's status codes. Those of _AWAY pass: cancelled, unknown, deadline, aborted, unavailable (no leader)."""
+_NO_SUCH, _DENIED, _COMPACTED, _AWAY, _UNKNOWN_CALLER = 5, 7, 11, (1, 2, 4, 8, 10, 14), 16
+"""gRPC's status codes. Those of _AWAY pass, or can be mended: cancelled, unknown, deadline, exhausted (disk quota),
+aborted, unavailable (no leader)."""
 
 
 class EtcdError(FtError):
@@ -22,7 +23,7 @@ class EtcdError(FtError):
 
     def __init__(self, code: int, message: str):
         self.code = code
-        super().__init__(f"{message} (code {code})")
+        super().__init__(f"etcd refuses: {message} (code {code})")
 
     @property
     def is_missing(self) -> bool:
@@ -120,7 +121,7 @@ def log_in(connection: http.client.HTTPConnection, user: tuple[str, str]) -> str
 
 def is_unknown_caller(answer: dict) -> bool:
     """The pass is not, or no longer, a valid one."""
-    return answer.get("code") == _UNKNOWN_CALLER
+    return answer.get("code") == _UNKNOWN_CALLER or "auth store is old" in str(answer.get("error"))
 
 
 def checked(answer: dict) -> dict:
@@ -133,7 +134,7 @@ def checked(answer: dict) -> dict:
     code = int(answer.get("code", 2))
     if code == _COMPACTED:
         raise Compacted(error)
-    if code in _AWAY or (code == _FULL and "too many" in error):
+    if code in _AWAY:
         raise Away(error)
     if code in (_DENIED, _UNKNOWN_CALLER) or "user name is empty" in error:
         raise refused(error)
