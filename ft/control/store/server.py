@@ -92,8 +92,8 @@ class StoreServer:
 
 
 def warm_up() -> None:
-    """Makes the next store of this process come at once: with the first one torch asks the name server who it is talking
-    to, which takes 10 s where that server does not answer, as in a network that has just failed."""
+    """Makes the next store of this process come at once: with the first one torch asks the name server who it talks to,
+    which takes 10 s where that server does not answer, as in a network that has just failed."""
     StoreServer("127.0.0.1", 0, secrets.token_hex(16)).close()
 
 
