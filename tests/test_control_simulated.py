@@ -36,3 +36,22 @@ def test_the_last_worker_may_save_for_long_when_all_others_are_done():
     world.beat(r0=done, r1=done, r2=done, r3={"doing": "aside", "since_s": LIMITS.start_s - 5.0})
     assert world.wait(1.0) == []
     assert world.state.phase == RUNNING
+
+
+def test_a_standby_node_that_was_to_start_workers_is_lost_before_it_has():
+    world = World(world_size=4, nodes=2, standbys=0, standby_nodes=2, max_restarts=3).run()
+    world.say(m.AgentLeaving("n1", 0))
+    first = only(world.fail(0, "ValueError"), m.Restart)
+    assert first.ranks == {"n0": [0, 1], "n2": [2, 3]}
+    world.start_workers({"n0": [0, 1]})
+    again = only(world.say(m.AgentLeaving("n2", 0)), m.Restart)
+    assert again.ranks == {"n0": [0, 1], "n3": [2, 3]}
+    assert "node n2 was lost before its workers had started" in again.reason
+
+
+def test_a_node_without_workers_of_this_start_may_be_lost_meanwhile():
+    world = World(world_size=4, nodes=2, standbys=0, standby_nodes=2, max_restarts=3).run()
+    world.fail(0, "ValueError")
+    world.start_workers({"n0": [0, 1]})
+    assert kinds(world.say(m.AgentLeaving("n3", 0))) in ([], ["GivenUp"])
+    assert world.state.phase == GATHERING

@@ -14,9 +14,9 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         out.add(f"ignored: the agent of {report.node} has joined before")
         return
     first = not state.agents
-    state.agents[report.node] = Agent(
-        report.node, report.node_rank, report.host, report.seats, report.standbys, now, meeting=report.meeting
-    )
+    agent = Agent(report.node, report.node_rank, report.host, report.seats, report.standbys, now, meeting=report.meeting)
+    agent.places = agent.seats
+    state.agents[report.node] = agent
     out.add(f"the agent of {report.node} is there, {len(state.agents)} of {state.options.nodes}")
     if first:
         state.since = now

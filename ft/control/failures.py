@@ -79,10 +79,10 @@ def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions)
     here = [w for w in state.workers.values() if w.node == agent.node]
     kills = (m.Kill(w.name, why) for w in here)
     out.add(f"node {agent.node} is lost with {len(here)} worker(s): {why}", m.GivenUp(agent.node, why), *kills)
-    if state.phase == GATHERING and agent.seats and not state.attached:
+    if state.phase == GATHERING and agent.places and not state.attached:
         ends.stop(state, now, 1, f"node {agent.node} was lost before training began: {why}", out)
         return
-    if state.phase == GATHERING and agent.seats and not here:
+    if state.phase == GATHERING and agent.places and not here:
         ends.restart(state, now, f"node {agent.node} was lost before its workers had started: {why}", out)
         return
     found = verdict.of_lost_agent(agent.node, why)

@@ -36,7 +36,8 @@ class Options:
 class Agent:
     """A node. ``beats``: what was last heard of its workers, at ``heard_at``. ``suspect``, ``gone``: why, "" if not.
 
-    ``meeting``: host:port of its store for process groups."""
+    ``meeting``: host:port of its store for process groups. ``places``: workers that it starts at the start of the run, or
+    at the last warm restart."""
 
     node: str
     node_rank: int
@@ -48,6 +49,7 @@ class Agent:
     suspect: str = ""
     gone: str = ""
     meeting: str = ""
+    places: int = 0
 
 
 @dataclass
