@@ -55,3 +55,12 @@ def test_a_node_without_workers_of_this_start_may_be_lost_meanwhile():
     world.start_workers({"n0": [0, 1]})
     assert kinds(world.say(m.AgentLeaving("n3", 0))) in ([], ["GivenUp"])
     assert world.state.phase == GATHERING
+
+
+def test_a_dead_worker_does_not_come_to_life_by_a_report_that_comes_twice():
+    world = World().run()
+    started = m.WorkerStarted("n0.w2", "n0", 1002, 2)
+    world.kill(2)
+    before = set(world.state.workers)
+    assert world.say(started) == [] and set(world.state.workers) == before
+    assert world.last == "ignored: n0.w2 is known, or its node is not"

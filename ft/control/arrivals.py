@@ -48,9 +48,10 @@ def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisio
 
 def worker_started(state: State, now: float, report: m.WorkerStarted, out: Decisions) -> None:
     agent = state.agents.get(report.node)
-    if report.worker in state.workers or agent is None or agent.gone:
+    if agent is None or agent.gone or report.worker in agent.started:
         out.add(f"ignored: {report.worker} is known, or its node is not")
         return
+    agent.started.append(report.worker)
     state.workers[report.worker] = Worker(report.worker, report.node, report.pid, report.rank, now)
     if report.rank is None and state.spawning.get(report.node):
         state.spawning[report.node].pop(0)

@@ -37,7 +37,7 @@ class Agent:
     """A node. ``beats``: what was last heard of its workers, at ``heard_at``. ``suspect``, ``gone``: why, "" if not.
 
     ``meeting``: host:port of its store for process groups. ``places``: workers that it starts at the start of the run, or
-    at the last warm restart."""
+    at the last warm restart. ``started``: names of all workers that it ever started."""
 
     node: str
     node_rank: int
@@ -50,6 +50,7 @@ class Agent:
     gone: str = ""
     meeting: str = ""
     places: int = 0
+    started: list[str] = field(default_factory=list)
 
 
 @dataclass
