@@ -64,3 +64,12 @@ def test_a_dead_worker_does_not_come_to_life_by_a_report_that_comes_twice():
     before = set(world.state.workers)
     assert world.say(started) == [] and set(world.state.workers) == before
     assert world.last == "ignored: n0.w2 is known, or its node is not"
+
+
+def test_the_layout_of_a_worker_of_an_earlier_life_is_no_news():
+    world = World().run()
+    world.fail(0, "ValueError")
+    late = {"worker": "n0.w0", "dp_peers": {"0": [0]}, "shards": {"0": ["optimizer of an earlier life"]}}
+    world.say(m.Observed("layout", late))
+    assert world.last == "ignored: the layout of n0.w0, which is unknown or gone"
+    assert world.state.shards == {}

@@ -136,6 +136,9 @@ def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisio
 
 def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:
     detail = report.detail
+    if report.event == "layout" and "worker" in detail and detail["worker"] not in state.workers:
+        out.add(f"ignored: the layout of {detail['worker']}, which is unknown or gone")
+        return
     if report.event == "layout":
         state.dp_peers |= {int(rank): list(peers) for rank, peers in detail.get("dp_peers", {}).items()}
         state.shards |= {int(rank): list(names) for rank, names in detail.get("shards", {}).items()}
