@@ -73,3 +73,17 @@ def test_the_layout_of_a_worker_of_an_earlier_life_is_no_news():
     world.say(m.Observed("layout", late))
     assert world.last == "ignored: the layout of n0.w0, which is unknown or gone"
     assert world.state.shards == {}
+
+
+def test_an_agent_that_comes_back_at_once_is_the_same_node():
+    world = World(world_size=4, nodes=2)
+    world.say(m.AgentJoined("n1", 1, "host1", 2, 1), m.AgentJoined("n1-2", 1, "host1", 0, 2))
+    assert "the agent of n1-2 is there, 1 of 2" in world.reasons
+    world.say(m.AgentJoined("n0", 0, "host0", 2, 1))
+    assert world.state.phase == GATHERING and "2 of 2" in world.reasons
+
+
+def test_a_node_that_comes_back_while_training_runs_is_welcome():
+    world = World(world_size=4, nodes=2).run()
+    world.say(m.AgentLeaving("n1", 0))
+    assert "Stop" not in kinds(world.say(m.AgentJoined("n1-2", 1, "host1", 0, 2)))

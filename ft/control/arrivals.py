@@ -14,16 +14,18 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         out.add(f"ignored: the agent of {report.node} has joined before")
         return
     first = not state.agents
-    agent = Agent(report.node, report.node_rank, report.host, report.seats, report.standbys, now, meeting=report.meeting)
+    node, rank = report.node, report.node_rank
+    agent = Agent(node, rank, report.host, report.seats, report.standbys, now, meeting=report.meeting)
     agent.places = agent.seats
     state.agents[report.node] = agent
-    out.add(f"the agent of {report.node} is there, {len(state.agents)} of {state.options.nodes}")
+    out.add(f"the agent of {report.node} is there, {state.nodes_seen()} of {state.options.nodes}")
     if first:
         state.since = now
     if first and not state.options.restarts:
         out.note(events.RUN_STARTED, command=list(state.options.command), world_size=state.options.world_size)
     seats = {agent.node: agent.seats for agent in state.agents.values()}
-    if len(seats) == state.options.nodes and sum(seats.values()) != state.options.world_size:
+    at_start = state.phase == GATHERING and not state.restarts and state.nodes_seen() == state.options.nodes
+    if at_start and sum(seats.values()) != state.options.world_size:
         counts = ", ".join(f"{node}: {count}" for node, count in sorted(seats.items()))
         message = f"{state.options.world_size} workers were announced, the nodes have {sum(seats.values())} ({counts})"
         message += "\n  fix: give every ft run the same --nproc-per-node"

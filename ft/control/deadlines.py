@@ -47,8 +47,8 @@ def _start(state: State, now: float, out: Decisions) -> None:
     if state.phase != GATHERING or not state.agents or now <= state.since + limit:
         return
     nodes, world = state.options.nodes, state.options.world_size
-    if len(state.agents) < nodes:
-        message = f"{len(state.agents)} of {nodes} agents came within {limit:g} s: {', '.join(sorted(state.agents))}"
+    if state.nodes_seen() < nodes:
+        message = f"{state.nodes_seen()} of {nodes} agents came within {limit:g} s: {', '.join(sorted(state.agents))}"
         ends.stop(state, now, 1, message, out)
     elif state.attached:
         ready = sorted({w.meant for w in state.workers.values() if w.meant is not None and w.ready})
