@@ -87,3 +87,24 @@ def test_a_node_that_comes_back_while_training_runs_is_welcome():
     world = World(world_size=4, nodes=2).run()
     world.say(m.AgentLeaving("n1", 0))
     assert "Stop" not in kinds(world.say(m.AgentJoined("n1-2", 1, "host1", 0, 2)))
+
+
+def test_a_worker_that_was_started_for_an_earlier_restart_is_nobody():
+    world = World(max_restarts=3).run()
+    world.fail(0, "ValueError")
+    late = m.WorkerStarted("n0.w9", "n0", 1009, 0, restart=0)
+    assert world.say(late) == [] and "n0.w9" not in world.state.workers
+    assert world.last == "ignored: n0.w9 was started for restart 0, the last one is 1"
+    world.say(m.WorkerStarted("n0.w10", "n0", 1010, 0, restart=1))
+    assert "n0.w10" in world.state.workers
+
+
+def test_what_a_joiner_said_in_an_earlier_epoch_does_not_replace_what_it_says_now():
+    world = World(standbys=2).run()
+    world.kill(2)
+    world.arrive()
+    joiner, before = world.worker(2), world.holder(2).arrived
+    world.kill(1)
+    world.release()
+    world.say(m.WorkerArrived(joiner, 1, []))
+    assert world.last.startswith(f"ignored: {joiner} has arrived in epoch 1") and world.holder(2).arrived == before

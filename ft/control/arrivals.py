@@ -54,6 +54,9 @@ def worker_started(state: State, now: float, report: m.WorkerStarted, out: Decis
         out.add(f"ignored: {report.worker} is known, or its node is not")
         return
     agent.started.append(report.worker)
+    if report.rank is not None and report.restart not in (None, state.restarts):
+        out.add(f"ignored: {report.worker} was started for restart {report.restart}, the last one is {state.restarts}")
+        return
     state.workers[report.worker] = Worker(report.worker, report.node, report.pid, report.rank, now)
     if report.rank is None and state.spawning.get(report.node):
         state.spawning[report.node].pop(0)
@@ -90,6 +93,9 @@ def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decis
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or not worker.empty:
         out.add(f"ignored: {report.worker} joins no epoch")
+        return
+    if worker.assembled and report.epoch < state.epoch:
+        out.add(f"ignored: {report.worker} has arrived in epoch {report.epoch}, the epoch is {_where(state)}")
         return
     again, worker.assembled, worker.arrived = worker.assembled, True, report.groups
     if again:
