@@ -108,3 +108,16 @@ def test_what_a_joiner_said_in_an_earlier_epoch_does_not_replace_what_it_says_no
     world.release()
     world.say(m.WorkerArrived(joiner, 1, []))
     assert world.last.startswith(f"ignored: {joiner} has arrived in epoch 1") and world.holder(2).arrived == before
+
+
+def test_ranks_that_are_lost_together_for_the_third_time_are_one_failure():
+    world = World(world_size=4, nodes=2, standbys=0, standby_nodes=2, max_restarts=3).run()
+    for lost in ("n2", "n3"):
+        names = world.start_spawned([m.Spawn(lost, 2)])
+        for name in names:
+            world.ready(name)
+    world.say(m.AgentLeaving("n1", 0))
+    world.say(m.AgentLeaving("n2", 0))
+    orders = world.say(m.AgentLeaving("n3", 0))
+    assert "2 replacements failed alike at step 5" in world.reasons
+    assert "Stop" not in kinds(orders) or "the same error as before" not in orders[-1].message
