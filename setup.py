@@ -24,6 +24,7 @@ setup(
         "megatron-core>=0.16.1,<0.20",
         "torch>=2.9",
         "numpy",
+        "scipy",  # its integer programs place peer copies
         "einops",  # imported by megatron-core's distributed optimizer instances, not required by it
         "psutil",  # imported by dist_checkpointing's writers, not required by it; without it a save hangs
         "tqdm",

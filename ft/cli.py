@@ -9,6 +9,7 @@ from ft.errors import UserError
 _SUBCOMMANDS = (
     ("ft.agent.run", "add_parser"),
     ("ft.report.commands", "add_parsers"),
+    ("ft.inject.commands", "add_parser"),
     ("ft.plan.commands", "add_parser"),
     ("ft.simulate.commands", "add_parser"),
 )

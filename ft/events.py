@@ -31,6 +31,7 @@ WORKER_LOST = "worker_lost"
 RESTARTED = "restarted"
 CHECKPOINT_SAVED = "checkpoint_saved"
 INVARIANTS_CHECKED = "invariants_checked"
+COPIES_PLACED = "copies_placed"
 FINISHED = "finished"
 STOPPED = "stopped"
 CONTROL_RESTARTED = "control_restarted"
@@ -76,6 +77,9 @@ SCHEMA: Mapping[str, Needs] = {
     CHECKPOINT_SAVED: Needs(("step",)),
     # violations: sentences, empty when I1 to I4 hold
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
+    # copies: owner's logical rank (a string) -> who holds its peer copies from this epoch's first snapshot on; moved:
+    # copies that went elsewhere before; problems: sentences, empty when all failure domains are respected
+    COPIES_PLACED: Needs(("epoch",), ("copies", "moved", "problems")),
     FINISHED: Needs(("step",)),
     STOPPED: Needs((), ("code", "message")),
     # the control plane could not go on where it was: all workers began again

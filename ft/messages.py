@@ -58,13 +58,15 @@ class Holdings:
 class Seat:
     """Who holds a logical rank in an epoch.
 
-    ``address``: host:port where its snapshots can be fetched; ``local_rank``: its device on its node.
+    ``address``: host:port where its snapshots can be fetched; ``local_rank``: its device on its node. ``domains``:
+    kind -> name of the failure domains its node is in (rack, switch, ...), as its agent said.
     """
 
     worker: str
     node: str
     address: str
     local_rank: int
+    domains: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Beat:
 class AgentJoined:
     """An agent is there. ``seats``: training workers it runs (0: a standby node); ``standbys``: beyond those.
 
-    ``meeting``: host:port of the store it hosts, for process groups to meet in.
+    ``meeting``: host:port of the store it hosts, for process groups to meet in. ``domains``: kind -> name of the
+    failure domains of its node (``ft run --topology``).
     """
 
     node: str
@@ -115,6 +118,7 @@ class AgentJoined:
     seats: int
     standbys: int
     meeting: str = ""
+    domains: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -324,6 +328,7 @@ class Repair:
     """All have left the old epoch and every joiner has arrived: rebuild, restore ``step``, report ``WorkerRepaired``.
 
     ``rebuild``: names of the groups to build anew now. ``defer``: to be built when first used. All others are kept.
+    ``copies``: owner's logical rank -> logical ranks that its peer copies went to up to now.
     """
 
     epoch: int
@@ -331,6 +336,7 @@ class Repair:
     rebuild: list[str]
     defer: list[str]
     sources: dict[str, Source]
+    copies: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

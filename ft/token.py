@@ -22,7 +22,7 @@ def make(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
     if given := environment.get(VARIABLE):
         return given
     path = run_dir / _FILE
-    draft = run_dir / f".{_FILE}.{os.getpid()}"
+    draft = run_dir / f".{_FILE}.{secrets.token_hex(8)}"
     draft.touch(0o600)
     draft.write_text(secrets.token_hex(32))
     with contextlib.suppress(FileExistsError):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from harness import Ranks
 
-pytest_plugins = ["hot_swap_fixtures"]
+pytest_plugins = ["hot_swap_fixtures", "snapshot_fixtures"]
 
 # The checkout under test comes first, whatever is installed.
 sys.path.insert(0, str(Path(__file__).parent.parent))

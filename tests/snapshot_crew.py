@@ -5,6 +5,7 @@ import socket
 import threading
 
 import torch
+from networks import Networks
 
 from ft.snapshot import Snapshots, SnapshotServer
 from ft.snapshot.state import RankState
@@ -35,9 +36,9 @@ def is_at(live: RankState, step: int) -> bool:
 class Crew:
     """Workers of one process: servers, snapshots, live states; ``wire_of`` of one is where others reach it."""
 
-    def __init__(self, world: int, copies: int = 1, patience_s: float = 10, timeout_s: float = 10):
-        self.world = world
-        self.servers = [SnapshotServer("127.0.0.1", patience_s=patience_s) for _ in range(world)]
+    def __init__(self, networks: Networks, world: int, copies: int = 1, patience_s: float = 10, timeout_s: float = 10):
+        self.world, self.networks = world, networks
+        self.servers = [SnapshotServer(networks.of(rank), patience_s=patience_s) for rank in range(world)]
         self.snaps = [
             Snapshots(server, rank=r, peers=[(r + d + 1) % world for d in range(copies)], timeout_s=timeout_s)
             for r, server in enumerate(self.servers)
@@ -65,10 +66,10 @@ class Crew:
 class Proxy:
     """Stands between a worker and its peer; ``spoil(connections, total, data)`` returns what passes, None to cut."""
 
-    def __init__(self, target: str, spoil):
+    def __init__(self, network, target: str, spoil):
+        self._network = network
         self._spoil, self._target, self.connections, self._open = spoil, target, 0, []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener, self.address = network.listen()
         self._thread = threading.Thread(target=self._accept)
         self._thread.start()
 
@@ -89,8 +90,8 @@ class Proxy:
             while True:
                 near, _ = self._listener.accept()
                 self.connections += 1
-                host, port = self._target.split(":")
-                far = socket.create_connection((host, int(port)))
+                far = self._network.dial(self._target, 10)
+                far.settimeout(None)
                 self._open += [near, far]
                 threads += [threading.Thread(target=self._pump, args=pair) for pair in ((near, far), (far, near))]
                 for thread in threads[-2:]:
@@ -113,12 +114,12 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def crews():
-    """Makes crews, closes them, and sees that no thread is left."""
+def crews(networks: Networks):
+    """Makes crews on ``networks``, closes them, and sees that no thread is left."""
     made, before = [], threading.active_count()
 
     def make(*args, **kwargs):
-        made.append(Crew(*args, **kwargs))
+        made.append(Crew(networks, *args, **kwargs))
         return made[-1]
 
     yield make

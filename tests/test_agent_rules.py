@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -103,7 +106,8 @@ def test_faults_are_planned_alike_on_every_node(script):
         plan_faults(options(f"--run-dir r --inject kill@step=3:rank=9 {script}"))
 
 
-SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "12007", "SLURM_JOB_NODELIST": "gpu[03-05,11]"}
+BATCH = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "12007", "SLURM_JOB_NODELIST": "gpu[03-05,11]"}
+SLURM = {**BATCH, "SLURM_STEP_ID": "0"}
 
 
 def test_slurm_fills_in_what_is_not_given(script):
@@ -115,6 +119,19 @@ def test_slurm_fills_in_what_is_not_given(script):
     flags = options(f"--nnodes 2 --node-rank 1 --rdzv-endpoint h:5 {script}", SLURM).cluster
     assert (flags.nnodes, flags.node_rank, flags.host, flags.port) == (2, 1, "h", 5)
     assert options(f"--standalone {script}", SLURM).cluster.nnodes == 1
+
+
+def test_a_step_on_some_of_the_jobs_nodes_is_a_run_of_these(script):
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[04-05]", "SLURM_NODEID": "1"}
+    given = options(script, {**SLURM, **step}).cluster
+    assert (given.nnodes, given.node_rank, given.host) == (2, 1, "gpu04")
+
+
+def test_a_batch_script_that_forgets_srun_is_told_so(script):
+    with pytest.raises(UserError, match=r"one process for the 4 nodes[^$]*srun"):
+        options(script, BATCH)
+    assert options(script, {**BATCH, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}).cluster.nnodes == 1
+    assert options(f"--standalone {script}", BATCH).cluster.nnodes == 1
 
 
 def test_several_slurm_tasks_per_node_are_refused(script):
@@ -184,8 +201,23 @@ def test_a_standbys_environment_has_a_rank_that_no_check_refuses_and_that_does_n
 
 
 def test_one_thread_unless_the_user_says_otherwise():
-    assert environment.defaults({}) == {"OMP_NUM_THREADS": "1"}
-    assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {}
+    assert environment.defaults({}) == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {"OPENBLAS_NUM_THREADS": "1"}
+    assert environment.defaults({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "2"}) == {}
+
+
+def test_numpy_starts_no_threads_in_the_pool():
+    given = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "4"}
+    count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
+    done = subprocess.run(
+        [sys.executable, "-c", count],
+        env={**given, **environment.defaults(given)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "1\n"
 
 
 SOURCE = """

@@ -141,6 +141,14 @@ def test_a_signal_ends_the_run_with_its_code():
     assert world.exit("n0.w0", -15) == []
 
 
+def test_a_signal_to_a_standby_nodes_agent_leaves_the_others_alone():
+    world = World(world_size=4, nodes=2, standbys=0, standby_nodes=1).run()
+    assert not {"Stop", "Close"} & {type(order).__name__ for order in world.say(m.AgentLeaving("n2", 15))}
+    assert world.state.agents["n2"].gone and not world.state.standbys()
+    world.kill(0)
+    assert world.state.phase != ENDED
+
+
 def test_a_signal_after_the_work_is_done_is_a_good_end():
     world = World(world_size=4, nodes=2).run()
     for rank in range(3):

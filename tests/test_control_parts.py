@@ -170,6 +170,15 @@ def test_the_shard_of_a_lost_rank_may_be_elsewhere_than_its_replicated_state():
     assert sources.choose(range(3), held, peers)[1][1] == Source(owned=2, replicated=0)
 
 
+def test_a_whole_group_that_is_lost_comes_from_copies_elsewhere_if_those_are_complete():
+    peers = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
+    held = {0: Holdings([5], {"2": [5]}), 1: Holdings([4, 5], {"3": [4, 5]})}
+    step, found, _ = sources.choose(range(4), held, peers, complete=[2, 3])
+    assert step == 5 and found[2] == Source(0, 0) and found[3] == Source(1, 1)
+    step, _, why = sources.choose(range(4), held, peers, complete=[2])
+    assert step is None and "rank(s) 3" in why
+
+
 def test_no_source_says_who_lacks_what():
     step, found, why = sources.choose([0, 1], {0: Holdings([5])}, {0: [0, 1], 1: [0, 1]})
     assert step is None and found == {} and why == "of step 5, nobody has all that logical rank(s) 1 need"

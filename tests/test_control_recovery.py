@@ -36,6 +36,23 @@ def test_the_whole_recovery_and_a_new_standby_only_at_its_end():
     assert counts == {"rebuilt": 2, "kept": 1, "deferred": 0}
 
 
+def test_where_nodes_stand_is_in_every_map_and_who_held_which_copy_in_every_repair():
+    world = World(nodes=2, standby_nodes=1)
+    for i, (node, standbys) in enumerate(world.standbys_of.items()):
+        seats = world.seats_per_node if i < 2 else 0
+        world.say(m.AgentJoined(node, i, f"host{i}", seats, standbys, domains={"rack": f"r{i}"}))
+    world.begin(world.start_workers())
+    for rank in range(4):
+        world.say(m.Observed("layout", {"copies": {str(rank): [(rank + 2) % 4]}}))
+    orders = world.kill(2)
+    seats = opened(orders).seats
+    assert {rank: seat.domains["rack"] for rank, seat in seats.items() if rank in "01"} == {"0": "r0", "1": "r0"}
+    world.release(0, 1, 3)
+    repair = only(world.arrive(), m.Repair)
+    assert repair.copies == {"0": [2], "1": [3], "2": [0], "3": [1]}
+    assert m.decode(m.encode(repair)) == repair
+
+
 def test_the_events_of_a_recovery_come_in_their_order():
     world = World().run()
     before = len(world.decisions)

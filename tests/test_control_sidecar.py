@@ -80,6 +80,26 @@ def test_a_torn_line_is_left_out(tmp_path):
         recall(tmp_path / "other")
 
 
+def test_what_a_control_plane_that_was_succeeded_writes_late_is_no_part_of_the_history(tmp_path):
+    """It was paused, and finds its successor only when it has written once more."""
+    path, worlds = tmp_path / "journal.jsonl", {}
+    for name in ("all", "known"):
+        worlds[name] = World(standbys=2)
+        worlds[name].journal = Journal(tmp_path / f"{name}.jsonl", worlds[name].options)
+        worlds[name].run()
+    first = worlds["all"]
+    path.write_bytes((tmp_path / "all.jsonl").read_bytes())
+    memory = recall(path)
+    first.kill(3)  # written by the first one after its successor has read
+    path.write_bytes((tmp_path / "all.jsonl").read_bytes())
+    second = Journal(path, None, term=1, known=memory.bytes)
+    second.enter(memory.now + 1.0, memory.wall + 1.0, None, [])
+    assert without_beats(recall(path).state) == without_beats(worlds["known"].state)
+    with open(path, "ab") as file:  # and after it has written
+        file.write((tmp_path / "all.jsonl").read_bytes()[memory.bytes :])
+    assert without_beats(recall(path).state) == without_beats(worlds["known"].state)
+
+
 # --- side-car --------------------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,12 @@
 """Every kind of fault, faults on faults, and the ends of what can be recovered in place."""
 
+import contextlib
 import json
 import random
 import signal
+import socket
 
+import psutil
 import small_runs as runs
 from ft_runs import ROOT, Running, flags, ft_run
 
@@ -125,6 +128,28 @@ def test_training_does_not_stop_for_the_control_plane_and_a_fault_in_its_absence
     done = run(corpus, tmp_path, "kill-control@step=6,kill@step=8:rank=2,kill@step=30:rank=1", steps=60)
     assert done.code == 0 and not done.named("restarted"), done.explain()
     assert len(done.named("control_back")) == 1 and len(done.named("worker_lost")) == 2, done.explain()
+    assert done.losses == reference(4, LAYOUT, 60)
+
+
+def test_strangers_at_every_port_of_a_run_change_nothing(corpus, reference, tmp_path):
+    wanted = flags(corpus, LAYOUT, 60)
+    job = Running(tmp_path / "run", "pretrain_gpt.py", wanted, options="--inject kill@step=30:rank=2")
+    job.wait_for(lambda: job.step() >= 3)
+    processes = psutil.Process(job.process.pid)
+    listening = {
+        connection.laddr.port
+        for process in (processes, *processes.children(recursive=True))
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert len(listening) >= 6, "control plane, meeting place, snapshot servers"
+    for port in listening:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.2) as stranger:
+            stranger.settimeout(0.2)
+            stranger.sendall(b"\x00\x01set control/order/0\n" * 20)
+            stranger.recv(1000)
+    done = job.wait()
+    assert done.code == 0 and len(done.named("worker_lost")) == 1, done.explain()
     assert done.losses == reference(4, LAYOUT, 60)
 
 

@@ -5,9 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
-from ft_runs import ROOT, Running, flags, leftovers
+from ft_runs import ROOT, Finished, Running, flags, leftovers
 
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
@@ -16,9 +17,7 @@ STEPS = 120
 
 @pytest.mark.parametrize("lost", [1, 0], ids=["a node", "the node of the control plane and of rank 0"])
 def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     nodes = [Node(tmp_path, rank, port, flags(corpus, LAYOUT, STEPS)) for rank in range(3)]
     try:
         stays = nodes[1 - lost]
@@ -33,18 +32,66 @@ def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_pa
     assert not leftovers(stays.folder)
     fault = done.named("fault_detected")[-1]  # its neighbours may have lost their connections to it before
     assert fault.detail["signal"] == "node lost" and not done.named("restarted"), done.explain()
-    assert {seat.split(".")[0] for seat in done.named("epoch_opened")[-1].detail["seats"].values()} == {f"n{1 - lost}", "n2"}
+    assert {seat.split(".")[0] for seat in done.named("epoch_opened")[-1].detail["seats"].values()} == {
+        f"n{1 - lost}",
+        "n2",
+    }
     assert done.losses == reference(4, LAYOUT, STEPS)
 
 
-class Node(Running):
-    """One node of three, the last of which carries standbys; all on this machine."""
+def test_a_node_that_was_lost_comes_back_as_a_standby_and_takes_the_next_ones_place(corpus, reference, tmp_path):
+    steps, port = 500, free_port()
+    wanted = flags(corpus, LAYOUT, steps)
+    nodes = [Node(tmp_path, rank, port, wanted) for rank in range(3)]
+    try:
+        first = nodes[0]
+        first.wait_for(lambda: first.step() >= 5)
+        os.kill(nodes[1].process.pid, signal.SIGKILL)
+        nodes.append(Node(tmp_path, 1, port, wanted))
+        first.wait_for(lambda: ready_on("n1-2", first) == 2)
+        os.kill(first.process.pid, signal.SIGKILL)
+        done = nodes[2].wait(60)
+        assert done.code == 0 and nodes[3].process.wait(20) == 0, done.explain()
+    finally:
+        for node in nodes:
+            node.stop()
+    assert not leftovers(first.folder) and not done.named("restarted")
+    assert {seat.split(".")[0] for seat in done.named("epoch_opened")[-1].detail["seats"].values()} == {"n2", "n1-2"}
+    assert done.losses == reference(4, LAYOUT, steps)
 
-    def __init__(self, tmp_path, rank: int, port: int, script_flags: str):
+
+def ready_on(node: str, run: Running) -> int:
+    """Standbys that wait on a node."""
+    found = Finished(0, "", run.folder).named("standby_ready")
+    return len({event.worker for event in found if event.node == node})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Node(Running):
+    """One node of several, the last ``standby_nodes`` of which carry standbys; all on this machine."""
+
+    def __init__(
+        self,
+        tmp_path,
+        rank: int,
+        port: int,
+        script_flags: str,
+        options: str = "",
+        *,
+        nnodes: int = 3,
+        standby_nodes: int = 1,
+    ):
         self.folder = tmp_path / "run"
-        self._log = tmp_path / f"node{rank}.out"
-        command = [sys.executable, "-m", "ft", "run", "--nnodes", "3", "--node-rank", str(rank), "--standby-nodes", "1"]
+        self._log = tmp_path / f"node{rank}.{time.monotonic()}.out"
+        command = [sys.executable, "-m", "ft", "run", "--nnodes", str(nnodes), "--node-rank", str(rank)]
+        command += ["--standby-nodes", str(standby_nodes)]
         command += ["--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", str(self.folder)]
+        command += options.split()
         with open(self._log, "w") as log:
             self.process = subprocess.Popen(
                 [*command, "pretrain_gpt.py", *script_flags.split()],

@@ -9,8 +9,8 @@ import pytest
 from ft.errors import UserError
 from ft.inject import Fault, from_json, parse, read_scenario, schedule, to_json
 from ft.inject.distributions import Distribution, parse_duration
-from ft.inject.faults import KINDS
 from ft.inject.schedule import MOST_OF_A_DISTRIBUTION
+from ft.inject.table import NAMES
 
 NODES = ["n0", "n1", "n2"]
 
@@ -49,7 +49,7 @@ def test_specs(text, fault):
     ("text", "words"),
     [
         ("", ["no fault"]),
-        ("kil@step=1", ["kil", *KINDS]),
+        ("kil@step=1", ["kil", *NAMES]),
         ("kill", ["when", "step"]),
         ("kill@", ["KEY=VALUE"]),
         ("kill@step", ["'step'", "KEY=VALUE"]),

@@ -30,11 +30,8 @@ class Diary:
     def announce(self, fault: Fault) -> None:
         self.entries.append(("announced", fault.number))
 
-    def drop(self) -> None:
-        self.entries.append("dropped")
-
-    def corrupt(self, copies: str) -> None:
-        self.entries.append(f"corrupted {copies}")
+    def act(self, fault: Fault) -> None:
+        self.entries.append("dropped" if fault.kind == "drop" else f"corrupted {fault.copies}")
 
 
 def injector(*faults: Fault, rank: int = 3, fired=(), began=None) -> tuple[Injector, Diary]:

@@ -35,6 +35,15 @@ for number in range(int(sys.argv[3])):
 print(time.monotonic() - began)
 """
 
+CONNECT = """
+import sys
+from ft.control import board
+try:
+    board.connect(sys.argv[1], "n1", "token", 0.5)
+except ConnectionError as error:
+    print("lost:", error)
+"""
+
 
 @pytest.fixture
 def lab():
@@ -130,6 +139,15 @@ def test_a_host_ends_with_whoever_made_it(tmp_path):
     owner.kill()
     owner.wait()
     wait_until(lambda: not os.path.exists(f"/proc/{pid}") or _state(pid) == "Z")
+
+
+def test_a_control_plane_behind_a_broken_network_is_a_lost_connection(lab):
+    """What an agent's uplink tries again after; anything else ends it for good."""
+    one, two, _ = lab.hosts
+    one.cut()
+    assert "lost: " in one.run(sys.executable, "-c", CONNECT, f"tcp://{two.address}:29400")
+    one.interface(up=False)
+    assert "lost: " in one.run(sys.executable, "-c", CONNECT, f"tcp://{two.address}:29400")
 
 
 def serve(host) -> None:

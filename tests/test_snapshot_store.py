@@ -1,17 +1,11 @@
 """Snapshots of workers: what is held where, and what a restore makes of it."""
 
 import pytest
-from snapshot_crew import MIB, crews, is_at, set_to, state
+from snapshot_crew import MIB, is_at, set_to, state
 
 from ft.errors import FallbackError
 from ft.messages import Source
 from ft.snapshot import Snapshots, SnapshotServer
-
-
-@pytest.fixture
-def crew():
-    with crews() as make:
-        yield make
 
 
 def test_copies_are_held_by_the_peers_and_two_steps_at_most(crew):
@@ -53,6 +47,37 @@ def test_going_back_within_an_epoch_leaves_it_open(crew):
     assert workers.snaps[0].holdings().copies == {"1": [5, 6]}
 
 
+def test_copies_that_go_elsewhere_are_kept_until_the_new_ones_are_safe_and_then_freed(crew):
+    workers = crew(3)
+    for step in (5, 6):
+        workers.step(step)
+    assert workers.snaps[1].holdings().copies == {"0": [5, 6]}
+    for snaps, live in zip(workers.snaps, workers.live, strict=True):
+        snaps.restore(live, 6, Source(snaps.rank, snaps.rank), epoch=1)
+        snaps.peers = [(snaps.rank + 2) % 3]
+    assert workers.snaps[1].holdings().copies == {"0": [5, 6]}
+    workers.step(6, epoch=1)
+    assert workers.snaps[1].holdings().copies == {"0": [5, 6], "2": [6]}
+    before = workers.snaps[1].nbytes["copies"]
+    assert [snaps.forget_before(1) for snaps in workers.snaps] == [[2], [0], [1]]
+    assert workers.snaps[1].holdings().copies == {"2": [6]} and workers.snaps[1].nbytes["copies"] < before
+    workers.step(7, epoch=1)
+    assert workers.snaps[1].holdings().copies == {"2": [6, 7]}
+    assert workers.snaps[1].forget_before(1) == []
+
+
+def test_whoever_held_the_copies_before_is_asked_for_them(crew):
+    workers = crew(3)
+    workers.step(5)
+    workers.snaps[0].settle()
+    newcomer = Snapshots(workers.servers[0], rank=0, peers=[2], replicas=[2])
+    newcomer.place(workers.addresses)
+    workers.servers[0].stock.own.drop_after(-1)
+    newcomer.held_by([1])
+    assert newcomer.restore(workers.live[0], 5, Source(2, 2), epoch=1) == {"owned": "copy:1", "replicated": "peer:2"}
+    newcomer.close()
+
+
 def test_tensors_that_are_sound_are_left_alone(crew):
     workers = crew(2)
     workers.step(5)
@@ -70,7 +95,7 @@ def test_a_newcomer_gets_everything_from_the_peers_and_replicates_again(crew):
     workers.servers[1].close()
     for rank in (0, 2):
         workers.snaps[rank].settle()
-    workers.servers[1] = SnapshotServer("127.0.0.1")
+    workers.servers[1] = SnapshotServer(workers.networks.of(1))
     workers.snaps[1] = Snapshots(workers.servers[1], rank=1, peers=[2])
     workers.live[1] = state(0)
     workers.addresses[1] = workers.servers[1].address

@@ -1,10 +1,9 @@
-"""Peer copies over TCP: what breaks a transfer, and what is left then."""
+"""Peer copies over TCP and over MPI: what breaks a transfer, and what is left then."""
 
 import contextlib
 import os
 import random
 import signal
-import socket
 import struct
 import threading
 import time
@@ -12,20 +11,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from snapshot_crew import MIB, Proxy, crews, set_to, state
+from networks import from_text
+from snapshot_crew import MIB, Proxy, set_to, state
 
 from ft.errors import EpochClosed
 from ft.messages import Source
 from ft.snapshot import Snapshots, SnapshotServer
 from ft.snapshot.layout import FORMAT, Table, checksum
 from ft.snapshot.transport import PeerLost
-from ft.snapshot.wire import MAGIC, MAX_HEADER, connect
-
-
-@pytest.fixture
-def crew():
-    with crews() as make:
-        yield make
+from ft.snapshot.wire import MAGIC, MAX_HEADER, Wire
 
 
 def test_a_byte_flipped_in_transit_is_sent_again(crew):
@@ -37,7 +31,7 @@ def test_a_byte_flipped_in_transit_is_sent_again(crew):
         return data
 
     workers = crew(2)
-    with Proxy(workers.addresses[1], flip) as proxy:
+    with Proxy(workers.networks.of(0), workers.addresses[1], flip) as proxy:
         workers.snaps[0].place({**workers.addresses, 1: proxy.address})
         workers.step(5)
         assert proxy.connections == 2
@@ -47,7 +41,9 @@ def test_a_byte_flipped_in_transit_is_sent_again(crew):
 def test_a_dropped_connection_is_survived_in_place(crew):
     workers = crew(2)
     workers.step(4)
-    with Proxy(workers.addresses[1], lambda n, total, data: None if n <= 2 and total > MIB else data) as proxy:
+    with Proxy(
+        workers.networks.of(0), workers.addresses[1], lambda n, total, data: None if n <= 2 and total > MIB else data
+    ) as proxy:
         workers.snaps[0].place({**workers.addresses, 1: proxy.address})
         workers.step(5)
         assert proxy.connections == 3
@@ -79,10 +75,12 @@ def test_a_transfer_that_fails_at_any_moment_leaves_the_copy_before_it(crew):
     length = 5 * MIB // 2
     for step in range(1, 13):
         cut = rng.randrange(length)
-        with Proxy(
-            workers.addresses[1], lambda n, total, data, cut=cut: None if total + len(data) > cut else data
-        ) as p:
-            workers.snaps[0].place({**workers.addresses, 1: p.address})
+
+        def spoil(connections, total, data, cut=cut):
+            return None if total + len(data) > cut else data
+
+        with Proxy(workers.networks.of(0), workers.addresses[1], spoil) as proxy:
+            workers.snaps[0].place({**workers.addresses, 1: proxy.address})
             workers.snaps[0].take(set_to(workers.live[0], step), step, step)
             with pytest.raises(PeerLost):
                 workers.snaps[0].wait()
@@ -110,8 +108,7 @@ def test_epochs_that_are_over_are_refused(crew):
 def test_an_interruption_ends_a_wait_and_a_restore_at_once(crew):
     workers = crew(2)
     workers.step(4)
-    silent = socket.create_server(("127.0.0.1", 0))
-    nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
+    silent, nowhere = workers.networks.of(1).listen()
     snaps, live = workers.snaps[0], workers.live[0]
     snaps.place({0: workers.addresses[0], 1: nowhere})
     for epoch, blocked in ((0, snaps.wait), (1, lambda: snaps.restore(live, 4, Source(1, 1), epoch=1))):
@@ -179,12 +176,12 @@ def test_strangers_cost_nothing(crew):
     for step in (3, 4):
         workers.step(step)
     before = workers.snaps[1].nbytes
-    host, port = workers.addresses[1].split(":")
+    network = workers.networks.of(0)
     for _ in range(40):
-        with socket.create_connection((host, int(port))) as stranger, contextlib.suppress(ConnectionError):
+        with network.dial(workers.addresses[1], 5) as stranger, contextlib.suppress(ConnectionError):
             stranger.sendall(garbage(rng))
     for header, body in absurd_requests():
-        wire = connect(workers.addresses[1], 5)
+        wire = Wire(network.dial(workers.addresses[1], 5), 5)
         wire.send(header, body)
         with contextlib.suppress(ConnectionError):
             assert wire.receive()["kind"] in ("refused", "missing")
@@ -194,9 +191,9 @@ def test_strangers_cost_nothing(crew):
     assert workers.snaps[1].holdings().copies == {"0": [4, 5]}
 
 
-def test_who_does_not_know_the_token_is_refused():
-    server = SnapshotServer("127.0.0.1", token="secret")
-    knows, guesses = SnapshotServer("127.0.0.1", token="secret"), SnapshotServer("127.0.0.1", token="guess")
+def test_who_does_not_know_the_token_is_refused(networks):
+    server = SnapshotServer(networks.of(1), token="secret")
+    knows, guesses = (SnapshotServer(networks.of(0), token=token) for token in ("secret", "guess"))
     for other, works in ((knows, True), (guesses, False)):
         snaps = Snapshots(other, rank=0, peers=[1], timeout_s=5)
         snaps.place({1: server.address})
@@ -233,9 +230,9 @@ def test_buffers_are_allocated_once(crew):
     assert [server.stock.nbytes() for server in workers.servers] == [{"own": 0, "copies": 0}] * 2
 
 
-def hold(folder: str) -> None:
+def hold(folder: str, network: str) -> None:
     """A peer in a process of its own; ends when its parent does."""
-    server = SnapshotServer("127.0.0.1")
+    server = SnapshotServer(from_text(network))
     Snapshots(server, rank=1, peers=[])
     with open(f"{folder}/address.new", "w") as file:
         file.write(server.address)
@@ -251,9 +248,9 @@ def address_in(folder) -> str:
     return (folder / "address").read_text()
 
 
-def test_a_stopped_peer_ends_the_wait_at_its_limit_and_can_be_settled(ranks, tmp_path):
-    handle = ranks.start(hold, 1, str(tmp_path), init=False)
-    server = SnapshotServer("127.0.0.1")
+def test_a_stopped_peer_ends_the_wait_at_its_limit_and_can_be_settled(ranks, tmp_path, networks):
+    handle = ranks.start(hold, 1, str(tmp_path), networks.text(1), init=False)
+    server = SnapshotServer(networks.of(0))
     snaps = Snapshots(server, rank=0, peers=[1], timeout_s=0.5)
     snaps.place({1: address_in(tmp_path)})
     live = state(1, mib=40)
@@ -271,9 +268,9 @@ def test_a_stopped_peer_ends_the_wait_at_its_limit_and_can_be_settled(ranks, tmp
     handle.close()
 
 
-def send_for_ever(address: str) -> None:
+def send_for_ever(address: str, network: str) -> None:
     """A worker that takes one snapshot after the other, of 20 MiB."""
-    server = SnapshotServer("127.0.0.1")
+    server = SnapshotServer(from_text(network))
     snaps = Snapshots(server, rank=0, peers=[1])
     snaps.place({1: address})
     live = state(0, mib=20)
@@ -282,13 +279,13 @@ def send_for_ever(address: str) -> None:
         snaps.wait()
 
 
-def test_a_sender_killed_in_mid_transfer_leaves_a_sound_copy(ranks):
-    server = SnapshotServer("127.0.0.1")
+def test_a_sender_killed_in_mid_transfer_leaves_a_sound_copy(ranks, networks):
+    server = SnapshotServer(networks.of(1))
     snaps = Snapshots(server, rank=1, peers=[])
     rng = random.Random()
     for _ in range(4):
         server.stock.copies(0).close()
-        handle = ranks.start(send_for_ever, 1, server.address, init=False)
+        handle = ranks.start(send_for_ever, 1, server.address, networks.text(0), init=False)
         deadline = time.monotonic() + 30
         while snaps.holdings().copies.get("0", [0])[-1] < 2:
             assert time.monotonic() < deadline

@@ -2,10 +2,13 @@
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import small_runs as runs
+
+from megatron.training import exits
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +104,7 @@ def test_resuming_drops_the_steps_that_are_done_anew_from_the_metrics(tmp_path):
     assert [s["step"] for s in runs.metrics(path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("victims", [[2], [0, 1, 2, 3]])
+@pytest.mark.parametrize("victims", [[2], [0, 1, 2, 3, 0, 1, 2, 3]])
 def test_sigterm_finishes_the_step_saves_and_exits_0(victims, ranks, corpus, tmp_path):
     grid = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --train-iters 100000"
     command = flags(corpus, tmp_path, "m", f"{grid} --save {tmp_path}/ck --log-interval 1")
@@ -121,6 +124,7 @@ def test_a_second_sigterm_exits_at_once(ranks, corpus, tmp_path):
     handle.wait_for_output(0, "in a long step")
     handle.kill(0, signal.SIGTERM)
     handle.wait_for_output(0, "still in it")
+    time.sleep(exits.REPEAT_S)
     handle.kill(0, signal.SIGTERM)
     handle.wait(timeout=20)
     assert handle.exitcode(0) == 128 + signal.SIGTERM

@@ -38,6 +38,7 @@ _TICK_S = 0.1
 _FINISH_S = 10.0
 _LEAVE_S = 2.0
 _GRACE_S = 1.0
+_REPEAT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Agent:
         self._begin: Begin | None = Begin(0, self._first_ranks)
         self._seats: dict[int, str] = {}
         self._ending: Ending | None = None
-        self._signum = 0
+        self._signum, self._signalled_at = 0, 0.0
         self._left = self._alone = self._was_unlinked = False
         self._empty_since = 0.0
         self._beat_s, self._next_beat = Timeouts().agent_beat_s, 0.0
@@ -169,7 +170,8 @@ class Agent:
         if pid == self._steward.sidecar.pid:
             self._on_control_exit(code)
             return
-        if self._signum and code == -signal.SIGTERM and not self._ending:
+        holders = {self._workforce.workers[name].pid for name in self._rank_holders()}
+        if self._signum and code == -signal.SIGTERM and pid in holders and not self._ending:
             self._say_leaving()  # first: the exits that follow are meant
         worker = self._workforce.ended(pid, code)
         if worker is not None and code and not worker.doomed and not self._signum:
@@ -230,12 +232,13 @@ class Agent:
             case Kill():
                 self._workforce.kill_hung(what.worker)
             case Spawn():
-                if what.node == self._node and not self._ending:
+                if what.node == self._node and not self._ending and not self._signum:
                     self._spawn_standbys(what.count)
             case Restart():
                 self._restart(what)
             case Finish():
                 self._workforce.tell(what)
+                self._workforce.kill(*(name for name, worker in self._workforce.workers.items() if not worker.attached))
                 self._end(0, _FINISH_S)
             case Stop():
                 self._stop(what)
@@ -285,11 +288,15 @@ class Agent:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
+        """Slurm signals all processes of a step, and srun may pass on what it got itself: that is one request."""
+        now = time.monotonic()
+        if signum == self._signum and now - self._signalled_at < _REPEAT_S:
+            return
         if self._signum or self._ending:
             self._end(128 + signum, 0.0)
             self._workforce.kill_all()
             return
-        self._signum = signum
+        self._signum, self._signalled_at = signum, now
         name = signal.Signals(signum).name
         self._console.say(f"{name}: workers are told to save and end; a second signal kills them")
         self._workforce.terminate(self._rank_holders())
@@ -327,6 +334,7 @@ class Agent:
             self._console.say(f"{how}; another one takes over from its journal, training goes on")
 
     def _look_after_control(self, now: float) -> None:
+        self._uplink.mind(now)
         what, why = self._steward.look(now, self._uplink.contact_at)
         if what == succession.CLAIM and self._steward.start(self._life, self._node):
             self._console.say(f"{why}; {self._node} takes over, training goes on")
@@ -414,7 +422,7 @@ class Agent:
         self._uplink.close()
         self._parts.faults.close()
         self._parts.pool.close()
-        self._steward.sidecar.end()
+        self._steward.close()
         processes.end_descendants()
         signal.set_wakeup_fd(-1)
         self._parts.reception.close()

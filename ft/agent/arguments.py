@@ -13,8 +13,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _torchrun(group) -> None:
     flag = _Flags(group)
-    flag("nnodes", metavar="N", help="nodes of the run, one ft run on each (default: Slurm's number, else 1)")
-    flag("node-rank", type=int, metavar="I", help="this node's number, 0 to N-1 (default: Slurm's, else 0)")
+    flag("nnodes", metavar="N", help="nodes of the run, one ft run on each (default: that of Slurm or mpirun, else 1)")
+    flag(
+        "node-rank",
+        type=int,
+        metavar="I",
+        help="this node's number, 0 to N-1 (default: that of Slurm or mpirun, else 0)",
+    )
     flag(
         "nproc-per-node",
         default="1",
@@ -42,13 +47,24 @@ def _ours(group) -> None:
         metavar="tcpstore|etcd://HOST:PORT,...",
         help="what the control plane talks to agents over (default: a TCPStore of its own)",
     )
+    flag(
+        "topology",
+        metavar="FILE",
+        help="which hosts fail together, so that peer copies are kept apart: lines HOSTS rack=NAME ..., or Slurm's "
+        "topology.conf (default: each node is by itself)",
+    )
+    flag(
+        "ft-transport",
+        choices=["tcp", "mpi"],
+        help="what snapshots go over; mpi: start with mpirun --with-ft ulfm, or srun (default: the script's, else tcp)",
+    )
     flag("run-dir", metavar="DIR", help="events, metrics and logs go here (default: runs/<date-time>)")
     flag(
         "inject",
         action="append",
         default=[],
         metavar="SPEC",
-        help="a fault on purpose: kill@step=20:rank=3; repeatable",
+        help="a fault on purpose: kill@step=20:rank=3; repeatable; ft faults lists the kinds",
     )
     flag("scenario", metavar="FILE", help="a file of faults")
     flag("seed", type=int, metavar="N", help="seed of random faults (default: the scenario's, else 0)")

@@ -1,7 +1,7 @@
 """The environment that a worker's script finds: torchrun's variables and those of this project."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,6 +11,7 @@ class Place:
     Attributes:
         node: the agent's name. node_rank: its number. host: the address this node is reached at.
         socket: the agent's (FT_AGENT). faults: what ``ft.inject.to_json`` made.
+        domains: kind -> name of the node's failure domains.
     """
 
     node: str
@@ -23,6 +24,7 @@ class Place:
     nproc: int
     max_restarts: int
     faults: str = "[]"
+    domains: Mapping[str, str] = field(default_factory=dict)
 
 
 def worker_environment(
@@ -63,5 +65,10 @@ def worker_environment(
 
 
 def defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would set where the user has not: one thread per worker, or they fight for the cores."""
-    return {} if "OMP_NUM_THREADS" in environment else {"OMP_NUM_THREADS": "1"}
+    """What is set where the user has not: as torchrun, one thread per worker, or they fight for the cores.
+
+    And one for numpy's OpenBLAS, whatever OMP_NUM_THREADS says: it starts its threads when it is imported, and a warm
+    pool with threads cannot fork.
+    """
+    wanted = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {name: value for name, value in wanted.items() if name not in environment}

@@ -25,6 +25,8 @@ class Link:
         self._sock = sock
         self._lock = threading.Lock()
         self._closed = False
+        self.disturb: Callable[[Any], list[Any]] | None = None
+        """For fault injection: the reports that are sent in place of one."""
 
     @classmethod
     def connect(cls, environment: Mapping[str, str]) -> "Link":
@@ -57,7 +59,8 @@ class Link:
         Raises:
             OSError: the agent is gone.
         """
-        self._write(encode(report))
+        for sent in [report] if self.disturb is None else self.disturb(report):
+            self._write(encode(sent))
 
     def listen(self, callback: Callable[[Any], None]) -> None:
         """Starts a thread that calls ``callback(order)`` for each order, and ``callback(None)`` when the agent is

@@ -76,7 +76,8 @@ class Membership:
         seats, standbys = self._seats, self._standbys
         if self.is_late:
             seats, standbys = 0, max(seats, standbys)
-        return AgentJoined(place.node, place.node_rank, place.host, seats, standbys, self._meeting.address)
+        meeting, domains = self._meeting.address, dict(place.domains)
+        return AgentJoined(place.node, place.node_rank, place.host, seats, standbys, meeting, domains)
 
     def sweep(self, epoch: int) -> None:
         """Removes what the groups of epochs long over have left in the store, if it is much."""

@@ -1,18 +1,30 @@
 """Addresses and ports of this node."""
 
+import contextlib
+import random
 import socket
-import time
+from pathlib import Path
 
 from ft.errors import UserError
 
-_RETRY_S = 0.02
+_TRIES, _PORTS, _EPHEMERAL = 20, 8000, 32768
 
 
 def free_port(host: str = "") -> int:
-    """A TCP port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody listens at now, and that the system gives to nobody who asks for any."""
+    for port in (*random.SystemRandom().sample(_below_the_ephemeral(), _TRIES), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return probe.getsockname()[1]
+    raise UserError(f"no free port on {host or 'this node'}", "end what holds them")
+
+
+def _below_the_ephemeral() -> range:
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = _EPHEMERAL
+    return range(max(1024, first - _PORTS), max(1024 + _PORTS, first))
 
 
 def check_port(host: str, port: int) -> None:
@@ -32,23 +44,6 @@ def check_port(host: str, port: int) -> None:
             probe.bind((address, port))
         except OSError as error:
             raise UserError(f"cannot listen at {host}:{port}: {error.strerror}", fix) from error
-
-
-def wait_for_listener(host: str, port: int, patience_s: float) -> None:
-    """Waits until something answers at ``host:port``: a store's client that comes too early waits for seconds.
-
-    Raises:
-        ConnectionError: nothing did within ``patience_s``.
-    """
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=patience_s).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConnectionError(f"no control plane at {host}:{port} within {patience_s:g} s ({error})") from error
-            time.sleep(_RETRY_S)
 
 
 def own_address(host: str, port: int, is_host: bool) -> str:

@@ -1,15 +1,17 @@
-"""From the command line and Slurm's environment to what an agent needs to know; bad input ends here."""
+"""From the command line and the environment of Slurm or mpirun to what an agent needs to know; bad input ends here."""
 
 import argparse
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ft.agent import slurm
+from ft.agent import mpirun, slurm
 from ft.control import tenure
 from ft.errors import UserError
+from ft.placement.topology import read_topology
 
 _DEFAULT_PORT = 29400
 
@@ -52,7 +54,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """One ``ft run``. ``nproc``: workers with a logical rank on a training node. ``standby``: beyond those, here."""
+    """One ``ft run``. ``nproc``: workers with a logical rank on a training node. ``standby``: beyond those, here.
+    ``domains``: kind -> name of this node's failure domains."""
 
     script: Script
     cluster: Cluster
@@ -68,6 +71,7 @@ class RunOptions:
     local_addr: str | None
     control: str | None = None
     """Servers of another kind for the control plane, as ``etcd://HOST:PORT``; None: it hosts a TCPStore."""
+    domains: dict[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -79,15 +83,22 @@ class RunOptions:
         return self.standby if self.cluster.trains else max(self.nproc, self.standby)
 
 
-def resolve(given: argparse.Namespace, environment: Mapping[str, str]) -> RunOptions:
+Job = slurm.SlurmJob | mpirun.MpiJob
+
+
+def resolve(given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None) -> RunOptions:
     """Checks the flags, and fills in what they leave open.
+
+    Args:
+        job: what this node is part of; default: what the environment says.
 
     Raises:
         UserError: they cannot work.
     """
     if given.no_python:
         raise UserError("--no-python is not supported: workers are forked from Python", "run a Python script")
-    job = None if given.standalone else slurm.read(environment)
+    if job is None and not given.standalone:
+        job = mpirun.read(environment) or slurm.read(environment)
     cluster = _cluster(given, job)
     _not_negative(given, "standby", "standby_nodes", "max_restarts")
     nproc = _nproc(given.nproc_per_node)
@@ -106,6 +117,7 @@ def resolve(given: argparse.Namespace, environment: Mapping[str, str]) -> RunOpt
         quiet=given.quiet,
         local_addr=given.local_addr,
         control=_control(given.control),
+        domains=_domains(given, cluster, environment),
     )
 
 
@@ -117,7 +129,7 @@ def _control(text: str | None) -> str | None:
     return text
 
 
-def _cluster(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Cluster:
+def _cluster(given: argparse.Namespace, job: Job | None) -> Cluster:
     nnodes = _nnodes(given.nnodes, job)
     if given.standalone and nnodes != 1:
         raise UserError(f"--standalone is for one node, --nnodes is {nnodes}", "drop one of the two")
@@ -139,7 +151,12 @@ def _cluster(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Cluster:
     return Cluster(nnodes, node_rank, standby_nodes, host, port)
 
 
-def _nnodes(text: str | None, job: slurm.SlurmJob | None) -> int:
+def _nnodes(text: str | None, job: Job | None) -> int:
+    if text is None and job is not None and job.nnodes > 1 and not job.in_step:
+        raise UserError(
+            f"this is one process for the {job.nnodes} nodes of Slurm job {job.job}; ft run is one per node",
+            "start it with: srun --ntasks-per-node=1 ft run ... (or use this node alone: --standalone)",
+        )
     if text is None:
         return job.nnodes if job else 1
     if ":" in text:
@@ -151,7 +168,16 @@ def _nnodes(text: str | None, job: slurm.SlurmJob | None) -> int:
     return int(text)
 
 
-def _endpoint(given: argparse.Namespace, job: slurm.SlurmJob | None, nnodes: int) -> tuple[str, int]:
+def _domains(given: argparse.Namespace, cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
+    """This node's failure domains, under the name that Slurm has for it, its host name or its address."""
+    if given.topology is None:
+        return {}
+    host = socket.gethostname()
+    names = [environment.get("SLURMD_NODENAME", ""), host, host.split(".")[0], given.local_addr or ""]
+    return read_topology(given.topology).find(names, f"n{cluster.node_rank}")[1]
+
+
+def _endpoint(given: argparse.Namespace, job: Job | None, nnodes: int) -> tuple[str, int]:
     """(host, port) of the control plane; port 0 stands for any free one."""
     text = given.rdzv_endpoint
     if text and (given.master_addr or given.master_port):
@@ -217,10 +243,10 @@ def _script(given: argparse.Namespace) -> Script:
     return Script(given.script, given.module, given.script_args, preload)
 
 
-def _run_dir(given: argparse.Namespace, job: slurm.SlurmJob | None, cluster: Cluster) -> Path:
+def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster) -> Path:
     if given.run_dir:
         path = Path(given.run_dir)
-    elif given.rdzv_id or job:
+    elif given.rdzv_id or (job and job.job):
         path = Path("runs") / (given.rdzv_id or job.job)
     elif cluster.nnodes == 1:
         path = Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import selectors
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ft import inject
@@ -22,7 +22,7 @@ from ft.agent.sidecar import Sidecar
 from ft.agent.steward import Steward
 from ft.agent.uplink import Uplink
 from ft.agent.workforce import Workforce
-from ft.control.timeouts import Timeouts
+from ft.control.timeouts import BEHIND_ETCD, Timeouts
 
 
 class Wake:
@@ -67,7 +67,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Part
     Raises:
         UserError: there is no way to the control plane's host.
     """
-    cluster, wake, selector, timeouts = options.cluster, Wake(), selectors.DefaultSelector(), Timeouts()
+    cluster, wake, selector, timeouts = options.cluster, Wake(), selectors.DefaultSelector(), _timeouts(options)
     begins = cluster.node_rank == 0
     console = Console(options.quiet)
     endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 else ""
@@ -115,6 +115,7 @@ def _place(options: RunOptions, port: int, agent_socket: str, faults: list[injec
         nproc=options.nproc,
         max_restarts=options.max_restarts,
         faults=inject.to_json(faults),
+        domains=options.domains,
     )
 
 
@@ -127,4 +128,9 @@ def _settings(options: RunOptions) -> dict[str, Any]:
         "world_size": options.world_size,
         "max_restarts": options.max_restarts,
         "command": [options.script.target, *options.script.args],
+        "timeouts": asdict(_timeouts(options)),
     }
+
+
+def _timeouts(options: RunOptions) -> Timeouts:
+    return Timeouts(**(BEHIND_ETCD if options.control else {}))

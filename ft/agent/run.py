@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from ft import inject, token
-from ft.agent import arguments, network
+from ft.agent import allocation, arguments, mpirun, network
 from ft.agent.options import RunOptions, resolve
 from ft.errors import UserError
 
@@ -17,6 +17,7 @@ pretrain_gpt.py: --ft-hot-swap; in a script of your own: ft.attach) survives the
   ft run --nproc-per-node 4 --standby 1 pretrain_gpt.py ... --ft-hot-swap
   ft run --nproc-per-node 4 --standby 1 --inject kill@step=20:rank=3 pretrain_gpt.py ... --ft-hot-swap
   srun --ntasks-per-node=1 ft run --nproc-per-node gpu --standby-nodes 1 pretrain_gpt.py ...
+  mpirun --with-ft ulfm -n 5 --map-by ppr:1:node ft run --nproc-per-node gpu --standby-nodes 1 --ft-transport mpi ...
 """
 
 
@@ -42,7 +43,8 @@ def main(given: argparse.Namespace) -> NoReturn:
     Raises:
         UserError: the flags cannot work; nothing has been started.
     """
-    options = resolve(given, os.environ)
+    job = mpirun.take_part(given) if mpirun.wanted(given) else None
+    options = resolve(given, os.environ, job)
     faults = plan_faults(options)
     port = options.cluster.port or network.free_port(options.cluster.host)
     if options.cluster.node_rank == 0:
@@ -57,6 +59,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     parts = assemble(options, port, faults)
     parts.console.say(_announcement(options, faults))
     code = Agent(parts, first_ranks(options)).run()
+    allocation.end_orphaned_job(os.environ, options.run_dir, parts.console.complain)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
@@ -103,6 +106,8 @@ def _announcement(options: RunOptions, faults: list[inject.Fault]) -> str:
         parts.append(f"{options.standbys_here} standby(s) here")
     if cluster.standby_nodes:
         parts.append(f"{cluster.standby_nodes} standby node(s)")
+    if options.domains:
+        parts.append("this node in " + " and ".join(f"{kind} {name}" for kind, name in options.domains.items()))
     if faults:
         parts.append(f"{len(faults)} fault(s) planned")
     return f"run {options.run_dir}: {', '.join(parts)}"

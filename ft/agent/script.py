@@ -1,5 +1,6 @@
 """The life of a worker, from its fork to its script's end, such that the script sees what ``python script`` shows."""
 
+import errno
 import faulthandler
 import importlib.machinery
 import io
@@ -14,6 +15,7 @@ from pathlib import Path
 from ft.agent import processes
 
 _ORPHANED = 70
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str]) -> None:
@@ -98,5 +100,18 @@ def _own_output(path: str) -> None:
     sys.stderr = sys.__stderr__ = _text(2)
 
 
+class _Log(io.FileIO):
+    """A worker's log. What a full or failing disk does not take is left out: training is worth more than its log."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            return len(data)
+
+
 def _text(fd: int):
-    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    raw = io.BufferedWriter(_Log(fd, "wb", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)

@@ -104,9 +104,15 @@ class Sidecar:
 
 def main() -> None:
     """Entry of the process: binds it to the agent, whose pid is ``sys.argv[1]``, and becomes ft.control once it is told
-    with what arguments, by a line of JSON."""
+    with what arguments, by a line of JSON.
+
+    Signals that end a run are for the agent: Slurm may send them to all processes of a step, and this one is needed
+    until the workers have saved.
+    """
     agent = int(sys.argv.pop(1))
     processes.die_with_parent(signal.SIGKILL)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     processes.set_name("ft-ctl-spare")
     if os.getppid() != agent:
         return

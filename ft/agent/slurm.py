@@ -12,12 +12,17 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?$")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One task's view of its job step: ``hosts`` in Slurm's order, and this task's place among the nodes."""
+    """One task's view of its job step: ``hosts`` in Slurm's order, and this task's place among the nodes.
+
+    ``in_step``: srun has started this process, so there is one like it on every node; False in a batch script or in the
+    shell of salloc.
+    """
 
     job: str
     nnodes: int
     node_rank: int
     hosts: list[str]
+    in_step: bool = True
 
     @property
     def endpoint(self) -> str:
@@ -32,8 +37,8 @@ def read(environment: Mapping[str, str]) -> SlurmJob | None:
     Raises:
         UserError: several tasks per node were started, or the node list cannot be read.
     """
-    nnodes = environment.get("SLURM_NNODES", environment.get("SLURM_JOB_NUM_NODES"))
-    nodelist = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
+    nnodes = _first(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    nodelist = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     if nnodes is None or nodelist is None:
         return None
     if int(environment.get("SLURM_LOCALID", "0")) > 0:
@@ -45,7 +50,11 @@ def read(environment: Mapping[str, str]) -> SlurmJob | None:
     job = environment.get("SLURM_JOB_ID", "0")
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     name = job if restarts == "0" else f"{job}-{restarts}"
-    return SlurmJob(name, int(nnodes), int(node_rank), hosts(nodelist))
+    return SlurmJob(name, int(nnodes), int(node_rank), hosts(nodelist), "SLURM_STEP_ID" in environment)
+
+
+def _first(environment: Mapping[str, str], *names: str) -> str | None:
+    return next((environment[name] for name in names if name in environment), None)
 
 
 def hosts(nodelist: str) -> list[str]:

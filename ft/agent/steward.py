@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ft.agent import succession
@@ -28,10 +31,9 @@ class Steward:
 
     def __init__(self, run_dir: Path, node_rank: int, sidecar: Sidecar, timeouts: Timeouts):
         self._run_dir, self._node_rank, self._timeouts = run_dir, node_rank, timeouts
-        self._watch = tenure.Watch(run_dir, time.monotonic())
-        self._serving: tuple[int, float] | None = None
+        self._watch: _Watch | None = None
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS + 1)
-        self._life, self._since = 0, time.monotonic()
+        self._life, self._term, self._since = 0, -1, time.monotonic()
         self.sidecar = sidecar
 
     @property
@@ -55,10 +57,12 @@ class Steward:
             return False
         if life != self._life:
             self._deaths.clear()
-        self._life = life
+        self._life, self._term = life, term
         self.sidecar.kill()
-        self._keep_alive(Standing(term, life, "", node, os.getpid()))
+        tenure.renew(self._run_dir, Standing(term, life, "", node, os.getpid()))
         self.sidecar.start(term, node, life)
+        if self._watch is not None:
+            self._watch.claimed()
         return True
 
     def ended(self, code: int, now: float) -> bool:
@@ -73,24 +77,71 @@ class Steward:
         return len(self._deaths) > _MOST_DEATHS and now - self._deaths[0] < _WINDOW_S
 
     def look(self, now: float, contact_at: float) -> tuple[str, str]:
-        """(what ``succession.decide`` says, why)."""
-        standing = self._watch.look(now)
-        if standing is not None and standing.where and (self._serving is None or self._serving[0] != standing.term):
-            self._serving = (standing.term, now)
-        if standing is not None and self.hosts and not standing.where:
-            self._keep_alive(standing)
-        serving = standing is not None and standing.where and self._serving is not None
-        if now - self._since > _PREPARE_S and now - contact_at < self._timeouts.contact_s:
-            self.sidecar.prepare()
+        """(what ``succession.decide`` says, why). The lease is watched only while nothing is heard of its holder."""
+        silent_s = now - contact_at
+        if silent_s < self._timeouts.quorum_s:
+            self._end_watch()
+            if now - self._since > _PREPARE_S:
+                self.sidecar.prepare()
+            return succession.WAIT, ""
+        if self._watch is None:
+            self._watch = _Watch(self._run_dir, self._timeouts.lease_beat_s, lambda: self._term if self.hosts else -1)
         view = succession.View(
-            silent_s=now - contact_at,
-            lease_s=self._watch.age(now) if standing is not None else None,
-            serving_s=now - self._serving[1] if serving else None,
+            silent_s=silent_s,
+            lease_s=self._watch.age(now),
+            serving_s=self._watch.serving(now),
             turn=0 if self.hosts else self._node_rank + 1,
         )
         return succession.decide(view, self._timeouts)
 
-    def _keep_alive(self, standing: Standing) -> None:
-        """Renews the lease of a control plane that is on its way: imports take longer than a lease lasts."""
-        with contextlib.suppress(OSError):
-            tenure.renew(self._run_dir, Standing(**{**vars(standing), "count": standing.count + 1}))
+    def close(self) -> None:
+        self._end_watch()
+        self.sidecar.end()
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+class _Watch:
+    """Looks at the lease in a thread: the agent's loop never waits for a file system.
+
+    Args:
+        starting: the term of a control plane that starts beside this agent; until it serves, its lease is renewed for
+            it, because imports take longer than a lease lasts.
+    """
+
+    def __init__(self, run_dir: Path, period_s: float, starting: Callable[[], int]):
+        self._run_dir, self._period_s, self._starting = run_dir, period_s, starting
+        self._standing: Standing | None = None
+        self._changed_at = self._serves_since = time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
+
+    def claimed(self) -> None:
+        """This agent has just renewed the lease, which the next look will see; until then it must not claim again."""
+        self._changed_at = time.monotonic()
+
+    def age(self, now: float) -> float | None:
+        """Seconds since the lease was renewed, None if there is none."""
+        return now - self._changed_at if self._standing is not None else None
+
+    def serving(self, now: float) -> float | None:
+        """Seconds since the present term's control plane was first seen to serve, None if it does not."""
+        return now - self._serves_since if self._standing is not None and self._standing.where else None
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            found, now, last = tenure.read(self._run_dir), time.monotonic(), self._standing
+            if found is not None and found != last:
+                if last is None or found.term != last.term or not last.where:
+                    self._serves_since = now
+                self._changed_at, self._standing = now, found
+            if found is not None and not found.where and found.term == self._starting():
+                with contextlib.suppress(OSError):
+                    tenure.renew(self._run_dir, replace(found, count=found.count + 1))
+            self._closed.wait(self._period_s)

@@ -13,8 +13,8 @@ class View:
 
     Attributes:
         silent_s: since the control plane has last answered this agent.
-        lease_s: since the control plane's lease was last seen to be renewed; None: this agent has never seen one, and
-            so shares no directory with it.
+        lease_s: for how long it has watched the control plane's lease, and not seen it renewed; None: there is none to
+            be seen, so it shares no directory with it.
         serving_s: for how long the control plane of the present term has offered connections, None if it does not yet.
         turn: how many agents are to go before this one.
     """

@@ -108,9 +108,14 @@ class Uplink:
             found.append(self._came.popleft())
         return found
 
-    def break_off(self) -> None:
-        """Gives the present connection up: nothing comes over it any more."""
-        self._conversation.break_off()
+    def mind(self, now: float) -> None:
+        """Gives the present connection up if nothing has come back over it for ``contact_s``.
+
+        A host that is gone from one moment to the next closes no connection: who waits on one to it waits for good,
+        and a control plane that has taken its place elsewhere would not hear of this agent.
+        """
+        if self._conversation.is_stuck(now):
+            self._conversation.break_off()
 
     def close(self) -> None:
         """What comes from now on, losses included, is of no interest."""
@@ -141,15 +146,20 @@ class _Conversation:
         self._kept: deque[tuple[int, Any]] = deque()
         self._number = self._order = 0
         self._board: Any = None
+        self._board_since = self.contact_at
         self._linked = self._ended = False
 
     def post(self, report: Any) -> None:
         if self._linked or not isinstance(report, AgentBeat):  # heartbeats are stale by the time of the next connection
             self.reports.put(report)
 
+    def is_stuck(self, now: float) -> bool:
+        quiet = now - max(self.contact_at, self._board_since)
+        return self._board is not None and quiet > self._timeouts.contact_s
+
     def end(self) -> None:
         self._ended = True
-        self.reports.put(None)
+        self.break_off()
 
     def break_off(self) -> None:
         board, self._board = self._board, None
@@ -200,7 +210,8 @@ class _Conversation:
             self._say(NewLife(standing.life))
             self._ended = True
             return
-        self._board = board = boards.connect(standing.where, node, secret, self._timeouts.contact_s)
+        board = boards.connect(standing.where, node, secret, self._timeouts.contact_s)
+        self._board_since, self._board = time.monotonic(), board
         try:
             self._settle(board.taken())
             for number, report in self._kept:

@@ -2,11 +2,11 @@
 
 from ft import events
 from ft import messages as m
-from ft.control import ends
+from ft.control import drift, ends
 from ft.control.decision import Decisions
 from ft.control.failures import lose_agent
 from ft.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Worker
-from ft.control.verdict import USER_CODE
+from ft.control.verdict import USER_CODE, signal_name
 
 
 def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions) -> None:
@@ -14,10 +14,17 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         out.add(f"ignored: the agent of {report.node} has joined before")
         return
     first = not state.agents
-    node, rank = report.node, report.node_rank
-    agent = Agent(node, rank, report.host, report.seats, report.standbys, now, meeting=report.meeting)
-    agent.places = agent.seats
-    state.agents[report.node] = agent
+    state.agents[report.node] = Agent(
+        report.node,
+        report.node_rank,
+        report.host,
+        report.seats,
+        report.standbys,
+        now,
+        meeting=report.meeting,
+        domains=dict(report.domains),
+        places=report.seats,
+    )
     out.add(f"the agent of {report.node} is there, {state.nodes_seen()} of {state.options.nodes}")
     if first:
         state.since = now
@@ -42,8 +49,10 @@ def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisio
     agent = state.agents.get(report.node)
     if agent is None or agent.gone:
         out.add(f"ignored: the agent of {report.node} is known to be gone")
-    elif report.signum:
+    elif report.signum and (state.phase == GATHERING or any(w.node == agent.node for w in state.seated())):
         ends.agent_left(state, now, agent, report.signum, out)
+    elif report.signum:  # a standby node's: the others go on, or save and end, as they were told
+        lose_agent(state, now, agent, f"its agent was told to end by {signal_name(report.signum)}", out)
     else:
         lose_agent(state, now, agent, "its agent has ended", out)
 
@@ -150,7 +159,17 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
     if report.event == "layout":
         state.dp_peers |= {int(rank): list(peers) for rank, peers in detail.get("dp_peers", {}).items()}
         state.shards |= {int(rank): list(names) for rank, names in detail.get("shards", {}).items()}
-        out.add("the layout of " + ", ".join(f"rank {rank}" for rank in sorted(detail.get("shards", {}))))
+        state.copies |= {int(rank): list(holders) for rank, holders in detail.get("copies", {}).items()}
+        state.complete |= {int(rank): bool(all_of_it) for rank, all_of_it in detail.get("complete", {}).items()}
+        out.add(
+            "the layout of "
+            + ", ".join(f"rank {r}" for r in sorted({*detail.get("shards", {}), *detail.get("copies", {})}))
+        )
+        return
+    if report.event == drift.EVENT:
+        worker = state.workers.get(str(detail.get("worker")))
+        if worker is not None:
+            drift.compare(state, now, worker, detail.get("settings", {}), out)
         return
     number = detail.get("number")
     if report.event == events.FAULT_INJECTED and isinstance(number, int) and number not in state.fired:

@@ -109,7 +109,8 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
     seats = {}
     for worker in state.seated():
         worker.repaired, worker.done = None, False
-        seats[str(worker.rank)] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank)
+        domains = dict(state.agents[worker.node].domains)
+        seats[str(worker.rank)] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
     meeting = state.agents[state.seated()[0].node].meeting  # it lives as long as a worker of this epoch does
     order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), meeting)
     out.add(f"epoch {state.epoch} opens: {reason}", order)
@@ -144,7 +145,8 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
     if any(not w.assembled for w in seated):
         return
     held = {w.rank: w.release.holdings for w in seated if w.release is not None}
-    step, found, why = sources.choose(list(state.seats), held, state.dp_peers, state.recovery.spoiled)
+    complete = [rank for rank, all_of_it in state.complete.items() if all_of_it]
+    step, found, why = sources.choose(list(state.seats), held, state.dp_peers, state.recovery.spoiled, complete)
     if step is None:
         ends.restart(state, now, f"both copies lost: {why}", out)
         return
@@ -152,7 +154,12 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
     groups = {w.rank: w.arrived if w.empty or w.release is None else w.release.groups for w in seated}
     plan = plan_rebuild(groups, empty)
     state.repair = m.Repair(
-        state.epoch, step, list(plan.rebuild), list(plan.defer), {str(r): s for r, s in sorted(found.items())}
+        state.epoch,
+        step,
+        list(plan.rebuild),
+        list(plan.defer),
+        {str(r): s for r, s in sorted(found.items())},
+        {str(r): holders for r, holders in sorted(state.copies.items())},
     )
     state.kept = len(plan.keep)
     out.add(

@@ -2,8 +2,13 @@
 
 A report is in it before anything that was decided goes out: what the control plane has said to others, its successor
 knows, and everything else the agents say to the successor once more.
+
+Every entry carries the term of who wrote it. A control plane that was paused may find out that it was succeeded only
+after one more entry: what is written in an earlier term behind the place up to which a later one has read is no part
+of the history.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -21,18 +26,23 @@ from ft.messages import AgentBeat, decode, encode
 
 
 class Journal:
-    """Appends to ``path``; ``options``: of a run, or of a new life of it, that begins here; None: it goes on.
+    """Appends to ``path`` in ``term``.
+
+    Args:
+        options: of a run, or of a new life of it, that begins here; None: it goes on.
+        known: bytes of the file that the history so far was taken from (``Memory.bytes``).
 
     Heartbeats are many and decide little: of each agent only the newest is written, and only before a decision, which
     may have gone by it. That is enough for ``recall``, because a heartbeat replaces the one before it.
     """
 
-    def __init__(self, path: Path, options: Options | None):
+    def __init__(self, path: Path, options: Options | None, term: int = 0, known: int = 0):
         _end_line(path)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - for the life of the process
+        self._term = term
         self._beats: dict[str, tuple[float, Posted]] = {}
-        if options is not None:
-            self._write({"wall": time.time(), "options": to_json(options)})
+        begins = {"known": known} if options is None else {"known": path.stat().st_size, "options": to_json(options)}
+        self._write({"wall": time.time(), **begins})
 
     def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[Decision]) -> None:
         """What ``decide(state, now, posted.report)`` has returned; None: time had passed.
@@ -65,7 +75,7 @@ class Journal:
         self._file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+        self._file.write(json.dumps({"term": self._term, **entry}, separators=(",", ":")) + "\n")
 
 
 @dataclass
@@ -75,6 +85,7 @@ class Memory:
     Attributes:
         state: at its end. record: of the board. notes: events of the last decisions, which may not have been written.
         now, wall: time of the last entry, on the control plane's clock and in seconds since 1970.
+        bytes: of the file it was taken from.
     """
 
     state: State
@@ -82,6 +93,7 @@ class Memory:
     notes: list[Note] = field(default_factory=list)
     now: float = 0.0
     wall: float = 0.0
+    bytes: int = 0
 
 
 def recall(path: Path) -> Memory:
@@ -90,11 +102,12 @@ def recall(path: Path) -> Memory:
     Raises:
         ValueError: the file is no journal.
     """
-    entries = read(path)
+    data = path.read_bytes()
+    entries = _history(data)
     begins = [i for i, entry in enumerate(entries) if "options" in entry]
     if not begins:
         raise ValueError(f"{path} is no journal: nowhere does it begin with the run's options")
-    memory = Memory(State.begin(from_json(Options, entries[begins[-1]]["options"])))
+    memory = Memory(State.begin(from_json(Options, entries[begins[-1]]["options"])), bytes=len(data))
     orders: deque[Any] = deque(maxlen=KEPT_ORDERS)
     taken: dict[str, int] = {}
     count = 0
@@ -121,14 +134,20 @@ def lives(path: Path) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The entries; a line torn by a crash is left out."""
-    found = []
-    for line in path.read_bytes().splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    """The entries that are part of the history; a line torn by a crash is left out."""
+    return _history(path.read_bytes())
+
+
+def _history(data: bytes) -> list[dict[str, Any]]:
+    found, at = [], 0
+    for line in data.splitlines(keepends=True):
+        with contextlib.suppress(ValueError):
+            found.append((at, json.loads(line)))
+        at += len(line)
+    ends = [(entry["term"], entry["known"]) for _, entry in found if "known" in entry]
+    return [
+        entry for at, entry in found if not any(entry.get("term", 0) < term and at >= known for term, known in ends)
+    ]
 
 
 def _plain(posted: Posted | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ft.control.board import ControlBoard, Posted
 from ft.control.controller import decide, next_deadline
 from ft.control.decision import Note
 from ft.control.journal import Journal, Memory, lives, recall
+from ft.control.solitude import Solitude
 from ft.control.state import ENDED, Options, State
 from ft.control.tenure import SUCCEEDED, Standing
 from ft.control.timeouts import Timeouts
@@ -41,29 +42,37 @@ class Sidecar:
         self._events = events.EventLog(folder / "events.jsonl")
         self._due = self._status_at = self._renewed_at = 0.0
         self._taken: dict[str, int] = {}
+        self._absences = 0
         self._left: set[str] = set()
         self._ended_at: float | None = None
+        options = begins if isinstance(begins, Options) else begins.state.options
+        self._solitude = Solitude(options.timeouts)
         if isinstance(begins, Options):
             self._memory, self._state, self._ahead = None, State.begin(begins), 0.0
-            self._journal = Journal(folder / "journal.jsonl", begins)
+            self._journal = Journal(folder / "journal.jsonl", begins, standing.term)
         else:
             # The clock goes on where the last one stopped; that was perhaps another host's.
             self._memory, self._state = begins, begins.state
             self._ahead = begins.now + max(0.0, time.time() - begins.wall) - time.monotonic()
-            self._journal = Journal(folder / "journal.jsonl", None)
+            self._journal = Journal(folder / "journal.jsonl", None, standing.term, begins.bytes)
 
     def run(self) -> int:
         """Until the run has ended and all agents have left, or a while after that; returns the exit code."""
         self._resume()
         while not self._is_over():
+            if tenure.is_over(self._folder, self._standing.term):  # before renewing, too: it may have been paused
+                return SUCCEEDED
             self._renew()
             wait = min(self._due - self._now(), self._state.options.timeouts.lease_beat_s)
             posted = self._board.receive(wait)
             if tenure.is_over(self._folder, self._standing.term):
                 return SUCCEEDED
+            if self._board.absences != self._absences:
+                self._absences = self._board.absences
+                self._take_back()
             if posted is not None and isinstance(posted.report, AgentLeaving):
                 self._left.add(posted.node)
-            if posted is None and self._now() < self._due:
+            if posted is None and (self._now() < self._due or self._solitude.yields):
                 continue
             if posted is None or not posted.number or posted.number > self._taken.get(posted.node, 0):
                 self._take(posted)
@@ -80,8 +89,12 @@ class Sidecar:
         self._taken = dict(memory.record.taken or {})
         self._write_events(memory.wall, memory.now - self._ahead, self._unwritten(memory))
         self._board.resume(memory.record)
-        self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node)))
+        self._take_back()
         self._memory = None
+
+    def _take_back(self) -> None:
+        """This control plane is back, from the dead or because its board is."""
+        self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node)))
 
     def _now(self) -> float:
         return time.monotonic() + self._ahead
@@ -125,7 +138,9 @@ class Sidecar:
 
     def _renew(self) -> None:
         now = time.monotonic()
-        if now - self._renewed_at >= self._state.options.timeouts.lease_beat_s:
+        heard = {agent.node: agent.heard_at for agent in self._state.agents.values() if not agent.gone}
+        self._solitude.look(self._now(), heard)
+        if now - self._renewed_at >= self._state.options.timeouts.lease_beat_s and not self._solitude.yields:
             self._renewed_at = now
             self._standing = replace(self._standing, count=self._standing.count + 1)
             tenure.renew(self._folder, self._standing)

@@ -10,6 +10,7 @@ def choose(
     holdings: Mapping[int, Holdings],
     dp_peers: Mapping[int, list[int]],
     spoiled: Collection[int] = (),
+    complete: Collection[int] = (),
 ) -> tuple[int | None, dict[int, Source], str]:
     """The largest step of which every logical rank has a complete source.
 
@@ -17,6 +18,7 @@ def choose(
         ranks: all logical ranks. holdings: what the workers in the seats hold, by logical rank; who is not in it has
             nothing. dp_peers: for each rank those that hold the same part of the model, itself among them.
         spoiled: steps that were tried and found unusable.
+        complete: ranks a peer copy of whose state holds all of it, so that no peer is needed beside its holder.
 
     Returns:
         (step, sources by rank, ""); or (None, {}, why there is none).
@@ -26,7 +28,7 @@ def choose(
     for step in sorted(steps - set(spoiled), reverse=True):
         sources, lacking = {}, []
         for rank in sorted(ranks):
-            source = _source(rank, step, holdings, dp_peers.get(rank, [rank]))
+            source = _source(rank, step, holdings, dp_peers.get(rank, [rank]), rank in complete)
             if source is None:
                 lacking.append(rank)
             else:
@@ -37,7 +39,9 @@ def choose(
     return None, {}, missing or "nobody holds a snapshot"
 
 
-def _source(rank: int, step: int, holdings: Mapping[int, Holdings], peers: list[int]) -> Source | None:
+def _source(
+    rank: int, step: int, holdings: Mapping[int, Holdings], peers: list[int], is_complete: bool
+) -> Source | None:
     own = holdings.get(rank)
     if own is not None and step in own.own:
         return Source(rank, rank)
@@ -47,7 +51,8 @@ def _source(rank: int, step: int, holdings: Mapping[int, Holdings], peers: list[
     others = [r for r in peers if r != rank]
     if not others:
         return Source(holders[0], holders[0])  # without data parallelism the copy has all of it
+    holder = next((r for r in holders if r in others), holders[0])
     whole = [r for r in others if r in holdings and step in holdings[r].own]
     if not whole:
-        return None
-    return Source(next((r for r in holders if r in others), holders[0]), whole[0])
+        return Source(holder, holder) if is_complete else None
+    return Source(holder, whole[0])

@@ -36,8 +36,10 @@ class Options:
 class Agent:
     """A node. ``beats``: what was last heard of its workers, at ``heard_at``. ``suspect``, ``gone``: why, "" if not.
 
-    ``meeting``: host:port of its store for process groups. ``places``: workers that it starts at the start of the run,
-    or at the last warm restart. ``started``: names of all workers that it ever started."""
+    ``meeting``: host:port of its store for process groups. ``domains``: kind -> name of its failure domains.
+    ``places``: workers that it starts at the start of the run, or at the last warm restart. ``started``: names of all
+    workers that it ever started.
+    """
 
     node: str
     node_rank: int
@@ -49,6 +51,7 @@ class Agent:
     suspect: str = ""
     gone: str = ""
     meeting: str = ""
+    domains: dict[str, str] = field(default_factory=dict)
     places: int = 0
     started: list[str] = field(default_factory=list)
 
@@ -138,7 +141,9 @@ class State:
         attached: a worker has ever attached: the script takes part in recoveries.
         seats: logical rank -> worker. vacant: the empty ones. spawning: node -> when workers were ordered there that
             have not been started yet. failed_starts: standbys in a row that ended before they were ready.
-        dp_peers, shards: by logical rank, as the workers said. fired: numbers of injected faults that have happened.
+        dp_peers, shards: by logical rank, as the workers said. copies: by logical rank, who its peer copies go to;
+            complete: ranks whose peer copies hold all of their state. fired: numbers of injected faults that happened.
+        settings: how the first worker, settings_of, said it was set up.
         suspicions: by worker. step: the last step that is known to be committed. repair: the last one ordered; kept:
             groups it leaves alone. last_recovery: for the status.
     """
@@ -159,7 +164,11 @@ class State:
     failed_starts: int = 0
     dp_peers: dict[int, list[int]] = field(default_factory=dict)
     shards: dict[int, list[str]] = field(default_factory=dict)
+    copies: dict[int, list[int]] = field(default_factory=dict)
+    complete: dict[int, bool] = field(default_factory=dict)
     fired: list[int] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+    settings_of: str = ""
     suspicions: dict[str, Suspicion] = field(default_factory=dict)
     history: list[Incident] = field(default_factory=list)
     repair: Repair | None = None

@@ -5,7 +5,6 @@ claim than his own has been succeeded and stops deciding. Others tell by watchin
 the count in it changes. Clocks of different hosts are never compared.
 """
 
-import contextlib
 import json
 import os
 import time
@@ -90,28 +89,3 @@ def is_kept(run_dir: Path, patience_s: float = 2.0) -> bool:
             return True
         time.sleep(_LOOK_S)
     return False
-
-
-class Watch:
-    """Tells since when the standing has not changed.
-
-    Attributes:
-        standing: the last one seen. changed_at: when it was first seen like this, on the caller's clock.
-    """
-
-    def __init__(self, run_dir: Path, now: float):
-        self._run_dir = run_dir
-        self.standing: Standing | None = None
-        self.changed_at = now
-
-    def look(self, now: float) -> Standing | None:
-        """Reads anew."""
-        with contextlib.suppress(OSError):
-            found = read(self._run_dir)
-            if found is not None and found != self.standing:
-                self.standing, self.changed_at = found, now
-        return self.standing
-
-    def age(self, now: float) -> float:
-        """Seconds since the last change."""
-        return now - self.changed_at

@@ -16,6 +16,8 @@ class Timeouts:
         silent_s: without a heartbeat, another worker counts as hung: a busy machine delays a thread, not for so long.
         silent_start_s: in place of silent_s until the first step has ended: imports, compilation hold the interpreter.
         suspicion_s: a connection was lost: so long the death behind it may be on its way; then itself is blamed.
+        quorum_s: a control plane that has heard nothing of most agents for so long lets its lease run out, for one of
+            them to take over: it may be the one that was cut off.
         contact_s: an agent whose control plane has not answered for so long looks for it anew.
         fence_s: an agent that is cut off, while the control plane goes on elsewhere, ends its workers: their logical
             ranks are about to be given to others.
@@ -42,12 +44,13 @@ class Timeouts:
     silent_s: float = 1.0
     silent_start_s: float = 30.0
     suspicion_s: float = 0.3
+    quorum_s: float = 0.75
     contact_s: float = 1.5
-    fence_s: float = 2.5
-    agent_lost_s: float = 3.0
+    fence_s: float = 3.0
+    agent_lost_s: float = 3.5
     lease_beat_s: float = 0.25
-    lease_s: float = 1.5
-    turn_s: float = 0.3
+    lease_s: float = 1.25
+    turn_s: float = 0.25
     away_s: float = 120.0
     stall_s: float = 10.0
     start_s: float = 300.0
@@ -88,6 +91,11 @@ class Timeouts:
         return replace(self, **grown)
 
 
+BEHIND_ETCD = {"contact_s": 3.0, "lease_s": 3.0, "fence_s": 5.5, "agent_lost_s": 6.0}
+"""Where the control plane is reached through etcd: an election there, 1 to 2 s with its defaults, or a server that
+stands still, must not look like the loss of a node. A control plane that is cut off from etcd notices it after 2 s, and
+its lease is over before its agents think that it goes on without them."""
+
 _LADDER = (
     ("beat_s", "stopped_s"),
     ("stopped_s", "silent_s"),
@@ -97,6 +105,8 @@ _LADDER = (
     ("contact_s", "fence_s"),
     ("fence_s", "agent_lost_s"),
     ("lease_beat_s", "lease_s"),
+    ("agent_beat_s", "quorum_s"),
+    ("quorum_s", "contact_s"),
     ("lease_s", "fence_s"),
     ("lease_s", "away_s"),
     ("silent_s", "agent_lost_s"),

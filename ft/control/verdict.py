@@ -72,7 +72,7 @@ RULES = (
     Rule((), _STORAGE_WORDS, NETWORK, REPLACE, True),
     Rule((), ("remote i/o error", "endpoint is not connected", "network is unreachable"), NETWORK, REPLACE, True),
     Rule(("MemoryError",), (), HOST, REPLACE),
-    Rule((), ("cannot allocate memory",), HOST, REPLACE),
+    Rule((), ("cannot allocate memory", "too many open files"), HOST, REPLACE),
     # A copy that turned out damaged: the next source of the same state, which is the checkpoint once peers are through.
     Rule(("FallbackError",), (), NETWORK, RESTART),
     Rule(("RecoverableError",), (), TRANSIENT, RETRY),
@@ -144,6 +144,12 @@ def of_lateness(what: str, limit_s: float, action: str = REPLACE) -> Verdict:
     """A worker lives and does not do its part of a recovery."""
     category = HOST if action == REPLACE else TRANSIENT
     return Verdict(category, action, f"{what} within {limit_s:g} s", "deadline", key="deadline")
+
+
+def of_drift(differences: Sequence[str]) -> Verdict:
+    """A worker is set up in another way than those before it. ``differences``: sentences, one for each setting."""
+    reason = "it is not set up as the other workers are:\n  " + "\n  ".join(differences)
+    return Verdict(USER, STOP, reason, "drift", key="drift")
 
 
 def raised(verdict: Verdict, action: str, why: str) -> Verdict:

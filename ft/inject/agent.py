@@ -79,6 +79,8 @@ class AgentInjector:
             kill_node()
         elif fault.kind == "kill-control":
             kill_control(self._run_dir)
+        elif fault.kind == "kill-agent":
+            os.kill(os.getpid(), signal.SIGKILL)
         else:
             self._outages.append(network.Outage(fault.seconds))
 

@@ -7,19 +7,22 @@ from typing import Any
 
 from ft.errors import UserError
 
-KINDS = ("kill", "hang", "exception", "slow", "partition", "drop", "corrupt-snapshot", "kill-control")
-"""kill: SIGKILL. hang: SIGSTOP. exception: raised in the trainer. slow: every step takes longer. partition: a node's
-network is gone. drop: one TCP connection breaks. corrupt-snapshot: one byte is flipped. kill-control: SIGKILL of the
-control plane."""
-
-PHASES = ("between", "forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
+STEP_PHASES = ("between", "forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
 """Points of a step. between: before anything of the step is done."""
 
-ERRORS = ("recoverable", "software", "node", "user")
-COPIES = ("own", "peer")
+RECOVERY_PHASES = ("leave", "assemble", "rebuild", "restore", "resume")
+"""Points of a recovery, each before what it is named for. leave: the closed epoch is left. assemble: a joiner says that
+it has arrived. resume: the first step begins."""
 
-AGENT_KINDS = ("partition", "kill-control")
-"""Kinds that an agent carries out; the others are a worker's, but for ``kill`` of a whole node."""
+PHASES = STEP_PHASES + RECOVERY_PHASES
+
+ERRORS = ("recoverable", "timeout", "software", "node", "user")
+COPIES = ("own", "peer")
+VALUES = ("nan", "bit")
+
+OF_CONTROL = ("kill-control",)
+OF_NODE = ("partition", "kill-agent")
+"""Kinds that hit no worker: the control plane, a node."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,13 @@ class Fault:
     """One fault that will happen, or has happened.
 
     Attributes:
-        number: from 1, unique in the run. kind: of ``KINDS``.
-        step: in which step (the first one is 1), or None. time: seconds since training began, where ``step`` is None.
+        number: from 1, unique in the run. kind: of ``ft.inject.table.NAMES``.
+        step: in which step (the first one is 1), or None; with a phase of a recovery: in the recovery that interrupts
+            this step, or the next one after it. time: seconds since training began, where ``step`` is None.
         rank: logical rank that it hits, node: node all of whose workers it hits; both None for kill-control.
-        phase: of ``PHASES``, with ``step``. seconds: how long slow, partition and a hang last, None: for ever.
+        phase: of ``PHASES``, with ``step``. seconds: how long it lasts, None: for ever, or a moment.
         factor: step time with slow over step time without. error: of ``ERRORS``. copies: of ``COPIES``.
+        value: of ``VALUES``.
     """
 
     number: int
@@ -45,11 +50,13 @@ class Fault:
     factor: float = 3.0
     error: str = "recoverable"
     copies: str = "own"
+    value: str = "bit"
 
     @property
     def is_agents(self) -> bool:
-        """An agent carries it out; no worker can."""
-        return self.kind in AGENT_KINDS or (self.kind == "kill" and self.node is not None)
+        """An agent carries it out; no worker can. (With a phase a worker does: it alone knows when that is.)"""
+        of_agent = self.kind in (*OF_CONTROL, *OF_NODE) and self.rank is None
+        return of_agent or (self.kind == "kill" and self.node is not None)
 
     def __str__(self) -> str:
         when = f"step {self.step}" if self.step is not None else f"{self.time:.1f} s"

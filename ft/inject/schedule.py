@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ft.errors import UserError
-from ft.inject.faults import Fault
+from ft.inject.faults import OF_CONTROL, OF_NODE, Fault
 from ft.inject.spec import FaultSpec
 from ft.inject.trace import read_trace
 
@@ -67,11 +67,12 @@ def _seat(spec: FaultSpec, world_size: int, nodes: Sequence[str], rng: random.Ra
         factor=spec.factor,
         error=spec.error,
         copies=spec.copies,
+        value=spec.value,
     )
 
 
 def _rank(spec: FaultSpec, world_size: int, rng: random.Random) -> int | None:
-    if spec.kind in ("kill-control", "partition") or spec.node is not None:
+    if spec.node is not None or (spec.rank is None and spec.kind in (*OF_CONTROL, *OF_NODE)):
         return None
     if spec.rank is None or spec.rank == "random":
         return rng.randrange(world_size)
@@ -84,7 +85,7 @@ def _rank(spec: FaultSpec, world_size: int, rng: random.Random) -> int | None:
 
 
 def _node(spec: FaultSpec, nodes: Sequence[str], rng: random.Random) -> str | None:
-    asked = "random" if spec.kind == "partition" and spec.node is None else spec.node
+    asked = "random" if spec.kind in OF_NODE and spec.node is None and spec.rank is None else spec.node
     if asked is None:
         return None
     if asked == "random":

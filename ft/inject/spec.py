@@ -3,7 +3,7 @@
 KIND@KEY=VALUE[:KEY=VALUE...][,...]
 when    step=20 | time=90s | every=exponential(mean=60s) | every=weibull(shape=0.7,scale=90s) | trace=FILE
 where   rank=3 | rank=random | node=n1 | node=random
-how     phase=backward  for=5s  factor=3  error=software  copies=peer
+how     phase=backward  for=5s  factor=3  error=software  copies=peer  value=nan
 how often (with every and trace)  count=10  until=10m
 """
 
@@ -14,18 +14,32 @@ from typing import Any
 
 from ft.errors import UserError
 from ft.inject.distributions import Distribution, parse_distribution, parse_duration
-from ft.inject.faults import COPIES, ERRORS, KINDS, PHASES
+from ft.inject.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES
+from ft.inject.table import NAMES
 
-KEYS = ("step", "time", "every", "trace", "rank", "node", "phase", "for", "factor", "error", "copies", "count", "until")
+KEYS = ("step", "time", "every", "trace", "rank", "node", "phase", "for", "factor", "error", "copies", "value")
+KEYS += ("count", "until")
 _WHEN = ("step", "time", "every", "trace")
+_LASTING = {
+    "slow": 10.0,
+    "partition": 10.0,
+    "disk-full": 10.0,
+    "delay-frames": 0.5,
+    "lose-reports": 0.5,
+    "duplicate-reports": 2.0,
+    "reorder-reports": 2.0,
+    "delay-reports": 2.0,
+}
+"""Kinds that end by themselves -> seconds after which they do, where nothing else is asked for."""
+
 ONLY_FOR = {
-    "for": ("hang", "slow", "partition"),
+    "for": tuple(kind for kind in NAMES if kind in (*_LASTING, "hang", "gil", "stall")),
     "factor": ("slow",),
     "error": ("exception",),
     "copies": ("corrupt-snapshot",),
+    "value": ("corrupt-tensor",),
 }
 """Kinds that a key means something for; other keys mean something for every kind."""
-_DEFAULT_SECONDS = {"slow": 10.0, "partition": 10.0}
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class FaultSpec:
     """One fault as it was asked for; victims and times may still be open.
 
     Attributes:
-        text: what was written, for messages. kind, phase, seconds, factor, error, copies: as in ``Fault``.
+        text: what was written, for messages. kind, phase, seconds, factor, error, copies, value: as in ``Fault``.
         step, time, every, trace: exactly one is not None. rank, node: a victim, "random", or None.
         count, until: most faults of a distribution or trace, and the second after which there are none.
     """
@@ -51,6 +65,7 @@ class FaultSpec:
     factor: float = 3.0
     error: str = "recoverable"
     copies: str = "own"
+    value: str = "bit"
     count: int | None = None
     until: float | None = None
 
@@ -78,14 +93,14 @@ def from_values(values: Mapping[str, Any], text: str) -> FaultSpec:
     """
     keys = dict(values)
     kind = str(keys.pop("kind", ""))
-    if kind not in KINDS:
-        raise UserError(f"{text!r}: there is no fault named {kind!r}", f"one of: {', '.join(KINDS)}")
+    if kind not in NAMES:
+        raise UserError(f"{text!r}: there is no fault named {kind!r}", f"one of: {', '.join(NAMES)}")
     for key in keys:
         if key not in KEYS:
             raise UserError(f"{text!r}: there is no key named {key!r}", f"one of: {', '.join(KEYS)}")
     _check_combination(kind, keys, text)
     read = {_FIELDS.get(key, key): _read(key, value, text) for key, value in keys.items()}
-    read.setdefault("seconds", _DEFAULT_SECONDS.get(kind))
+    read.setdefault("seconds", _LASTING.get(kind))
     return FaultSpec(text=text, kind=kind, **read)
 
 
@@ -121,18 +136,25 @@ def _check_combination(kind: str, keys: Mapping[str, Any], text: str) -> None:
             raise UserError(f"{text!r}: {key} means nothing with {given[0]}", f"{key} goes with every and trace")
     if "rank" in keys and "node" in keys:
         raise UserError(f"{text!r}: it can hit a rank or a node, not both", "give rank or node")
-    if kind == "kill-control" and ("rank" in keys or "node" in keys):
-        raise UserError(f"{text!r}: there is one control plane", "leave rank and node out")
-    if kind == "partition" and "rank" in keys:
-        raise UserError(f"{text!r}: a network belongs to a node", "give node=NAME or node=random")
     if "phase" in keys and given[0] != "step":
         raise UserError(f"{text!r}: a phase needs a step", "give step=NUMBER, or leave phase out")
-    if "phase" in keys and (kind in ("partition", "kill-control") or "node" in keys):
+    if "phase" in keys and ("node" in keys or kind == "partition"):
         raise UserError(f"{text!r}: only the fault of one rank can happen inside a phase", "leave phase out")
+    if kind == "partition" and "rank" in keys:
+        raise UserError(f"{text!r}: a network belongs to a node", "give node=NAME or node=random")
+    if kind in (*OF_CONTROL, *OF_NODE) and "rank" in keys and keys.get("phase") not in RECOVERY_PHASES:
+        what = "there is one control plane" if kind in OF_CONTROL else "an agent belongs to a node"
+        fix = f"leave rank out, or give the phase of a recovery, in which rank's worker does it: {_RECOVERY}"
+        raise UserError(f"{text!r}: {what}", fix)
+    if kind in (*OF_CONTROL, *OF_NODE) and "phase" in keys and "rank" not in keys:
+        raise UserError(f"{text!r}: a phase is one worker's", "give the rank of the worker that is to do it")
+    if kind in OF_CONTROL and "node" in keys:
+        raise UserError(f"{text!r}: there is one control plane", "leave node out")
 
 
+_RECOVERY = ", ".join(RECOVERY_PHASES)
 _FIELDS = {"for": "seconds"}
-_CHOICES = {"phase": PHASES, "error": ERRORS, "copies": COPIES}
+_CHOICES = {"phase": PHASES, "error": ERRORS, "copies": COPIES, "value": VALUES}
 
 
 def _read(key: str, value: Any, text: str) -> Any:
@@ -196,6 +218,7 @@ _ALLOWED = {
     "factor": "a number above 1 and at most 1000",
     "error": f"one of: {', '.join(ERRORS)}",
     "copies": f"one of: {', '.join(COPIES)}",
+    "value": f"one of: {', '.join(VALUES)}",
     "count": "a number from 1",
     "until": _DURATION,
 }

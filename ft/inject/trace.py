@@ -52,6 +52,7 @@ def _with_defaults(values: dict[str, Any], spec: FaultSpec, place: str) -> Fault
         raise UserError(f"{place}: a line of a trace has a time", "TIME [KIND] [RANK], or a JSON object with time")
     if values.setdefault("kind", spec.kind) == spec.kind:
         defaults = {"for": spec.seconds, "factor": spec.factor, "error": spec.error, "copies": spec.copies}
+        defaults["value"] = spec.value
         for key, value in defaults.items():
             if spec.kind in ONLY_FOR[key] and value is not None:
                 values.setdefault(key, value)

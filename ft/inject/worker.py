@@ -1,45 +1,26 @@
 """Faults of one worker: it announces each one, and then does it to itself."""
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ft.errors import RecoverableError, ReplaceNodeError, UserError
+from ft.inject.acts import ACTS, IN_TRAINING
 from ft.inject.alarm import Alarm
-from ft.inject.faults import Fault, from_json
+from ft.inject.faults import RECOVERY_PHASES, STEP_PHASES, Fault, from_json
 
 MOST_SLEEP_S = 10.0
 """A slow step is made at most this much longer."""
 
 _UNSEEN_STEP_S = 0.1
-_ERRORS = {
-    "recoverable": RecoverableError,
-    "software": RuntimeError,
-    "node": ReplaceNodeError,
-    "user": lambda text: UserError(text, "leave the injected fault out"),
-}
-# Continues a stopped process after a while; ends at once, without a word, when that process dies (end of file).
-_CONTINUE = """
-import os, select, signal, sys
-ended = select.select([0], [], [], float(sys.argv[2]))[0]
-if not ended:
-    os.kill(int(sys.argv[1]), signal.SIGCONT)
-"""
 
 
 class Actions(Protocol):
     """What only the worker's session can break."""
 
-    def drop(self) -> None:
-        """Shuts one TCP connection of a process group down."""
-
-    def corrupt(self, copies: str) -> None:
-        """Flips one byte of a complete snapshot: of the "own" one, or of a "peer" copy held here."""
+    def act(self, fault: Fault) -> None:
+        """Does ``fault``, of a kind that is not in ``ft.inject.acts``."""
 
 
 class Injector:
@@ -69,7 +50,8 @@ class Injector:
         self._mine = [
             f for f in faults if not f.is_agents and (f.rank == rank or (f.node is not None and f.node == node))
         ]
-        self._pending: BaseException | None = None
+        self._pending: list[Fault] = []
+        self._steps = {fault.number: fault.step for fault in faults}
         self._slowdown = _Slowdown()
         self._planned: dict[tuple[str, int], list[Fault]] = {}
         self._alarm: Alarm | None = None
@@ -106,16 +88,15 @@ class Injector:
         """The worker is in ``phase`` of ``step`` (the first step is 1).
 
         Raises:
-            RecoverableError, ReplaceNodeError, RuntimeError, UserError: a planned exception.
+            Exception: what a planned fault raises.
         """
         if not self.is_armed:
             return
         if phase == "between":
             self._slowdown.step_begins()
-        if self._pending is not None and phase != "transfer":
-            error, self._pending = self._pending, None
-            raise error
-        for fault in self._planned.get((phase, step), ()):
+        while self._pending and phase in STEP_PHASES and phase != "transfer":
+            self._do(self._pending.pop(0))
+        for fault in self._due(phase, step):
             self._fire(fault)
 
     def close(self) -> None:
@@ -134,49 +115,33 @@ class Injector:
         if timed:
             self._alarm = Alarm(timed, began, self._fire)
 
+    def _due(self, phase: str, step: int) -> Sequence[Fault]:
+        """Those of this point. In a recovery, whoever has just joined does not know the step: it is that of the last
+        fault or a later one."""
+        if phase not in RECOVERY_PHASES:
+            return self._planned.get((phase, step), ())
+        with self._lock:
+            latest = max([step, *(self._steps[number] or 0 for number in self._fired if number in self._steps)])
+            return [f for f in self._mine if f.phase == phase and f.number not in self._fired and f.step <= latest]
+
     def _fire(self, fault: Fault) -> None:
         with self._lock:
             if fault.number in self._fired:
                 return
             self._fired.add(fault.number)
         self._announce(fault)
-        _ACTS[fault.kind](self, fault)
+        if fault.step is None and fault.kind in IN_TRAINING:
+            self._pending.append(fault)  # by the clock's thread: the training thread does it at its next point
+        else:
+            self._do(fault)
 
-    def _kill(self, fault: Fault) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _hang(self, fault: Fault) -> None:
-        waker = _wake_later(fault.seconds) if fault.seconds is not None else None
-        os.kill(os.getpid(), signal.SIGSTOP)
-        if waker is not None:
-            waker.stdin.close()
-            waker.wait()
-
-    def _raise(self, fault: Fault) -> None:
-        error = _ERRORS[fault.error](f"injected fault {fault.number}: {fault}")
-        if fault.step is not None:
-            raise error
-        # A thread cannot raise in another one: the training thread does it at its next point.
-        self._pending = error
-
-    def _slow(self, fault: Fault) -> None:
-        self._slowdown.start(fault.factor, fault.seconds)
-
-    def _drop(self, fault: Fault) -> None:
-        self._actions.drop()
-
-    def _corrupt(self, fault: Fault) -> None:
-        self._actions.corrupt(fault.copies)
-
-
-_ACTS = {
-    "kill": Injector._kill,
-    "hang": Injector._hang,
-    "exception": Injector._raise,
-    "slow": Injector._slow,
-    "drop": Injector._drop,
-    "corrupt-snapshot": Injector._corrupt,
-}
+    def _do(self, fault: Fault) -> None:
+        if fault.kind == "slow":
+            self._slowdown.start(fault.factor, fault.seconds)
+        elif fault.kind in ACTS:
+            ACTS[fault.kind](fault)
+        else:
+            self._actions.act(fault)
 
 
 class _Slowdown:
@@ -196,8 +161,3 @@ class _Slowdown:
             last = now - self._began if self._began is not None else _UNSEEN_STEP_S
             time.sleep(min(last * (self._factor - 1.0), MOST_SLEEP_S, self._until - now))
         self._began = time.monotonic()
-
-
-def _wake_later(seconds: float) -> subprocess.Popen:
-    command = [sys.executable, "-I", "-S", "-c", _CONTINUE, str(os.getpid()), str(seconds)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)

@@ -18,13 +18,15 @@ from typing import Any
 
 from ft import events
 from ft.events import Event, elapsed
+from ft.inject.kinds import HARMLESS, UNNOTICED
+from ft.inject.table import NAMES, rows_of
 
 PHASES = ("detect", "release", "assemble", "rebuild", "restore", "resume")
 REPLACED, IN_PLACE, RESTART, STOPPED, UNDER_WAY = "replaced", "in place", "restart", "stopped", "under way"
 
 _RESTARTS = (events.RESTARTED, events.CONTROL_RESTARTED)
 _ENDS = (events.RESUMED, events.STOPPED, events.FINISHED)
-_HARMLESS_KINDS = ("slow", "corrupt-snapshot")
+_HARMLESS_KINDS = {kind for kind in NAMES if all(row.outcome in (HARMLESS, UNNOTICED) for row in rows_of(kind))}
 """Injected faults that interrupt nothing."""
 
 
@@ -215,7 +217,7 @@ def _causes(injected: list[Event], read: _Open) -> list[Event]:
     """Of the faults injected so far, those that this interruption comes from."""
     if read.last(events.CONTROL_RESTARTED) is not None:
         return [f for f in injected if f.detail.get("kind") == "kill-control"][-1:]
-    may = [f for f in injected if f.detail.get("kind") not in (*_HARMLESS_KINDS, "kill-control")]
+    may = [f for f in injected if f.detail.get("kind") not in {*_HARMLESS_KINDS, "kill-control"}]
     ranks = {event.rank for event in read.detected if event.rank is not None}
     nodes = {event.node for event in read.detected if event.node is not None}
     direct = [f for f in may if _victim(f) in ranks or (_victim(f) is None and f.node in nodes)]
@@ -223,7 +225,8 @@ def _causes(injected: list[Event], read: _Open) -> list[Event]:
         # Of one victim the last: an earlier fault of its, a short hang say, was over without consequence.
         return list({(_victim(f), f.node): f for f in direct}.values())
     # A connection breaks at both ends, and the other one may be the first to tell.
-    epoch = next((event.epoch for event in read.events if event.name == events.EPOCH_CLOSED), None)
+    told = [event for event in read.events if event.name == events.EPOCH_CLOSED] or read.detected
+    epoch = told[0].epoch if told else None
     return [f for f in may if f.epoch in (None, epoch)][-1:]
 
 

@@ -2,11 +2,21 @@
 
 capture   what belongs to a rank's state, out of megatron-core's objects and back into them
 store     take, wait, restore: the training loop's side
-transport what carries copies between workers; ``tcp`` is the one there is
+transport what carries copies between workers; ``tcp`` is the one there is, over streams of a ``network``: TCP or MPI
 """
 
-from ft.snapshot.peers import peers_of
-from ft.snapshot.store import Snapshots, TakeStats
-from ft.snapshot.tcp import SnapshotServer
+from importlib import import_module
 
-__all__ = ["SnapshotServer", "Snapshots", "TakeStats", "peers_of"]
+_PUBLIC = {
+    "SnapshotServer": "ft.snapshot.tcp",
+    "Snapshots": "ft.snapshot.store",
+    "TakeStats": "ft.snapshot.store",
+    "peers_of": "ft.snapshot.peers",
+}
+
+
+def __getattr__(name: str):
+    """Loads what is asked for: an agent uses the networks below, and starts without torch."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'ft.snapshot' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

@@ -162,6 +162,11 @@ class PingPong:
             found = [s for s in self._slots if s.status is Status.COMPLETE and step in (None, s.step)]
             return max(found, key=lambda s: (s.step, s.epoch), default=None)
 
+    def newest_epoch(self) -> int:
+        """Of all that is held or coming in; -1 where nothing is."""
+        with self._lock:
+            return max((slot.epoch for slot in self._slots if slot.status is not Status.EMPTY), default=-1)
+
     def steps(self) -> list[int]:
         """Steps of the complete snapshots."""
         with self._lock:

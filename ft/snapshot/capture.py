@@ -59,6 +59,13 @@ class Capture:
         self._counters: dict[str, tuple[dict, str]] = {}
         self._storages: list[int] | None = None
 
+    @property
+    def copies_are_complete(self) -> bool:
+        """Whether a peer copy holds all of the state: nothing is left to be had from data-parallel peers."""
+        if self._storages is None:
+            self._find()
+        return not any(tensor.numel() for tensor in self._replicated.values())
+
     def state(self, extra: dict[str, Any]) -> RankState:
         """The live tensors with today's numbers; ``extra``: JSON values of the trainer's own.
 

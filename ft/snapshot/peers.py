@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+from ft.placement.assign import ring_of
+
 
 def peers_of(rank: int, dp_ranks: Sequence[int], k: int, world: int) -> list[int]:
-    """The logical ranks that hold a copy of ``rank``'s snapshot (section V-B): the next ``k`` of its DP ring.
+    """The logical ranks that hold a copy of ``rank``'s snapshot (section V-B) where all nodes are alike: the next ``k``
+    of its DP ring.
 
     Without data parallelism they are the next ranks of the world; then the copy has to hold all of the state, because
-    nobody else has any of it.
+    nobody else has any of it. Where nodes and failure domains count: :func:`ft.placement.assign.place`.
 
     Args:
         dp_ranks: logical ranks that hold the same part of the model, in ring order, ``rank`` among them.
@@ -16,6 +19,4 @@ def peers_of(rank: int, dp_ranks: Sequence[int], k: int, world: int) -> list[int
     Returns:
         at most ``k`` ranks, fewer where the ring is shorter, none in a world of one.
     """
-    ring = list(dp_ranks) if len(dp_ranks) > 1 else list(range(world))
-    place = ring.index(rank)
-    return [ring[(place + distance) % len(ring)] for distance in range(1, min(k, len(ring) - 1) + 1)]
+    return ring_of(rank, dp_ranks, k, world)

@@ -11,10 +11,16 @@ from ft.snapshot.transport import Cancelled, CopyUnusable, PeerLost, Transport, 
 
 
 class Restorer:
-    """For one logical rank; ``peers``: who is asked beside the source that was named."""
+    """For one logical rank.
 
-    def __init__(self, transport: Transport, rank: int, peers: Sequence[int]):
-        self._transport, self._own, self._rank, self._peers = transport, transport.stock.own, rank, list(peers)
+    Attributes:
+        holders: who is asked for a peer copy beside the source that was named. replicas: who is asked for the
+            replicated state, besides.
+    """
+
+    def __init__(self, transport: Transport, rank: int, holders: Sequence[int], replicas: Sequence[int]):
+        self._transport, self._own, self._rank = transport, transport.stock.own, rank
+        self.holders, self.replicas = list(holders), list(replicas)
 
     def find(
         self, tables: Mapping[str, Table], step: int, source: Source, envelope_only: bool, epoch: int
@@ -75,7 +81,8 @@ class Restorer:
         self, slot: Slot, section: str, first: int, owner: int | None, step: int, epoch: int, problems: list[str]
     ) -> tuple[int, bytes]:
         """Fetches one section from the first holder that has it; ``owner`` None: of the holder's own snapshot."""
-        holders = [holder for holder in dict.fromkeys((first, *self._peers)) if holder != self._rank]
+        others = self.replicas if owner is None else self.holders
+        holders = [holder for holder in dict.fromkeys((first, *others)) if holder != self._rank]
         for holder in holders:
             wanted = Wanted(holder, holder if owner is None else owner, step, section, epoch)
             try:

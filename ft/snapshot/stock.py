@@ -39,6 +39,15 @@ class Stock:
         for snapshots in everything:
             snapshots.drop_after(step)
 
+    def forget_before(self, epoch: int) -> list[int]:
+        """Frees the peer copies of owners that have sent none in ``epoch`` or later; returns the owners."""
+        with self._lock:
+            left = [owner for owner, held in self._copies.items() if held.newest_epoch() < epoch]
+            gone = [self._copies.pop(owner) for owner in left]
+        for snapshots in gone:
+            snapshots.close()
+        return left
+
     def holdings(self) -> Holdings:
         with self._lock:
             copies = {str(owner): held.steps() for owner, held in sorted(self._copies.items())}

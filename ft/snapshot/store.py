@@ -40,12 +40,14 @@ class Snapshots:
 
     Args:
         transport: this worker's end; closed by whoever made it.
-        rank: own logical rank. peers: logical ranks that hold its copies (:func:`ft.snapshot.peers.peers_of`).
+        rank: own logical rank. peers: logical ranks that hold its copies (:func:`ft.placement.assign.place`).
+        replicas: logical ranks that have the same replicated state; default: the peers.
         timeout_s: longest wait for the peers.
         on_failure: called in ``wait`` with (what failed, the error) before it raises; it may block until the epoch is
             over.
 
     Attributes:
+        peers: they may be changed between a restore and the next ``take``, which goes to the new ones.
         stats: of the last ``take``. restored_envelope: of the last ``restore``, as a state without tensors.
     """
 
@@ -55,6 +57,7 @@ class Snapshots:
         *,
         rank: int,
         peers: Sequence[int],
+        replicas: Sequence[int] | None = None,
         timeout_s: float = 120.0,
         on_failure: Callable[[str, Exception], None] | None = None,
     ):
@@ -63,7 +66,7 @@ class Snapshots:
         self._stock.rank = rank
         self._timeout, self._on_failure = timeout_s, on_failure
         self._copier = Copier()
-        self._restorer = Restorer(transport, rank, self.peers)
+        self._restorer = Restorer(transport, rank, peers, peers if replicas is None else replicas)
         self._tables: tuple[list, dict[str, Table]] | None = None
         self._plans: dict[int, Plan] = {}
         self._changed = threading.Condition()
@@ -89,6 +92,17 @@ class Snapshots:
     def place(self, addresses: Mapping[int, str]) -> None:
         """Tells where each logical rank's worker is reached in this epoch."""
         self._transport.place(addresses)
+
+    def held_by(self, holders: Sequence[int]) -> None:
+        """Tells who has been given this worker's copies up to now: they are asked for them in a restore."""
+        self._restorer.holders = list(holders)
+
+    def forget_before(self, epoch: int) -> list[int]:
+        """Frees copies of owners that have sent none in ``epoch``: they send them elsewhere now. Returns those owners.
+
+        Only when every worker's first snapshot of ``epoch`` is safe: until then these copies are what protects.
+        """
+        return self._stock.forget_before(epoch)
 
     def take(self, state: RankState, step: int, epoch: int) -> None:
         """Starts to copy ``state`` into host memory and to send what is owned to the peers; returns at once.
@@ -232,6 +246,31 @@ class Snapshots:
         view = slot.parts[OWNED].buffer.view
         view[byte % len(view)] ^= 1
         return slot.step
+
+    def forget_newest_copies(self) -> list[int]:
+        """Loses the newest copy held for each peer: for fault injection. Returns the owners whose copy it was."""
+        owners = [int(owner) for owner in self.holdings().copies]
+        for owner in owners:
+            copies = self._stock.copies(owner)
+            copies.drop(copies.find())
+        return owners
+
+    def relapse(self, state: RankState) -> int:
+        """Writes what is owned of the oldest own snapshot into the live tensors: for fault injection.
+
+        Returns:
+            step of that snapshot.
+
+        Raises:
+            FallbackError: there is no snapshot but the one of the live state.
+        """
+        if self._progress is not None:
+            self._progress.wait()
+        steps = self._stock.own.steps()
+        if len(steps) < 2:
+            raise FallbackError(f"no earlier snapshot to go back to (held: {steps})")
+        write_back(self._stock.own.find(steps[0]), {OWNED: state.sections()[OWNED]})
+        return steps[0]
 
     def close(self) -> None:
         """Ends the background thread; buffers are freed with the transport."""

@@ -1,4 +1,5 @@
-"""The TCP transport: a server on every worker that takes peer copies and answers who fetches; senders, one per peer."""
+"""The transport over streams: a server on every worker that takes peer copies and answers who fetches; senders, one per
+peer. The streams are TCP's, or those of another :class:`ft.snapshot.network.Network`."""
 
 import contextlib
 import hmac
@@ -11,11 +12,12 @@ from collections.abc import Callable, Mapping
 
 from ft.snapshot.buffers import Part
 from ft.snapshot.layout import checksum
+from ft.snapshot.network import Network, TcpNetwork
 from ft.snapshot.receive import Desk
 from ft.snapshot.stock import Stock
 from ft.snapshot.tcp_sender import Sender
 from ft.snapshot.transport import Cancelled, CopyUnusable, Outgoing, PeerLost, Transport, Wanted, check_table
-from ft.snapshot.wire import BadFrame, Wire, connect
+from ft.snapshot.wire import BadFrame, Wire
 
 _HELLO_S = 10.0
 _CONNECT_S = 3.0
@@ -28,15 +30,19 @@ def _physical_memory() -> int:
 
 
 class SnapshotServer(Transport):
-    """Listens on ``host``; ``address`` is "host:port".
+    """Listens; ``address`` is where, in the terms of its network.
 
     Args:
+        network: what carries the streams; a host stands for TCP there.
         token: shared by the workers of a run; connections without it are refused.
         patience_s: longest time without progress in a transfer.
         max_bytes: largest peer copy accepted; default: a quarter of this machine's memory.
     """
 
-    def __init__(self, host: str, *, token: str = "", patience_s: float = 60.0, max_bytes: int | None = None):
+    def __init__(
+        self, network: Network | str, *, token: str = "", patience_s: float = 60.0, max_bytes: int | None = None
+    ):
+        self._network = TcpNetwork(network) if isinstance(network, str) else network
         self.stock = Stock()
         self._token, self._patience = token, patience_s
         self._desk = Desk(self.stock, max_bytes or _physical_memory() // 4)
@@ -48,8 +54,7 @@ class SnapshotServer(Transport):
         self._fetching: tuple[int, Wire] | None = None
         self._cancelled = -1
         self._closed = False
-        self._listener = socket.create_server((host, 0), backlog=64)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._listener, self.address = self._network.listen()
         self._acceptor = threading.Thread(target=self._accept, name="ft-snapshot-accept", daemon=True)
         self._acceptor.start()
 
@@ -67,12 +72,18 @@ class SnapshotServer(Transport):
         with self._lock:
             address = self._addresses.get(peer)
             if address is not None and peer not in self._senders:
-                self._senders[peer] = Sender(peer, address, self._token, self._patience)
+                self._senders[peer] = Sender(self._network, peer, address, self._token, self._patience)
             sender = self._senders.get(peer)
         if sender is None:
             ended(PeerLost(f"nobody has said where logical rank {peer} is"))
             return
         sender.send(outgoing, ended)
+
+    def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
+        with self._lock:
+            senders = list(self._senders.values())
+        for sender in senders:
+            sender.disturb(how)
 
     def fetch(self, wanted: Wanted, part: Part) -> bytes:
         address = self._addresses.get(wanted.holder)
@@ -83,8 +94,7 @@ class SnapshotServer(Transport):
             time.sleep(0.05 * attempt)
             wire = None
             try:
-                wire = connect(address, min(_CONNECT_S, self._patience))
-                wire.be_patient(self._patience)
+                wire = Wire(self._network.dial(address, min(_CONNECT_S, self._patience)), self._patience)
                 self._fetching = (wanted.epoch, wire)
                 self._check_open(wanted)
                 return self._fetch(wire, wanted, part)

@@ -5,8 +5,9 @@ import threading
 from collections.abc import Callable
 
 from ft.snapshot.layout import checksum
+from ft.snapshot.network import Network
 from ft.snapshot.transport import Cancelled, Outgoing, PeerLost
-from ft.snapshot.wire import BadFrame, Wire, connect
+from ft.snapshot.wire import BadFrame, Wire
 
 _PAUSES_S = (0.0, 0.05, 0.25)
 """Before each try; a dropped connection is survived in place, a dead peer reported within half a second."""
@@ -21,11 +22,13 @@ class _NotTaken(Exception):
 class Sender:
     """One peer, one thread, one transfer at a time."""
 
-    def __init__(self, peer: int, address: str, token: str, patience_s: float):
+    def __init__(self, network: Network, peer: int, address: str, token: str, patience_s: float):
+        self._network = network
         self._peer, self._address, self._token, self._patience = peer, address, token, patience_s
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._wire: Wire | None = None
+        self._disturb: Callable[[int, int, list], list[list]] | None = None
         self._epoch, self._cancelled = -1, threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"ft-snapshot-to-{peer}", daemon=True)
         self._thread.start()
@@ -33,6 +36,10 @@ class Sender:
     def send(self, outgoing: Outgoing, ended: Callable[[Exception | None], None]) -> None:
         self._epoch, self._cancelled = outgoing.epoch, threading.Event()
         self._jobs.put((outgoing, ended, self._cancelled))
+
+    def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
+        """For fault injection: the next transfer's chunks go through ``how`` (``Wire.disturb``), once."""
+        self._disturb = how
 
     def move(self, address: str) -> None:
         """The peer is at ``address`` from now on."""
@@ -89,8 +96,7 @@ class Sender:
             if self._wire is not None and not self._wire.is_shut:
                 return self._wire
         self._drop()
-        wire = connect(self._address, min(_CONNECT_S, self._patience))
-        wire.be_patient(self._patience)
+        wire = Wire(self._network.dial(self._address, min(_CONNECT_S, self._patience)), self._patience)
         with self._lock:
             self._wire = wire
         return wire
@@ -103,6 +109,7 @@ class Sender:
         wire.send({"kind": "put", "token": self._token, **numbers, **sizes, **checks}, table.encoded, outgoing.meta)
         answer = wire.receive()
         if answer["kind"] == "go":
+            wire.disturb, self._disturb = self._disturb, None
             wire.send_part(outgoing.part, lambda wanted: outgoing.progress.ready(outgoing.part, wanted))
             answer = wire.receive()
         if answer["kind"] == "damaged":

@@ -96,6 +96,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
+        """For fault injection: the chunks of the next snapshot to each peer go through ``how``.
+
+        Args:
+            how: (index, number of chunks, pieces that the chunk is sent in) -> what is sent in its place.
+        """
+
+    @abstractmethod
     def cancel(self, epoch: int) -> None:
         """Gives up what is under way for ``epoch`` and before and refuses more of it; any thread, returns at once."""
 

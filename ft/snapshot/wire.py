@@ -1,8 +1,8 @@
-"""Frames on a TCP connection between snapshot servers.
+"""Frames on a connection between snapshot servers.
 
     frame:  magic "FTSN" | version u16 | 0 u16 | length u32 | checksum u32 | header: JSON object of that length
     body:   a table and an envelope of the lengths that the header announces
-    chunks: up to 1 MiB each, behind its checksum u32 (:func:`ft.snapshot.layout.checksum`)
+    chunks: up to 1 MiB each, behind its index u32 and its checksum u32 (:func:`ft.snapshot.layout.checksum`)
 
 Nothing is believed before it is checked: a stranger's bytes cost a connection, no memory.
 """
@@ -20,18 +20,12 @@ from ft.snapshot.layout import CHUNK, FORMAT, checksum
 MAGIC = b"FTSN"
 MAX_HEADER = 64 << 10
 MAX_BODY = 256 << 20
-_FRAME, _CHECKSUM = struct.Struct("<4sHHII"), struct.Struct("<I")
+_FRAME, _CHUNK_HEAD = struct.Struct("<4sHHII"), struct.Struct("<II")
 _BUFFER = 4 << 20
 
 
 class BadFrame(Exception):
     """What came is no frame of this version, or one with impossible content."""
-
-
-def connect(address: str, patience_s: float) -> "Wire":
-    """A connection to ``host:port``; OSError when there is none within ``patience_s``."""
-    host, port = address.rsplit(":", 1)
-    return Wire(socket.create_connection((host, int(port)), timeout=patience_s), patience_s)
 
 
 class Wire:
@@ -41,15 +35,18 @@ class Wire:
     whose other end is gone ConnectionError.
 
     Attributes:
-        is_shut: it was shut down from this end.
+        is_shut: it was shut down from this end. disturb: for fault injection: what is sent in place of a chunk, by its
+            index, the number of chunks and the pieces that it is sent in.
     """
 
     def __init__(self, connection: socket.socket, patience_s: float):
         self._socket = connection
         self.is_shut = False
+        self.disturb: Callable[[int, int, list], list[list]] | None = None
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
         self.be_patient(patience_s)
@@ -106,18 +103,23 @@ class Wire:
         for index, _ in enumerate(part.checksums):
             if index >= available:
                 available = ready(index + 1)
-            self._send([_CHECKSUM.pack(part.checksums[index]), part.chunk(index)])
+            pieces = [_CHUNK_HEAD.pack(index, part.checksums[index]), part.chunk(index)]
+            for sent in [pieces] if self.disturb is None else self.disturb(index, len(part.checksums), pieces):
+                self._send(sent)
 
     def receive_part(self, part: Part) -> int | None:
-        """Fills ``part`` and its checksums; index of the first damaged chunk, None when all are right."""
+        """Fills ``part`` and its checksums; index of the first damaged chunk, None when all are right.
+
+        A chunk out of its turn counts as damaged: its own checksum says nothing about its place.
+        """
         damaged = None
-        head = memoryview(bytearray(_CHECKSUM.size))
+        head = memoryview(bytearray(_CHUNK_HEAD.size))
         for index in range(len(part.checksums)):
             chunk = part.chunk(index)
             self._fill(head)
             self._fill(chunk)
-            (part.checksums[index],) = _CHECKSUM.unpack(head)
-            if damaged is None and checksum(chunk) != part.checksums[index]:
+            place, part.checksums[index] = _CHUNK_HEAD.unpack(head)
+            if damaged is None and (place != index or checksum(chunk) != part.checksums[index]):
                 damaged = index
         return damaged
 

@@ -3,45 +3,120 @@
 import random
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
+
 from ft import events
 from ft.errors import FallbackError
 from ft.inject.faults import Fault
-from ft.inject.phases import plant
+from ft.inject.messages import Frames, Reports
+from ft.inject.phases import middle_module, plant
 from ft.inject.worker import Injector
 from ft.snapshot import Snapshots
+from ft.worker.position import Position
 from ft.worker.session import Session
 from ft.worker.subject import Subject
+from megatron.core import parallel_state
+
+_TOP_MANTISSA_BIT = {torch.float32: (torch.int32, 1 << 22), torch.bfloat16: (torch.int16, 1 << 6)}
+_TOP_MANTISSA_BIT[torch.float16] = (torch.int16, 1 << 9)
 
 
 class Breakage:
-    """What an injected fault does to this worker's connections and snapshots (``ft.inject.worker.Actions``)."""
+    """What an injected fault does to this worker's state, snapshots and messages (``ft.inject.worker.Actions``).
 
-    def __init__(self, session: Session, snapshots: Snapshots):
-        self._session, self._snapshots = session, snapshots
+    Args:
+        checkpoints: folder that the trainer saves to, if it does.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        snapshots: Snapshots,
+        subject: Subject,
+        position: Position,
+        checkpoints: str | None = None,
+    ):
+        self.session = session
+        self._snapshots, self._subject, self._position = snapshots, subject, position
+        self._checkpoints = checkpoints
         self._choice = random.Random(session.rank)
 
-    def drop(self) -> None:
-        self._session.groups.break_connection(self._choice)
+    def act(self, fault: Fault) -> None:
+        """Where there is nothing to break it says so in the worker's log, and nothing happens."""
+        try:
+            _ACTS[fault.kind](self, fault)
+        except FallbackError as missing:
+            print(f"injected fault {fault.number} ({fault}) found nothing: {missing}", flush=True)
 
-    def corrupt(self, copies: str) -> None:
-        """Nothing complete to corrupt: the next moment's snapshot stays whole."""
-        owners = [None] if copies == "own" else [int(owner) for owner in self._snapshots.holdings().copies]
-        for owner in owners:
-            try:
-                self._snapshots.corrupt(owner, byte=self._choice.randrange(1 << 20))
-            except FallbackError as missing:
-                print(f"injected corruption found nothing: {missing}", flush=True)
+    def _drop(self, fault: Fault) -> None:
+        self.session.groups.break_connection(self._choice)
+
+    def _corrupt_snapshot(self, fault: Fault) -> None:
+        copies = self._snapshots.holdings().copies
+        for owner in [None] if fault.copies == "own" else [int(owner) for owner in copies]:
+            self._snapshots.corrupt(owner, byte=self._choice.randrange(1 << 20))
+
+    def _forget_copies(self, fault: Fault) -> None:
+        self._snapshots.forget_newest_copies()
+
+    def _go_stale(self, fault: Fault) -> None:
+        self._snapshots.relapse(self._subject.state(self._position.get()))
+
+    @torch.no_grad()
+    def _corrupt_tensor(self, fault: Fault) -> None:
+        module = middle_module(self._subject.chunks[0])
+        weight = max(module.parameters(), key=torch.numel).data.view(-1)
+        place = weight[weight.numel() // 2 : weight.numel() // 2 + 1]
+        if fault.value == "nan":
+            place.fill_(float("nan"))
+        else:
+            kind, bit = _TOP_MANTISSA_BIT[weight.dtype]
+            place.view(kind).bitwise_xor_(bit)
+
+    def _leave_step(self, fault: Fault) -> None:
+        """Nobody else takes part in this one: it meets the others' next operation, and the last one here meets none."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+
+    def _disturb_frames(self, fault: Fault) -> None:
+        self.session.server.disturb(Frames(fault.kind, fault.seconds))
+
+    def _disturb_reports(self, fault: Fault) -> None:
+        self.session.link.disturb = Reports(fault.kind, fault.seconds)
+
+    def _damage_checkpoint(self, fault: Fault) -> None:
+        from ft.inject.checkpoints import damage
+
+        file = damage(self._checkpoints, fault.kind) if self._checkpoints else None
+        print(f"injected fault {fault.number} ({fault}): {file or 'there is no checkpoint'}", flush=True)
 
 
-def make_injector(session: Session, snapshots: Snapshots) -> Injector:
+_FRAMES = ("lose-frame", "duplicate-frame", "reorder-frames", "delay-frames", "corrupt-frame")
+_REPORTS = ("lose-reports", "duplicate-reports", "reorder-reports", "delay-reports")
+_CHECKPOINTS = ("corrupt-checkpoint", "truncate-checkpoint", "remove-checkpoint")
+_ACTS = {
+    "drop": Breakage._drop,
+    "corrupt-snapshot": Breakage._corrupt_snapshot,
+    "stale-snapshot": Breakage._forget_copies,
+    "stale-state": Breakage._go_stale,
+    "corrupt-tensor": Breakage._corrupt_tensor,
+    "out-of-step": Breakage._leave_step,
+    **dict.fromkeys(_FRAMES, Breakage._disturb_frames),
+    **dict.fromkeys(_REPORTS, Breakage._disturb_reports),
+    **dict.fromkeys(_CHECKPOINTS, Breakage._damage_checkpoint),
+}
+
+
+def make_injector(breakage: Breakage) -> Injector:
     """The faults that are planned for this worker's logical rank and have not happened."""
+    session = breakage.session
 
     def announce(fault: Fault) -> None:
         where = fault.phase if fault.step is not None else "time"
         session.observe(events.FAULT_INJECTED, number=fault.number, kind=fault.kind, where=where, fault=str(fault))
 
-    actions = Breakage(session, snapshots)
-    return Injector.from_environment(session.rank, session.node, session.fired, announce, actions)
+    return Injector.from_environment(session.rank, session.node, session.fired, announce, breakage)
 
 
 def plant_phases(injector: Injector, subject: Subject, step: Callable[[], int]) -> None:

@@ -9,11 +9,13 @@ import torch.distributed as dist
 
 from ft.errors import EpochClosed
 from ft.inject.worker import Injector
-from ft.messages import Finish, Source, WorkerDone, WorkerFailed, WorkerResumed
+from ft.messages import Finish, Repair, WorkerDone, WorkerFailed, WorkerResumed
 from ft.snapshot import Snapshots
 from ft.worker.faults import plant_phases
+from ft.worker.placing import Placing
 from ft.worker.position import Position
 from ft.worker.recovery import recover
+from ft.worker.reminder import said
 from ft.worker.session import Session
 from ft.worker.subject import Subject
 
@@ -26,17 +28,23 @@ class Guard:
 
     Args:
         subject: model, optimizer and schedule. position: the trainer's own state.
-        snapshots: of this worker. injector: planned faults.
+        snapshots: of this worker. injector: planned faults. placing: who holds the copies of them.
     """
 
     def __init__(
-        self, session: Session, subject: Subject, position: Position, snapshots: Snapshots, injector: Injector
+        self,
+        session: Session,
+        subject: Subject,
+        position: Position,
+        snapshots: Snapshots,
+        injector: Injector,
+        placing: Placing,
     ):
         self.session, self.snapshots, self.shards = session, snapshots, subject.shards
-        self._subject, self._position, self._injector = subject, position, injector
+        self._subject, self._position, self._injector, self._placing = subject, position, injector, placing
         self.is_empty = session.joins
         self._untouched = not session.joins
-        self._committed = 0
+        self._committed, self._tidied = 0, -1
         self._fence: dist.Work | None = None
         self._fence_group = dist.new_group(backend="gloo")
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
@@ -81,6 +89,7 @@ class Guard:
         if self._fence is not None:
             self._fence.wait()
             self._fence = None
+            self._forget_moved_copies()
         step = self.step
         self._take(step)
         self.session.progress.committed(step)
@@ -92,14 +101,17 @@ class Guard:
             self.session.progress.aside(phase)
         self._injector.at(phase, self._committed + 1)
 
-    def restore(self, step: int, source: Source) -> dict[str, str]:
-        """Puts the state of ``step`` in place on this worker and, collectively, the parameters on all.
+    def restore(self, order: Repair) -> dict[str, str]:
+        """Puts the state of the order's step in place on this worker and, collectively, the parameters on all; from the
+        next snapshot on copies go where the new seats ask for.
 
         Returns:
             how the state came: {"owned": "own" | "copy:RANK", "replicated": ...}.
         """
         self._subject.abandon_step()
         self._place()
+        step, source = order.step, order.sources[str(self.session.rank)]
+        self.snapshots.held_by(order.copies.get(str(self.session.rank), self.snapshots.peers))
         keep = self._untouched and self.step == step
         sources = self.snapshots.restore(
             self._subject.state(self._position.get()), step, source, keep_tensors=keep, epoch=self.session.epoch
@@ -109,6 +121,7 @@ class Guard:
         self.is_empty = False
         self._subject.publish_parameters()
         self._position.set(extra)
+        self.snapshots.peers = self._placing.renew(order.copies)
         return sources
 
     def resumes(self) -> None:
@@ -129,6 +142,15 @@ class Guard:
     def _place(self) -> None:
         self.snapshots.place({rank: seat.address for rank, seat in self.session.seats.items()})
 
+    def _forget_moved_copies(self) -> None:
+        """Every worker's first snapshot of the epoch is safe: copies that go elsewhere now are not needed here.
+
+        Until this point they were what protects, and what is held says so.
+        """
+        if self._tidied < self.session.epoch:
+            self._tidied = self.session.epoch
+            self.snapshots.forget_before(self.session.epoch)
+
     def _take(self, step: int) -> None:
         self.snapshots.take(self._subject.state(self._position.get()), step, self.session.epoch)
         self._untouched, self._committed = True, step
@@ -144,19 +166,22 @@ class Guard:
     def _finish(self) -> None:
         session = self.session
         session.progress.idles("done")
-        session.link.send(WorkerDone(session.worker, session.epoch, self.step))
-        session.orders.wait(Finish, session.epoch)
+        with said(session.link, WorkerDone(session.worker, session.epoch, self.step)):
+            session.orders.wait(Finish, session.epoch)
 
     def fails(self, error: Exception) -> None:
         """Reports an error of this worker's own; what comes of the end of the epoch needs no report."""
         session = self.session
         if isinstance(error, EpochClosed) or session.closed:
             return
+        session.progress.idles("failed")
+        with said(session.link, self.failure(error)):
+            session.wait_closed()
+
+    def failure(self, error: Exception) -> WorkerFailed:
+        """What there is to report of an error; its trace goes into the worker's log."""
+        session = self.session
         traceback.print_exception(error)
         kinds = [kind.__name__ for kind in type(error).__mro__[:-1]]
-        trace = "".join(traceback.format_exception(error))
-        session.link.send(
-            WorkerFailed(session.worker, session.epoch, self.step, kinds, str(error)[:2000], trace[-8000:])
-        )
-        session.progress.idles("failed")
-        session.wait_closed()
+        message, trace = str(error)[:_MESSAGE_LIMIT], "".join(traceback.format_exception(error))[-_TRACE_LIMIT:]
+        return WorkerFailed(session.worker, session.epoch, self.step, kinds, message, trace)

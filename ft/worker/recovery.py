@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ft.errors import EpochClosed
 from ft.messages import Repair, Resume, WorkerArrived, WorkerReleased, WorkerRepaired
+from ft.worker.reminder import said
 
 if TYPE_CHECKING:
     from ft.worker.guard import Guard
@@ -26,8 +27,10 @@ def recover(guard: "Guard") -> None:
         try:
             if session.closed:
                 _leave(guard)
-            _repair(guard, _enter(guard))
-            session.orders.wait(Resume, session.epoch)
+            repaired = _repair(guard, _enter(guard))
+            with said(session.link, repaired):
+                session.orders.wait(Resume, session.epoch)
+            guard.at("resume")
         except EpochClosed:
             continue
         except Exception as error:
@@ -39,44 +42,52 @@ def recover(guard: "Guard") -> None:
 
 def _leave(guard: "Guard") -> None:
     session = guard.session
-    guard.snapshots.settle()
-    groups = session.groups.reports()
-    session.groups.drop()
-    session.link.send(
-        WorkerReleased(session.worker, session.epoch, guard.step, groups, guard.snapshots.holdings()),
-    )
-    session.enter(*session.orders.wait_open(session.worker, newer_than=session.epoch))
+    try:
+        guard.snapshots.settle()
+        groups = session.groups.reports()
+        session.groups.drop()
+        guard.at("leave")
+    except Exception as error:
+        # Nothing of the epoch's is under way here that it could come of: this worker may be unfit for the next one.
+        session.link.send(guard.failure(error))
+        raise
+    left = WorkerReleased(session.worker, session.epoch, guard.step, groups, guard.snapshots.holdings())
+    with said(session.link, left):
+        rank, opened = session.orders.wait_open(session.worker, newer_than=session.epoch)
+    session.enter(rank, opened)
 
 
 def _enter(guard: "Guard") -> Repair:
     session = guard.session
     if guard.is_empty:
-        session.link.send(WorkerArrived(session.worker, session.epoch, session.groups.reports()))
+        guard.at("assemble")
+        with said(session.link, WorkerArrived(session.worker, session.epoch, session.groups.reports())):
+            return session.orders.wait(Repair, session.epoch)
     return session.orders.wait(Repair, session.epoch)
 
 
-def _repair(guard: "Guard", order: Repair) -> None:
+def _repair(guard: "Guard", order: Repair) -> WorkerRepaired:
     session = guard.session
+    guard.at("rebuild")
     meeting = session.meeting_place()
     rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch, meeting)
     session.groups.reopen(session.epoch)
+    guard.at("restore")
     began = time.monotonic()
-    sources = guard.restore(order.step, order.sources[str(session.rank)])
+    sources = guard.restore(order)
     mine = {report.name for report in session.groups.reports()}
     rebuilt, deferred = mine & set(order.rebuild), mine & set(order.defer)
-    session.link.send(
-        WorkerRepaired(
-            worker=session.worker,
-            epoch=session.epoch,
-            rank=session.rank,
-            step=guard.step,
-            topology=session.topology(),
-            shards=guard.shards,
-            rebuilt=len(rebuilt),
-            kept=len(mine) - len(rebuilt) - len(deferred),
-            deferred=len(deferred),
-            sources=sources,
-            rebuild_s=rebuild_s,
-            restore_s=time.monotonic() - began,
-        )
+    return WorkerRepaired(
+        worker=session.worker,
+        epoch=session.epoch,
+        rank=session.rank,
+        step=guard.step,
+        topology=session.topology(),
+        shards=guard.shards,
+        rebuilt=len(rebuilt),
+        kept=len(mine) - len(rebuilt) - len(deferred),
+        deferred=len(deferred),
+        sources=sources,
+        rebuild_s=rebuild_s,
+        restore_s=time.monotonic() - began,
     )

@@ -15,9 +15,10 @@ from ft.control.timeouts import Timeouts
 from ft.errors import UserError
 from ft.groups import Groups, Meeting
 from ft.messages import Close, Observed, Open, WorkerReady, WorkerSuspects
-from ft.snapshot import SnapshotServer
+from ft.snapshot import SnapshotServer, network
 from ft.worker.orders import Orders
 from ft.worker.progress import Heartbeat, Progress
+from ft.worker.settings import surroundings
 
 
 def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
@@ -25,10 +26,13 @@ def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
     return "FT_AGENT" in environment
 
 
-def attach(environment: Mapping[str, str] = os.environ) -> "Session":
+def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, str] | None = None) -> "Session":
     """Takes this process's place in the run that ``ft run`` started it for; blocks until it has a logical rank.
 
     A standby blocks here until a worker dies; with the end of the run it exits.
+
+    Args:
+        settings: of the script, by name: they must be the same on all workers, or none gets a logical rank.
 
     Raises:
         UserError: the process was not started by ``ft run``.
@@ -36,6 +40,7 @@ def attach(environment: Mapping[str, str] = os.environ) -> "Session":
     if not is_attachable(environment):
         raise UserError("this process was not started by ft run", "start with: ft run --nproc-per-node N SCRIPT ...")
     session = Session(environment)
+    session.observe("settings", settings={**surroundings(environment), **(settings or {})})
     session.take_seat()
     return session
 
@@ -60,7 +65,7 @@ class Session:
         self.fired: set[int] = set()
         self.groups: Groups | None = None
         self.progress = Progress(lambda: self.groups.waiting() if self.groups is not None else None)
-        self.server = SnapshotServer(_own_address(environment), token=self.token)
+        self.server = SnapshotServer(network.of(environment), token=self.token)
         self._left = threading.Event()
         self._lock = threading.Lock()
         self._closed_epoch = -1
@@ -161,8 +166,3 @@ class Session:
         """An operation with other workers failed in an open epoch: says so and awaits the control plane's verdict."""
         self.link.send(WorkerSuspects(self.worker, self.epoch, group, str(error)[:500]))
         self._left.wait(self.timeouts.verdict_s)
-
-
-def _own_address(environment: Mapping[str, str]) -> str:
-    """The address of this host that others reach its snapshots at."""
-    return environment.get("FT_HOST", "127.0.0.1")

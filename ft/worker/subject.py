@@ -10,6 +10,8 @@ from ft.snapshot.state import RankState
 from megatron.core import parallel_state
 from megatron.patches import step_state
 
+_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
+
 
 class Subject:
     """The live objects of one rank; they survive every recovery.
@@ -21,12 +23,14 @@ class Subject:
     Attributes:
         shards: names of the logical shards that this rank alone owns.
         dp_peers: logical ranks that hold the same part of the model, in ring order, this one among them.
+        dp_groups: those of all ranks.
     """
 
     def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None):
         self.chunks, self.optimizer, self.scheduler = list(chunks), optimizer, scheduler
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.dp_peers = dist.get_process_group_ranks(group)
+        self.dp_groups = _groups_like(self.dp_peers)
         tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         self.shards = [f"optimizer tp{tp} pp{pp} dp{self.dp_peers.index(dist.get_rank())}"]
         self._capture = capture.Capture(self.chunks, optimizer, scheduler, alone=len(self.dp_peers) == 1)
@@ -40,6 +44,11 @@ class Subject:
             return step(*args, **kwargs)
 
         self.optimizer.step = guarded_step
+
+    @property
+    def copies_are_complete(self) -> bool:
+        """Whether a peer copy of this rank's snapshot holds all of its state."""
+        return self._capture.copies_are_complete
 
     def state(self, position: dict[str, Any]) -> RankState:
         """The live tensors with today's envelope; copies nothing but the generators' states."""
@@ -55,3 +64,19 @@ class Subject:
     def publish_parameters(self) -> None:
         """Collective: model parameters from the optimizer's main copies, on every rank."""
         step_state.publish_parameters(self.chunks, self.optimizer)
+
+
+def _groups_like(mine: list[int]) -> list[list[int]]:
+    """Data-parallel groups of all ranks: a rank knows its own, and core's two orders of ranks tell the others."""
+    sizes = {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+    }
+    for order in _ORDERS:
+        groups = parallel_state.RankGenerator(**sizes, ep=1, order=order).get_ranks("dp-cp")
+        if mine in groups:
+            return groups
+    others = [[rank] for rank in range(dist.get_world_size()) if rank not in mine]
+    return [mine, *others]  # an order of its own: the others are taken for ranks without peers

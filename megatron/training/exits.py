@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.training.arguments.training import TrainingOptions
 
 SIGNAL, DURATION = 0, 1
+REPEAT_S = 2.0
 
 
 class Exits:
@@ -28,6 +29,7 @@ class Exits:
     def __init__(self, options: TrainingOptions, started: float):
         self._options, self._started = options, started
         self._signum: int | None = None
+        self._signalled_at = 0.0
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
         self._group = dist.new_group(backend="gloo")
         self._previous_handler = None
@@ -56,9 +58,12 @@ class Exits:
         return reason_to_exit(self._options, step, int(seen[SIGNAL]), bool(seen[DURATION]))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self._signum is not None:
+        """A launcher passes on what Slurm has sent to all processes of a step: within REPEAT_S that is one request."""
+        now = time.monotonic()
+        if self._signum is None:
+            self._signum, self._signalled_at = signum, now
+        elif now - self._signalled_at > REPEAT_S:
             os._exit(128 + signum)
-        self._signum = signum
 
 
 def reason_to_exit(options: TrainingOptions, step: int, signum: int, time_is_up: bool) -> str | None:

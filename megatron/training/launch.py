@@ -48,10 +48,11 @@ def launch_protected(options: Options, layout: Layout, place: Launch) -> int:
     """A worker of ``ft run``; its faults are the control plane's business, which also ends the others."""
     from ft.worker.session import attach
 
+    settings = options.given()
     if int(os.environ.get("FT_RESTART", "0")) > 0:
         resume_own_checkpoints(options.checkpoint)
     try:
-        session = attach()
+        session = attach(settings=settings)
         patches.platform().select_device(session.local_rank)
         session.init_process_group(patches.platform().choose_backend(options.parallel.distributed_backend))
     except UserError as error:

@@ -104,8 +104,17 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
     """A guard that snapshots every step of ``job`` and carries it through the deaths of workers."""
     from ft.worker.protect import protect
 
-    trainee, peers = job.trainee, job.options.fault_tolerance.ft_snapshot_peers
-    return protect(session, trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job), peers=peers)
+    trainee, asked = job.trainee, job.options.fault_tolerance
+    return protect(
+        session,
+        trainee.chunks,
+        trainee.optimizer,
+        trainee.scheduler,
+        JobPosition(job),
+        peers=asked.ft_snapshot_peers,
+        strict=asked.ft_snapshot_strict,
+        checkpoints=job.options.checkpoint.save,
+    )
 
 
 def run(job: Job) -> None:

@@ -18,6 +18,7 @@ from nodes import kernel
 from nodes.router import INTERFACE, NETWORK
 
 _FOLDER = Path(__file__).parent.parent
+_ROOT = _FOLDER.parent
 _LOOK_S = 0.005
 
 
@@ -49,8 +50,8 @@ class Host:
         return subprocess.Popen([*enter, *command], pass_fds=[self._namespace], **how)
 
     def run(self, *command: str, timeout_s: float = 20.0) -> str:
-        """What a command has written; raises CalledProcessError where it fails."""
-        done = self.start(list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        """What a command has written, started in this checkout; raises CalledProcessError where it fails."""
+        done = self.start(list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=_ROOT)
         out, _ = done.communicate(timeout=timeout_s)
         if done.returncode:
             raise subprocess.CalledProcessError(done.returncode, command, out)

@@ -4,9 +4,9 @@ Three hosts in network namespaces (tests/nodes): two that train (two workers eac
 across), one standby node. Needs root. ``python tools/experiments/network_faults.py [WORDS...] [--seeds N]``: only cases
 whose name holds one of the words.
 
-Columns: seconds from the fault until it was noticed and until training went on everywhere; epochs opened because of it;
-warm restarts; whether every loss is that of a run without faults, bit for bit; seconds until the workers of a node that
-was given up had stopped.
+Columns: seconds from the fault until it was noticed, until training went on everywhere, and until none of the workers
+was left that the node had; epochs opened because of it; warm restarts; how the agents ended, whether every loss is that
+of a run without faults, bit for bit, whom the control plane blamed for what, and under which names the node came back.
 """
 
 import argparse
@@ -14,8 +14,9 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +24,22 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import psutil  # noqa: E402
 import small_runs as runs  # noqa: E402
 from ft_runs import Finished, flags, ft_run  # noqa: E402
 from nodes import Host, Lab, why_not  # noqa: E402
 from nodes.fleet import Fleet  # noqa: E402
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
-STEPS, AT_STEP = 150, 15
-LIMIT_S = 50.0
+STEPS, AT_STEP = 150, 10
+LIMIT_S = 60.0
 ROLES = {"control": 0, "training": 1, "standby": 2}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``strike(fleet, host, random)`` is the fault, until its end. ``final``: the host stays as it is then."""
+    """``strike(fleet, host, random)`` is the fault, until its end. ``final``: the host stays as it is then, and how
+    its agent ends, if it does, says nothing."""
 
     name: str
     strike: Callable[[Fleet, Host, random.Random], None]
@@ -49,6 +52,22 @@ def _node_loss(fleet, host, _):
 
 def _node_killed(fleet, host, _):
     host.kill_all()
+
+
+def _node_back(fleet, host, _):
+    host.lose_power()
+    time.sleep(1)
+    host.mend()
+    fleet.come_back(host)
+
+
+def _paused(seconds: float):
+    def strike(fleet, host, _):
+        host.pause()
+        time.sleep(seconds)
+        host.go_on()
+
+    return strike
 
 
 def _link_down(fleet, host, _):
@@ -101,6 +120,8 @@ def _degraded(**settings: float):
 KINDS = (
     Kind("node loss", _node_loss, final=True),
     Kind("node killed", _node_killed, final=True),
+    Kind("node lost and back", _node_back),
+    Kind("node paused 6 s", _paused(6.0)),
     Kind("link down", _link_down, final=True),
     Kind("interface down", _interface_down, final=True),
     Kind("link down 1 s", _blip(1.0)),
@@ -112,8 +133,8 @@ KINDS = (
     Kind("one way: out 8 s", _one_way(8.0, into=False)),
     Kind("one way: into 8 s", _one_way(8.0, out=False)),
     Kind("loss 5 %", _degraded(loss=0.05)),
-    Kind("slow: 20 ms", _degraded(delay_s=0.02)),
-    Kind("slow: 1 MB/s", _degraded(rate=1e6)),
+    Kind("slow, 20 ms", _degraded(delay_s=0.02)),
+    Kind("slow, 8 Mbit per s", _degraded(rate=1e6)),
 )
 
 
@@ -124,11 +145,12 @@ class Outcome:
     end: str
     noticed_s: float | None = None
     resumed_s: float | None = None
+    gone_s: float | None = None
     epochs: int = 0
     restarts: int = 0
-    stopped_s: float | None = None
     losses: str = ""
     signs: str = ""
+    back: str = ""
 
 
 def play(kind: Kind, role: str, seed: int, corpus: str, expected: list[float], folder: Path, keep: bool) -> Outcome:
@@ -137,11 +159,12 @@ def play(kind: Kind, role: str, seed: int, corpus: str, expected: list[float], f
         host = lab.hosts[ROLES[role]]
         fleet.wait_for(lambda: fleet.step() >= AT_STEP and _standbys_are_ready(fleet), 60)
         time.sleep(random.Random(seed).uniform(0, 0.2))
-        began = time.time()
+        workers, began = _workers(fleet, host), time.time()
+        gone: list[float] = []
+        threading.Thread(target=_watch, args=(workers, began, gone), daemon=True).start()
         kind.strike(fleet, host, random.Random(seed))
-        stopped = _when_stopped(fleet, host, began)
         outcome = _end(kind, fleet, host)
-        outcome.stopped_s = next(stopped)
+        outcome.gone_s = gone[0] if gone else None
         _judge(outcome, fleet.so_far(), began, expected)
         if keep:
             (folder / "said.txt").write_text(fleet.explain())
@@ -152,9 +175,16 @@ def _standbys_are_ready(fleet: Fleet) -> bool:
     return len(fleet.so_far().named("standby_ready")) >= 2
 
 
-def _when_stopped(fleet: Fleet, host: Host, began: float) -> Iterator[float | None]:
-    """Asked at the end of the run: when the last worker that the host had during the fault was seen gone."""
-    yield None if any(p.name().startswith("n") for p in host.processes()) else 0.0
+def _workers(fleet: Fleet, host: Host) -> Mapping[str, int]:
+    started = fleet.so_far().named("worker_started")
+    return {event.worker: event.detail["pid"] for event in started if event.node == f"n{host.index}"}
+
+
+def _watch(workers: Mapping[str, int], began: float, gone: list[float]) -> None:
+    """Puts into ``gone`` how long after ``began`` none of the processes was left."""
+    while any(psutil.pid_exists(pid) for pid in workers.values()):
+        time.sleep(0.02)
+    gone.append(time.time() - began)
 
 
 def _end(kind: Kind, fleet: Fleet, host: Host) -> Outcome:
@@ -172,17 +202,19 @@ def _end(kind: Kind, fleet: Fleet, host: Host) -> Outcome:
 def _judge(outcome: Outcome, done: Finished, began: float, expected: list[float]) -> None:
     later = [event for event in done.events if event.wall > began]
     found = [event for event in later if event.name == "fault_detected"]
-    resumed = [event for event in later if event.name in ("resumed",)]
+    resumed = [event for event in later if event.name == "resumed"]
     outcome.noticed_s = found[0].wall - began if found else None
     outcome.resumed_s = resumed[-1].wall - began if resumed else None
     outcome.epochs = sum(event.name == "epoch_opened" for event in later)
     outcome.restarts = sum(event.name == "restarted" for event in later)
-    outcome.signs = ", ".join(sorted({f"{e.node}: {e.detail['signal']}" for e in found}))
+    outcome.signs = ", ".join(sorted({f"{e.node}: {e.detail['signal']}" for e in found})) or "nobody is blamed"
+    returned = {event.node for event in later if event.name == "standby_ready" and "-" in event.node}
+    outcome.back = f"back as {', '.join(sorted(returned))}" if returned else "not back"
     metrics = done.metrics if (done.folder / "metrics.jsonl").exists() else []
-    steps, losses = [m["step"] for m in metrics], [m["loss"] for m in metrics]
+    steps = [m["step"] for m in metrics]
     wrong = [m["step"] for m in metrics if m["loss"] != expected[m["step"] - 1]]
     twice = len(steps) - len(set(steps))
-    right = f"{len(losses)} right" + (f", {twice} TWICE" if twice else "")
+    right = f"{len(steps)} losses right" + (f", {twice} TWICE" if twice else "")
     outcome.losses = f"WRONG at {wrong[:5]}" if wrong else right
 
 
@@ -201,9 +233,10 @@ def scratch(keep: str | None) -> Iterator[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="only cases whose name holds all of these")
+    parser.add_argument("words", nargs="*", help="only kinds whose name holds one of these")
     parser.add_argument("--roles", default=",".join(ROLES))
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--keep", help="folder for what the runs write")
     given = parser.parse_args()
     if why_not():
@@ -216,21 +249,18 @@ def main() -> None:
         plain = flags(corpus, LAYOUT, STEPS).replace("--ft-hot-swap", f"--metrics-file {folder}/plain.jsonl")
         ft_run(folder / "plain", plain, standby=0)
         expected = runs.losses(folder / "plain.jsonl")
-        print(f"{'fault':<20} {'node':<9} noticed  resumed epochs restarts  end; losses; signs", flush=True)
-        for kind in KINDS:
-            for role in given.roles.split(","):
-                for seed in range(given.seeds):
-                    if any(word not in kind.name for word in given.words):
-                        continue
-                    case = folder / f"{kind.name} {role} {seed}".replace(" ", "-").replace("%", "pc")
-                    case.mkdir()
-                    found = play(kind, role, seed, corpus, expected, case, bool(given.keep))
-                    print(
-                        f"{kind.name:<20} {role:<9} {_seconds(found.noticed_s)} {_seconds(found.resumed_s)} "
-                        f"{found.epochs:>6} {found.restarts:>8}  {found.end}; {found.losses}; {found.signs}"
-                        + ("" if found.stopped_s == 0.0 else "; ITS WORKERS RUN ON"),
-                        flush=True,
-                    )
+        print(f"{'fault':<20} {'node':<9} noticed resumed    gone epochs restarts", flush=True)
+        cases = [(kind, role) for kind in KINDS for role in given.roles.split(",")]
+        for kind, role in cases:
+            if given.words and not any(word in kind.name for word in given.words):
+                continue
+            for seed in range(given.first_seed, given.first_seed + given.seeds):
+                case = folder / f"{kind.name} {role} {seed}".replace(" ", "-").replace("%", "pc")
+                case.mkdir()
+                found = play(kind, role, seed, corpus, expected, case, bool(given.keep))
+                times = " ".join(_seconds(value) for value in (found.noticed_s, found.resumed_s, found.gone_s))
+                said = "; ".join([found.end, found.losses, found.signs, found.back])
+                print(f"{kind.name:<20} {role:<9} {times} {found.epochs:>6} {found.restarts:>8}  {said}", flush=True)
 
 
 def _seconds(value: float | None) -> str:

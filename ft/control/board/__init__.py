@@ -67,9 +67,12 @@ class ControlBoard(ABC):
 
     Attributes:
         where: what ``connect`` takes, for agents on any node.
+        absences: how often the board could not be reached from here for so long that what was not heard meanwhile says
+            nothing about the agents, and came back. ``receive`` does not return None during one.
     """
 
     where: str
+    absences: int = 0
 
     @abstractmethod
     def resume(self, record: Record) -> None:

@@ -94,7 +94,16 @@ def _client(port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def _enter(address: str, token: str, timeout_s: float) -> socket.socket:
-    """A connection to the store itself."""
+    """A connection to the store itself. Raises as ``StoreConnection``."""
+    try:
+        return _pass_door(address, token, timeout_s)
+    except ConnectionError:
+        raise
+    except OSError as error:  # a network that is down is no other news than a host that is: a timeout, no route
+        raise ConnectionError(f"{address} cannot be reached: {error}") from error
+
+
+def _pass_door(address: str, token: str, timeout_s: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=timeout_s) as door:
         words = handshake.hear(door)

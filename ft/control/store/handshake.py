@@ -21,7 +21,7 @@ def answer(token: str, nonce: str, port: int) -> str:
 
 
 def is_right(token: str, nonce: str, port: int, given: str) -> bool:
-    return hmac.compare_digest(answer(token, nonce, port), given)
+    return hmac.compare_digest(answer(token, nonce, port).encode(), given.encode())
 
 
 def say(sock: socket.socket, *words: str | int) -> None:

@@ -72,9 +72,9 @@ def _values(way: Way, plan: Plan) -> dict[str, Any]:
 
 def _question(plan: Plan, found: Answer) -> list[str]:
     cluster, run = plan.cluster, plan.measured
-    standbys = f"{count(cluster.standby_nodes, 'standby node')}"
+    standbys = count(cluster.standby_nodes, "standby node")
     lines = [
-        f"cluster   {cluster.gpus:,} GPUs in {count(cluster.nodes, 'node')}, {standbys}; "
+        f"cluster   {cluster.gpus:,} GPUs on {cluster.nodes:,} nodes, {standbys}; "
         f"a failure every {seconds(cluster.mttf_s)} ({DAY_S / cluster.mttf_s:.3g} a day)",
         f"replay    {plan.replay.describe()}; of the interrupted step {plan.training.interrupted:g} is lost",
     ]

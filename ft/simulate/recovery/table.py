@@ -18,6 +18,8 @@ def as_text(entries: Sequence[Entry], fitted: Fit | None) -> str:
     parts += [_what(entries), "", *_what_notes(entries), ""]
     if fitted is not None:
         parts += ["Time to rebuild them, everybody blocked.", "", _times(entries, fitted), "", *_fit_notes(fitted), ""]
+    else:
+        parts += ["How long that takes is said with --results (of tools/bench/rebuild.py) or --measure.", ""]
     parts += [
         "Deciding what, by the production code on a core of this machine (reading: of one report, times their number).",
         "",
@@ -63,7 +65,7 @@ def _what(entries: Sequence[Entry]) -> str:
             (
                 *_place(entry, rebuild),
                 _range(least.groups, most.groups),
-                str(entry.groups),
+                f"{entry.groups:,}",
                 str(rebuild.deferred),
                 f"{most.memberships:,}",
                 _range(least.connections, most.connections),

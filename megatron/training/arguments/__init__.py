@@ -25,6 +25,8 @@ from megatron.training.arguments.parallel import ParallelOptions
 from megatron.training.arguments.precision import PrecisionOptions, RecomputeOptions
 from megatron.training.arguments.training import EvaluationOptions, TrainingOptions
 
+_OF_A_NODE = ("metrics_file", "tensorboard_dir", "data_cache_path", "progress_bar")
+
 __all__ = ["Layout", "Options", "check", "help_text", "layout", "parse"]
 
 
@@ -51,6 +53,17 @@ class Options:
     def as_dict(self) -> dict:
         """Nested plain dict, as stored in checkpoints and event files."""
         return json.loads(json.dumps(asdict(self), default=str))
+
+    def given(self) -> dict[str, str]:
+        """Flag -> value of every option that is not at its default, less those that say where a node logs or caches."""
+        found = {}
+        for concern in fields(self):
+            options, defaults = getattr(self, concern.name), concern.default_factory()
+            for f in fields(options):
+                value = getattr(options, f.name)
+                if value != getattr(defaults, f.name) and f.name not in _OF_A_NODE:
+                    found["--" + f.name.replace("_", "-")] = str(value)
+        return found
 
     @classmethod
     def from_dict(cls, stored: dict) -> "Options":

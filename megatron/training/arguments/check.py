@@ -293,7 +293,7 @@ def _check_ft(options, grid: Layout) -> Iterator[Problem]:
     wanted = options.fault_tolerance.ft_snapshot_peers
     if not options.fault_tolerance.ft_hot_swap:
         return
-    others = (grid.dp if grid.dp > 1 else grid.world_size) - 1
+    others = grid.world_size - 1
     if wanted < 1:
         yield f"--ft-snapshot-peers is {wanted}", "at least 1: without a copy a dead worker's state is gone"
     elif others == 0:

@@ -1,6 +1,7 @@
 """Flags: fault tolerance. With all of them off nothing of it is loaded."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass
@@ -11,4 +12,11 @@ class FaultToleranceOptions:
     """Snapshot every step in memory and let a standby take a dead worker's place. Start with ft run."""
 
     ft_snapshot_peers: int = 1
-    """Data-parallel neighbours that hold a copy of each optimizer shard: how many of them may die in one step."""
+    """Workers that hold a copy of each optimizer shard, on other nodes and in other failure domains than its own and
+    each other's (ft run --topology): how many nodes may die in one step."""
+
+    ft_snapshot_strict: bool = False
+    """End the run at its start, instead of warning, when copies cannot be placed in failure domains of their own."""
+
+    ft_transport: Literal["tcp", "mpi"] = "tcp"
+    """What snapshots and recoveries go over; for mpi start ft run, which reads this too, with mpirun --with-ft ulfm."""

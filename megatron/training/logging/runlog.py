@@ -1,6 +1,5 @@
 """What a run says: terminal, TensorBoard, metrics file. The last rank writes, as it is the one that has the loss."""
 
-import json
 import math
 import os
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from ft.errors import UserError
 from megatron.training.arguments.logging import LoggingOptions
+from megatron.training.logging.metrics import MetricsFile
 
 
 @dataclass
@@ -54,7 +54,7 @@ class RunLog(AbstractContextManager):
             self._options = None
             return
         if options.metrics_file:
-            self._metrics = _open_metrics(Path(options.metrics_file), first_step)
+            self._metrics = MetricsFile(Path(options.metrics_file), first_step)
         if options.tensorboard_dir:
             self._tensorboard = _open_tensorboard(options)
         if options.progress_bar:
@@ -77,8 +77,7 @@ class RunLog(AbstractContextManager):
             return
         self._since_line = [report for report in self._since_line if report.step <= step]
         if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = _open_metrics(Path(self._options.metrics_file), step)
+            self._metrics.rewind(step)
         if self._bar is not None:
             self._bar.n = step
             self._bar.refresh()
@@ -88,8 +87,7 @@ class RunLog(AbstractContextManager):
         if self._options is None:
             return
         if self._metrics is not None:
-            figures = {name: value for name, value in asdict(report).items() if value is not None}
-            self._metrics.write(json.dumps(figures) + "\n")
+            self._metrics.write({name: value for name, value in asdict(report).items() if value is not None})
         if self._tensorboard is not None and report.step % self._options.tensorboard_log_interval == 0:
             self._to_tensorboard(report)
         self._since_line.append(report)
@@ -171,27 +169,6 @@ def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> s
     parts += [f"{name}: {shape.format(value)}" for name, (value, shape) in optional.items() if value is not None]
     parts.append(f"number of skipped iterations: {skipped:3d}")
     return " | ".join(parts) + " |"
-
-
-def _open_metrics(path: Path, first_step: int):
-    """The metrics file, line-buffered, less the steps after ``first_step`` and a line torn by a crash."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _is_kept(line, first_step)]
-            temporary = path.with_name(path.name + ".tmp")
-            temporary.write_text("".join(line + "\n" for line in kept))
-            temporary.replace(path)
-        return open(path, "a", buffering=1)
-    except OSError as error:
-        raise UserError(f"--metrics-file {path} cannot be written: {error}", "give a writable path") from error
-
-
-def _is_kept(line: str, first_step: int) -> bool:
-    try:
-        return json.loads(line)["step"] <= first_step
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 def _open_tensorboard(options: LoggingOptions):

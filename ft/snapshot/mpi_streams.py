@@ -1,0 +1,162 @@
+"""Streams between workers as the relays of two nodes see them: frames to each other, sockets to their workers.
+
+A frame is a head and, with some kinds, bytes:
+
+    OPEN name    dialled; answered by OPENED, or by RESET with the reason
+    DATA bytes   at most WINDOW bytes ahead of what the other end has said to have passed on
+    CREDIT n     n more bytes were passed on
+    END          no more will come: the worker has closed
+    RESET why    the stream is no more
+
+So who reads slowly or not at all holds up nobody but who writes to it, and that one through its own full socket.
+"""
+
+import contextlib
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy
+
+OPEN, OPENED, DATA, CREDIT, END, RESET = range(1, 7)
+HEAD = struct.Struct("<BBxxIQI")
+WINDOW = 4 << 20
+PIECE = 512 << 10
+_BUFFER = 4 << 20
+
+Key = tuple[int, int, bool]
+"""One end of a stream: (rank of the relay where it was dialled, number there, whether it is the end that dialled)."""
+
+
+def other(key: Key) -> Key:
+    """The other end."""
+    return key[0], key[1], not key[2]
+
+
+def pack(kind: int, to: Key, number: int = 0, rest: bytes = b"") -> bytes:
+    """A frame for the end ``to``."""
+    return HEAD.pack(kind, to[2], to[0], to[1], number) + rest
+
+
+def room(length: int) -> memoryview:
+    """Memory for a frame, with anything in it: what ``bytearray`` does to it first costs as much as a copy."""
+    return memoryview(numpy.empty(length, numpy.uint8))
+
+
+def unpack(frame: bytes | memoryview) -> tuple[int, Key, int, memoryview]:
+    """(kind, the end it is for, number, the rest); struct.error when it is no frame."""
+    kind, dialled, rank, number, count = HEAD.unpack_from(frame)
+    return kind, (rank, number, bool(dialled)), count, memoryview(frame)[HEAD.size :]
+
+
+@dataclass
+class Stream:
+    """One end of a stream.
+
+    Attributes:
+        peer: rank of the relay at the other end. sock: to this node's worker; does not block; closed by the relay.
+        out: what the worker has not taken yet. credit: bytes that may be sent. owed: bytes passed on and not said yet.
+        is_open: the other end has answered. ends: nothing follows ``out``. over: it is to be closed.
+    """
+
+    key: Key
+    peer: int
+    sock: socket.socket
+    send: Callable[[int, bytes | memoryview], None]
+    out: deque[memoryview] = field(default_factory=deque)
+    credit: int = WINDOW
+    owed: int = 0
+    is_open: bool = False
+    ends: bool = False
+    over: bool = False
+
+    def __post_init__(self):
+        self.sock.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self.sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+
+    @property
+    def reads(self) -> bool:
+        return self.is_open and self.credit > 0 and not self.ends
+
+    def pull(self) -> None:
+        """Sends on what the worker has written, as far as that is allowed and there."""
+        while self.reads and not self.over:
+            size = min(PIECE, self.credit)
+            frame = room(HEAD.size + size)
+            try:
+                got = self.sock.recv_into(frame[HEAD.size :])
+            except BlockingIOError:
+                return
+            except OSError:
+                got = 0
+            if not got:
+                self.send(self.peer, pack(END, other(self.key)))
+                self.finish()
+                return
+            HEAD.pack_into(frame, 0, DATA, not self.key[2], self.key[0], self.key[1], 0)
+            self.credit -= got
+            self.send(self.peer, frame[: HEAD.size + got])
+            if got < size // 2:
+                return
+
+    def push(self) -> None:
+        """Gives the worker what has come for it."""
+        while self.out and not self.over:
+            piece = self.out[0]
+            try:
+                taken = self.sock.send(piece)
+            except BlockingIOError:
+                break
+            except OSError:
+                self.reset("the worker has hung up")
+                return
+            self.owed += taken
+            if taken < len(piece):
+                self.out[0] = piece[taken:]
+            else:
+                self.out.popleft()
+        if self.owed >= WINDOW // 4 or (self.owed and not self.out):
+            self.send(self.peer, pack(CREDIT, other(self.key), self.owed))
+            self.owed = 0
+        if self.ends and not self.out:
+            self.finish()
+
+    def take(self, kind: int, number: int, rest: memoryview) -> None:
+        """A frame for this stream."""
+        if kind == DATA:
+            self.out.append(rest)
+            self.push()
+        elif kind == CREDIT:
+            self.credit += number
+            self.pull()
+        elif kind == OPENED:
+            self.is_open = True
+            self.answer(b"+")
+        elif kind == END:
+            self.ends = True
+            self.push()
+        elif kind == RESET:
+            self.fail(bytes(rest))
+
+    def answer(self, text: bytes) -> None:
+        """Tells a worker that dials what became of it."""
+        with contextlib.suppress(OSError):
+            self.sock.send(text)
+
+    def reset(self, why: str) -> None:
+        """Ends the stream on both sides."""
+        self.send(self.peer, pack(RESET, other(self.key), rest=why.encode()))
+        self.fail(why.encode())
+
+    def fail(self, why: bytes) -> None:
+        """Ends this side."""
+        if not self.is_open and not self.over:
+            self.answer(b"-" + why[:200])
+        self.finish()
+
+    def finish(self) -> None:
+        self.over = True
+        self.out.clear()

@@ -1,0 +1,76 @@
+"""The metrics file: a JSON object per step, in the order of the steps."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ft.errors import UserError
+
+_MOST_WAITING = 10_000
+
+
+class MetricsFile:
+    """Appends to ``path``, after dropping the steps after ``first_step`` and a line torn by a crash.
+
+    A disk that is full stops no training: what finds no room waits in memory, up to ``_MOST_WAITING`` lines, until
+    there is some.
+
+    Raises:
+        UserError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path, first_step: int):
+        self._path, self._waiting, self._begun = path, [], 0  # _begun: bytes of the first one that are written
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                self._cut(first_step)
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"--metrics-file {path} cannot be written: {error}", "give a writable path") from error
+
+    def write(self, figures: dict[str, Any]) -> None:
+        """Adds a step's line; ``figures``: JSON values, "step" among them."""
+        self._waiting.append((json.dumps(figures) + "\n").encode())
+        self._flush()
+        if len(self._waiting) > _MOST_WAITING:
+            del self._waiting[1]
+
+    def rewind(self, step: int) -> None:
+        """Drops what is there about steps after ``step``."""
+        self._waiting, self._begun = [line for line in self._waiting if _is_kept(line, step)], 0
+        os.close(self._fd)
+        self._cut(step)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def close(self) -> None:
+        self._flush()
+        os.close(self._fd)
+
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                self._begun += os.write(self._fd, self._waiting[0][self._begun :])
+                if self._begun == len(self._waiting[0]):
+                    self._waiting.pop(0)
+                    self._begun = 0
+
+    def _cut(self, step: int) -> None:
+        """A new file takes the old one's place, so that no crash loses any; without room it is cut in place."""
+        kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _is_kept(line, step)]
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        try:
+            temporary.write_bytes(b"".join(kept))
+            temporary.replace(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            os.truncate(self._path, sum(map(len, kept)))  # steps come in order: what is kept comes first
+
+
+def _is_kept(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False

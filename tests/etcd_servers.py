@@ -1,0 +1,121 @@
+"""etcd servers of a test's own, on free ports of this machine, that can be killed, stopped and started again."""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+_FAST = "--unsafe-no-fsync --heartbeat-interval 50 --election-timeout 500 --logger zap --log-outputs stderr"
+_UP_S = 30.0
+
+
+@pytest.fixture
+def etcd(tmp_path):
+    """``etcd(members)`` starts servers; they end with the test."""
+    if shutil.which("etcd") is None:
+        pytest.skip("etcd is not installed (Debian: etcd-server)")
+    started: list[Servers] = []
+
+    def start(members: int = 1) -> Servers:
+        started.append(Servers(tmp_path / f"etcd{len(started)}", members))
+        return started[-1]
+
+    yield start
+    for servers in started:
+        servers.end()
+
+
+class Servers:
+    """One etcd of several members, numbered from 0.
+
+    Attributes:
+        ports: where clients find each.
+    """
+
+    def __init__(self, folder: Path, members: int):
+        folder.mkdir()
+        self._folder, self.ports, self._peers = folder, *_free_ports(members)
+        self._processes: dict[int, subprocess.Popen] = {}
+        for member in range(members):
+            self.start(member)
+        try:
+            self.wait()
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def url(self) -> str:
+        return "etcd://" + ",".join(f"127.0.0.1:{port}" for port in self.ports)
+
+    def start(self, member: int) -> None:
+        """Starts a member, or starts it again with the data it had."""
+        peers = {f"m{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(self._peers)}
+        client, peer = f"http://127.0.0.1:{self.ports[member]}", peers[f"m{member}"]
+        command = ["etcd", "--name", f"m{member}", "--data-dir", str(self._folder / f"m{member}"), *_FAST.split()]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        command += ["--initial-cluster", ",".join(f"{name}={url}" for name, url in peers.items())]
+        with open(self._folder / f"m{member}.log", "ab") as log:
+            self._processes[member] = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
+
+    def wait(self) -> None:
+        """Until every running member serves, with a leader."""
+        deadline = time.monotonic() + _UP_S
+        for member in self._processes:
+            while self.ask(member, "kv/range", {"key": "eA=="}).get("header") is None:
+                if time.monotonic() > deadline:
+                    log = (self._folder / f"m{member}.log").read_text()[-2000:]
+                    raise AssertionError(f"etcd is not up after {_UP_S} s:\n{log}")
+                time.sleep(0.02)
+
+    def kill(self, member: int) -> None:
+        process = self._processes.pop(member)
+        process.kill()
+        process.wait()
+
+    def stop(self, member: int) -> None:
+        os.kill(self._processes[member].pid, signal.SIGSTOP)
+
+    def go_on(self, member: int) -> None:
+        os.kill(self._processes[member].pid, signal.SIGCONT)
+
+    def leader(self) -> int:
+        for member in self._processes:
+            status = self.ask(member, "maintenance/status", {})
+            if status.get("leader", "0") != "0" and status["leader"] == status["header"]["member_id"]:
+                return member
+        raise AssertionError("etcd has no leader")
+
+    def ask(self, member: int, path: str, body: dict) -> dict:
+        """One call to one member; {} if it does not answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports[member], timeout=5)
+        try:
+            connection.request("POST", f"/v3/{path}", json.dumps(body))
+            return json.loads(connection.getresponse().read())
+        except (OSError, ValueError, http.client.HTTPException):
+            return {}
+        finally:
+            connection.close()
+
+    def end(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+def _free_ports(count: int) -> tuple[list[int], list[int]]:
+    probes = [socket.socket() for _ in range(2 * count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports[:count], ports[count:]

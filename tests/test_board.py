@@ -1,0 +1,334 @@
+"""What every board does, whatever it is made of."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from etcd_servers import etcd  # noqa: F401 - a fixture
+
+from ft.control import board as boards
+from ft.control.board import KEPT_ORDERS, AgentBoard, ControlBoard, Posted, Record
+from ft.errors import UserError
+from ft.messages import AgentBeat, Close, Observed
+
+LIMIT_S = 20.0
+SOON_S = 0.3
+TOKEN = "a token"
+
+
+@pytest.fixture(params=["tcp", "etcd"])
+def board(request):
+    """Boards of one kind; all their ends are closed after the test."""
+    if request.param == "tcp":
+        pytest.importorskip("ft.control.board.tcp")
+        where = "tcp://127.0.0.1:0"
+    else:
+        where = request.getfixturevalue("etcd")(1).url
+    made = Boards(where)
+    yield made
+    made.close()
+
+
+class Boards:
+    """Ends of a board."""
+
+    def __init__(self, where: str):
+        self._where, self._ends = where, []
+
+    def host(self, record: Record | None = Record(), run: str = "run-0") -> ControlBoard:  # noqa: B008 - frozen
+        control = boards.host(self._where, run, TOKEN)
+        self._ends.append(control)
+        if record is not None:
+            control.resume(record)
+        return control
+
+    def connect(self, control: ControlBoard, node: str = "n0", token: str = TOKEN) -> AgentBoard:
+        agent = boards.connect(control.where, node, token, LIMIT_S if token == TOKEN else 1.0)
+        self._ends.append(agent)
+        return agent
+
+    def close(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(ConnectionError):
+                end.close()
+
+
+class Follower:
+    """Follows orders in a thread; ``seen`` is what has come, ``error`` how it ended."""
+
+    def __init__(self, agent: AgentBoard, start: int = 0):
+        self.seen: list[tuple[int, int]] = []
+        self.error: Exception | None = None
+        self._news = threading.Condition()
+        self._thread = threading.Thread(target=self._follow, args=(agent, start), daemon=True)
+        self._thread.start()
+
+    def _follow(self, agent: AgentBoard, start: int) -> None:
+        try:
+            agent.follow(self._take, start)
+        except Exception as error:
+            self.error = error
+
+    def _take(self, number: int, order: Close) -> None:
+        with self._news:
+            self.seen.append((number, order.epoch))
+            self._news.notify_all()
+
+    def wait_for(self, number: int) -> list[tuple[int, int]]:
+        """Until the order of that number is there."""
+        with self._news:
+            is_there = self._news.wait_for(lambda: self.seen and self.seen[-1][0] >= number, LIMIT_S)
+            assert is_there, f"{self.seen[-3:]} {self.error!r}"
+            return self.seen
+
+    def wait_for_end(self) -> Exception | None:
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+def order(number: int) -> Close:
+    return Close(number, "test")
+
+
+def report(number: int) -> Observed:
+    return Observed("test", {"number": number})
+
+
+def numbered(first: int, last: int) -> list[tuple[int, int]]:
+    return [(number, number) for number in range(first, last + 1)]
+
+
+def receive(control: ControlBoard, count: int) -> list[Posted]:
+    """That many reports; heartbeats are left out."""
+    found: list[Posted] = []
+    deadline = time.monotonic() + LIMIT_S
+    while len(found) < count:
+        posted = control.receive(0.2)
+        assert time.monotonic() < deadline, f"{len(found)} of {count}: {found[-3:]}"
+        if posted is not None and posted.number:
+            found.append(posted)
+    return found
+
+
+def numbers(posted: list[Posted]) -> list[int]:
+    assert all(entry.report == report(entry.number) for entry in posted)
+    return [entry.number for entry in posted]
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_reports_come_as_they_were_posted(board):
+    control = board.host()
+    agent = board.connect(control)
+    for number in range(1, 21):
+        agent.post(number, report(number))
+    assert receive(control, 20) == [Posted("n0", number, report(number)) for number in range(1, 21)]
+
+
+def test_nothing_comes_when_nothing_was_posted(board):
+    control = board.host()
+    assert control.receive(0.01) is None
+
+
+def test_a_heartbeat_comes_without_a_number(board):
+    control = board.host()
+    agent = board.connect(control)
+    agent.post(0, AgentBeat("n0"))
+    found = []
+    eventually(lambda: found.append(control.receive(0.1)) or found[-1] is not None)
+    assert found[-1] == Posted("n0", 0, AgentBeat("n0"))
+    assert agent.taken() == 0
+
+
+def test_orders_are_numbered_from_zero_and_come_in_sequence(board):
+    control = board.host()
+    follower = Follower(board.connect(control))
+    for number in range(50):
+        control.publish(order(number))
+    assert follower.wait_for(49) == numbered(0, 49)
+
+
+def test_a_blocked_follower_gets_the_next_order(board):
+    control = board.host()
+    follower = Follower(board.connect(control))
+    for number in range(3):
+        time.sleep(SOON_S)  # it has caught up, and waits
+        control.publish(order(number))
+        follower.wait_for(number)
+
+
+def test_a_late_follower_gets_all_orders_from_where_it_starts(board):
+    control = board.host()
+    for number in range(10):
+        control.publish(order(number))
+    assert Follower(board.connect(control)).wait_for(9) == numbered(0, 9)
+    assert Follower(board.connect(control, "n1"), 7).wait_for(9) == numbered(7, 9)
+    ahead = Follower(board.connect(control, "n2"), 10)
+    control.publish(order(10))
+    assert ahead.wait_for(10) == numbered(10, 10)
+
+
+def test_every_follower_gets_every_order(board):
+    control = board.host()
+    followers = [Follower(board.connect(control, f"n{i}")) for i in range(4)]
+    for number in range(30):
+        control.publish(order(number))
+    assert all(follower.wait_for(29) == numbered(0, 29) for follower in followers)
+
+
+def test_two_agents_report_at_once_and_each_in_its_order(board):
+    control = board.host()
+    agents = [board.connect(control, node) for node in ("n0", "n1")]
+
+    def say(agent: AgentBoard) -> None:
+        for number in range(1, 41):
+            agent.post(number, report(number))
+
+    threads = [threading.Thread(target=say, args=(agent,)) for agent in agents]
+    for thread in threads:
+        thread.start()
+    found = receive(control, 80)
+    for thread in threads:
+        thread.join(LIMIT_S)
+    for node in ("n0", "n1"):
+        assert numbers([posted for posted in found if posted.node == node]) == list(range(1, 41))
+
+
+def test_an_agent_learns_what_is_on_record(board):
+    control = board.host()
+    agent, other = board.connect(control), board.connect(control, "n1")
+    assert agent.taken() == 0
+    for number in (1, 2, 3):
+        agent.post(number, report(number))
+    receive(control, 3)
+    control.took("n0", 2)
+    eventually(lambda: agent.taken() == 2)
+    assert other.taken() == 0
+
+
+def test_what_is_posted_again_comes_in_order_or_not_at_all(board):
+    control = board.host()
+    first = board.connect(control)
+    for number in (1, 2, 3):
+        first.post(number, report(number))
+    assert numbers(receive(control, 3)) == [1, 2, 3]
+    control.took("n0", 1)
+    eventually(lambda: first.taken() == 1)
+    first.close()
+    second = board.connect(control)
+    for number in (2, 3, 4):
+        second.post(number, report(number))
+    found = []
+    while not found or found[-1].number != 4:
+        found += receive(control, 1)
+    assert numbers(found) in ([2, 3, 4], [4])
+
+
+def test_a_new_control_plane_goes_on_where_the_record_ends(board):
+    record = Record(first=5, orders=[order(5), order(6)], taken={"n0": 3})
+    control = board.host(record)
+    agent = board.connect(control)
+    assert agent.taken() == 3
+    follower = Follower(agent)
+    control.publish(order(7))
+    assert follower.wait_for(7) == numbered(5, 7)
+    agent.post(4, report(4))
+    assert numbers(receive(control, 1)) == [4]
+
+
+def test_a_record_without_orders_says_what_comes_next(board):
+    control = board.host(Record(first=12))
+    follower = Follower(board.connect(control))
+    control.publish(order(12))
+    assert follower.wait_for(12) == numbered(12, 12)
+
+
+def test_a_control_plane_takes_over_from_one_that_is_gone(board):
+    old = board.host()
+    for number in range(3):
+        old.publish(order(number))
+    agent = board.connect(old)
+    for number in (1, 2):
+        agent.post(number, report(number))
+    receive(old, 2)
+    old.took("n0", 1)
+    follower = Follower(agent)
+    follower.wait_for(2)
+    old.close()
+    agent.close()
+    assert isinstance(follower.wait_for_end(), ConnectionError)
+    new = board.host(Record(0, [order(0), order(1), order(2)], {"n0": 1}))
+    again = board.connect(new)
+    assert again.taken() == 1
+    again.post(2, report(2))
+    assert numbers(receive(new, 1)) == [2]
+    new.publish(order(3))
+    assert Follower(again, 3).wait_for(3) == numbered(3, 3)
+
+
+def test_agents_wait_until_the_board_is_as_on_record(board):
+    control = board.host(None)
+    agent = board.connect(control)
+    found: list[int] = []
+    asking = threading.Thread(target=lambda: found.append(agent.taken()), daemon=True)
+    asking.start()
+    asking.join(SOON_S)
+    assert not found
+    control.resume(Record(taken={"n0": 9}))
+    asking.join(LIMIT_S)
+    assert found == [9]
+
+
+def test_the_oldest_orders_go(board):
+    control = board.host()
+    for number in range(KEPT_ORDERS + 5):
+        control.publish(order(number))
+    last = KEPT_ORDERS + 4
+    assert Follower(board.connect(control)).wait_for(last) == numbered(5, last)
+
+
+def test_a_record_of_as_many_orders_as_are_kept_is_taken_whole(board):
+    last = KEPT_ORDERS + 2
+    control = board.host(Record(3, [order(number) for number in range(3, last + 1)]))
+    assert Follower(board.connect(control)).wait_for(last) == numbered(3, last)
+
+
+def test_an_agents_end_that_is_closed_wakes_its_follower(board):
+    agent = board.connect(board.host())
+    follower = Follower(agent)
+    time.sleep(SOON_S)
+    agent.close()
+    assert isinstance(follower.wait_for_end(), ConnectionError)
+    with pytest.raises(ConnectionError):
+        agent.post(1, report(1))
+
+
+def test_nobody_is_there_to_connect_to(board):
+    control = board.host()
+    where = control.where
+    control.close()
+    with pytest.raises(ConnectionError):
+        boards.connect(where, "n0", TOKEN, 1.0).taken()
+
+
+def test_another_token_is_refused(board):
+    control = board.host()
+    control.publish(order(0))
+    with pytest.raises(UserError, match="token"):
+        board.connect(control, token="another token")
+
+
+def test_long_messages_and_all_letters_get_through(board):
+    control = board.host()
+    agent = board.connect(control, "kö/ln n0")
+    told = Observed("test", {"text": "ü\n\"'\x00" * 50_000})
+    agent.post(1, told)
+    assert receive(control, 1) == [Posted("kö/ln n0", 1, told)]

@@ -1,0 +1,146 @@
+"""The control plane's process on etcd, with an agent and its workers played by the test."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from queue import Queue
+
+import pytest
+from etcd_servers import etcd  # noqa: F401 - a fixture
+from test_control_sidecar import LIMIT_S, ROOT, TOKEN, Played, repaired
+
+from ft import messages as m
+from ft.control import board as boards
+from ft.control import journal, tenure
+from ft.control.timeouts import BEHIND_ETCD
+
+
+class OnEtcd(Played):
+    """Keeps its reports until they are on record, as an agent does."""
+
+    def __init__(self, folder, url):
+        self.folder, self._url = folder, url
+        self._term, self._next_order = -1, 0
+        self._kept: deque[tuple[int, object]] = deque()
+        self.orders, self.number = Queue(), 0
+        self.log = open(folder / "control.log", "ab")  # noqa: SIM115 - closed with the process
+        self.process = None
+        self.begin()
+
+    def begin(self):
+        """Starts the control plane, for the next term, and connects to it."""
+        self._term += 1
+        tenure.claim(self.folder, self._term, "n0")
+        options = {"world_size": 2, "nodes": 1, "command": ["train.py"], "timeouts": BEHIND_ETCD}
+        command = [sys.executable, "-m", "ft.control", "--run-dir", str(self.folder), "--term", str(self._term)]
+        self.process = subprocess.Popen(
+            [*command, "--where", self._url, "--options", json.dumps(options)],
+            env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=self.log,
+            stderr=self.log,
+        )
+        deadline = time.monotonic() + LIMIT_S
+        while (standing := tenure.read(self.folder)) is None or standing.term < self._term:
+            assert self.process.poll() is None and time.monotonic() < deadline, (
+                self.folder / "control.log"
+            ).read_text()
+            time.sleep(0.01)
+        self.board = boards.connect(standing.where, "n0", TOKEN, LIMIT_S)
+        taken = self.board.taken()
+        self._kept = deque(entry for entry in self._kept if entry[0] > taken)
+        for number, report in self._kept:
+            self.board.post(number, report)
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def say(self, *reports):
+        for report in reports:
+            self.number += 1
+            self._kept.append((self.number, report))
+            with contextlib.suppress(ConnectionError):
+                self.board.post(self.number, report)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self.board.close()
+
+    def decisions(self):
+        return [
+            decision["reason"]
+            for entry in journal.read(self.folder / "journal.jsonl")
+            for decision in entry.get("decisions", [])
+        ]
+
+    def _follow(self):
+        def take(number, order):
+            assert number == self._next_order, "lost, or twice"
+            self._next_order += 1
+            self.orders.put(order)
+
+        with contextlib.suppress(ConnectionError):
+            self.board.follow(take, self._next_order)
+
+
+@pytest.fixture
+def played(tmp_path, etcd):  # noqa: F811
+    servers = etcd(3)
+    playing = OnEtcd(tmp_path, servers.url)
+    yield playing, servers
+    playing.board.close()
+    playing.close()
+
+
+def test_a_recovery_goes_on_when_the_control_plane_and_a_server_are_killed(played, tmp_path):
+    played, servers = played
+    played.start()
+    beats = {f"n0.w{rank}": m.Beat(0.0, 0, 7, "compute", 0.1, "step 8", 0.1, 1) for rank in range(2)}
+    played.say(m.AgentBeat("n0", beats), m.Observed("fault_injected", {"node": "n0", "number": 1, "kind": "kill"}))
+    servers.kill(servers.leader())
+    played.say(m.WorkerExited("n0.w1", "n0", -9, True))
+    assert played.hear(m.Close).epoch == 0
+    assert played.hear(m.Open).joiners == [1]
+    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {"1": [7]})))
+    played.kill()
+    played.say(m.WorkerArrived("n0.w2", 1))
+    played.begin()
+    assert played.hear(m.Repair).sources["1"] == m.Source(0, 0)
+    played.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
+    assert played.hear(m.Resume) == m.Resume(1, 7)
+    played.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))
+    assert played.hear(m.Spawn) == m.Spawn("n0", 1)
+    played.say(m.WorkerDone("n0.w0", 1, 9), m.WorkerDone("n0.w2", 1, 9))
+    played.hear(m.Finish)
+    played.say(m.AgentLeaving("n0", 0))
+    assert played.process.wait(LIMIT_S) == 0
+    assert sum("is back" in reason for reason in played.decisions()) == 1
+
+
+def test_no_node_is_given_up_because_etcd_was_away(played):
+    played, servers = played
+    played.start()
+    over = threading.Event()
+
+    def live():
+        while not over.wait(0.25):
+            with contextlib.suppress(ConnectionError):
+                played.board.post(0, m.AgentBeat("n0"))
+
+    living = threading.Thread(target=live, daemon=True)
+    living.start()
+    for member in (0, 1):
+        servers.kill(member)
+    time.sleep(BEHIND_ETCD["agent_lost_s"] + 1.0)
+    servers.start(0)
+    deadline = time.monotonic() + LIMIT_S
+    while not any("is back" in reason for reason in played.decisions()):
+        assert time.monotonic() < deadline and played.process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.0)
+    over.set()
+    living.join(LIMIT_S)
+    assert played.process.poll() is None and played.orders.empty(), played.decisions()

@@ -1,0 +1,124 @@
+"""Who is the control plane: claims, the lease, what agents do about its silence, when one lets go."""
+
+import os
+import threading
+
+import pytest
+
+from ft import token
+from ft.agent.membership import claim_name
+from ft.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
+from ft.control import tenure
+from ft.control.solitude import Solitude
+from ft.control.tenure import Standing
+from ft.control.timeouts import Timeouts
+from ft.errors import UserError
+
+LIMITS = Timeouts()
+
+
+def test_a_term_is_claimed_once(tmp_path):
+    won = []
+    claimants = [
+        threading.Thread(target=lambda n=n: tenure.claim(tmp_path, 3, f"n{n}") and won.append(n)) for n in range(16)
+    ]
+    for claimant in claimants:
+        claimant.start()
+    for claimant in claimants:
+        claimant.join()
+    assert len(won) == 1 and tenure.newest(tmp_path) == 3
+    assert tenure.is_over(tmp_path, 2) and not tenure.is_over(tmp_path, 3)
+
+
+def test_a_standing_is_read_whole_or_not_at_all(tmp_path):
+    assert tenure.read(tmp_path) is None and tenure.newest(tmp_path) == -1
+    standing = Standing(2, 0, "tcp://h:1", "n1", 77, 5)
+    tenure.renew(tmp_path, standing)
+    assert tenure.read(tmp_path) == standing and os.listdir(tmp_path) == ["control.json"]
+    for broken in ("", "{", "[]", '{"term": 1}'):
+        (tmp_path / "control.json").write_text(broken)
+        assert tenure.read(tmp_path) is None
+
+
+def test_a_lease_that_is_renewed_is_told_from_one_that_was_left(tmp_path):
+    assert not tenure.is_kept(tmp_path, 0.1)
+    tenure.renew(tmp_path, Standing(0, 0, "", "n0", 1))
+    assert not tenure.is_kept(tmp_path, 0.2)
+    threading.Timer(0.1, lambda: tenure.renew(tmp_path, Standing(0, 0, "", "n0", 1, 1))).start()
+    assert tenure.is_kept(tmp_path, 20.0)
+
+
+@pytest.mark.parametrize(
+    "view, expected",
+    [
+        (View(silent_s=0.5, lease_s=9.0, serving_s=None, turn=0), WAIT),
+        (View(silent_s=2.0, lease_s=1.0, serving_s=9.0, turn=0), WAIT),
+        (View(silent_s=2.0, lease_s=1.3, serving_s=9.0, turn=0), CLAIM),
+        (View(silent_s=2.0, lease_s=1.3, serving_s=9.0, turn=1), WAIT),
+        (View(silent_s=2.0, lease_s=1.6, serving_s=9.0, turn=1), CLAIM),
+        (View(silent_s=3.1, lease_s=0.2, serving_s=9.0, turn=1), FENCE),
+        (View(silent_s=3.1, lease_s=0.2, serving_s=1.0, turn=1), WAIT),
+        (View(silent_s=3.1, lease_s=0.2, serving_s=None, turn=1), WAIT),
+        (View(silent_s=900.0, lease_s=0.2, serving_s=900.0, turn=1), FENCE),
+        (View(silent_s=2.9, lease_s=None, serving_s=None, turn=1), WAIT),
+        (View(silent_s=3.1, lease_s=None, serving_s=None, turn=1), FENCE),
+        (View(silent_s=121.0, lease_s=None, serving_s=None, turn=1), GIVE_UP),
+    ],
+)
+def test_what_an_agent_does_about_a_silent_control_plane(view, expected):
+    what, why = decide(view, LIMITS)
+    assert what == expected and bool(why) == (what != WAIT)
+
+
+def test_workers_end_before_their_ranks_are_given_to_others():
+    assert LIMITS.fence_s < LIMITS.agent_lost_s
+
+
+def test_one_cut_off_from_most_yields_and_goes_on_if_nobody_takes_over():
+    solitude, others = Solitude(LIMITS), {"n1": 0.0, "n2": 0.0}
+    solitude.look(0.7, {"n0": 0.7, **others})
+    assert not solitude.yields
+    solitude.look(0.8, {"n0": 0.8, **others})
+    assert solitude.yields
+    solitude.look(3.0, {"n0": 3.0, **others})
+    assert solitude.yields
+    solitude.look(5.0, {"n0": 5.0, **others})
+    assert not solitude.yields
+    solitude.look(9.0, {"n0": 9.0, **others})
+    assert not solitude.yields, "those it has waited for once are gone"
+
+
+def test_one_that_is_heard_of_again_is_no_reason_to_yield():
+    solitude = Solitude(LIMITS)
+    solitude.look(1.0, {"n0": 1.0, "n1": 0.0, "n2": 0.0})
+    assert solitude.yields
+    solitude.look(1.1, {"n0": 1.1, "n1": 1.1, "n2": 0.0})
+    assert not solitude.yields
+
+
+@pytest.mark.parametrize("heard", [{"n0": 0.0}, {"n0": 5.0, "n1": 0.0}, {"n0": 5.0, "n1": 5.0, "n2": 0.0, "n3": 0.0}])
+def test_a_half_or_less_is_no_majority(heard):
+    solitude = Solitude(LIMITS)
+    solitude.look(5.0, heard)
+    assert not solitude.yields
+
+
+def test_names_of_nodes_that_come_back(tmp_path):
+    assert [claim_name(tmp_path, 3) for _ in range(3)] == ["n3", "n3-2", "n3-3"] and claim_name(tmp_path, 0) == "n0"
+
+
+def test_one_token_for_all_who_make_it_at_once_and_for_nobody_else(tmp_path):
+    found = []
+    makers = [threading.Thread(target=lambda: found.append(token.make(tmp_path, {}))) for _ in range(16)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    assert len(set(found)) == 1 and len(found[0]) == 64 and token.find(tmp_path, 0.0, {}) == found[0]
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["token"]
+    assert token.find(tmp_path, 0.0, {"FT_TOKEN": "given"}) == "given"
+
+
+def test_no_token(tmp_path):
+    with pytest.raises(UserError, match="no token in"):
+        token.find(tmp_path, 0.1, {})

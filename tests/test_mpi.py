@@ -1,0 +1,225 @@
+"""Snapshots over MPI: the relays' streams, and what the death or the silence of an MPI process leaves."""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from networks import ROOT, Networks, Relays, need_mpi
+from snapshot_crew import Crew, set_to
+
+from ft.agent import mpirun
+from ft.errors import UserError
+from ft.snapshot import mpi, mpi_world
+from ft.snapshot.mpi_streams import CREDIT, DATA, END, RESET, WINDOW, Stream, pack, unpack
+from ft.snapshot.transport import PeerLost
+
+# --- without MPI ------------------------------------------------------------------------------------------------------
+
+
+def test_addresses_name_a_node_and_a_worker_there_and_nothing_else():
+    assert mpi.parse("mpi:12/w345-0") == (12, "w345-0")
+    for wrong in ("127.0.0.1:80", "mpi:/w1", "mpi:1/", "mpi:1/relay", "mpi:1/w/../x", "mpi:-1/w1", "mpi:1/w1\n"):
+        with pytest.raises(ConnectionError):
+            mpi.parse(wrong)
+
+
+def test_the_flag_counts_at_ft_run_and_at_its_script():
+    def wanted(here, *there):
+        return mpirun.wanted(argparse.Namespace(ft_transport=here, script_args=list(there)))
+
+    assert not wanted(None)
+    assert wanted("mpi")
+    assert wanted(None, "--lr", "1", "--ft-transport", "mpi")
+    assert wanted(None, "--ft-transport=mpi")
+    assert wanted("mpi", "--ft-transport", "mpi")
+    assert not wanted("tcp", "--lr", "mpi")
+    with pytest.raises(UserError, match="give it once"):
+        wanted("tcp", "--ft-transport", "mpi")
+
+
+def test_mpirun_says_which_node_this_is_and_srun_too_where_it_speaks_pmix():
+    by_mpirun = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "5", "SLURM_PROCID": "0"}
+    assert mpirun.read(by_mpirun) == mpirun.MpiJob("", 5, 2, "")
+    assert mpirun.read({"SLURM_PROCID": "3"}) is None
+    by_srun = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
+    assert mpi_world.rank_in({**by_srun, "PMIX_RANK": "3"}) == (3, 4)
+    assert mpi_world.rank_in({**by_mpirun, "PMIX_RANK": "2"}) == (2, 5)
+    assert mpi_world.rank_in(by_srun) == (0, 1)
+
+
+def test_an_mpirun_that_would_end_with_its_first_dead_process_is_refused():
+    with pytest.raises(UserError, match="--with-ft ulfm"):
+        mpi_world.configure({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
+    settings = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_mpi_ft_detector_timeout": "3"}
+    mpi_world.configure(settings)
+    assert settings["OMPI_MCA_mpi_ft_detector"] == "1"
+    assert settings["OMPI_MCA_mpi_ft_detector_timeout"] == "3"
+
+
+def test_an_agent_and_its_nodes_mpi_process_start_without_torch():
+    code = "import sys, ft.agent.run, ft.snapshot.mpi_relay; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+class End:
+    """A stream's end with its worker's socket in the test's hand; what it sends lies in ``sent``."""
+
+    def __init__(self):
+        theirs, self.worker = socket.socketpair()
+        self.sent: list[tuple[int, bytes | bytearray]] = []
+        self.stream = Stream((0, 1, True), 7, theirs, lambda to, frame: self.sent.append((to, frame)), is_open=True)
+
+    def kinds(self) -> list[int]:
+        return [unpack(frame)[0] for _, frame in self.sent]
+
+    def close(self) -> None:
+        self.worker.close()
+        self.stream.sock.close()
+
+
+@pytest.fixture
+def end():
+    made = End()
+    yield made
+    made.close()
+
+
+def test_a_stream_sends_no_more_than_its_window_ahead(end):
+    payload, got = os.urandom(WINDOW + WINDOW // 2), bytearray()
+    writer = threading.Thread(target=end.worker.sendall, args=(payload,))
+    writer.start()
+    deadline = time.monotonic() + 20
+    while end.stream.reads:
+        assert time.monotonic() < deadline
+        end.stream.pull()
+    assert sum(len(unpack(frame)[3]) for _, frame in end.sent) == WINDOW
+    end.stream.take(CREDIT, WINDOW, memoryview(b""))
+    while len(got) < len(payload):
+        assert time.monotonic() < deadline
+        end.stream.pull()
+        got = b"".join(bytes(unpack(frame)[3]) for _, frame in end.sent)
+    writer.join()
+    assert got == payload
+    assert {to for to, _ in end.sent} == {7}
+    assert {unpack(frame)[1] for _, frame in end.sent} == {(0, 1, False)}
+
+
+def test_a_worker_that_does_not_read_gets_no_credit_for_its_sender_and_everything_later(end):
+    payload = os.urandom(WINDOW)
+    end.stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    end.stream.take(DATA, 0, memoryview(payload))
+    assert end.stream.out
+    end.stream.take(END, 0, memoryview(b""))
+    assert not end.stream.over
+    got = bytearray()
+    while len(got) < len(payload):
+        got += end.worker.recv(1 << 20)
+        end.stream.push()
+    assert bytes(got) == payload
+    assert end.stream.over
+    assert sum(unpack(frame)[2] for _, frame in end.sent if unpack(frame)[0] == CREDIT) <= WINDOW
+
+
+def test_a_worker_that_hangs_up_ends_the_stream_on_both_sides(end):
+    end.worker.close()
+    end.stream.take(DATA, 0, memoryview(b"x" * WINDOW))
+    assert end.stream.over
+    assert end.kinds() == [RESET]
+    other = End()
+    other.worker.close()
+    other.stream.pull()
+    assert other.stream.over
+    assert other.kinds() == [END]
+    other.close()
+
+
+def test_frames_name_the_end_they_are_for():
+    kind, key, number, rest = unpack(bytearray(pack(DATA, (3, 1 << 40, True), 9, b"rest")))
+    assert (kind, key, number, bytes(rest)) == (DATA, (3, 1 << 40, True), 9, b"rest")
+
+
+# --- with MPI ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """Three nodes of their own, who declare each other dead after two seconds."""
+    need_mpi()
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_detector_period", "0.5")
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_detector_timeout", "2")
+    relays = Relays(3)
+    yield relays
+    relays.close()
+
+
+def steps_again(workers: Crew, step: int) -> None:
+    """A step, as often as it takes: a transfer that the regrouping has cut is repeated by the next epoch's."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            workers.step(step, epoch=step)
+            return
+        except PeerLost:
+            assert time.monotonic() < deadline
+            step += 1
+            for snaps in workers.snaps:
+                snaps.settle()
+
+
+def test_a_dead_mpi_process_is_shrunk_away_and_a_standbys_node_takes_its_place(three):
+    workers = Crew(Networks(three), 2, patience_s=5, timeout_s=5)
+    spare = Crew(Networks(three), 3, copies=0)
+    workers.step(1)
+    three.signal(1, signal.SIGKILL)
+    workers.snaps[0].take(set_to(workers.live[0], 2), 2, 0)
+    with pytest.raises(PeerLost):
+        workers.snaps[0].wait()
+    workers.snaps[0].settle()
+    assert workers.snaps[0].holdings().own == [1, 2]
+    workers.addresses[1] = spare.addresses[2]
+    workers.snaps[0].place(workers.addresses)
+    workers.snaps[0].take(set_to(workers.live[0], 3), 3, 1)
+    workers.snaps[0].wait()
+    assert spare.servers[2].stock.holdings().copies == {"0": [3]}
+    with pytest.raises(ConnectionError, match="node 1 is gone"):
+        three.network(0).dial("mpi:1/w1-0", 5)
+    workers.close()
+    spare.close()
+
+
+def test_a_stopped_mpi_process_holds_up_nobody_and_is_declared_dead(three):
+    workers, others = Crew(Networks(three), 2, patience_s=1, timeout_s=1), Crew(Networks(three), 3, copies=1)
+    others.snaps[0].place({2: others.addresses[2]})
+    others.snaps[0].peers = [2]
+    workers.step(1)
+    three.signal(1, signal.SIGSTOP)
+    others.snaps[0].take(set_to(others.live[0], 1), 1, 0)
+    others.snaps[0].wait()
+    workers.snaps[0].take(set_to(workers.live[0], 2), 2, 0)
+    with pytest.raises(PeerLost):
+        workers.snaps[0].wait()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            three.network(0).dial(workers.addresses[1], 1).close()
+        except TimeoutError:
+            assert time.monotonic() < deadline
+        except ConnectionError as error:
+            if "node 1 is gone" in str(error):
+                break
+    others.snaps[0].take(set_to(others.live[0], 2), 2, 0)
+    others.snaps[0].wait()
+    assert others.servers[2].stock.holdings().copies == {"0": [1, 2]}
+    three.signal(1, signal.SIGCONT)
+    while Path(f"/proc/{three.pid(1)}/cmdline").exists():
+        assert time.monotonic() < deadline + 20, "it goes on although the others have declared it dead"
+        time.sleep(0.05)
+    workers.close()
+    others.close()

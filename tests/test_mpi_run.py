@@ -1,0 +1,72 @@
+"""`mpirun ft run --ft-transport mpi`: one agent per node, faults of workers and of whole nodes."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+from ft_runs import ROOT, Finished, Running, flags
+from networks import mpirun
+
+# Data-parallel peers on different nodes, so that no node holds a state and its only copy.
+LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+STEPS = 120
+
+
+def test_a_worker_and_then_a_node_are_replaced_over_mpi(corpus, reference, tmp_path):
+    run = MpiRun(tmp_path, flags(corpus, f"{LAYOUT} --ft-transport mpi", STEPS))
+    run.wait_for(lambda: run.step() >= 5 and run.standbys() >= {"n0.w2", "n2.w0", "n2.w1"})
+    assert list(run.relays()) == ["n0", "n1", "n2"]
+    os.kill(run.holder("n0"), signal.SIGKILL)
+    run.wait_for(lambda: run.step() >= 30)
+    [agent] = run.relays()["n1"].children()
+    agent.kill()
+    done = run.wait(90)
+    assert done.code == 0, done.explain()
+    assert not done.named("restarted"), done.explain()
+    assert done.named("fault_detected")[-1].detail["signal"] == "node lost"
+    assert {seat.split(".")[0] for seat in run.seats().values()} == {"n0", "n2"}
+    assert done.losses == reference(4, LAYOUT, STEPS)
+
+
+class MpiRun(Running):
+    """Three nodes on this machine, the last of which carries standbys, and one standby beside the others' workers."""
+
+    def __init__(self, tmp_path, script_flags: str):
+        self.folder = tmp_path / "run"
+        self._log = tmp_path / "mpirun.out"
+        command = [*mpirun(3), sys.executable, "-m", "ft", "run", "--standby-nodes", "1", "--standby", "1"]
+        command += ["--nproc-per-node", "2", "--run-dir", str(self.folder), "pretrain_gpt.py", *script_flags.split()]
+        with open(self._log, "w") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            )
+
+    def standbys(self) -> set[str]:
+        return {event.worker for event in self.so_far().named("standby_ready")}
+
+    def so_far(self) -> Finished:
+        return Finished(0, "", self.folder)
+
+    def seats(self) -> dict[str, str]:
+        """Who holds each logical rank in the newest epoch."""
+        return self.so_far().named("epoch_opened")[-1].detail["seats"]
+
+    def relays(self) -> dict[str, psutil.Process]:
+        """The MPI process of each node that is left."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        found = [process for process in below if process.name() == "ft-mpi"]
+        return dict(sorted((f"n{process.environ()['OMPI_COMM_WORLD_RANK']}", process) for process in found))
+
+    def holder(self, node: str) -> int:
+        """The pid of a worker of ``node`` that holds a logical rank."""
+        names = [name for name in self.seats().values() if name.startswith(f"{node}.")]
+        below = self.relays()[node].children(recursive=True)
+        return next(process.pid for process in below if process.name() in names)

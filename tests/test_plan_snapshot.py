@@ -1,0 +1,313 @@
+"""`ft plan snapshot`: sizes against megatron-core's own objects, probabilities against enumeration and chance."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+
+from ft.cli import main
+from ft.placement.assign import place
+from ft.plan.snapshot import cluster
+from ft.plan.snapshot.loss import Failures, formula_1, over, risk
+from ft.plan.snapshot.shards import from_flags, shards
+from megatron.training.arguments import layout, parse
+
+MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 500 --seq-length 32 "
+ZERO = "--use-distributed-optimizer "
+SIZES = {
+    "pp2, tied, learned positions": "--pipeline-model-parallel-size 2 " + ZERO,
+    "tp2, gqa, swiglu, rmsnorm, untied, no biases": (
+        "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm "
+        "--untie-embeddings-and-output-weights --disable-bias-linear --position-embedding-type rope " + ZERO
+    ),
+    "bf16, replicated optimizer": "--pipeline-model-parallel-size 2 --bf16",
+    "experts, ep2, pp2": "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear "
+    "--pipeline-model-parallel-size 2 --moe-layer-freq [0,1,0,1] " + ZERO,
+    "experts, replicated optimizer": "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear",
+    "interleaved, query norms": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    "--qk-layernorm --bf16 " + ZERO,
+    "no data parallelism": "--pipeline-model-parallel-size 4",
+}
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def snapshot_bytes(flags: str) -> dict:
+    """What a real rank's snapshot is made of."""
+    import torch.distributed as dist
+
+    from ft.snapshot.capture import Capture
+    from megatron.core import parallel_state
+    from megatron.training import model
+    from megatron.training.arguments import check, parse
+    from megatron.training.initialize import init_model_parallel, seed_everything
+
+    options = parse(f"{flags} --micro-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data")
+    grid = check(options, dist.get_world_size(), has_te=False)
+    init_model_parallel(options.parallel, grid)
+    seed_everything(options.training)
+    trainee = model.build(options, grid, 512)
+    alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+    state = Capture(trainee.chunks, trainee.optimizer, trainee.scheduler, alone=alone).state({})
+    sizes = [sum(t.numel() * t.element_size() for t in part.values()) for part in (state.owned, state.replicated)]
+    parallel_state.destroy_model_parallel()
+    return {"stage": 0 if grid.pp == 1 else parallel_stage(grid), "owned": sizes[0], "replicated": sizes[1]}
+
+
+def parallel_stage(grid) -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() // (grid.world_size // grid.pp)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_bytes_are_those_of_real_snapshots(name, ranks):
+    flags = MODEL + SIZES[name]
+    options = parse(flags + "--padded-vocab-size 512" if flags.endswith(" ") else flags + " --padded-vocab-size 512")
+    grid = layout(options.parallel, options.model.num_layers, 4)
+    predicted = shards(from_flags(options, grid), options, grid)
+    real = ranks(snapshot_bytes, 4, flags, timeout=120)
+    for stage, expected in enumerate(predicted):
+        here = [rank for rank in real if rank["stage"] == stage]
+        small = 4 * 100  # step counters
+        assert sum(rank["owned"] for rank in here) == pytest.approx(len(here) * expected.owned, abs=small * len(here))
+        assert all(rank["replicated"] == pytest.approx(expected.replicated, abs=small) for rank in here)
+
+
+def test_known_models():
+    gpt3 = (
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --vocab-size 50257 --seq-length 2048 "
+        "--make-vocab-size-divisible-by 1"
+    )
+    llama = (
+        "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --swiglu "
+        "--group-query-attention --num-query-groups 8 --vocab-size 128256 --normalization RMSNorm "
+        "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope "
+        "--make-vocab-size-divisible-by 1"
+    )
+    for flags, billions in ((gpt3, 174.6), (llama, 70.55)):
+        options = parse(flags)
+        (stage,) = from_flags(options, layout(options.parallel, options.model.num_layers, 1))
+        assert stage.dense / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_groups_are_megatron_cores():
+    from megatron.core.parallel_state import RankGenerator
+
+    for tp, cp, dp, pp in itertools.product((1, 2), (1, 2), (1, 3), (1, 2)):
+        for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"):
+            options = parse(f"--tensor-model-parallel-size {tp} --context-parallel-size {cp}").parallel
+            options.pipeline_model_parallel_size = pp
+            grid = layout(options, pp, tp * cp * dp * pp)
+            core = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+            pipeline_first = order.endswith("dp")
+            assert cluster.data_parallel_groups(grid, pipeline_first) == core.get_ranks("dp-cp")
+            stages = cluster.stage_of(grid, pipeline_first)
+            for pipeline in core.get_ranks("pp"):
+                assert [stages[rank] for rank in pipeline] == list(range(pp))
+
+
+# --- probabilities ---------------------------------------------------------------------------------------------------
+
+
+def test_formula_1_gives_the_papers_numbers():
+    assert formula_1(128, 1e-6, 1) == pytest.approx(1.28e-10)
+    assert over(1e5, formula_1(128, 1e-6, 1)) == pytest.approx(1.28e-5, rel=1e-3)
+    assert over(1e5, formula_1(128, 1e-6, 2)) == pytest.approx(1.28e-11, rel=1e-3)
+    assert 1e5 * formula_1(128, 1e-4, 1) == pytest.approx(0.128)
+    assert over(1e5, formula_1(128, 1e-4, 2)) == pytest.approx(1.28e-5, rel=1e-3)
+    assert formula_1(10, 0.9, 1) == 1.0 and over(5, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_formula_1_bounds_what_enumeration_finds(k):
+    """All states of nodes that fail independently: the bound holds, and is close where failures are rare."""
+    size = 8
+    holders = {rank: [(rank + d) % size for d in range(1, k + 1)] for rank in range(size)}
+    for p in (1e-3, 0.05, 0.3):
+        exact = 0.0
+        for down in itertools.product((False, True), repeat=size):
+            if any(down[owner] and all(down[h] for h in held) for owner, held in holders.items()):
+                exact += math.prod(p if d else 1 - p for d in down)
+        bound = formula_1(size, p, k)
+        assert exact <= bound
+        if p == 1e-3:
+            assert exact == pytest.approx(bound, rel=0.02)
+
+
+def racks(nodes: int, per_rack: int, gpus: int = 1):
+    return {r: {"node": f"n{r // gpus}", "rack": f"r{r // gpus // per_rack}"} for r in range(nodes * gpus)}
+
+
+def test_rare_independent_failures_come_to_formula_1_times_who_may_be_first():
+    where, window = racks(8, 1), 10.0
+    where = {rank: {"node": kinds["node"]} for rank, kinds in where.items()}
+    for k in (1, 2, 3):
+        holders = place(where, [list(range(8))], k)
+        found = risk(where, holders, Failures({"node": 1e6}, window))
+        assert found.rate == pytest.approx(8 / 1e6)
+        per_window = found.rate * window * found.per_failure
+        assert per_window == pytest.approx((k + 1) * formula_1(len(sets(where, holders)), window / 1e6, k), rel=1e-3)
+
+
+def sets(where, holders) -> set:
+    return {frozenset(where[r]["node"] for r in (owner, *held)) for owner, held in holders.items()}
+
+
+def test_ranks_of_one_node_with_holders_on_one_node_are_lost_together():
+    where = racks(4, 1, gpus=4)
+    groups = [[r, r + 4, r + 8, r + 12] for r in range(4)]
+    where = {rank: {"node": kinds["node"]} for rank, kinds in where.items()}
+    many = risk(where, place(where, groups, 1), Failures({"node": 1e6}, 10.0))
+    one = {r: {"node": f"n{r}"} for r in range(4)}
+    assert many.per_failure == pytest.approx(
+        risk(one, place(one, [[0, 1, 2, 3]], 1), Failures({"node": 1e6}, 10.0)).per_failure
+    )
+
+
+def test_a_rack_with_owner_and_copy_loses_state_by_itself():
+    where = racks(4, 2)
+    failures = Failures({"node": 1e6, "rack": 1e6}, 10.0)
+    careless = risk(where, {0: [1], 1: [0], 2: [3], 3: [2]}, failures)
+    assert careless.by_kind["rack"] == 1.0 and careless.per_failure == pytest.approx(2 / 6, rel=1e-3)
+    careful = risk(where, place(where, [[0, 1, 2, 3]], 1), failures)
+    assert careful.by_kind["rack"] < 1e-4 and careful.per_failure < 1e-4
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_correlated_failures_against_enumeration(k):
+    """Given that one component fails: all states of all others within the window, against the model's bound."""
+    where = racks(6, 2)
+    holders = place(where, [list(range(6))], k)
+    failures = Failures({"node": 4000.0, "rack": 9000.0}, 10.0)
+    found = risk(where, holders, failures)
+    components = [("node", n, {f"n{n}"}) for n in range(6)] + [
+        ("rack", r, {f"n{2 * r}", f"n{2 * r + 1}"}) for r in range(3)
+    ]
+    expected = {}
+    for first in components:
+        rest = [c for c in components if c is not first]
+        lost = 0.0
+        for states in itertools.product((False, True), repeat=len(rest)):
+            down = first[2].union(*(c[2] for c, fails in zip(rest, states, strict=True) if fails))
+            if any(nodes <= down and nodes & first[2] for nodes in sets(where, holders)):
+                lost += math.prod(
+                    failures.within(c[0]) if fails else 1 - failures.within(c[0])
+                    for c, fails in zip(rest, states, strict=True)
+                )
+        expected.setdefault(first[0], []).append(lost)
+    for kind, losses in expected.items():
+        exact = sum(losses) / len(losses)
+        assert exact <= found.by_kind[kind] * (1 + 1e-9)
+        assert found.by_kind[kind] == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_rate_of_losses_against_chance(seed):
+    """A simulated cluster: failures in continuous time, each mended after the window; losses counted."""
+    print("seed", seed)
+    dice = random.Random(seed)
+    where = racks(8, 2)
+    holders = place(where, [list(range(8))], 1)
+    failures = Failures({"node": 1000.0, "rack": 4000.0}, 5.0)
+    members = {f"n{n}": ["node", [f"n{n}"]] for n in range(8)}
+    members |= {f"r{r}": ["rack", [f"n{2 * r}", f"n{2 * r + 1}"]] for r in range(4)}
+    names, weights = list(members), [1 / failures.mtbf[kind] for kind, _ in members.values()]
+    lost, count, at, recent = 0, 150_000, 0.0, []
+    all_sets = sets(where, holders)
+    for _ in range(count):
+        at += dice.expovariate(sum(weights))
+        recent = [(when, name) for when, name in recent if at - when < failures.window]
+        recent.append((at, dice.choices(names, weights)[0]))
+        down = {node for _, name in recent for node in members[name][1]}
+        if len(recent) > 1 and any(nodes <= down for nodes in all_sets):
+            lost, recent = lost + 1, []
+    expected = risk(where, holders, failures).per_failure
+    sigma = math.sqrt(expected / count)
+    assert lost / count == pytest.approx(expected, abs=4 * sigma + 0.05 * expected), (lost, expected * count)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def ask(capsys, flags: str) -> str:
+    assert main(["plan", "snapshot", *flags.split()]) == 0
+    return capsys.readouterr().out
+
+
+BIG = "pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer"
+
+
+def test_a_table_and_the_same_as_json(capsys):
+    flags = f"--nodes 64 --nodes-per-rack 4 --step-time 10s --optimizer-time 300ms --params 70B {BIG}"
+    text = ask(capsys, flags)
+    for words in ("64 nodes, 512 ranks: TP8 x DP16 x PP4", "70 B parameters", "k = 3", "fits into the window of 9.7 s"):
+        assert words in text
+    values = json.loads(ask(capsys, "--json " + flags))
+    assert values["parameters"] == pytest.approx(70e9)
+    shard = 70e9 * 12 / 512
+    for k, found in enumerate(values["copies"], 1):
+        assert found["k"] == k and found["fits"] and not found["problems"]
+        assert found["memory"] == pytest.approx(8 * shard * (2 + 2 * k))
+        assert found["sent"] == found["received"] == pytest.approx(8 * shard * k)
+        assert found["d2h"] == pytest.approx(shard)
+        assert found["transfer_s"] == pytest.approx(max(shard / 25e9, 8 * shard * k / 25e9))
+    assert values["copies"][0]["loss_per_month"] > 1e4 * values["copies"][1]["loss_per_month"] > 0
+
+
+def test_what_does_not_fit_is_said(capsys):
+    flags = f"--nodes 8 --host-memory 100 --network 1 --step-time 1s --copies 2 --params 70B {BIG}"
+    text = ask(capsys, flags)
+    assert text.count("NO") == 2
+    assert "3 failure domains" in ask(
+        capsys, f"--nodes 4 --nodes-per-rack 2 --copies 2 --params 7B {BIG} --ft-snapshot-peers 2"
+    )
+
+
+def test_a_replicated_optimizer_is_told_from_a_distributed_one(capsys):
+    flags = "--nodes 2 --gpus-per-node 2 --params 1B --copies 1 x.py --pipeline-model-parallel-size 2"
+    assert "without --use-distributed-optimizer" in ask(capsys, flags)
+    values = json.loads(ask(capsys, "--json " + flags))["copies"][0]
+    assert values["copies"] == 0 and values["own"] == pytest.approx(2 * 2 * 12 * 0.5e9)
+    assert any("no copy holds it" in problem for problem in values["problems"])
+
+
+def test_a_topology_file_gives_the_nodes(capsys, tmp_path):
+    path = tmp_path / "topology.conf"
+    path.write_text("SwitchName=s0 Nodes=a[1-2]\nSwitchName=s1 Nodes=a[3-4]\nSwitchName=s2 Switches=s[0-1]\n")
+    flags = f"--nodes 2 --gpus-per-node 2 --topology {path} --params 1B --copies 1 x.py {ZERO}"
+    assert "are in switch s0" in ask(capsys, flags)
+    assert "are in" not in ask(capsys, f"--hosts a[2-3] {flags}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--nodes 2", "--num-layers, --hidden-size, --num-attention-heads, --vocab-size, --seq-length"),
+        ("--nodes 3 --params 1B x.py --tensor-model-parallel-size 16", "24 ranks"),
+        ("--nodes 2 --params 1B x.py --colour red", "unknown flag --colour"),
+        ("--nodes 1 --gpus-per-node 2 --params 1B", "3 copies with 1 other"),
+        ("--nodes 2 --params 1B --step-time 1s --optimizer-time 2s", "leaves no time"),
+        ("--nodes 2 --params 1B --expert-params 2B", "--expert-params"),
+        ("--nodes 2 --params 1B --topology /nowhere", "cannot be read"),
+        ("--nodes 2 --params 1B --hosts a1", "--hosts"),
+        ("--nodes 2 --params 1B --nodes-per-rack 2 --topology x", "same thing"),
+        (f"--nodes 2 x.py {MODEL} --pipeline-model-parallel-size 16", "4 layers cannot be split over 16 stages"),
+        (f"--nodes 1 --gpus-per-node 6 x.py {MODEL} --tensor-model-parallel-size 3", "4 attention heads"),
+    ],
+)
+def test_bad_questions_are_refused(capsys, flags, said):
+    assert main(["plan", "snapshot", *flags.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--nodes 0", "--nodes 2 --params much", "--nodes 2 --copies 0", "--nodes 1 --pcie -1"]
+)
+def test_values_that_are_none_end_with_usage(capsys, flags):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "snapshot", *flags.split()])
+    assert ended.value.code == 2 and "usage" in capsys.readouterr().err

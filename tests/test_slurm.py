@@ -1,0 +1,189 @@
+"""`examples/slurm` on a real Slurm of several nodes (see tests/slurm): nodes die, jobs are put back, cancelled."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small_runs as runs
+from ft_runs import ROOT, flags
+from slurm.cluster import Cluster, reason_to_skip
+
+from ft import events
+from ft.agent import allocation
+from megatron.training.arguments import check, parse
+
+LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
+STEPS = 120
+START_S, END_S = 120.0, 120.0
+
+
+@pytest.fixture
+def cluster(request):
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    with Cluster(request.param) as made:
+        yield made
+    assert not list(made.folder.parent.glob(f"{made.folder.name}*"))
+    left = [name for name in os.listdir("/proc") if name.isdigit() and str(made.folder) in environment_of(name)]
+    assert not left, f"left behind: {left}"
+
+
+class Job:
+    """The example as a job: 2 workers on each node, a tiny model; the file itself is as it is."""
+
+    def __init__(self, cluster: Cluster, tmp_path: Path, corpus: str, example: str, *options: str, standby_nodes: int):
+        self.cluster, self.folder = cluster, tmp_path / "runs"
+        self._output = tmp_path / "job.out"
+        command = tmp_path / "bin" / "ft"
+        command.parent.mkdir()
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ft "$@"\n')
+        command.chmod(0o755)
+        environment = {
+            "PATH": f"{command.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "FOLDER": str(self.folder),
+            "WORKERS_PER_NODE": "2",
+            "STANDBY_NODES": str(standby_nodes),
+        }
+        model = flags(corpus, LAYOUT, STEPS).split()
+        script = str(ROOT / "examples" / "slurm" / example)
+        sbatch = ["sbatch", "--parsable", f"--nodes={len(cluster.nodes)}", f"--output={self._output}"]
+        self.number = cluster.command(*sbatch, *options, script, *model, environment=environment, cwd=ROOT)
+
+    def state(self, task: str = "") -> str:
+        """Of this job, or of one of its array."""
+        return self.cluster.command(
+            "squeue", "--noheader", "--states=all", f"--job={self.number}{task}", "--Format=State"
+        )
+
+    def run(self, restart: int = 0) -> Path:
+        found = sorted(self.folder.glob(f"*-{restart}"))
+        return found[0] if found else self.folder / "none"
+
+    def steps(self, restart: int = 0) -> list[dict]:
+        path = self.run(restart) / "metrics.jsonl"
+        try:
+            return runs.metrics(path)
+        except (OSError, ValueError):  # not there yet, or in the middle of a line
+            return []
+
+    def wait_for_step(self, step: int, restart: int = 0) -> None:
+        self.wait_for(lambda: (self.steps(restart) or [{"step": 0}])[-1]["step"] >= step, START_S, f"step {step}")
+
+    def wait_for_state(self, *states: str) -> dict[str, str]:
+        self.wait_for(lambda: self.cluster.job(self.number)["JobState"] in states, END_S, f"job {' or '.join(states)}")
+        return self.cluster.job(self.number)
+
+    def wait_for(self, true, limit_s: float, what: str) -> None:
+        try:
+            self.cluster.wait_for(true, limit_s, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.explain()}") from None
+
+    def events(self, name: str, restart: int = 0) -> list:
+        return [event for event in events.read(self.run(restart) / "events.jsonl") if event.name == name]
+
+    def explain(self) -> str:
+        files = [self._output, *sorted(self.folder.glob("*/slurm/*")), *sorted(self.folder.glob("*/logs/*"))]
+        return "".join(f"--- {file.name}\n{file.read_text()[-1500:]}\n" for file in files if file.is_file())
+
+
+def environment_of(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def losses(*parts: list[dict]) -> list[float]:
+    found = [step for part in parts for step in part]
+    assert [step["step"] for step in found] == list(range(1, len(found) + 1)), "a step is missing or there twice"
+    return [step["loss"] for step in found]
+
+
+@pytest.mark.parametrize("cluster", [4], indirect=True)
+def test_standby_nodes_take_the_places_of_one_without_power_and_one_set_down(cluster, corpus, reference, tmp_path):
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=2)
+    job.wait_for_step(5)
+    cluster.cut_power("n2")
+    job.wait_for(lambda: len(job.events(events.RESUMED)) >= 2, START_S, "the first recovery")
+    holders = {seat.split(".")[0] for seat in job.events(events.EPOCH_OPENED)[-1].detail["seats"].values()}
+    host = cluster.nodes[int(min(holders - {"n0"})[1])]  # the run counts its nodes from 0
+    cluster.command("scontrol", "update", f"nodename={host}", "state=down", "reason=test")
+    done = job.wait_for_state("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    assert done["JobState"] == "COMPLETED", job.explain()
+    assert not job.events(events.RESTARTED), job.explain()
+    assert len(job.events(events.RESUMED)) >= 3, job.explain()
+    assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster, corpus, reference, tmp_path):
+    here = ("--partition=all", "--cpus-per-task=4", "--gpus-per-node=8")
+    job = Job(cluster, tmp_path, corpus, "hot_swap_cluster.sbatch", *here, standby_nodes=1)
+    job.wait_for_step(5)
+    cluster.command("scontrol", "requeue", job.number)
+    job.wait_for_step(len(job.steps()) + 5, restart=1)
+    cluster.command("scancel", job.number)
+    assert job.wait_for_state("CANCELLED")["Restarts"] == "1"
+    found = losses(job.steps(), job.steps(1))
+    assert found == reference(4, LAYOUT, STEPS)[: len(found)], job.explain()
+    saved = (job.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
+    assert saved == str(len(found)), job.explain()
+    job.wait_for(lambda: not [name for node in cluster.nodes for name in cluster.processes(node)], 20, "empty nodes")
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_the_first_node_with_script_and_control_plane_is_a_node_like_any_other(cluster, corpus, reference, tmp_path):
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", "--array=7,8%1", standby_nodes=1)
+    job.wait_for_step(5)
+    cluster.cut_power("n1")
+    job.wait_for(
+        lambda: job.state("_7") == "CANCELLED", END_S, "the nodes that are left end the job, with the run over"
+    )
+    assert not job.events(events.RESTARTED), job.explain()
+    assert job.events(events.FINISHED), job.explain()
+    assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
+    assert job.state("_8") == "PENDING", "the array's next job waits for a third node"
+
+
+@pytest.mark.parametrize(("example", "world_size"), [("hot_swap.sbatch", 64), ("hot_swap_cluster.sbatch", 256)])
+def test_the_examples_models_fit_their_nodes(example, world_size, tmp_path):
+    shown = tmp_path / "bin" / "srun"
+    shown.parent.mkdir()
+    shown.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    shown.chmod(0o755)
+    environment = {"PATH": f"{shown.parent}:{os.environ['PATH']}", "FOLDER": str(tmp_path), "SLURM_JOB_ID": "7"}
+    script = ["bash", str(ROOT / "examples" / "slurm" / example)]
+    done = subprocess.run(
+        script, env={**environment, "SLURM_JOB_NAME": "gpt"}, capture_output=True, text=True, timeout=20, check=True
+    )
+    words = done.stdout.splitlines()
+    options = parse(words[words.index("pretrain_gpt.py") + 1 :])
+    check(options, world_size, has_te=True)
+    nodes, standbys, workers = (
+        int(re.search(rf"--{name}[= ](\d+)", text)[1])
+        for name, text in (
+            ("nodes", Path(script[1]).read_text()),
+            ("standby-nodes", " ".join(words)),
+            ("nproc-per-node", " ".join(words)),
+        )
+    )
+    assert (nodes - standbys) * workers == world_size
+
+
+def test_whose_job_is_nobodys():
+    job = {"JobState": "RUNNING", "BatchFlag": "1", "BatchHost": "n1", "NodeList": "n[1-3]"}
+    assert not allocation.is_orphan(job) and allocation.is_orphan({**job, "NodeList": "n[2-3]"})
+    assert not allocation.is_orphan({})
+    assert allocation.is_under_way(job) and not allocation.is_under_way({**job, "BatchFlag": "0"})
+    assert allocation.job_name({"SLURM_JOB_ID": "9"}) == "9" and allocation.job_name({}) is None
+    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "4"}
+    assert allocation.job_name(array) == "9_4"
+    assert allocation.lost_first_node({"nodes": {"n0": "ended by SIGKILL", "n1": "up"}})
+    for nodes in ({"n0": "up"}, {"n0": "suspect: two workers died"}, {"n1": "lost"}, None):
+        assert not allocation.lost_first_node({"nodes": nodes})
