@@ -59,6 +59,7 @@ KINDS = (
     Kind("raise recoverable errors for ever", 1, strikes.on_training(strikes.ail)),
     Kind("a step that kills its worker", 0.7, strikes.on_training(strikes.poison("kill"))),
     Kind("a step that is a software error", 0.7, strikes.on_training(strikes.poison("ValueError"))),
+    Kind("lose a report", 2, strikes.on_worker(strikes.mumble), at_worst=NOTHING),
     Kind("reset a connection", 3, strikes.on_training(strikes.reset), at_worst=IN_PLACE, noticed_s=2.5),
     Kind("lose a message for good", 1, strikes.on_training(strikes.stick), at_worst=IN_PLACE, noticed_s=10.0),
     Kind("damage an own snapshot", 2, strikes.on_training(strikes.damage_own), at_worst=NOTHING),

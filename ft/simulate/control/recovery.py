@@ -40,13 +40,13 @@ def _leave(worker: "Worker") -> Generator[float | None, None, Any]:
     own, copies = worker.snapshots.stock.held()
     said = (worker.name, worker.epoch, worker.step, _groups(worker), m.Holdings(own, copies))
     worker.inside = False
-    worker.say(m.WorkerReleased(*said))
+    worker.ask(m.WorkerReleased(*said))
     yield from worker.await_open(worker.epoch)
 
 
 def _enter(worker: "Worker") -> Generator[float | None, None, m.Repair]:
     if worker.empty:
-        worker.say(m.WorkerArrived(worker.name, worker.epoch, _groups(worker)))
+        worker.ask(m.WorkerArrived(worker.name, worker.epoch, _groups(worker)))
     return (yield from worker.await_order(m.Repair))
 
 
@@ -73,7 +73,7 @@ def _repair(worker: "Worker", order: m.Repair) -> Generator[float | None, None, 
     cluster.checks.restored(worker, order.step)
     worker.repaired_epoch = worker.epoch
     rebuilt, deferred = set(worker.groups) & set(order.rebuild), set(worker.groups) & set(order.defer)
-    worker.say(
+    worker.ask(
         m.WorkerRepaired(
             worker=worker.name,
             epoch=worker.epoch,

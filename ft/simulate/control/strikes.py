@@ -158,6 +158,11 @@ def poison(kind: str) -> "Callable[[Cluster, Worker], str]":
     return strike
 
 
+def mumble(cluster: "Cluster", worker: "Worker") -> None:
+    """What it says next of a recovery, or of its end, gets lost on the way to its agent."""
+    worker.mumbles = True
+
+
 def reset(cluster: "Cluster", worker: "Worker") -> None:
     worker.broken_epoch = worker.epoch
     worker.poke()

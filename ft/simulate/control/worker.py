@@ -13,6 +13,7 @@ from ft import messages as m
 from ft.simulate.control.errors import Broken, EpochClosed, Exited
 from ft.simulate.control.recovery import recover
 from ft.simulate.control.snapshots import Snapshots
+from ft.worker.reminder import PERIOD_S
 
 if TYPE_CHECKING:
     from ft.simulate.control.agent import Agent
@@ -27,7 +28,8 @@ class Worker:
 
     Attributes:
         stopped: by SIGSTOP. deaf: it beats no more, and works on nothing. spins: it beats, and works on nothing.
-        ails: it raises an exception in every step. quits: it has ended by itself, as if its work was done.
+        mumbles: the next report that asks for an order gets lost. ails: it raises an exception in every step. quits: it
+            has ended by itself, as if its work was done.
         defect: exception that it raises next. start: how it starts: "ready", "exits" or "never".
         assembled: model and optimizer are built. inside: in operations of its epoch, or about to be.
         repaired_epoch: the last one it was repaired for.
@@ -54,6 +56,7 @@ class Worker:
         self.groups: dict[str, list[int | bool]] = {}
         self.doing, self.where, self.since, self.step_s, self.step_began = "idle", "start", 0.0, None, None
         self.orders: deque[Any] = deque()
+        self.mumbles, self._asked = False, None
         self._thread = self._live()
         self._busy = self._poked = False
 
@@ -61,6 +64,21 @@ class Worker:
 
     def say(self, report: Any) -> None:
         self.agent.hear(report)
+
+    def ask(self, report: Any) -> None:
+        """Says what an order has to answer, and again until one has (``ft.worker.reminder``)."""
+        self._asked = report
+        if not self.mumbles:
+            self.say(report)
+        self.mumbles = False
+        self.cluster.time.after(PERIOD_S, self._remind, report)
+
+    def _remind(self, report: Any) -> None:
+        if self._asked is not report or not self.alive:
+            return
+        if not self.stopped and not self.deaf:
+            self.say(report)
+        self.cluster.time.after(PERIOD_S, self._remind, report)
 
     def hear(self, order: Any) -> None:
         """An order arrives; a Close acts at once, on a thread of its own (``Session._on_close``)."""
@@ -135,6 +153,7 @@ class Worker:
         self.empty = not opened.fresh
         self.groups = {name: [False, False, 0] for name in shape.groups_of(rank)}
         said = {"dp_peers": {str(rank): shape.dp_peers(rank)}, "shards": {str(rank): [f"optimizer {rank}"]}}
+        said |= {"copies": {str(rank): shape.copies_at(rank)}, "complete": {str(rank): len(shape.dp_peers(rank)) == 1}}
         self.say(m.Observed("layout", {"worker": self.name, **said}))
         if not self.empty:
             step, history = self.cluster.load(self.epoch)
@@ -203,17 +222,18 @@ class Worker:
     def _finish(self) -> Thread:
         self.step_began = None
         self.does("idle", "done")
-        self.say(m.WorkerDone(self.name, self.epoch, self.step))
+        self.ask(m.WorkerDone(self.name, self.epoch, self.step))
         yield from self.await_order(m.Finish)
 
     def fails(self, error: Broken) -> Thread:
         """``Guard.fails``."""
         if self.closed:
             return
-        self.say(m.WorkerFailed(self.name, self.epoch, self.step, error.kinds, error.message))
+        self.ask(m.WorkerFailed(self.name, self.epoch, self.step, error.kinds, error.message))
         self.does("idle", "failed")
         while not self.closed:
             yield None
+        self._asked = None
 
     def _raise_defect(self) -> None:
         defect, self.defect = self.defect, None
@@ -240,6 +260,7 @@ class Worker:
             if isinstance(order, m.Open) and order.epoch > newer_than:
                 for rank, seat in order.seats.items():
                     if seat.worker == self.name:
+                        self._asked = None
                         self._enter(int(rank), order)
                         return order
 
@@ -257,8 +278,10 @@ class Worker:
                 yield None
             order = self.orders.popleft()
             if isinstance(order, m.Close) and order.epoch >= self.epoch:
+                self._asked = None
                 raise EpochClosed
             if isinstance(order, kind) and getattr(order, "epoch", self.epoch) == self.epoch:
+                self._asked = None
                 return order
 
     # --- group operations --------------------------------------------------------------------------------------------
