@@ -84,7 +84,7 @@ def test_a_planted_bug_is_found(plant):
 
 
 def test_a_failure_is_told_with_its_seed_its_property_and_its_history(capsys):
-    given = ["--seeds", "3", "--plant", "restores a step one too old"]
+    given = ["--seeds", "50", "--plant", "restores a step one too old"]
     assert main(["simulate", "control", *given]) == 0
     table = capsys.readouterr().out
     seed = re.search(r"^ +(\d+)  restores a step one too old", table, re.MULTILINE).group(1)
