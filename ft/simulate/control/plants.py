@@ -34,10 +34,10 @@ def _no_release_barrier(right):
 
 
 def _one_step_too_old(right):
-    def choose(ranks, holdings, dp_peers, spoiled=()):
-        step, found, why = right(ranks, holdings, dp_peers, spoiled)
-        older = right(ranks, holdings, dp_peers, [*spoiled, step])
-        return older if older[0] is not None else (step, found, why)
+    def choose(ranks, holdings, dp_peers, spoiled=(), complete=()):
+        newest = right(ranks, holdings, dp_peers, spoiled, complete)
+        older = right(ranks, holdings, dp_peers, [*spoiled, newest[0]], complete)
+        return older if older[0] is not None else newest
 
     return choose
 
