@@ -19,7 +19,7 @@ from ft.agent import allocation
 from megatron.training.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
-STEPS = 120
+STEPS = 80
 START_S, END_S = 120.0, 120.0
 
 
