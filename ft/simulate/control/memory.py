@@ -27,8 +27,11 @@ class PingPong:
     def __init__(self):
         self.slots = [Slot(), Slot()]
 
-    def begin(self, step: int, epoch: int, value: Any) -> Slot:
-        slot = min(self.slots, key=lambda s: (s.status == COMPLETE, s.step <= step, s.step, s.epoch))
+    def begin(self, step: int, epoch: int, value: Any, own: bool = False) -> Slot:
+        slot = min(
+            self.slots,
+            key=lambda s: (not (own and s.step == step), s.status == COMPLETE, s.step <= step, s.step, s.epoch),
+        )
         slot.status, slot.step, slot.epoch, slot.value, slot.damaged = STAGING, step, epoch, value, False
         return slot
 

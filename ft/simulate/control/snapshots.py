@@ -29,7 +29,7 @@ class Snapshots:
         worker, cluster = self._worker, self._cluster
         self._taken = place = (worker.step, worker.epoch)
         value = (worker.owned, worker.replicated)
-        slot = self.stock.own.begin(*place, value)
+        slot = self.stock.own.begin(*place, value, own=True)
         copy_s = cluster.lots.uniform(*cluster.habits.copy_s)
         self.copied_at = cluster.time.now + copy_s
         cluster.time.after(copy_s, self._copied, slot, place)
