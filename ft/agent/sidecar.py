@@ -116,8 +116,9 @@ def main() -> None:
     processes.set_name("ft-ctl-spare")
     if os.getppid() != agent:
         return
-    from ft.control import sidecar
+    from ft.control import sidecar, store
 
+    store.warm_up()
     line = sys.stdin.read()
     if line:
         processes.set_name("ft-control")

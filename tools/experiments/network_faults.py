@@ -31,7 +31,7 @@ from nodes import Host, Lab, why_not  # noqa: E402
 from nodes.fleet import Fleet  # noqa: E402
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
-STEPS, AT_STEP = 150, 10
+STEPS, AT_STEP = 110, 10
 LIMIT_S = 60.0
 ROLES = {"control": 0, "training": 1, "standby": 2}
 

@@ -5,6 +5,6 @@ in except those of connections that were announced at a door beside it, by someb
 """
 
 from ft.control.store.client import StoreConnection
-from ft.control.store.server import StoreServer
+from ft.control.store.server import StoreServer, warm_up
 
-__all__ = ["StoreConnection", "StoreServer"]
+__all__ = ["StoreConnection", "StoreServer", "warm_up"]
