@@ -92,6 +92,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "a worker's training thread sleeps for ever while its heartbeats go on",
             outcome=REPLACED,
             seen="in a step for 10 s while others wait for it (limit: 10 s and three steps)",
+            answer="In a worker's first step, which may compile, the limit is 300 s.",
             sign=Sign(HOST, "stall", partial(verdict.of_stall, "step 7", 10.1, 10.0)),
         ),
         Row(
