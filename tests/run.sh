@@ -3,6 +3,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
-prepare_environment dev
+prepare_environment dev,mpi
 python -m ruff check .
 exec python -m pytest "$@"
