@@ -139,12 +139,14 @@ class AgentLeaving:
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A process exists. ``rank``: the logical rank it is meant for, None for a standby."""
+    """A process exists. ``rank``: the logical rank it is meant for, None for a standby. ``restart``: number of the warm
+    restart that had it started (0: the run's start), None if that is not known."""
 
     worker: str
     node: str
     pid: int
     rank: int | None
+    restart: int | None = None
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,16 @@ class Relays:
     def __init__(self, ranks: int):
         self.folder = Path(tempfile.mkdtemp(prefix="ft-mpi-"))
         self.log = self.folder / "log"
-        command = [*mpirun(ranks), sys.executable, "-m", "ft.snapshot.mpi_relay", str(self.folder)]
+        bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        command = [*bound, *mpirun(ranks), sys.executable, "-m", "ft.snapshot.mpi_relay", str(self.folder)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self.ranks = ranks
         deadline = time.monotonic() + 60

@@ -15,9 +15,10 @@ from etcd_servers import etcd  # noqa: F401 - a fixture
 from test_control_sidecar import LIMIT_S, ROOT, TOKEN, Played, repaired
 
 from ft import messages as m
+from ft.agent.uplink import Linked, Refused, Uplink
 from ft.control import board as boards
 from ft.control import journal, tenure
-from ft.control.timeouts import BEHIND_ETCD
+from ft.control.timeouts import BEHIND_ETCD, Timeouts
 
 
 class OnEtcd(Played):
@@ -144,3 +145,35 @@ def test_no_node_is_given_up_because_etcd_was_away(played):
     over.set()
     living.join(LIMIT_S)
     assert played.process.poll() is None and played.orders.empty(), played.decisions()
+
+
+def test_an_agents_uplink_finds_the_next_control_plane(played, monkeypatch):
+    """The agent's own conversation, over the death of a server and of the control plane."""
+    played, servers = played
+    played.start()
+    monkeypatch.setenv("FT_TOKEN", TOKEN)
+    uplink = Uplink(played.folder, "", lambda: None, Timeouts(**BEHIND_ETCD))
+    came = []
+
+    def until(true):
+        deadline = time.monotonic() + LIMIT_S
+        while not true():
+            assert time.monotonic() < deadline, (came, played.decisions()[-12:])
+            came.extend(uplink.take())
+            time.sleep(0.01)
+
+    uplink.start(lambda secret: m.AgentJoined("n1", 1, "127.0.0.1", 0, 1), 0)
+    try:
+        until(lambda: Linked(0) in came)
+        uplink.post(m.WorkerStarted("n1.w0", "n1", 11, None))
+        servers.kill(servers.leader())
+        until(lambda: any(isinstance(what, m.Open) for what in came))
+        played.kill()
+        uplink.post(m.WorkerReady("n1.w0", "n1", "a:3"))
+        played.begin()
+        until(lambda: sum(isinstance(what, Linked) for what in came) == 2)
+        until(lambda: any("n1.w0" in reason for reason in played.decisions()))
+    finally:
+        uplink.close()
+    assert not any(isinstance(what, Refused) for what in came)
+    assert len([what for what in came if isinstance(what, m.Open)]) == 1

@@ -2,11 +2,14 @@
 
 import os
 import threading
+import time
 
 import pytest
 
 from ft import token
 from ft.agent.membership import claim_name
+from ft.agent.sidecar import Sidecar
+from ft.agent.steward import Steward
 from ft.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
 from ft.control import tenure
 from ft.control.solitude import Solitude
@@ -122,3 +125,14 @@ def test_one_token_for_all_who_make_it_at_once_and_for_nobody_else(tmp_path):
 def test_no_token(tmp_path):
     with pytest.raises(UserError, match="no token in"):
         token.find(tmp_path, 0.1, {})
+
+
+def test_a_node_that_starts_before_the_control_plane_waits_for_it_and_one_that_has_lost_it_is_fenced(tmp_path):
+    began = time.monotonic() - 60.0
+    for contact_at, wanted in ((began, WAIT), (began + 30.0, FENCE)):
+        steward = Steward(tmp_path, 1, Sidecar(tmp_path, "tcp://127.0.0.1:1", {}), LIMITS)
+        assert steward.look(began, began)[0] == WAIT
+        assert steward.look(began + 50.0, contact_at)[0] == WAIT, "nobody has looked for a lease yet"
+        time.sleep(0.5)
+        assert steward.look(began + 60.0, contact_at)[0] == wanted
+        steward.close()

@@ -45,7 +45,7 @@ def snapshot_bytes(flags: str) -> dict:
     from megatron.training.arguments import check, parse
     from megatron.training.initialize import init_model_parallel, seed_everything
 
-    options = parse(f"{flags} --micro-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data")
+    options = parse(f"{flags} --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 1 --mock-data")
     grid = check(options, dist.get_world_size(), has_te=False)
     init_model_parallel(options.parallel, grid)
     seed_everything(options.training)

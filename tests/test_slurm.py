@@ -1,9 +1,12 @@
 """`examples/slurm` on a real Slurm of several nodes (see tests/slurm): nodes die, jobs are put back, cancelled."""
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from ft.agent import allocation
 from megatron.training.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
-STEPS = 120
+STEPS = 80
 START_S, END_S = 120.0, 120.0
 
 
@@ -82,14 +85,24 @@ class Job:
         try:
             self.cluster.wait_for(true, limit_s, what)
         except AssertionError as error:
+            self._have_stacks_written()
             raise AssertionError(f"{error}\n{self.explain()}") from None
+
+    def _have_stacks_written(self) -> None:
+        """Workers write into their logs where each of their threads is."""
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                log = Path(os.readlink(f"/proc/{name}/fd/1"))
+                if log.parent.name == "logs" and log.is_relative_to(self.folder) and ".w" in log.name:
+                    os.kill(int(name), signal.SIGUSR1)
+        time.sleep(0.5)
 
     def events(self, name: str, restart: int = 0) -> list:
         return [event for event in events.read(self.run(restart) / "events.jsonl") if event.name == name]
 
     def explain(self) -> str:
         files = [self._output, *sorted(self.folder.glob("*/slurm/*")), *sorted(self.folder.glob("*/logs/*"))]
-        return "".join(f"--- {file.name}\n{file.read_text()[-1500:]}\n" for file in files if file.is_file())
+        return "".join(f"--- {file.name}\n{file.read_text()[-3000:]}\n" for file in files if file.is_file())
 
 
 def environment_of(pid: str) -> str:

@@ -199,6 +199,19 @@ def test_after_a_recovery_the_undone_future_is_overwritten_first():
     assert held.steps() == [4]
 
 
+def test_the_own_step_that_is_taken_once_more_leaves_the_one_before():
+    """After a recovery peers may hold only that one of it yet."""
+    held, tables = PingPong(), tables_of({"owned": {"a": torch.zeros(3)}})
+    for step in (4, 5):
+        held.commit(held.begin(step, 0, tables, own=True))
+    again = held.begin(5, 1, tables, own=True)
+    assert held.steps() == [4]
+    held.commit(again)
+    assert held.steps() == [4, 5] and held.find(5).epoch == 1
+    held.commit(held.begin(6, 1, tables, own=True))
+    assert held.steps() == [5, 6]
+
+
 def test_a_random_history_always_leaves_a_complete_snapshot():
     seed = random.randrange(2**32)
     print("seed", seed)

@@ -9,6 +9,12 @@ The process that mpirun has started becomes the MPI process of the node; the age
 Both end together. A relay that dies or hangs costs its workers their copies, so the agent ends with it, and the node is
 lost as if it had been switched off. An agent that is killed takes its relay along: that is how the others' MPI learns
 that the node is gone. A node is nowhere in half.
+
+With a whole host, the daemon dies that mpirun or Slurm has there (tools/experiments/mpi_hosts.py). srun (--mpi=pmix
+--no-kill --kill-on-bad-exit=0) returns as if nothing had happened. mpirun goes on too when what starts its daemons has
+returned long before (--prtemca plm_ssh_agent "ssh -f"; an ssh that ends with its host ends the job), but at the end it
+waits for the host that is gone: the run has finished when its events say so. The host on which mpirun itself runs must
+not die. A node that is gone cannot come back into a running MPI job.
 """
 
 import argparse

@@ -34,6 +34,7 @@ class Steward:
         self._watch: _Watch | None = None
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS + 1)
         self._life, self._term, self._since = 0, -1, time.monotonic()
+        self._began_at: float | None = None
         self.sidecar = sidecar
 
     @property
@@ -77,7 +78,12 @@ class Steward:
         return len(self._deaths) > _MOST_DEATHS and now - self._deaths[0] < _WINDOW_S
 
     def look(self, now: float, contact_at: float) -> tuple[str, str]:
-        """(what ``succession.decide`` says, why). The lease is watched only while nothing is heard of its holder."""
+        """(what ``succession.decide`` says, why). The lease is watched only while nothing is heard of its holder.
+
+        Args:
+            contact_at: when the control plane has last answered; before it ever did, when this agent began to ask.
+        """
+        self._began_at = contact_at if self._began_at is None else self._began_at
         silent_s = now - contact_at
         if silent_s < self._timeouts.quorum_s:
             self._end_watch()
@@ -86,13 +92,19 @@ class Steward:
             return succession.WAIT, ""
         if self._watch is None:
             self._watch = _Watch(self._run_dir, self._timeouts.lease_beat_s, lambda: self._term if self.hosts else -1)
+        if not self._watch.has_looked:  # a loop that was held up finds itself cut off before it has looked
+            return succession.WAIT, ""
         view = succession.View(
             silent_s=silent_s,
             lease_s=self._watch.age(now),
             serving_s=self._watch.serving(now),
             turn=0 if self.hosts else self._node_rank + 1,
         )
-        return succession.decide(view, self._timeouts)
+        what, why = succession.decide(view, self._timeouts)
+        taken_in = contact_at != self._began_at
+        if what == succession.FENCE and not taken_in:  # it is early: nothing of this node can be given to others
+            return succession.WAIT, ""
+        return what, why
 
     def close(self) -> None:
         self._end_watch()
@@ -115,6 +127,7 @@ class _Watch:
     def __init__(self, run_dir: Path, period_s: float, starting: Callable[[], int]):
         self._run_dir, self._period_s, self._starting = run_dir, period_s, starting
         self._standing: Standing | None = None
+        self.has_looked = False
         self._changed_at = self._serves_since = time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
@@ -141,6 +154,7 @@ class _Watch:
                 if last is None or found.term != last.term or not last.where:
                     self._serves_since = now
                 self._changed_at, self._standing = now, found
+            self.has_looked = True
             if found is not None and not found.where and found.term == self._starting():
                 with contextlib.suppress(OSError):
                     tenure.renew(self._run_dir, replace(found, count=found.count + 1))

@@ -23,13 +23,15 @@ class Worker:
     """One worker from the request for it to the end of its process.
 
     Attributes:
-        rank: logical rank it was started for, None for a standby. pid: None until it exists.
+        rank: logical rank it was started for, None for a standby; restart: the warm restart in which. pid: None until
+            it exists.
         attached: it has reported ready at some time. beat, beat_at: the last, and when it came.
         doomed: this agent has decided to kill it.
     """
 
     name: str
     rank: int | None
+    restart: int
     log: Path
     pid: int | None = None
     channel: Channel | None = None
@@ -75,7 +77,7 @@ class Workforce:
         """Asks the pool for a worker that is meant for ``rank`` (None: a standby)."""
         name = f"{self._place.node}.w{self._started}"
         self._started += 1
-        worker = Worker(name, rank, self._logs / f"{name}.log")
+        worker = Worker(name, rank, restart, self._logs / f"{name}.log")
         self.workers[name] = worker
         env = environment.worker_environment(self._place, name, restart, rank, local_rank, master)
         if self.training_since is not None:
@@ -89,7 +91,7 @@ class Workforce:
         for name, pid in born:
             worker = self.workers[name]
             worker.pid = pid
-            self._post(WorkerStarted(name, self._place.node, pid, worker.rank))
+            self._post(WorkerStarted(name, self._place.node, pid, worker.rank, worker.restart))
             if worker.doomed:
                 processes.kill_whole([pid])
         return notes

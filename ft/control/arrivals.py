@@ -23,14 +23,16 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         now,
         meeting=report.meeting,
         domains=dict(report.domains),
+        places=report.seats,
     )
-    out.add(f"the agent of {report.node} is there, {len(state.agents)} of {state.options.nodes}")
+    out.add(f"the agent of {report.node} is there, {state.nodes_seen()} of {state.options.nodes}")
     if first:
         state.since = now
     if first and not state.options.restarts:
         out.note(events.RUN_STARTED, command=list(state.options.command), world_size=state.options.world_size)
     seats = {agent.node: agent.seats for agent in state.agents.values()}
-    if len(seats) == state.options.nodes and sum(seats.values()) != state.options.world_size:
+    at_start = state.phase == GATHERING and not state.restarts and state.nodes_seen() == state.options.nodes
+    if at_start and sum(seats.values()) != state.options.world_size:
         counts = ", ".join(f"{node}: {count}" for node, count in sorted(seats.items()))
         message = f"{state.options.world_size} workers were announced, the nodes have {sum(seats.values())} ({counts})"
         message += "\n  fix: give every ft run the same --nproc-per-node"
@@ -57,8 +59,12 @@ def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisio
 
 def worker_started(state: State, now: float, report: m.WorkerStarted, out: Decisions) -> None:
     agent = state.agents.get(report.node)
-    if report.worker in state.workers or agent is None or agent.gone:
+    if agent is None or agent.gone or report.worker in agent.started:
         out.add(f"ignored: {report.worker} is known, or its node is not")
+        return
+    agent.started.append(report.worker)
+    if report.rank is not None and report.restart not in (None, state.restarts):
+        out.add(f"ignored: {report.worker} was started for restart {report.restart}, the last one is {state.restarts}")
         return
     state.workers[report.worker] = Worker(report.worker, report.node, report.pid, report.rank, now)
     if report.rank is None and state.spawning.get(report.node):
@@ -96,6 +102,9 @@ def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decis
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or not worker.empty:
         out.add(f"ignored: {report.worker} joins no epoch")
+        return
+    if worker.assembled and report.epoch < state.epoch:
+        out.add(f"ignored: {report.worker} has arrived in epoch {report.epoch}, the epoch is {_where(state)}")
         return
     again, worker.assembled, worker.arrived = worker.assembled, True, report.groups
     if again:
@@ -144,6 +153,9 @@ def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisio
 
 def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:
     detail = report.detail
+    if report.event == "layout" and "worker" in detail and detail["worker"] not in state.workers:
+        out.add(f"ignored: the layout of {detail['worker']}, which is unknown or gone")
+        return
     if report.event == "layout":
         state.dp_peers |= {int(rank): list(peers) for rank, peers in detail.get("dp_peers", {}).items()}
         state.shards |= {int(rank): list(names) for rank, names in detail.get("shards", {}).items()}

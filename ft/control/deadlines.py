@@ -47,8 +47,8 @@ def _start(state: State, now: float, out: Decisions) -> None:
     if state.phase != GATHERING or not state.agents or now <= state.since + limit:
         return
     nodes, world = state.options.nodes, state.options.world_size
-    if len(state.agents) < nodes:
-        message = f"{len(state.agents)} of {nodes} agents came within {limit:g} s: {', '.join(sorted(state.agents))}"
+    if state.nodes_seen() < nodes:
+        message = f"{state.nodes_seen()} of {nodes} agents came within {limit:g} s: {', '.join(sorted(state.agents))}"
         ends.stop(state, now, 1, message, out)
     elif state.attached:
         ready = sorted({w.meant for w in state.workers.values() if w.meant is not None and w.ready})
@@ -92,6 +92,16 @@ def _phase(state: State, now: float, out: Decisions) -> None:
     elif state.phase == RESUMING and not state.fresh and passed > limits.repair_s:
         missing = [w for w in seated if w.resumed < state.epoch]
         _late(state, now, missing, "it has not begun its first step", limits.repair_s, out, together=True)
+    elif state.phase == RESUMING and passed > limits.start_s:
+        # A first step may take any time. Who has not even taken its seat keeps the others from being judged as well.
+        absent = [w for w in seated if not w.left and _epoch_of(state, w) != state.epoch]
+        _late(state, now, absent, "it has not taken its seat", limits.start_s, out)
+
+
+def _epoch_of(state: State, worker: Worker) -> int | None:
+    """The epoch that the worker says it is in."""
+    beat = state.beat(worker)
+    return beat.epoch if beat is not None else None
 
 
 def _late(

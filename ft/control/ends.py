@@ -42,6 +42,8 @@ def restart(state: State, now: float, reason: str, out: Decisions) -> None:
     out.add(f"warm restart {state.restarts} of at most {allowed}: {reason}", m.Restart(state.restarts, reason, ranks))
     out.note(events.RESTARTED, number=state.restarts, reason=reason)
     state.last_recovery = {"outcome": "restart", "reason": reason, "at": now, "seconds": 0.0}
+    for agent in state.agents.values():
+        agent.places = len(ranks.get(agent.node, ()))
     state.workers, state.seats, state.vacant, state.spawning = {}, {}, {}, {}
     state.dp_peers, state.shards, state.copies, state.complete, state.suspicions = {}, {}, {}, {}, {}
     state.recovery, state.repair, state.failed_starts, state.step = None, None, 0, 0

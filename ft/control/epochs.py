@@ -71,7 +71,7 @@ def advance(state: State, now: float, out: Decisions) -> None:
 def _open_fresh(state: State, now: float, out: Decisions) -> None:
     """A fresh start: when every logical rank has a ready worker."""
     ready = {w.meant: w for w in state.workers.values() if w.meant is not None and w.ready and not w.left}
-    if len(ready) < state.options.world_size or len(state.agents) < state.options.nodes:
+    if len(ready) < state.options.world_size or state.nodes_seen() < state.options.nodes:
         return
     used: dict[str, int] = {}
     for rank, worker in sorted(ready.items()):

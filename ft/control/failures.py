@@ -79,10 +79,10 @@ def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions)
     here = [w for w in state.workers.values() if w.node == agent.node]
     kills = (m.Kill(w.name, why) for w in here)
     out.add(f"node {agent.node} is lost with {len(here)} worker(s): {why}", m.GivenUp(agent.node, why), *kills)
-    if state.phase == GATHERING and agent.seats and not state.attached:
+    if state.phase == GATHERING and agent.places and not state.attached:
         ends.stop(state, now, 1, f"node {agent.node} was lost before training began: {why}", out)
         return
-    if state.phase == GATHERING and agent.seats and not here:
+    if state.phase == GATHERING and agent.places and not here:
         ends.restart(state, now, f"node {agent.node} was lost before its workers had started: {why}", out)
         return
     found = verdict.of_lost_agent(agent.node, why)
@@ -91,7 +91,11 @@ def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions)
 
 def react(state: State, now: float, faults: list[Fault], out: Decisions, step: int | None = None) -> None:
     """Does what the verdicts say; of several, the most severe decides. ``step``: of a worker that said it."""
-    judged = [_judge(state, now, fault, step) for fault in faults]
+    at = state.newest_step() if step is None else step
+    judged = [_judge(state, now, fault, at) for fault in faults]
+    for fault in judged:  # afterwards: what fails together is one failure, not one after the other
+        if fault.worker.rank is not None or state.phase == GATHERING:
+            history.record(state.history, now, _rank_of(fault.worker), at, fault.verdict)
     for fault in judged:
         _tell(state, fault, out)
     holders = [fault for fault in judged if fault.worker.rank is not None or state.phase == GATHERING]
@@ -155,24 +159,27 @@ def _standby_exit(state: State, now: float, worker: Worker, code: int, out: Deci
 # --- the parts of a reaction -----------------------------------------------------------------------------------------
 
 
-def _judge(state: State, now: float, fault: Fault, step: int | None) -> Fault:
+def _judge(state: State, now: float, fault: Fault, at: int) -> Fault:
     """The verdict in the light of what happened before."""
     worker, found = fault.worker, fault.verdict
-    at = state.newest_step() if step is None else step
     if worker.rank is None and state.phase != GATHERING:
         return fault
     if worker.empty and found.action == RESTART and found.category == SOFTWARE and state.phase in EPOCH_OPEN:
         found = history.of_joiner(found)
-    found = history.weigh(state.history, now, worker.rank if worker.rank is not None else worker.meant, at, found)
+    found = history.weigh(state.history, now, _rank_of(worker), at, found)
     if not state.options.hot_swap and found.action in (RETRY, REPLACE):
         found = verdict.raised(found, RESTART, "hot-swap is off")
-    history.record(state.history, now, worker.rank if worker.rank is not None else worker.meant, at, found)
     return Fault(worker, found, fault.dead)
+
+
+def _rank_of(worker: Worker) -> int | None:
+    """The logical rank that it holds, or was started for."""
+    return worker.rank if worker.rank is not None else worker.meant
 
 
 def _tell(state: State, fault: Fault, out: Decisions) -> None:
     worker, found = fault.worker, fault.verdict
-    rank = worker.rank if worker.rank is not None else worker.meant
+    rank = _rank_of(worker)
     who = f"{worker.name} ({'a standby' if rank is None else f'logical rank {rank}'})"
     out.add(f"{who}: {found.category}: {found.reason} -> {found.action}")
     out.note(
@@ -214,8 +221,6 @@ def _remove_those_who_left(state: State, out: Decisions) -> None:
 
 def _names(faults: list[Fault]) -> str:
     names = [
-        f"{fault.worker.name} (logical rank {rank})"
-        for fault in faults
-        if (rank := fault.worker.rank if fault.worker.rank is not None else fault.worker.meant) is not None
+        f"{fault.worker.name} (logical rank {rank})" for fault in faults if (rank := _rank_of(fault.worker)) is not None
     ]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")

@@ -32,12 +32,13 @@ class Culprit:
 
 
 def stalled(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
-    """Workers that are in no group operation, for longer than a step can take, while another one waits.
+    """Workers that are in no group operation, for longer than a step can take, while another one waits, or is done and
+    waits for the end.
 
     Args:
         views: by worker; everyone with a seat in the epoch. timeouts: for a step of no length.
     """
-    if not any(view.beat.doing == "wait" for view in views.values()):
+    if not any(view.beat.doing == "wait" or view.done for view in views.values()):
         return []
     found = []
     for worker, view in views.items():

@@ -37,6 +37,8 @@ class Agent:
     """A node. ``beats``: what was last heard of its workers, at ``heard_at``. ``suspect``, ``gone``: why, "" if not.
 
     ``meeting``: host:port of its store for process groups. ``domains``: kind -> name of its failure domains.
+    ``places``: workers that it starts at the start of the run, or at the last warm restart. ``started``: names of all
+    workers that it ever started.
     """
 
     node: str
@@ -50,6 +52,8 @@ class Agent:
     gone: str = ""
     meeting: str = ""
     domains: dict[str, str] = field(default_factory=dict)
+    places: int = 0
+    started: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -176,6 +180,10 @@ class State:
     def begin(cls, options: Options) -> "State":
         """Before anything was heard."""
         return cls(options, restarts=options.restarts)
+
+    def nodes_seen(self) -> int:
+        """How many nodes have joined; one whose agent came back under another name is the same."""
+        return len({agent.node_rank for agent in self.agents.values()})
 
     def seated(self) -> list[Worker]:
         """Workers with a seat, by logical rank."""

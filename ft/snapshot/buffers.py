@@ -129,14 +129,24 @@ class PingPong:
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self._slots)
 
-    def begin(self, step: int, epoch: int, tables: Mapping[str, Table]) -> Slot:
+    def begin(self, step: int, epoch: int, tables: Mapping[str, Table], *, own: bool = False) -> Slot:
         """The slot to write the state of ``step`` into; the other one stays as it is.
 
         Overwritten is, in this order: what is not complete, what lies in the future that a recovery has undone, the
-        older step, the older epoch.
+        older step, the older epoch. But of its ``own`` state a worker that takes a step once more overwrites just that
+        step: it has it in memory still, and the one before may be all that peers hold.
         """
         with self._lock:
-            slot = min(self._slots, key=lambda s: (s.status is Status.COMPLETE, s.step <= step, s.step, s.epoch))
+            slot = min(
+                self._slots,
+                key=lambda s: (
+                    not (own and s.step == step),
+                    s.status is Status.COMPLETE,
+                    s.step <= step,
+                    s.step,
+                    s.epoch,
+                ),
+            )
             slot.status, slot.step, slot.epoch = Status.STAGING, step, epoch
         slot.fit(tables, self.pinned)
         return slot

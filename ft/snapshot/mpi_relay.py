@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ft.agent import processes
 from ft.snapshot import mpi, mpi_world
 from ft.snapshot.mpi_streams import OPEN, OPENED, RESET, Key, Stream, other, pack, unpack
 from ft.snapshot.mpi_world import World
@@ -171,6 +172,7 @@ class Relay:
 def main() -> None:
     """Entry of ``python -m ft.snapshot.mpi_relay``."""
     ended: list[int] = []
+    processes.die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda signum, _: ended.append(signum))
     mpi_world.configure(os.environ)
     rank, _ = mpi_world.rank_in(os.environ)

@@ -112,7 +112,7 @@ class Snapshots:
         self.wait()
         began = time.perf_counter()
         sections = state.sections()
-        slot = self._stock.own.begin(step, epoch, self._tables_of(sections))
+        slot = self._stock.own.begin(step, epoch, self._tables_of(sections), own=True)
         slot.set_meta(pack_meta({"step": step, "epoch": epoch, "rank": self.rank, **state.envelope}, state.blobs))
         plan = self._plan(slot, sections)
         part, meta = slot.parts[OWNED], slot.meta

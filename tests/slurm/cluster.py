@@ -176,13 +176,14 @@ class Cluster:
         process.stdin.close()
 
     def processes(self, node: str) -> list[str]:
-        """Names of the living processes of a node but ``slurmd``."""
+        """Names of the living processes of a node but ``slurmd``, which as process 1 inherits and keeps zombies."""
         init = self._child(self._processes[node])
         space, found = os.readlink(f"/proc/{init}/ns/pid"), []
         for name in os.listdir("/proc"):
             try:
                 if name.isdigit() and int(name) != init and os.readlink(f"/proc/{name}/ns/pid") == space:
-                    found.append(Path(f"/proc/{name}/comm").read_text().strip())
+                    command, _, rest = Path(f"/proc/{name}/stat").read_text().partition("(")[2].rpartition(") ")
+                    found += [command] if rest[0] not in "ZX" else []
             except OSError:
                 continue
         return found

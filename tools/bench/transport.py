@@ -134,7 +134,7 @@ def summary(times: dict, arguments) -> dict:
     result["mpi_against_tcp"] = {
         what: round(median[what, "tcp"] / median[what, "mpi"], 3) for what in ("send", "fetch", "step")
     }
-    return {**result, "mib": arguments.mib, "rounds": arguments.rounds}
+    return {**result, **vars(arguments)}
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The control plane's production code in a simulated cluster: virtual time, agents and workers that are models of ours."""
+"""The control plane's production code in a simulated cluster: virtual time, models of agents and workers."""

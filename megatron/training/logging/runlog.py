@@ -87,7 +87,8 @@ class RunLog(AbstractContextManager):
         if self._options is None:
             return
         if self._metrics is not None:
-            self._metrics.write({name: value for name, value in asdict(report).items() if value is not None})
+            figures = {name: value for name, value in asdict(report).items() if value is not None}
+            self._metrics.write({**figures, "wall": round(time.time(), 3)})
         if self._tensorboard is not None and report.step % self._options.tensorboard_log_interval == 0:
             self._to_tensorboard(report)
         self._since_line.append(report)
