@@ -4,15 +4,15 @@ Two clocks stamp an event: ``wall`` (seconds since 1970, comparable between host
 ``monotonic`` (comparable on one host only); :func:`elapsed` takes the better of the two.
 """
 
-import io
 import json
-import os
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from ft.lines import Lines
 
 RUN_STARTED = "run_started"
 WORKER_STARTED = "worker_started"
@@ -153,17 +153,13 @@ def elapsed(earlier: Event, later: Event) -> float:
 class EventLog:
     """Appends events to a file; any thread may write.
 
-    A line that a crash of an earlier writer has torn is closed, so that the first event after it is not lost too.
-
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str | Path):
         self._lock = threading.Lock()
-        self._file = io.FileIO(os.fspath(path), "a")
-        if self._file.tell() and not _ends_with_newline(path):
-            self._file.write(b"\n")
+        self._lines = Lines(Path(path))
 
     def write(self, event: Event) -> None:
         """Appends one line.
@@ -175,10 +171,10 @@ class EventLog:
         values = {name: value for name, value in asdict(event).items() if name not in _PLACES or value is not None}
         line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
         with self._lock:
-            self._file.write(line)
+            self._lines.write(line)
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
     def __enter__(self) -> "EventLog":
         return self
@@ -217,9 +213,3 @@ def _is_sound(event: Event) -> bool:
         and all(value is None or isinstance(value, int) for value in whole)
         and isinstance(event.detail, dict)
     )
-
-
-def _ends_with_newline(path: str | Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"

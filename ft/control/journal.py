@@ -1,7 +1,8 @@
 """The journal: what came in and what was decided, a JSON line each; the state can be derived from it again.
 
 A report is in it before anything that was decided goes out: what the control plane has said to others, its successor
-knows, and everything else the agents say to the successor once more.
+knows, and everything else the agents say to the successor once more. (Not on a full disk: there it waits in memory for
+room, and a control plane that dies meanwhile takes it along.)
 
 Every entry carries the term of who wrote it. A control plane that was paused may find out that it was succeeded only
 after one more entry: what is written in an earlier term behind the place up to which a later one has read is no part
@@ -10,7 +11,6 @@ of the history.
 
 import contextlib
 import json
-import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from ft.control.codec import from_json, to_json
 from ft.control.controller import decide
 from ft.control.decision import Decision, Note
 from ft.control.state import Options, State
+from ft.lines import Lines
 from ft.messages import AgentBeat, decode, encode
 
 
@@ -37,11 +38,11 @@ class Journal:
     """
 
     def __init__(self, path: Path, options: Options | None, term: int = 0, known: int = 0):
-        _end_line(path)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 - for the life of the process
+        size = path.stat().st_size if path.exists() else 0
+        self._lines = Lines(path)
         self._term = term
         self._beats: dict[str, tuple[float, Posted]] = {}
-        begins = {"known": known} if options is None else {"known": path.stat().st_size, "options": to_json(options)}
+        begins = {"known": known} if options is None else {"known": size, "options": to_json(options)}
         self._write({"wall": time.time(), **begins})
 
     def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[Decision]) -> None:
@@ -72,10 +73,10 @@ class Journal:
         self._write({"wall": time.time(), "remark": text, **values})
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"term": self._term, **entry}, separators=(",", ":")) + "\n")
+        self._lines.write(json.dumps({"term": self._term, **entry}, separators=(",", ":")).encode() + b"\n")
 
 
 @dataclass
@@ -155,13 +156,3 @@ def _plain(posted: Posted | None) -> dict[str, Any]:
         return {"report": None}
     values = {"node": posted.node, "number": posted.number} if posted.number else {}
     return {**values, "report": json.loads(encode(posted.report))}
-
-
-def _end_line(path: Path) -> None:
-    """Ends the line that a crash has torn, so that the next entry begins on one of its own."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with open(path, "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")

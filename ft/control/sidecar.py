@@ -1,6 +1,7 @@
 """The side-car's process: receives, decides, puts on record, publishes."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -120,7 +121,8 @@ class Sidecar:
             self._ended_at = now
         if any(decision.orders for decision in decisions) or now - self._status_at >= _STATUS_S:
             self._status_at = now
-            status.replace_file(self._folder / "status.json", status.values(state))
+            with contextlib.suppress(OSError):
+                status.replace_file(self._folder / "status.json", status.values(state))
 
     def _write_events(self, wall: float, monotonic: float, notes: list[Note]) -> None:
         for note in notes:
@@ -143,7 +145,8 @@ class Sidecar:
         if now - self._renewed_at >= self._state.options.timeouts.lease_beat_s and not self._solitude.yields:
             self._renewed_at = now
             self._standing = replace(self._standing, count=self._standing.count + 1)
-            tenure.renew(self._folder, self._standing)
+            with contextlib.suppress(OSError):  # a full disk; who is connected does not look at the lease
+                tenure.renew(self._folder, self._standing)
 
     def _is_over(self) -> bool:
         if self._ended_at is None:

@@ -1,12 +1,12 @@
 """The metrics file: a JSON object per step, in the order of the steps."""
 
-import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
+from ft.lines import Lines
 
 _MOST_WAITING = 10_000
 
@@ -22,40 +22,25 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, first_step: int):
-        self._path, self._waiting, self._begun = path, [], 0  # _begun: bytes of the first one that are written
+        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 self._cut(first_step)
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._lines = Lines(path, _MOST_WAITING)
         except OSError as error:
             raise UserError(f"--metrics-file {path} cannot be written: {error}", "give a writable path") from error
 
     def write(self, figures: dict[str, Any]) -> None:
         """Adds a step's line; ``figures``: JSON values, "step" among them."""
-        self._waiting.append((json.dumps(figures) + "\n").encode())
-        self._flush()
-        if len(self._waiting) > _MOST_WAITING:
-            del self._waiting[1]
+        self._lines.write((json.dumps(figures) + "\n").encode())
 
     def rewind(self, step: int) -> None:
         """Drops what is there about steps after ``step``."""
-        self._waiting, self._begun = [line for line in self._waiting if _is_kept(line, step)], 0
-        os.close(self._fd)
-        self._cut(step)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._lines.replace(lambda: self._cut(step), lambda line: _is_kept(line, step))
 
     def close(self) -> None:
-        self._flush()
-        os.close(self._fd)
-
-    def _flush(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._waiting:
-                self._begun += os.write(self._fd, self._waiting[0][self._begun :])
-                if self._begun == len(self._waiting[0]):
-                    self._waiting.pop(0)
-                    self._begun = 0
+        self._lines.close()
 
     def _cut(self, step: int) -> None:
         """A new file takes the old one's place, so that no crash loses any; without room it is cut in place."""

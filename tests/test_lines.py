@@ -1,0 +1,78 @@
+"""Files that lines are appended to, on disks that are full and after crashes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ft import lines
+from ft.control.journal import Journal, recall
+from ft.control.state import Options
+from ft.lines import Lines
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A switch: while it is set, three bytes of each write find room at most, then none."""
+    room, write = {"bytes": None}, os.write
+
+    def limited(descriptor, data):
+        if room["bytes"] is None:
+            return write(descriptor, data)
+        if room["bytes"] == 0:
+            raise OSError(28, "No space left on device")
+        written = write(descriptor, data[: room["bytes"]])
+        room["bytes"] -= written
+        return written
+
+    monkeypatch.setattr(lines.os, "write", limited)
+    return room
+
+
+def test_what_finds_no_room_is_written_once_there_is_some(tmp_path, full):
+    file = Lines(tmp_path / "a")
+    file.write(b"one\n")
+    full["bytes"] = 3
+    file.write(b"two, long\n")
+    file.write(b"three\n")
+    assert (tmp_path / "a").read_bytes() == b"one\ntwo"
+    full["bytes"] = None
+    file.write(b"four\n")
+    file.close()
+    assert (tmp_path / "a").read_bytes() == b"one\ntwo, long\nthree\nfour\n"
+
+
+def test_lines_wait_in_bounded_memory(tmp_path, full):
+    file = Lines(tmp_path / "a", most=3)
+    full["bytes"] = 2
+    for number in range(9):
+        file.write(b"line %d\n" % number)
+    full["bytes"] = None
+    file.close()
+    assert (tmp_path / "a").read_bytes() == b"line 0\nline 7\nline 8\n"
+
+
+def test_a_torn_line_is_ended(tmp_path):
+    (tmp_path / "a").write_bytes(b"whole\nto")
+    file = Lines(tmp_path / "a")
+    file.write(b"next\n")
+    file.close()
+    assert (tmp_path / "a").read_bytes() == b"whole\nto\nnext\n"
+
+
+def test_a_journal_on_a_full_disk_is_whole_once_there_is_room(tmp_path, full):
+    journal = Journal(tmp_path / "journal.jsonl", Options(nodes=1, world_size=2))
+    full["bytes"] = 3
+    for number in range(5):
+        journal.remark(f"remark {number}")
+    full["bytes"] = None
+    journal.remark("room again")
+    journal.close()
+    assert recall(tmp_path / "journal.jsonl").state.options.world_size == 2
+    assert (tmp_path / "journal.jsonl").read_text().count("remark ") == 5
+
+
+def test_a_disk_that_was_never_anything_but_full():
+    journal = Journal(Path("/dev/full"), Options(nodes=1, world_size=1))
+    journal.remark("kept in memory")
+    journal.close()
