@@ -40,6 +40,6 @@ def test_training_goes_on_when_a_worker_an_etcd_server_and_the_control_plane_are
     assert done.code == 0, done.explain()
     last = tenure.read(run.folder)
     assert last.term > first.term and last.where == first.where and last.where.startswith(servers.url)
-    assert len(done.named("recovered")) == 2 and not done.named("restarted"), done.explain()
+    assert len(done.named("worker_lost")) == 2 and not done.named("restarted"), done.explain()
     assert done.named("control_back"), done.explain()
     assert done.losses == reference(4, LAYOUT, STEPS)
