@@ -80,7 +80,7 @@ class StoreConnection:
         maker.join()
         if isinstance(made[0], Exception):
             raise ConnectionError(f"the store at {self._address} does not answer: {str(made[0]).splitlines()[0]}")
-        (descriptor,) = sockets.towards(sockets.held(), self._port)
+        descriptor = _far_end(near)
         fcntl.fcntl(self._own.fileno(), fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL))
         os.dup2(self._own.fileno(), descriptor, inheritable=False)
         near.close()
@@ -164,6 +164,16 @@ def _serve_clones(gate: socket.socket, address: str, token: str) -> None:
         except OSError:
             return
         threading.Thread(target=serve, args=(near,), name="ft-gate", daemon=True).start()
+
+
+def _far_end(near: socket.socket) -> int:
+    """The descriptor of the other end of a connection within this process. Port numbers alone are not enough: a
+    connection to another host may go to the same one."""
+    theirs, ours = near.getpeername()[1], _port(near)
+    for descriptor, inode in sockets.towards(sockets.held(), ours).items():
+        if any(_port(own) == theirs for own in sockets.opened({descriptor: inode})):
+            return descriptor
+    raise FtError("torch's client has closed its connection")
 
 
 def _port(own: socket.socket) -> int:
