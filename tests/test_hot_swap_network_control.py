@@ -24,17 +24,18 @@ def test_whichever_node_has_the_control_plane_can_be_lost(corpus, reference, tmp
         fleet.stop()
         done = fleet.so_far()
     judge_losses(done, reference(4, LAYOUT, STEPS))
-    assert len(done.named("control_back")) == 3, done.explain()
+    assert len(done.named("control_back")) >= 3, done.explain()  # two agents may claim one after the other
 
 
 def lose_control(fleet: Fleet, lab: Lab, trouble: str) -> None:
     """Until the node is back as a standby; its ranks, if it had any, and the control plane are others' by then."""
     node, before = controlled_by(fleet), fleet.so_far()
     host, workers = lab.hosts[int(node[1])], workers_on(before, node)
+    epochs, known = len(opened(before)), names(before)
     strike(host, trouble)
     fleet.wait_for(lambda: controlled_by(fleet) != node, what="another node's control plane")
     if seated(fleet) & set(workers):
-        fleet.wait_for(lambda: len(opened(fleet.so_far())) > len(opened(before)), what="another epoch")
+        fleet.wait_for(lambda: len(opened(fleet.so_far())) > epochs, what="another epoch")
         assert fleet.so_far().named("fault_detected")[-1].node == node, fleet.explain()
     fleet.wait_steps(3)
     assert not seated(fleet) & set(workers), fleet.explain()
@@ -44,7 +45,6 @@ def lose_control(fleet: Fleet, lab: Lab, trouble: str) -> None:
     host.mend()
     if trouble == "without power":
         fleet.come_back(host)
-    known = names(before)
     fleet.wait_for(lambda: returned(fleet, host, known), what=f"standbys on {host.name}")
 
 

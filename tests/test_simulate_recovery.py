@@ -14,8 +14,9 @@ import torch.distributed as dist
 from ft_runs import flags, ft_run
 
 from ft import cli
+from ft.control.store import StoreServer
 from ft.errors import UserError
-from ft.groups import Groups
+from ft.groups import Groups, Meeting
 from ft.simulate.recovery import fit as fitting
 from ft.simulate.recovery.deadpool import RECOVERY_S
 from ft.simulate.recovery.fit import fit, line, read
@@ -35,11 +36,11 @@ def of(purpose: str, groups) -> list[list[int]]:
 # --- which groups there are -------------------------------------------------------------------------------------------
 
 
-def really_made(address: str, sizes: Sizes) -> tuple[str, list[tuple[str, list[int]]]]:
+def really_made(meeting: Meeting, sizes: Sizes) -> tuple[str, list[tuple[str, list[int]]]]:
     """The groups of this rank, made and connected as a worker makes them: digest over all, and its own ones."""
     rank = int(os.environ["RANK"])
     groups = Groups.start(
-        address=address,
+        meeting=meeting,
         prefix="made",
         rank=rank,
         world_size=sizes.ranks,
@@ -54,8 +55,9 @@ def really_made(address: str, sizes: Sizes) -> tuple[str, list[tuple[str, list[i
 
 @pytest.mark.parametrize("sizes", LAYOUTS_ON_8, ids=str)
 def test_the_groups_are_those_that_8_ranks_really_make(sizes, ranks):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    made = ranks(really_made, 8, f"127.0.0.1:{store.port}", sizes, init=False)
+    server = StoreServer("127.0.0.1", 0, "of the test")
+    made = ranks(really_made, 8, Meeting(server.address, "of the test"), sizes, init=False)
+    server.close()
     groups = groups_of(sizes)
     digest = hashlib.sha256(json.dumps([(g.name, g.ranks) for g in groups]).encode()).hexdigest()[:16]
     assert {topology for topology, _ in made} == {digest}

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import secrets
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ft.control.store import StoreServer
 from ft.errors import FtError
+from ft.groups import Meeting
 from ft.simulate.recovery.loss import decide, everything, work_of
 from ft.simulate.recovery.rank import PATIENCE, follow
 from ft.simulate.recovery.topology import GroupSpec, Sizes, groups_of
@@ -77,7 +80,10 @@ class _Ranks:
         self._sizes, self._epoch = sizes, 0
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["ft.simulate.recovery.rank", "megatron.training.initialize"])
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+        token = secrets.token_hex(16)
+        server = StoreServer("127.0.0.1", 0, token)
+        self._meeting, self._store = Meeting(server.address, token), server.store
+        self._store.set_timeout(PATIENCE)
         self._processes: dict[int, multiprocessing.Process] = {}
 
     def __enter__(self) -> "_Ranks":
@@ -125,7 +131,7 @@ class _Ranks:
 
     def _start(self, ranks: Iterable[int], joins: bool) -> None:
         for rank in ranks:
-            arguments = (f"127.0.0.1:{self._store.port}", rank, self._sizes, self._epoch, joins)
+            arguments = (self._meeting, rank, self._sizes, self._epoch, joins)
             process = self._context.Process(target=follow, args=arguments, daemon=True)
             process.start()
             self._processes[rank] = process

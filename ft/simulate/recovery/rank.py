@@ -6,14 +6,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ft.groups import Groups
+from ft.groups import Groups, Meeting
 from ft.simulate.recovery.topology import Sizes, make_groups
 
 PATIENCE = timedelta(seconds=120)
 
 
-def follow(address: str, rank: int, sizes: Sizes, epoch: int, joins: bool) -> None:
-    """Does what is ordered through the store at ``address`` until it is told to end.
+def follow(meeting: Meeting, rank: int, sizes: Sizes, epoch: int, joins: bool) -> None:
+    """Does what is ordered through the store at ``meeting`` until it is told to end.
 
     Keys: ``ready/EPOCH/RANK`` when its groups are there, ``order/EPOCH`` (a JSON object: rebuild, defer; or "end"),
     ``left/EPOCH/RANK``, ``go/EPOCH``, ``done/EPOCH/RANK`` (a JSON object of what it took).
@@ -22,9 +22,10 @@ def follow(address: str, rank: int, sizes: Sizes, epoch: int, joins: bool) -> No
         epoch: the one it begins in. joins: it takes the place of a rank that was lost in it, and is connected by the
             next order.
     """
-    store = connect(address)
+    store = meeting.connect().store
+    store.set_timeout(PATIENCE)
     groups = Groups.start(
-        address=address,
+        meeting=meeting,
         prefix=f"groups/{epoch}",
         rank=rank,
         world_size=sizes.ranks,
@@ -55,12 +56,6 @@ def use_all() -> None:
     for group in list(dist.distributed_c10d._world.pg_names):
         if group.size() > 1:
             dist.barrier(group)
-
-
-def connect(address: str) -> dist.TCPStore:
-    """A connection to the store at host:port."""
-    host, port = address.rsplit(":", 1)
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=PATIENCE)
 
 
 def _rebuild(groups: Groups, order: dict, epoch: int) -> dict[str, float]:
