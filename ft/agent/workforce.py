@@ -92,6 +92,7 @@ class Workforce:
             worker = self.workers[name]
             worker.pid = pid
             self._post(WorkerStarted(name, self._place.node, pid, worker.rank, worker.restart))
+            self.hear(worker)
             if worker.doomed:
                 processes.kill_whole([pid])
         return notes
@@ -175,6 +176,8 @@ class Workforce:
     def hear(self, worker: Worker) -> None:
         """Takes in what the worker says and passes its reports on. Once it has hung up, only its exit tells more."""
         if worker.channel is None:  # its end was noticed in another way since the connection became readable
+            return
+        if worker.pid is None:  # the pool has yet to say so: nobody can be ready who was never started
             return
         for line in worker.channel.receive() or []:
             self._take(worker, line)

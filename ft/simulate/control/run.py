@@ -17,7 +17,7 @@ from ft.simulate.control.faults import Schedule
 from ft.simulate.control.legitimacy import check_alone
 from ft.simulate.control.shape import draw_shape
 
-STUCK_S = 60.0
+STUCK_S = 90.0
 """Virtual seconds without progress, and without a fault, that make a hang: all deadlines of one recovery together."""
 LONGEST_S = 3000.0
 _STOPS = {
