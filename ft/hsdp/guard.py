@@ -13,8 +13,8 @@ from ft.hsdp import lr
 from ft.hsdp.agreement import Agreed
 from ft.hsdp.parts import Parts
 from ft.hsdp.quorum import Quorum, Report
-from ft.hsdp.rings import is_same_ring
 from ft.hsdp.retry import Retry, RunIsOver
+from ft.hsdp.rings import is_same_ring
 from ft.messages import Finish, WorkerDone, WorkerResumed
 from ft.worker.failures import report_failure
 from ft.worker.reminder import said
@@ -28,8 +28,8 @@ class ReplicaGuard:
     """What :class:`ft.worker.guard.Guard` is to hot-swap: the trainer's only door to FT-HSDP.
 
     Args:
-        parts: what it works with. load: loads the last persistent checkpoint, where nobody has a state any more; whether
-            there is one: else the run begins anew.
+        parts: what it works with. load: loads the last persistent checkpoint, where nobody has a state any more; False
+            if there is none: then the run begins anew.
     """
 
     def __init__(self, parts: Parts, load: Callable[[], bool]):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Parts:
     def finish(self, report: Report) -> None:
         """The last step is done: the others need not wait for this replica any more."""
         if self.client is not None:
-            self.client.finish(report)
+            self.client.ask(replace(report, finished=True))
 
     def close(self) -> None:
         self.agreement.close()
@@ -102,15 +102,15 @@ def put_together(
     """
     subject = Subject(chunks, optimizer, scheduler)
     state = ReplicaState(subject, position)
-    ring = Ring(place.host, session.token)
-    server = StateServer(place.host, session.token, replica=place.replica, rank=session.rank)
+    ring = Ring(place.host, place.token)
+    server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
     exchange = Exchange(
         ring, replicas.groups_of(subject.chunks), lambda: session.progress.at("aside", "the other replicas")
     )
     replicas.exchange_through(subject.chunks, exchange)
     per_token = _exchange_tokens(subject.chunks[0].config, exchange)
     is_leader = session.rank == 0
-    client = QuorumClient(place.run_dir, place.replica, life, session.token) if is_leader else None
+    client = QuorumClient(place.run_dir, place.replica, life, place.token) if is_leader else None
     row = {"ring": ring.address, "fetch": server.address}
     injector = make_injector(session, ReplicaBreakage(subject, ring))
     plant_phases(injector, subject, lambda: position.step + 1)
@@ -125,7 +125,7 @@ def put_together(
         server=server,
         client=client,
         agreement=Agreement(dist.new_group(backend="gloo"), row, client),
-        catch_up=CatchUp(session, place.replica, state),
+        catch_up=CatchUp(session, place, state),
         records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
         if is_leader
         else NoRecords(),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft import token
 from ft.errors import UserError
 from ft.hsdp.lr import MODES
 
@@ -27,6 +28,11 @@ class Place:
     lr_scaling: str = "sqrt"
     wait_s: float = 1.0
     comes_back: bool = False
+
+    @property
+    def token(self) -> str:
+        """Of the whole run; that of the replica's own processes is another one."""
+        return token.find(self.run_dir, 0.0)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place | None":

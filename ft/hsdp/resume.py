@@ -23,7 +23,8 @@ def where_replicas_stood(
     elif consumed:
         deal, positions = Deal(1, 1), {0: consumed}
     elif place.comes_back and (noted := loader_state.read(place.run_dir)) is not None:
-        deal, positions = noted.deal, dict(noted.positions)  # of how much data: where it stands it hears from the others
+        # For the size of the data; where it stands it hears from the others.
+        deal, positions = noted.deal, dict(noted.positions)
     else:
         deal, positions = Deal(place.replicas, block), {}
     return deal.after(positions, step, place.replicas, block)

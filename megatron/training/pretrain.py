@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ft.errors import UserError
 from megatron.training import model
 from megatron.training.arguments import Layout, Options
 from megatron.training.arguments.batch import train_steps
 from megatron.training.checkpointing import Checkpointer, TrainState
-from ft.errors import UserError
 from megatron.training.data import dataset_prefixes
 from megatron.training.data.streams import Share, follower, own_batch
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
@@ -93,9 +93,7 @@ def assemble(
     if not joins:
         load(checkpointer, options, trainee, state)
     share = None if place is None else own_share(options, layout, place, state)
-    train_loaders, valid_loaders, test_loaders = make_loaders(
-        options, layout, tokenizer, trainee.chunks, state, share
-    )
+    train_loaders, valid_loaders, test_loaders = make_loaders(options, layout, tokenizer, trainee.chunks, state, share)
     log = RunLog(
         options.logging,
         is_writer=dist.get_rank() == layout.world_size - 1,
@@ -160,9 +158,9 @@ def replica(job: Job, session: "Session", place: "Place") -> "ReplicaGuard":
 
     trainee, options, state = job.trainee, job.options, job.state
     share = own_share(options, job.layout, place, state)
-    trains = job.train_loaders or []
+    follow = follower(job.train_loaders or [], place.replica)
     position = ReplicaPosition(
-        JobPosition(job), lambda: state.extra, place.replica, follower(trains, place.replica), share.deal, share.positions
+        JobPosition(job), lambda: state.extra, place.replica, follow, share.deal, dict(share.positions)
     )
     parts = put_together(
         session,
