@@ -29,6 +29,7 @@ STATE_RESTORED = "state_restored"
 RESUMED = "resumed"
 WORKER_LOST = "worker_lost"
 RESTARTED = "restarted"
+CAUGHT_UP = "caught_up"
 CHECKPOINT_SAVED = "checkpoint_saved"
 INVARIANTS_CHECKED = "invariants_checked"
 COPIES_PLACED = "copies_placed"
@@ -36,6 +37,9 @@ FINISHED = "finished"
 STOPPED = "stopped"
 CONTROL_RESTARTED = "control_restarted"
 CONTROL_BACK = "control_back"
+REPLICA_OFFLINE = "replica_offline"
+REPLICA_ONLINE = "replica_online"
+QUORUM_FORMED = "quorum_formed"
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ SCHEMA: Mapping[str, Needs] = {
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
     # number: of warm restarts so far
     RESTARTED: Needs((), ("number", "reason")),
+    # FT-HSDP: replica: its number; step: the committed steps of the state it has fetched; fetch_s, bytes: that took
+    CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
     CHECKPOINT_SAVED: Needs(("step",)),
     # violations: sentences, empty when I1 to I4 hold
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
@@ -86,6 +92,11 @@ SCHEMA: Mapping[str, Needs] = {
     CONTROL_RESTARTED: Needs(),
     # it went on from its journal, beside the agent of node; away: seconds since it last heard anything
     CONTROL_BACK: Needs(("node",), ("term", "away")),
+    # FT-HSDP: replica: its number; life: of it; step: the committed steps of its state
+    REPLICA_OFFLINE: Needs((), ("replica", "reason")),
+    REPLICA_ONLINE: Needs(("step",), ("replica", "life")),
+    # the members have changed, or the step is tried again; step: committed ones; wait_s: since the first had reported
+    QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
 }
 """Every event there is."""
 
