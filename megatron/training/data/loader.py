@@ -48,11 +48,11 @@ class MicrobatchLoader:
     ):
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
-        self._dataset, self._size = dataset, len(dataset)
+        self._dataset = dataset
         self._rows = micro_batch_size
         self._rank, self._ranks = data_parallel_rank, data_parallel_size
         self._workers, self._pin_memory = num_workers, pin_memory
-        self._order = CyclicOrder(seed, self._size) if cyclic else None
+        self._order = CyclicOrder(seed, len(dataset)) if cyclic else None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future] = deque()
         self._closed = False
@@ -109,6 +109,10 @@ class MicrobatchLoader:
 
     def __exit__(self, *exc):
         self.close()
+
+    @property
+    def _size(self) -> int:
+        return len(self._dataset)
 
     @property
     def _step(self) -> int:
