@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 from quorum_world import World
 
-from ft.hsdp.quorum import NoQuorum, Quorum, reactions
+from ft.hsdp.quorum import NoQuorum, Quorum, Report, reactions
+from ft.hsdp.quorum.decide import decide
 from ft.hsdp.quorum.state import SPAN
 
 HISTORIES, STEPS, DISTURBED_S, PATIENCE_S = 600, 12, 20.0, 400.0
@@ -32,6 +33,7 @@ class Player:
     done_at: float = 0.0
     back_at: float = 0.0
     has_ended: bool = False
+    echo: Report | None = None  # a report that is sent a second time over the same connection
 
 
 class Game:
@@ -86,6 +88,8 @@ class Game:
             self.connect(replica, player)
         if player.is_connected:
             reactions.beat(self.world.state, self.now, replica)
+            if player.echo is not None and self.draw.random() < 0.3:
+                self.echoes(player)
         if player.doing is not None and self.now >= player.done_at:
             self.ends_step(replica, player)
         if player.doing is None and player.asking is None and player.is_connected:
@@ -96,7 +100,7 @@ class Game:
             self.world.hello(replica, player.life, player.last)
         except NoQuorum as error:
             raise AssertionError(f"{replica}: {error}") from error
-        player.is_connected = True
+        player.is_connected, player.echo = True, None
         if player.asking is not None:
             self.sends(replica, player)
 
@@ -110,12 +114,13 @@ class Game:
             self.sends(replica, player)
 
     def sends(self, replica, player):
-        self.world.notes += reactions.report(self.world.state, self.now, self._report(replica, player, **player.asking))
+        report = Report(replica, player.life, *player.state, step_s=0.5, **player.asking)
+        self.world.notes += reactions.report(self.world.state, self.now, report)
+        player.echo = report if self.draw.random() < 0.2 else None
 
-    def _report(self, replica, player, **values):
-        from ft.hsdp.quorum import Report
-
-        return Report(replica, player.life, *player.state, step_s=0.5, **values)
+    def echoes(self, player):
+        report, player.echo = player.echo, None
+        self.world.notes += reactions.report(self.world.state, self.now, report)
 
     # --- the server -------------------------------------------------------------------------------------------------
 
@@ -140,8 +145,6 @@ class Game:
             assert decision.until is not None and self.now < decision.until <= self.now + MOST_S, decision
 
     def decide(self):
-        from ft.hsdp.quorum.decide import decide
-
         state = self.world.state
         reactions.time_passed(state, self.now)
         if state.needed_term() > state.term:
