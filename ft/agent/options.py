@@ -93,11 +93,14 @@ class RunOptions:
 Job = slurm.SlurmJob | mpirun.MpiJob
 
 
-def resolve(given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None) -> RunOptions:
+def resolve(
+    given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None, lease: str = ""
+) -> RunOptions:
     """Checks the flags, and fills in what they leave open.
 
     Args:
         job: what this node is part of; default: what the environment says.
+        lease: folder in the run's directory whose lease says that the run is under way; default: that directory.
 
     Raises:
         UserError: they cannot work.
@@ -109,7 +112,7 @@ def resolve(given: argparse.Namespace, environment: Mapping[str, str], job: Job 
     cluster = _cluster(given, job)
     _not_negative(given, "standby", "standby_nodes", "max_restarts")
     nproc = _nproc(given.nproc_per_node)
-    run_dir = _run_dir(given, job, cluster)
+    run_dir = _run_dir(given, job, cluster, lease)
     return RunOptions(
         script=_script(given),
         cluster=cluster,
@@ -253,7 +256,7 @@ def _script(given: argparse.Namespace) -> Script:
     return Script(given.script, given.module, given.script_args, preload)
 
 
-def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster) -> Path:
+def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease: str) -> Path:
     if given.run_dir:
         path = Path(given.run_dir)
     elif given.rdzv_id or (job and job.job):
@@ -265,6 +268,6 @@ def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster) -> Pa
     path = path.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(f"--run-dir {path} is not a directory", "choose another one")
-    if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not tenure.is_kept(path):
+    if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not tenure.is_kept(path / lease):
         raise UserError(f"{path} holds the events of an earlier run", "choose another --run-dir, or remove that one")
     return path

@@ -2,14 +2,14 @@
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ft.errors import UserError
+from ft.hsdp.quorum.limits import Limits
 
 LR_SCALING = ("none", "linear", "sqrt")
-_DEFAULT_LR_SCALING, _DEFAULT_WAIT_S = "sqrt", 0.0
+_DEFAULT_LR_SCALING = "sqrt"
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,15 @@ class Replicas:
 
     Attributes:
         count: replicas of the run. only: the one that this launcher brings alone; None: it has its share of all.
-        min_count: so many at least, or nobody trains. wait_s: a quorum waits so long for a replica about to arrive.
+        min_count: so many at least, or nobody trains. wait_s: a step waits so long for a replica about to arrive or
+            fetching state; None: as long as those who wait think right.
         lr_scaling: of the learning rate over healthy / all replicas.
     """
 
     count: int
     only: int | None = None
     min_count: int = 1
-    wait_s: float = _DEFAULT_WAIT_S
+    wait_s: float | None = None
     lr_scaling: str = _DEFAULT_LR_SCALING
 
     def environment(self) -> dict[str, str]:
@@ -33,14 +34,15 @@ class Replicas:
         return {
             "FT_HSDP_REPLICAS": str(self.count),
             "FT_HSDP_MIN_REPLICAS": str(self.min_count),
-            "FT_HSDP_WAIT": f"{self.wait_s:g}",
             "FT_HSDP_LR_SCALING": self.lr_scaling,
+            **({} if self.wait_s is None else {"FT_HSDP_WAIT": f"{self.wait_s:g}"}),
         }
 
     def server_options(self, host: str) -> str:
         """JSON for the quorum server's ``--options``. ``host``: where it is to listen."""
-        values = {"replicas": self.count, "min_replicas": self.min_count, "wait_s": self.wait_s}
-        return json.dumps({**values, "host": host})
+        limits = {} if self.wait_s is None else {"wait_s": self.wait_s}
+        values = {"replicas": self.count, "min_replicas": self.min_count, "limits": limits}
+        return json.dumps({**values, "where": f"tcp://{host}:0"})
 
 
 def add_flags(flag: Callable[..., None]) -> None:
@@ -57,7 +59,7 @@ def add_flags(flag: Callable[..., None]) -> None:
         "ft-hsdp-wait",
         type=float,
         metavar="SECONDS",
-        help=f"a step waits so long for a replica about to arrive (default: {_DEFAULT_WAIT_S:g})",
+        help="a step waits so long for a replica that is about to arrive, or fetches state (default: 0.1, and 1)",
     )
     flag(
         "ft-hsdp-lr-scaling",
@@ -91,9 +93,9 @@ def read(given: argparse.Namespace) -> Replicas:
         raise UserError(
             f"--ft-hsdp-min-replicas {least} is not between 1 and the {count} of --ft-hsdp-replicas", "give fewer"
         )
-    wait_s = _DEFAULT_WAIT_S if given.ft_hsdp_wait is None else given.ft_hsdp_wait
-    if not 0.0 <= wait_s < math.inf:
-        raise UserError(f"--ft-hsdp-wait {wait_s:g} is no number of seconds from 0 on", "give 0 or more")
+    wait_s, most_s = given.ft_hsdp_wait, Limits().start_s
+    if wait_s is not None and not 0.0 <= wait_s < most_s:
+        raise UserError(f"--ft-hsdp-wait {wait_s:g} is no number of seconds from 0 to {most_s:g}", "give one")
     _refuse(given)
     return Replicas(count, only, least, wait_s, given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING)
 

@@ -1,7 +1,6 @@
 """The quorum server's process: one launcher of the run keeps it, another one takes over when that one is gone."""
 
 import contextlib
-import json
 import os
 import subprocess
 import threading
@@ -11,31 +10,37 @@ from dataclasses import replace
 from pathlib import Path
 
 from ft.agent import processes, succession
+from ft.agent.console import last_lines
 from ft.control import tenure
-from ft.control.tenure import Standing
+from ft.control.tenure import SUCCEEDED, Standing
 from ft.control.timeouts import Timeouts
 from ft.hsdp.launch import child
 
-_FRUITLESS_S, _LONGEST_PAUSE_S = 1.0, 5.0
+FOLDER = "launchers"
+"""In the run's: the launchers' own terms and lease; those in the run's folder are the servers'."""
+
+_FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
+_LOOK_S = 0.5
 
 
 class QuorumHost:
-    """Claims terms in the run's folder and runs the quorum server in them.
+    """Holds the launchers' lease, or watches it; who holds it runs the quorum server.
 
-    A server that dies is started again at once, in the next term: it keeps nothing, its clients find the new one.
+    A server that dies is started again at once: it keeps nothing, its clients find the new one.
 
     Args:
-        run_dir: the run's. name: of this launcher. turn: launchers that are to go before it. options: JSON for the
+        run_dir: of the run. name: of this launcher. turn: launchers that are to go before it. options: JSON for the
             server. say: takes news.
     """
 
     def __init__(self, run_dir: Path, name: str, turn: int, options: str, say: Callable[[str], None]):
-        self._run_dir, self._name, self._turn, self._say = run_dir, name, turn, say
-        self._options, self._timeouts = json.loads(options), Timeouts()
+        self._run_dir, self._folder = run_dir, run_dir / FOLDER
+        self._name, self._turn, self._options, self._say = name, turn, options, say
+        self._timeouts = Timeouts()
         self._process: subprocess.Popen | None = None
         self._since = self._due = 0.0
         self._fruitless = 0
-        self._lease = _Lease(run_dir, self._timeouts.lease_beat_s)
+        self._lease = _Lease(self._folder, self._timeouts.lease_beat_s)
 
     @property
     def pid(self) -> int:
@@ -48,35 +53,36 @@ class QuorumHost:
         Raises:
             OSError: the folder cannot be written.
         """
-        if not self._turn and tenure.newest(self._run_dir) < 0:
+        if not self._turn and tenure.newest(self._folder) < 0:
             self._claim()
         self._lease.start()
 
     def look(self, now: float) -> None:
         """Does what is due."""
-        if self._lease.lost and self._lease.holds:
-            self._say("another launcher keeps the quorum server now")
-            self._lease.drop()
-            self._end()
+        if self._lease.lost:
+            self._give_up()
         elif self._lease.holds:
             if self._process is None and now >= self._due:
-                self._start_again()
-        elif self._lease.age(now) is not None:
-            age = self._lease.age(now)
+                self._start()
+        elif (age := self._lease.age(now)) is not None:
             what, why = succession.decide(succession.View(age, age, None, self._turn), self._timeouts)
             if what == succession.CLAIM and self._claim():
-                self._say(f"{why.replace('control plane', 'quorum server')}; it is started here, training goes on")
+                self._say(f"{why.replace('the control plane', 'its launcher')}: the quorum server is started here")
 
     def reaped(self, code: int) -> None:
         """The server has ended and was reaped."""
         self._process.returncode, self._process = code, None
         now = time.monotonic()
         self._fruitless = self._fruitless + 1 if now - self._since < _FRUITLESS_S else 0
-        pause_s = min(_LONGEST_PAUSE_S, 0.1 * 2**self._fruitless) if self._fruitless else 0.0
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._fruitless) if self._fruitless else 0.0
+        if code == SUCCEEDED:  # somebody else's runs: the lease will tell whose
+            pause_s = max(pause_s, _LOOK_S)
+        elif self._lease.holds:
+            lines = [f"    {line}" for line in last_lines(self._log, 5)] if self._fruitless else []
+            how = f"the quorum server {processes.how_it_ended(code)}; another one is started, training goes on"
+            self._say("\n".join([how, *lines]))
         self._due = now + pause_s
-        if self._lease.holds:
-            self._say(f"the quorum server {processes.how_it_ended(code)}; another one is started, training goes on")
-            self.look(now)
+        self.look(now)
 
     def close(self) -> None:
         """Ends the server, if it is here."""
@@ -84,23 +90,35 @@ class QuorumHost:
         self._end()
 
     def _claim(self) -> bool:
-        term = tenure.newest(self._run_dir) + 1
-        if not tenure.claim(self._run_dir, term, self._name):
+        """Takes the lease and starts the server; False if another launcher was faster, or the folder is not there."""
+        term = tenure.newest(self._folder) + 1
+        try:
+            is_mine = tenure.claim(self._folder, term, self._name)
+            if is_mine:
+                self._lease.hold(Standing(term, 0, "", self._name, os.getpid()))
+        except OSError as error:
+            self._say(f"the quorum server's lease cannot be taken: {error}")
+            is_mine = False
+        if not is_mine:
             self._lease.drop()
             return False
-        self._lease.hold(Standing(term, 0, "", self._name, os.getpid()))
-        self._start(term)
+        self._start()
         return True
 
-    def _start_again(self) -> None:
-        if not self._claim():
-            self._say("another launcher keeps the quorum server now")
+    def _give_up(self) -> None:
+        self._say("another launcher has taken the quorum server over")
+        self._lease.drop()
+        self._end()
 
-    def _start(self, term: int) -> None:
-        options = json.dumps({**self._options, "term": term})
-        log = self._run_dir / "logs" / "quorum.log"
-        arguments = ["--run-dir", str(self._run_dir), "--options", options]
-        self._process = child.start("ft.hsdp.quorum", arguments, log, log, {"OMP_NUM_THREADS": "1"})
+    @property
+    def _log(self) -> Path:
+        return self._run_dir / "logs" / "quorum.log"
+
+    def _start(self) -> None:
+        arguments = ["--run-dir", str(self._run_dir), "--options", self._options]
+        self._process = child.start(
+            "ft.hsdp.quorum", arguments, self._log, self._log, {"OMP_NUM_THREADS": "1"}, deaf=True
+        )
         self._since = time.monotonic()
 
     def _end(self) -> None:

@@ -21,13 +21,14 @@ class Setup:
 
     Attributes:
         part: of the replica. options: of its agent; ``life`` is filled in. faults: of the replica.
-        environment: on top of this process's.
+        environment: on top of this process's. is_late: the others may be under way.
     """
 
     part: Part
     options: RunOptions
     faults: list[inject.Fault]
     environment: Mapping[str, str]
+    is_late: bool = False
 
     @property
     def folder(self) -> Path:
@@ -87,7 +88,8 @@ class Member:
         options = replace(self.setup.options, life=life, max_restarts=life + self.setup.options.max_restarts)
         left = faults.left(self.setup.faults, self.setup.folder)
         packed = replica.pack(options, left, began(self.setup.folder))
-        self.process = child.start("ft.hsdp.launch.replica", [packed], self.out, self.err, self.setup.environment)
+        environment = {**self.setup.environment, "FT_HSDP_LIFE": str(life or int(self.setup.is_late))}
+        self.process = child.start("ft.hsdp.launch.replica", [packed], self.out, self.err, environment)
         self._since = time.monotonic()
 
     def ended(self, code: int, ending: bool) -> policy.Answer:

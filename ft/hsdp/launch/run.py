@@ -16,7 +16,7 @@ from ft.errors import UserError
 from ft.hsdp.launch import faults, flags
 from ft.hsdp.launch.console import MergedConsole
 from ft.hsdp.launch.flags import Replicas, wanted
-from ft.hsdp.launch.host import QuorumHost
+from ft.hsdp.launch.host import FOLDER, QuorumHost
 from ft.hsdp.launch.launcher import Launcher
 from ft.hsdp.launch.member import Member, Setup
 from ft.hsdp.launch.places import Part, devices_of, parts_of
@@ -38,7 +38,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     asked = flags.read(given)
     if given.max_restarts is None:
         given.max_restarts = _RESTARTS
-    whole = options.resolve(given, os.environ)
+    whole = options.resolve(given, os.environ, lease=FOLDER)
     parts = parts_here(whole, asked)
     planned = faults.plan(*faults.read_specs(whole.inject, whole.scenario, whole.seed), asked.count, parts[0])
     setups = [_setup(part, whole, asked, planned.get(part.replica, [])) for part in parts]
@@ -105,7 +105,8 @@ def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list) -> Set
     own = replica_options(part, whole)
     if asked.only is not None and not part.node_rank and tenure.is_kept(own.run_dir):
         raise UserError(f"replica {part.replica} is at work already in {own.run_dir}", "choose another one, or end it")
-    return Setup(part, own, planned, _environment(part, whole, asked, os.environ))
+    environment = _environment(part, whole, asked, os.environ)
+    return Setup(part, own, planned, environment, is_late=asked.only is not None)
 
 
 def _environment(part: Part, whole: RunOptions, asked: Replicas, present: Mapping[str, str]) -> dict[str, str]:
