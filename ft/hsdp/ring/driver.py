@@ -69,7 +69,7 @@ class Driver:
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._submitted = self._order = 0
-        self._cancelled, self._why_cancelled = 0, ""
+        self._cancelled, self._why_cancelled = 0, "its thread has ended"
         self._is_closing = False
         self._last = self._limit = 0.0
         self._thread = threading.Thread(target=self._run, name="ft-ring", daemon=True)
@@ -110,9 +110,6 @@ class Driver:
                 else:
                     self._do(job.what)
                 del job  # nothing is held while the thread waits
-        except BaseException as error:
-            self._broken = error
-            raise
         finally:
             self._end()
 
@@ -134,7 +131,7 @@ class Driver:
         if self._links is not None and self._links.broken:
             self._break(self._links.broken)
         elif self._cancelled >= self._order and self._cancelled:
-            self._break(Broken(self._why_cancelled))
+            self._break(self._cancellation())
 
     def _end(self) -> None:
         with self._lock:
@@ -143,7 +140,7 @@ class Driver:
         for job in jobs:
             if isinstance(job.what, Operation):
                 job.what.pending.end(Outcome(False, "the ring is closed", skipped=True))
-        self._break(Broken("this member has ended", self._members.me if self._members.addresses else None))
+        self._break(self._cancellation())
         self._door.close()
         self._poller.close()
 
@@ -157,21 +154,25 @@ class Driver:
         if self._members.number >= 0:
             self._door.give_up(self._members.number, told.suspect)
 
+    def _cancellation(self) -> Broken:
+        return Broken(self._why_cancelled, self._members.me if self._is_closing else None)
+
     def _check(self) -> None:
         if self._cancelled >= self._order:
-            raise Broken(self._why_cancelled)
+            raise self._cancellation()
 
     def _moved(self) -> None:
         self._last = time.monotonic()
         if self._links.asked is not None:
             self._links.asked = None
         if self._cancelled >= self._order:
-            raise Broken(self._why_cancelled)
+            raise self._cancellation()
 
     def _pause(self) -> None:
         """Waits for anything to happen; asks the neighbours half-way to the limit, and gives up at it."""
         now, links = time.monotonic(), self._links
-        what, until = patience(now, self._last, links.asked, self._limit)
+        knows = links.asked is not None and links.blame()[0] is not None
+        what, until = patience(now, self._last, links.asked, knows, self._limit)
         if what == GIVE_UP:
             raise links.nothing_moves(self._limit)
         if what == ASK:
@@ -247,7 +248,7 @@ class Driver:
         if self._cancelled >= self._order:
             operation.pending.end(Outcome(False, self._why_cancelled, skipped=True))
             if self._broken is None:
-                self._break(Broken(self._why_cancelled))
+                self._break(self._cancellation())
             return
         if self._broken is not None:
             operation.pending.end(self._skipped())
