@@ -17,6 +17,8 @@ import torch
 from ft.hsdp.ring import Ring, RingOptions, hello
 from ft.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
 from ft.hsdp.ring.control import BREAK, PING, PONG, Message, pack, unpack
+from ft.hsdp.ring.tuning import send_buffer
+from ft.sockets import held, towards
 
 QUICK = RingOptions(chunk_bytes=4096, chunks=2, limit_s=0.6)
 CALM = RingOptions(chunk_bytes=4096, chunks=2, limit_s=20)
@@ -298,10 +300,6 @@ class Half:
             connection.sendall(hello.write_answer(hello.Answer(hello.TAKEN, number), self._token, heard.nonce))
             self._open.append(connection)
 
-    def arrived(self) -> int:
-        """Bytes of the last connection that wait here to be read."""
-        return struct.unpack("i", fcntl.ioctl(self._open[-1], termios.FIONREAD, bytes(4)))[0]
-
     def close(self) -> None:
         for each in self._open:
             each.close()
@@ -323,16 +321,32 @@ def test_a_connection_that_nobody_is_at_the_end_of_any_more_ends_at_the_limit(me
         half.close()
 
 
+def test_a_send_buffer_is_asked_for_unless_that_makes_it_smaller_than_it_may_be():
+    assert send_buffer(4 << 20, asked_at_most=4 << 20, grown_at_most=4 << 20) == 2 << 20
+    assert send_buffer(4 << 20, asked_at_most=208 << 10, grown_at_most=4 << 20) is None
+    assert send_buffer(1 << 20, asked_at_most=208 << 10, grown_at_most=4 << 20) == 512 << 10
+
+
 def test_the_bytes_in_flight_to_a_neighbour_that_does_not_read_are_bounded(members):
-    options, half = RingOptions(chunk_bytes=65536, chunks=2, limit_s=2), Half("secret")
+    options, half = RingOptions(chunk_bytes=65536, chunks=2, limit_s=1), Half("secret")
     (ring,) = members(1, options)
     try:
         ring.reconfigure(1, [ring.address, half.address], 0)
         half.join(1, [ring.address, half.address], 1, options)
-        pending, seen = ring.all_reduce(torch.zeros(5_000_000)), 0
+        pending, seen = ring.all_reduce(torch.zeros(50_000_000)), 0
         while not pending.is_over():
-            seen = max(seen, half.arrived())
+            seen = max(seen, *map(not_acknowledged, connected_to(half.address)))
             time.sleep(0.02)
         assert 0 < seen <= options.chunk_bytes * options.chunks
     finally:
         half.close()
+
+
+def connected_to(address: str) -> list[socket.socket]:
+    found = towards(held(), int(address.rsplit(":", 1)[1]))
+    return [socket.socket(fileno=os.dup(descriptor)) for descriptor in found]
+
+
+def not_acknowledged(connection: socket.socket) -> int:
+    with connection:
+        return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]

@@ -3,8 +3,8 @@
     python tools/bench/ftar.py
 
 Prints one JSON line. Each entry of `cells` is one (processes, MiB, type): medians of `ftar_ms` and `gloo_ms`, and
-`ratio`, gloo's time / FTAR's. `at_64_and_more` and `at_1` are the least ratios of those sizes. `busy` is the same at 64 MiB with a caller's
-thread that computes meanwhile (matrix products): the time until both are done, against gloo with the same computing.
+`ratio`, gloo's time / FTAR's. `at_64_and_more` and `at_1` are the least ratios of those sizes. `busy` is the same at
+64 MiB while the caller's thread computes (matrix products): the time until both are done.
 """
 
 import argparse
@@ -146,5 +146,4 @@ def timed(tensor: torch.Tensor, reduce: Callable[[], None], count: int) -> float
 
 
 if __name__ == "__main__":
-
     sys.exit(main(sys.argv[1:]))

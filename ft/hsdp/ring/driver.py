@@ -20,6 +20,7 @@ from ft.hsdp.ring.options import RingOptions
 from ft.hsdp.ring.outcome import Broken, Outcome, Pending
 from ft.hsdp.ring.poller import Poller
 from ft.hsdp.ring.schedule import items
+from ft.hsdp.ring.tuning import tuned
 from ft.snapshot.network import Network
 
 _TEND_S = 1.0
@@ -152,7 +153,7 @@ class Driver:
             self._links.close(told)
             self._links = None
         if self._members.number >= 0:
-            self._door.give_up(self._members.number, told.suspect)
+            self._door.give_up(self._members.number, told)
 
     def _cancellation(self) -> Broken:
         return Broken(self._why_cancelled, self._members.me if self._is_closing else None)
@@ -185,7 +186,7 @@ class Driver:
 
     def _connect(self, members: Members) -> None:
         if self._links is not None:
-            self._links.close()
+            self._links.close(Broken(f"a member has gone on to quorum {members.number}"))
             self._links = None
         self._members, self._broken = members, None
         try:
@@ -208,18 +209,23 @@ class Driver:
         dialer = Dialer(self._poller, self._network, members.addresses[right], right, said, self._token)
         dialer.start(streams, self._limit)
         until = time.monotonic() + self._limit
+        why = None
         try:
             while links.left is None or links.right is None:
                 dialer.tend()
                 if links.right is None and (connections := dialer.taken(streams)):
-                    links.join(RIGHT, right, self._tuned(connections))
+                    links.join(RIGHT, right, tuned(connections, options))
                 if links.left is None and len(self._door.taken) == streams:
-                    links.join(LEFT, left, self._tuned([self._door.taken.pop(each) for each in range(streams)]))
+                    came = [self._door.taken.pop(each) for each in range(streams)]
+                    links.join(LEFT, left, tuned(came, options))
                 if links.left is not None and links.right is not None:
                     return
                 self._await_members(links, until)
+        except Broken as broken:
+            why = broken
+            raise
         finally:
-            dialer.close()
+            dialer.close(why)
 
     def _await_members(self, links: Links, until: float) -> None:
         if (remaining := until - time.monotonic()) <= 0:
@@ -231,16 +237,6 @@ class Driver:
         self._check()
         if links.broken:
             raise links.broken
-
-    def _tuned(self, connections: list[socket.socket]) -> list[socket.socket]:
-        """What bounds the bytes in flight is the window that the receiver offers."""
-        window = self._options.chunk_bytes * self._options.chunks // self._options.streams
-        for place, connection in enumerate(connections):
-            if connection.family != socket.AF_UNIX:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if place:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, window)
-        return connections
 
     # --- an operation ------------------------------------------------------------------------------------------------
 
