@@ -26,7 +26,8 @@ class Commit:
         step: its number, from 1. quorum: of the step. before: the quorum of the step before it in this replica's
             state, 0 before the first.
         healthy: replicas whose gradients are in the step. behind: those that fetched their state during it.
-        batch: samples that each healthy one took. deal, positions: after the step.
+        batch: samples that each healthy one took. deal: who gets which samples in this step. positions: after it, in
+            that deal.
         wall: seconds since 1970, when it was committed. step_s: seconds that the step took, retries and waits
             included. wait_s: of these, what quorum and FTAR took beyond the replica's own work.
         loss: mean over the tokens of all healthy replicas, None where the leader does not know it. tokens: that
