@@ -29,7 +29,6 @@ STATE_RESTORED = "state_restored"
 RESUMED = "resumed"
 WORKER_LOST = "worker_lost"
 RESTARTED = "restarted"
-CAUGHT_UP = "caught_up"
 CHECKPOINT_SAVED = "checkpoint_saved"
 INVARIANTS_CHECKED = "invariants_checked"
 COPIES_PLACED = "copies_placed"
@@ -39,6 +38,7 @@ CONTROL_RESTARTED = "control_restarted"
 CONTROL_BACK = "control_back"
 REPLICA_OFFLINE = "replica_offline"
 REPLICA_ONLINE = "replica_online"
+CAUGHT_UP = "caught_up"
 QUORUM_FORMED = "quorum_formed"
 
 
@@ -78,8 +78,6 @@ SCHEMA: Mapping[str, Needs] = {
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
     # number: of warm restarts so far
     RESTARTED: Needs((), ("number", "reason")),
-    # FT-HSDP: replica: its number; step: the committed steps of the state it has fetched; fetch_s, bytes: that took
-    CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
     CHECKPOINT_SAVED: Needs(("step",)),
     # violations: sentences, empty when I1 to I4 hold
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
@@ -95,6 +93,8 @@ SCHEMA: Mapping[str, Needs] = {
     # FT-HSDP: replica: its number; life: of it; step: the committed steps of its state
     REPLICA_OFFLINE: Needs((), ("replica", "reason")),
     REPLICA_ONLINE: Needs(("step",), ("replica", "life")),
+    # a rank of a replica that was behind has the state; step: the one it caught up in; bytes: fetched in fetch_s
+    CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
     # the members have changed, or the step is tried again; step: committed ones; wait_s: since the first had reported
     QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
 }

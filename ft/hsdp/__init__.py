@@ -1,1 +1,1 @@
-"""FT-HSDP: replicas that train on when one of them dies, and take it back without waiting (paper: ft_hsdp)."""
+"""FT-HSDP: data-parallel replicas are the unit of failure; the others train on, and who comes back catches up."""

@@ -1,0 +1,166 @@
+"""What the server is told, taken into its state. Pure: no I/O, no clock; each returns the events that follow."""
+
+from dataclasses import replace
+
+from ft import events
+from ft.hsdp.quorum import blame
+from ft.hsdp.quorum.state import (
+    ARRIVING,
+    EXPECTED,
+    HERE,
+    LOST,
+    OFFLINE,
+    Note,
+    State,
+    heard_of,
+    started,
+)
+from ft.hsdp.quorum.values import NoQuorum, Quorum, Report
+
+
+def hello(state: State, now: float, replica: int, life: int, last: Quorum | None) -> list[Note]:
+    """A leader is connected, for the first time or again; ``last`` is the last quorum it was given.
+
+    Raises:
+        NoQuorum: a later life of this replica was here already.
+    """
+    one = state.of(replica)
+    if life < one.life:
+        raise NoQuorum(f"life {life} of replica {replica} is over: life {one.life} was here")
+    notes = _ended(state, replica, f"life {life} takes its place") if life > one.life else []
+    if life > one.life:
+        started(one, life, now)
+    if one.phase == ARRIVING:
+        one.waited_s = 0.0
+    if one.phase != HERE:
+        one.becomes(HERE, now, "its leader is connected")
+    one.heard_at, one.answered = now, None
+    one.is_online |= last is not None  # it has come back to a server that was started meanwhile: no news
+    heard_of(state, now, last, 0)
+    return notes
+
+
+def report(state: State, now: float, given: Report) -> list[Note]:
+    """A leader asks for the next quorum.
+
+    Raises:
+        NoQuorum: a later life of this replica was here already, or this one has said no hello.
+    """
+    one = state.of(given.replica)
+    if given.life != one.life or one.phase != HERE:
+        raise NoQuorum(f"life {given.life} of replica {given.replica} is not here: life {one.life} is {one.phase}")
+    one.heard_at, one.step_s = now, given.step_s
+    if given in (one.report, one.answered):  # sent twice, when a connection began just as it was asked
+        return []
+    one.report, one.reported_at = given, now
+    state.highest = max(state.highest, given.number, given.lineage)
+    if given.finished:
+        one.has_finished, state.end = True, max(state.end or given.state, given.state)
+    if one.is_online:
+        return []
+    one.is_online = True
+    return [Note(events.REPLICA_ONLINE, {"replica": given.replica, "life": given.life, "step": given.next_step})]
+
+
+def beat(state: State, now: float, replica: int) -> None:
+    """A leader's client lives."""
+    state.of(replica).heard_at = now
+
+
+def lost(state: State, now: float, replica: int, life: int) -> list[Note]:
+    """The connection of its leader broke."""
+    one = state.of(replica)
+    if life == one.life and one.phase == HERE:
+        one.becomes(LOST, now, "the connection to its leader broke")
+    return []
+
+
+def leaves(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
+    """Its leader ends well, or gives up."""
+    one = state.of(replica)
+    if life != one.life:
+        return []
+    one.becomes(OFFLINE, now, reason)
+    return _ended(state, replica, reason)
+
+
+def offline(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
+    """Its agent says that life ``life`` of it is over."""
+    one = state.of(replica)
+    if life < one.life or one.has_finished:
+        return []
+    if life > one.life:
+        started(one, life, now)
+    one.becomes(OFFLINE, now, reason)
+    return _ended(state, replica, reason)
+
+
+def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
+    """Its agent builds life ``life`` of it."""
+    one = state.of(replica)
+    if life < one.life or (life == one.life and one.phase == HERE):
+        return []
+    notes = _ended(state, replica, "its agent builds it anew") if life > one.life else []
+    if life > one.life:
+        started(one, life, now)
+    one.becomes(ARRIVING, now, "its agent builds it")
+    return notes
+
+
+def formed(state: State, now: float, quorum: Quorum, excluded: dict[int, str]) -> list[Note]:
+    """The quorum was decided: its members' reports are answered, those excluded stay out for a time."""
+    state.highest = max(state.highest, quorum.number)
+    if quorum.finished:
+        for number in quorum.members:
+            answered(state, number)
+        return []
+    last, waiting = state.last, [state.of(number).reported_at for number in quorum.members]
+    is_same = last is not None and last.lives == quorum.lives and not last.load
+    is_retry = is_same and quorum.step == last.step
+    state.failed = state.failed + 1 if is_retry else 0
+    _account(state, now, quorum, excluded, min(waiting))
+    state.last, state.formed_at = quorum, now
+    if is_same and not is_retry:
+        return []
+    values = {"number": quorum.number, "step": quorum.step, "healthy": list(quorum.healthy)}
+    values |= {"behind": list(quorum.behind), "reason": quorum.reason, "wait_s": round(now - min(waiting), 4)}
+    return [Note(events.QUORUM_FORMED, values)]
+
+
+def time_passed(state: State, now: float) -> list[Note]:
+    """Connections that stay broken, leaders that say nothing: those replicas are offline now."""
+    limits, notes = state.options.limits, []
+    for number, one in sorted(state.replicas.items()):
+        if one.phase == LOST and now - one.since >= limits.lost_s:
+            one.becomes(OFFLINE, now, one.reason)
+            one.is_cut_off = True
+            notes += _ended(state, number, one.reason)
+    return notes
+
+
+def answered(state: State, replica: int) -> None:
+    """Its report was."""
+    one = state.of(replica)
+    one.answered, one.report = one.report, None
+
+
+def _account(state: State, now: float, quorum: Quorum, excluded: dict[int, str], began: float) -> None:
+    """Bans, and what was waited for those that arrive."""
+    ban_s = state.options.limits.calibrated(state.step_s()).ban_s
+    for number, one in state.replicas.items():
+        if number in excluded:
+            one.ban = blame.longer(one.ban, now, ban_s, state.options.limits.ban_most_s)
+        elif number in quorum.lives:
+            one.answered, one.report, one.waited_s = one.report, None, 0.0
+            if number in quorum.healthy and now - one.ban.until > one.ban.length_s:
+                one.ban = replace(one.ban, times=0)
+        elif one.phase in (HERE, ARRIVING):
+            one.waited_s += max(0.0, now - max(began, one.since))
+
+
+def _ended(state: State, replica: int, reason: str) -> list[Note]:
+    one = state.of(replica)
+    if one.phase == EXPECTED or not one.is_online:
+        return []
+    one.is_online = False
+    return [Note(events.REPLICA_OFFLINE, {"replica": replica, "reason": reason})]
