@@ -64,7 +64,11 @@ def status(record: Record, now: float) -> Status:
 
 def as_text(found: Status, folder: str) -> str:
     """The status as a few lines and a table of the replicas."""
-    age = "" if found.age is None else f"last step {seconds(found.age)} ago" + (" (stale?)" if found.stale else "")
+    age = (
+        ""
+        if found.age is None or found.ended
+        else f"last step {seconds(found.age)} ago" + (" (stale?)" if found.stale else "")
+    )
     members = [", ".join(map(str, found.healthy)) or "-"]
     members += [f"catching up: {', '.join(map(str, found.behind))}"] if found.behind else []
     facts = [

@@ -99,7 +99,7 @@ def effective_told(found: Effective) -> str:
     return ", ".join(parts)
 
 
-REPLICA_HEAD = ("replica", "state", "samples", "position", "offline", *STATES)
+REPLICA_HEAD = ("replica", "state", "samples", "position", "times offline", *STATES)
 
 
 def replica_rows(story: Story) -> list[tuple[str, ...]]:
@@ -114,7 +114,7 @@ def replica_rows(story: Story) -> list[tuple[str, ...]]:
                 own.state if own is not None else "no folder",
                 str(story.audit.replicas.get(replica, 0)),
                 str(positions.get(replica, "-")),
-                f"{story.times_offline(replica)} x",
+                str(story.times_offline(replica)),
                 *(seconds(story.seconds_in(replica, state)) for state in STATES),
             )
         )
@@ -155,9 +155,7 @@ def superseded(story: Story) -> list[str]:
 def _superseded(steps: Sequence) -> str:
     first, last, members = steps[0], steps[-1], ", ".join(map(str, sorted(steps[0].by)))
     which = f"step {first.number}" if len(steps) == 1 else f"steps {first.number} to {last.number}"
-    return (
-        f"superseded: {which}, committed in quorum {last.commit.quorum} by replica {members} and done again by others"
-    )
+    return f"superseded: {which}, committed in quorum {last.commit.quorum} by replica {members} and done again later"
 
 
 def _why(one: Incident) -> str:
