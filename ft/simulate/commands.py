@@ -2,7 +2,11 @@
 
 import importlib.util
 
-_SIMULATIONS = ("ft.simulate.control.commands", "ft.simulate.recovery.commands")
+_SIMULATIONS = (
+    "ft.simulate.control.commands",
+    "ft.simulate.recovery.commands",
+    "ft.simulate.hsdp.commands",
+)
 
 
 def add_parser(subparsers) -> None:

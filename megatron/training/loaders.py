@@ -28,7 +28,8 @@ def make_loaders(
     """Loaders of the train, validation and test parts, each where ``state`` left off. Collective.
 
     Args:
-        share: this replica's part of the training data (FT-HSDP), read from its position on.
+        share: this replica's part of the training data (FT-HSDP), read from its position on; the batch size of
+            ``options`` is what all replicas take in a step.
 
     Returns:
         None for a part that does not exist, on every rank alike.
