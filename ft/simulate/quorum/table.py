@@ -51,9 +51,9 @@ def as_text(job: Job, measured: Measured) -> str:
     each = f"{job.ranks // job.replicas}, on {tree.nodes} nodes each"
     lines = [
         f"{job.ranks} logical ranks in {job.replicas} replicas of {each}",
-        f"real: the quorum server, {job.replicas} leaders' clients, and {relays} relays, all but the leaders' with a TCP",
-        f"      connection each to the one above ({job.fan_out} wide, {tree.depth} deep); in {measured.crews} processes "
-        "beside the server's",
+        f"real: the quorum server, {job.replicas} leaders' clients, and {relays} relays, all but the leaders' with",
+        f"      a TCP connection each to the one above ({job.fan_out} wide, {tree.depth} deep); in {measured.crews} "
+        "processes beside the server's",
         f"multiplexed: the {job.node} ranks of a node share its connection, and one of them parses for all",
         "",
         "seconds from the last report to ...       p50       p90       p99       max   quorums",
