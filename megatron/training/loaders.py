@@ -29,7 +29,7 @@ def make_loaders(
 
     Args:
         share: this replica's part of the training data (FT-HSDP), read from its position on; the batch size of
-            ``options`` is what the replica takes in a step.
+            ``options`` is what all replicas take in a step.
 
     Returns:
         None for a part that does not exist, on every rank alike.
@@ -70,7 +70,7 @@ def wanted_samples(options: Options, share: Share | None = None) -> tuple[int, i
     one = e.eval_iters * t.global_batch_size
     train_samples = t.train_samples or steps * t.global_batch_size
     if share is not None:
-        train_samples = share.deal.needed(steps, t.global_batch_size)
+        train_samples = share.deal.needed(steps, t.global_batch_size // share.deal.replicas)
     if e.skip_train:
         train_samples = 0
     return train_samples, evaluations * one, one

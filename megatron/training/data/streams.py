@@ -8,13 +8,14 @@ been away.
 Validation and test data are not divided: every replica reads the same samples of them, so that none waits for another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ft.errors import UserError
 from ft.hsdp.samples import Deal, Stream
+from megatron.training.data.loader import MicrobatchLoader
 from megatron.training.data.order import CyclicOrder
 
 _ENDLESS = 1 << 62
@@ -77,6 +78,17 @@ class Share:
         """``dataset``, the run's, as this replica reads it; with a seed in endless passes."""
         base = dataset if cyclic_seed is None else Cyclic(dataset, cyclic_seed)
         return StreamView(base, self.deal.stream(self.replica))
+
+
+def follower(loaders: Sequence[MicrobatchLoader | None], replica: int) -> Callable[[Deal, int], None]:
+    """What has ``loaders``, which read views of a stream, go on with another deal, from a position on."""
+
+    def follow(deal: Deal, position: int) -> None:
+        for loader in filter(None, loaders):
+            loader.dataset.follow(deal.stream(replica))
+            loader.seek(position)
+
+    return follow
 
 
 def own_batch(global_batch_size: int, replicas: int, micro_batch_size: int, data_parallel_size: int) -> int:
