@@ -1,16 +1,18 @@
 """What tests of the catch-up are made of: states, sources in processes of their own, and a man in the middle."""
 
 import contextlib
+import multiprocessing
+import os
+import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+from ft.hsdp.fetch import StateServer
+
 TOKEN = "the token of this run"
 STEP, LINEAGE = 7, 3
 WAIT_S = 30.0
@@ -47,21 +49,36 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class Process:
-    """A source in a process of its own, which serves ``state(seed, mib)`` of STEP until it is ended."""
+    """A source in a process of its own, which serves ``live`` as the state of STEP until it is ended.
 
-    def __init__(self, seed: int, mib: float):
-        command = [sys.executable, __file__, str(seed), str(mib)]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.address = self._process.stdout.readline().strip()
+    A fork, which has the tensors already and does nothing with them but send their bytes.
+    """
+
+    def __init__(self, live: dict[str, torch.Tensor]):
+        forks = multiprocessing.get_context("fork")
+        here, there = forks.Pipe()
+        self._process = forks.Process(target=_serve, args=(live, there), daemon=True)
+        self._process.start()
+        with here, there:
+            if not here.poll(WAIT_S):
+                raise TimeoutError("the source does not begin")
+            self.address = here.recv()
 
     def signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        os.kill(self._process.pid, number)
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.join(WAIT_S)
+        self._process.close()
+
+
+def _serve(live: dict[str, torch.Tensor], to_test) -> None:
+    server = StateServer("127.0.0.1", TOKEN)
+    server.offer(STEP, LINEAGE, live, {})
+    to_test.send(server.address)
+    while True:
+        signal.pause()
 
 
 class Proxy:
@@ -131,16 +148,3 @@ def once_past(nbytes: int, act: Callable[[], None]) -> Callable[[bytes, int], by
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def serve(seed: int, mib: float) -> None:
-    from ft.hsdp.fetch import StateServer
-
-    server = StateServer("127.0.0.1", TOKEN)
-    server.offer(STEP, LINEAGE, state(seed, mib), {"seed": seed})
-    print(server.address, flush=True)
-    sys.stdin.read()
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,6 +1,7 @@
 """Catch-up: a state goes from the ranks that have it to the one that is behind."""
 
 import contextlib
+import socket
 import threading
 import time
 
@@ -11,7 +12,8 @@ from fetch_sources import LINEAGE, STEP, TOKEN, WAIT_S, blank, descriptors, equa
 from ft.errors import UserError
 from ft.hsdp.fetch import BadState, Limits, Refused, StateServer, fetch, fetch_envelope, shares
 from ft.hsdp.fetch.crew import failure, stalled_s
-from ft.hsdp.fetch.memory import FlatState
+from ft.hsdp.fetch.memory import FlatState, table_of
+from ft.hsdp.fetch.offer import Envelope, Offer, Withdrawn
 from ft.hsdp.fetch.source import Bad, Gone, Lost
 
 
@@ -256,3 +258,50 @@ def test_a_tensor_that_was_given_another_shape_since_is_not_served(servers):
     live["weight"].resize_(3)
     with pytest.raises(Refused, match=r"withdrawn|changed"):
         get([source], blank(state(10, 0.1)))
+
+
+def test_tensors_on_a_device_are_copied_once_for_all_who_ask():
+    asked = []
+
+    def count(tensors, is_over):
+        asked.append(is_over())
+        return tensors
+
+    offer = Offer(Envelope.of(STEP, LINEAGE, {}), table_of(state(11, 0.1)), state(11, 0.1), count)
+    here, there = socket.socketpair()
+    with here, there:
+        for _ in range(3):
+            with offer.reading(here) as memory:
+                assert memory.table.encoded == offer.table.encoded
+        assert asked == [False]
+        offer.withdraw(0.0)
+        with pytest.raises(Withdrawn), offer.reading(here):
+            pass
+
+
+def test_a_withdrawal_stops_the_copy_from_a_device():
+    begun = threading.Event()
+
+    def endless(tensors, is_over):
+        begun.set()
+        while not is_over():
+            time.sleep(0.001)
+        return {}
+
+    offer, ends = Offer(Envelope.of(STEP, LINEAGE, {}), table_of({}), {}, endless), []
+    here, there = socket.socketpair()
+
+    def read() -> None:
+        try:
+            with offer.reading(here):
+                ends.append("read")
+        except Withdrawn:
+            ends.append("withdrawn")
+
+    reader = threading.Thread(target=read)
+    with here, there:
+        reader.start()
+        assert begun.wait(WAIT_S)
+        offer.withdraw(0.0)
+        reader.join(WAIT_S)
+    assert ends == ["withdrawn"]
