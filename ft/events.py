@@ -38,6 +38,7 @@ CONTROL_RESTARTED = "control_restarted"
 CONTROL_BACK = "control_back"
 REPLICA_OFFLINE = "replica_offline"
 REPLICA_ONLINE = "replica_online"
+CAUGHT_UP = "caught_up"
 QUORUM_FORMED = "quorum_formed"
 
 
@@ -92,6 +93,8 @@ SCHEMA: Mapping[str, Needs] = {
     # FT-HSDP: replica: its number; life: of it; step: the committed steps of its state
     REPLICA_OFFLINE: Needs((), ("replica", "reason")),
     REPLICA_ONLINE: Needs(("step",), ("replica", "life")),
+    # a rank of a replica that was behind has the state; step: the one it caught up in; bytes: fetched in fetch_s
+    CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
     # the members have changed, or the step is tried again; step: committed ones; wait_s: since the first had reported
     QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
 }

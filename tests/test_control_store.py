@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ft.control.store import StoreConnection, StoreServer, handshake
+from ft.control.store import StoreConnection, StoreServer, client, handshake
 from ft.errors import UserError
 
 TOKEN = "of the test"
@@ -94,10 +94,11 @@ NONSENSE = [b"", b"\n", b"x" * 5000, b"a b\n", b"a 99999999999\n", b"\xff\xfe -1
 
 @pytest.mark.parametrize("said", NONSENSE)
 def test_who_talks_nonsense_is_sent_away(said, server):
-    # The end may come while something is still on its way that nobody has read.
+    # The end may come while something is still on its way that nobody has read, and before all has been said.
     with socket.create_connection(door(server), timeout=LIMIT_S) as stranger, contextlib.suppress(ConnectionError):
         stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            stranger.shutdown(socket.SHUT_WR)
         while stranger.recv(1000):
             pass
     assert is_served(server)
@@ -169,3 +170,21 @@ def serve():
     server = StoreServer("127.0.0.1", 0, TOKEN)
     print("address", server.address, flush=True)
     time.sleep(LIMIT_S)
+
+
+def test_a_client_of_torch_that_fails_before_it_connects_is_an_error_and_no_hang(server, monkeypatch):
+    """As when the name server, which torch asks in between, does not answer for longer than the connection may take."""
+
+    def fail(port):
+        raise RuntimeError("The client socket has timed out")
+
+    monkeypatch.setattr(client, "_client", fail)
+    with pytest.raises(ConnectionError, match="timed out"):
+        StoreConnection(server.address, TOKEN, LIMIT_S)
+
+
+def test_a_store_that_lets_in_and_then_says_nothing_is_an_error(server, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(client, "_enter", lambda *_: socket.create_connection(silent.getsockname()))
+        with pytest.raises(ConnectionError, match="does not answer"):
+            StoreConnection(server.address, TOKEN, 0.3)

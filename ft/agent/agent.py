@@ -66,17 +66,17 @@ class Agent:
     """Carries out one ``ft run`` on its node.
 
     Args:
-        parts: what it works with. ranks: logical ranks of its first workers.
+        parts: what it works with. ranks: logical ranks of its first workers. life: of the run, in which it begins.
     """
 
-    def __init__(self, parts: Parts, ranks: list[int]):
+    def __init__(self, parts: Parts, ranks: list[int], life: int = 0):
         self._parts, self._membership, self._steward = parts, parts.membership, parts.steward
         self._console, self._uplink = parts.console, parts.uplink
         self._workforce, self._masters = parts.workforce, parts.masters
         self._selector = parts.selector
         self._first_ranks = [] if parts.membership.is_late else ranks
-        self._number = self._life = 0
-        self._begin: Begin | None = Begin(0, self._first_ranks)
+        self._number = self._life = life
+        self._begin: Begin | None = Begin(life, self._first_ranks)
         self._seats: dict[int, str] = {}
         self._ending: Ending | None = None
         self._signum, self._signalled_at = 0, 0.0
@@ -108,9 +108,9 @@ class Agent:
         self._selector.register(wake.read_fd, selectors.EVENT_READ, self._on_wake)
         self._parts.reception.open()
         if self._membership.place.node_rank == 0 and not self._membership.is_late:
-            self._steward.start(0, self._node)
+            self._steward.start(self._life, self._node)
         self._start_pool(self._parts.pool.start)
-        self._uplink.start(self._membership.join, 0)
+        self._uplink.start(self._membership.join, self._life)
 
     @property
     def _node(self) -> str:

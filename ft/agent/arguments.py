@@ -2,11 +2,14 @@
 
 import argparse
 
+from ft.hsdp.launch import flags as hsdp
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds every flag and the script with its arguments to ``parser``."""
     _torchrun(parser.add_argument_group("as torchrun"))
     _ours(parser.add_argument_group("fault tolerance"))
+    hsdp.add_flags(_Flags(parser.add_argument_group("FT-HSDP: replicas that train on without one another")))
     parser.add_argument("script", help="Python file to run on every worker; with -m a module's name")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
@@ -33,7 +36,12 @@ def _torchrun(group) -> None:
     flag("rdzv-backend", choices=["c10d", "static"], help="accepted for torchrun's sake; both mean the same here")
     flag("standalone", action="store_true", help="one node at a free port, as without any of the above")
     flag("local-addr", metavar="HOST", help="the address other nodes reach this one at (default: found out)")
-    flag("max-restarts", type=int, default=3, metavar="N", help="warm restarts from the checkpoint (default: 3)")
+    flag(
+        "max-restarts",
+        type=int,
+        metavar="N",
+        help="warm restarts, from the checkpoint or for a replica from the others (default: 3; 1000 for each replica)",
+    )
     group.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as python -m")
     flag("no-python", action="store_true", help=argparse.SUPPRESS)
 

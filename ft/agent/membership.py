@@ -38,20 +38,16 @@ class Membership:
 
     Args:
         run_dir: the run's. place: with the name it begins under. seats, standbys: workers it offers.
+        is_late: see there.
 
     Attributes:
-        place: of its workers.
+        place: of its workers. is_late: it came when the run was under way, and offers standbys only.
     """
 
-    def __init__(self, run_dir: Path, place: Place, seats: int, standbys: int):
-        self._run_dir, self.place = run_dir, place
+    def __init__(self, run_dir: Path, place: Place, seats: int, standbys: int, is_late: bool = False):
+        self._run_dir, self.place, self.is_late = run_dir, place, is_late
         self._seats, self._standbys = seats, standbys
         self._meeting: Any = None
-
-    @property
-    def is_late(self) -> bool:
-        """It came when the run was under way, and offers standbys only."""
-        return self.place.node != f"n{self.place.node_rank}"
 
     def come_back(self) -> None:
         """Its node was given up: it takes another name.
@@ -60,6 +56,7 @@ class Membership:
             OSError: the run's directory cannot be written.
         """
         self.place = replace(self.place, node=claim_name(self._run_dir, self.place.node_rank))
+        self.is_late = True
 
     def join(self, token: str) -> AgentJoined:
         """Opens the store where process groups meet if this node is to host them, and says what there is here.

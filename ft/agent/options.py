@@ -13,7 +13,7 @@ from ft.control import tenure
 from ft.errors import UserError
 from ft.placement.topology import read_topology
 
-_DEFAULT_PORT = 29400
+_DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Cluster:
 
     Attributes:
         nnodes: all nodes. standby_nodes: the last of them, which run standbys only.
-        host, port: where the control plane listens; port 0: any free one (single node only).
+        host, port: where the control plane listens; port 0: any free one (node 0 only).
+        in_folder: the other nodes look for it in the run's directory alone, and not at host and port.
     """
 
     nnodes: int
@@ -41,6 +42,7 @@ class Cluster:
     standby_nodes: int
     host: str
     port: int
+    in_folder: bool = False
 
     @property
     def trains(self) -> bool:
@@ -72,6 +74,11 @@ class RunOptions:
     control: str | None = None
     """Servers of another kind for the control plane, as ``etcd://HOST:PORT``; None: it hosts a TCPStore."""
     domains: dict[str, str] = field(default_factory=dict)
+    hot_swap: bool = True
+    """False: every failure leads to a warm restart."""
+    life: int | None = None
+    """The agent belongs to this life of the run from its start, whoever was there before; None: to the first one, or
+    it comes late."""
 
     @property
     def world_size(self) -> int:
@@ -86,11 +93,14 @@ class RunOptions:
 Job = slurm.SlurmJob | mpirun.MpiJob
 
 
-def resolve(given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None) -> RunOptions:
+def resolve(
+    given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None, lease: str = ""
+) -> RunOptions:
     """Checks the flags, and fills in what they leave open.
 
     Args:
         job: what this node is part of; default: what the environment says.
+        lease: folder in the run's directory whose lease says that the run is under way; default: that directory.
 
     Raises:
         UserError: they cannot work.
@@ -102,7 +112,7 @@ def resolve(given: argparse.Namespace, environment: Mapping[str, str], job: Job 
     cluster = _cluster(given, job)
     _not_negative(given, "standby", "standby_nodes", "max_restarts")
     nproc = _nproc(given.nproc_per_node)
-    run_dir = _run_dir(given, job, cluster)
+    run_dir = _run_dir(given, job, cluster, lease)
     return RunOptions(
         script=_script(given),
         cluster=cluster,
@@ -110,7 +120,7 @@ def resolve(given: argparse.Namespace, environment: Mapping[str, str], job: Job 
         standby=given.standby,
         run_dir=run_dir,
         run_id=given.rdzv_id or run_dir.name,
-        max_restarts=given.max_restarts,
+        max_restarts=_DEFAULT_RESTARTS if given.max_restarts is None else given.max_restarts,
         inject=given.inject,
         scenario=given.scenario,
         seed=given.seed,
@@ -211,7 +221,7 @@ def _port(text: str, flag: str) -> int:
 
 def _not_negative(given: argparse.Namespace, *names: str) -> None:
     for name in names:
-        if getattr(given, name) < 0:
+        if (getattr(given, name) or 0) < 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(given, name)} is negative", "give 0 or more")
 
 
@@ -220,13 +230,16 @@ def _nproc(text: str) -> int:
         return int(text)
     if text not in ("gpu", "cpu", "auto"):
         raise UserError(f"--nproc-per-node {text} is neither a number from 1 on nor gpu, cpu or auto", "give one")
-    gpus = _count_gpus() if text != "cpu" else 0
+    gpus = count_gpus() if text != "cpu" else 0
     if text == "gpu" and gpus == 0:
         raise UserError("--nproc-per-node gpu: this node has no GPU that torch can use", "give a number, or cpu")
     return gpus or os.cpu_count() or 1
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
+    """GPUs that torch can use here; where there is none to be seen, torch is not asked."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+        return 0
     import torch
 
     return torch.cuda.device_count()
@@ -243,7 +256,7 @@ def _script(given: argparse.Namespace) -> Script:
     return Script(given.script, given.module, given.script_args, preload)
 
 
-def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster) -> Path:
+def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease: str) -> Path:
     if given.run_dir:
         path = Path(given.run_dir)
     elif given.rdzv_id or (job and job.job):
@@ -255,6 +268,6 @@ def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster) -> Pa
     path = path.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(f"--run-dir {path} is not a directory", "choose another one")
-    if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not tenure.is_kept(path):
+    if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not tenure.is_kept(path / lease):
         raise UserError(f"{path} holds the events of an earlier run", "choose another --run-dir, or remove that one")
     return path

@@ -70,7 +70,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Part
     cluster, wake, selector, timeouts = options.cluster, Wake(), selectors.DefaultSelector(), _timeouts(options)
     begins = cluster.node_rank == 0
     console = Console(options.quiet)
-    endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 else ""
+    endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 and not cluster.in_folder else ""
     uplink = Uplink(options.run_dir, endpoint, wake, timeouts)
     pool = WarmPool(options.script, options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log")
     name, listener = listen()
@@ -79,7 +79,13 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Part
     workforce = Workforce(pool, place, uplink.post, lambda channel: unwatch(selector, channel), limits)
     sidecar = Sidecar(options.run_dir, _board(options, port, place.host), _settings(options))
     return Parts(
-        membership=Membership(options.run_dir, place, options.nproc if cluster.trains else 0, options.standbys_here),
+        membership=Membership(
+            options.run_dir,
+            place,
+            seats=options.nproc if cluster.trains else 0,
+            standbys=options.standbys_here,
+            is_late=options.life is None and place.node != f"n{cluster.node_rank}",
+        ),
         wake=wake,
         selector=selector,
         reception=Reception(listener, selector, workforce),
@@ -127,6 +133,7 @@ def _settings(options: RunOptions) -> dict[str, Any]:
         "standby_nodes": cluster.standby_nodes,
         "world_size": options.world_size,
         "max_restarts": options.max_restarts,
+        "hot_swap": options.hot_swap,
         "command": [options.script.target, *options.script.args],
         "timeouts": asdict(_timeouts(options)),
     }

@@ -7,8 +7,10 @@ from typing import NoReturn
 
 from ft import inject, token
 from ft.agent import allocation, arguments, mpirun, network
+from ft.agent.console import Console
 from ft.agent.options import RunOptions, resolve
 from ft.errors import UserError
+from ft.hsdp.launch import run as launch
 
 _EPILOG = """
 Start it once on every node, as torchrun. A plain torchrun script simply runs; one that joins the run (with
@@ -43,9 +45,30 @@ def main(given: argparse.Namespace) -> NoReturn:
     Raises:
         UserError: the flags cannot work; nothing has been started.
     """
+    if launch.wanted(given):
+        launch.main(given)
     job = mpirun.take_part(given) if mpirun.wanted(given) else None
     options = resolve(given, os.environ, job)
     faults = plan_faults(options)
+    code = carry_out(options, faults, _announcement(options, faults))
+    allocation.end_orphaned_job(os.environ, options.run_dir, Console(options.quiet).complain)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
+
+
+def carry_out(
+    options: RunOptions, faults: list[inject.Fault], announcement: str = "", began: float | None = None
+) -> int:
+    """Runs the agent of this node to the end of the run; returns the exit code.
+
+    Args:
+        faults: all that are planned. announcement: told at the terminal. began: wall time of the first epoch, from
+            which faults planned for a time count, where it was before this agent's start.
+
+    Raises:
+        UserError: the options cannot work; nothing has been started.
+    """
     port = options.cluster.port or network.free_port(options.cluster.host)
     if options.cluster.node_rank == 0:
         network.check_port(options.cluster.host, port)
@@ -57,12 +80,10 @@ def main(given: argparse.Namespace) -> NoReturn:
     from ft.agent.parts import assemble
 
     parts = assemble(options, port, faults)
-    parts.console.say(_announcement(options, faults))
-    code = Agent(parts, first_ranks(options)).run()
-    allocation.end_orphaned_job(os.environ, options.run_dir, parts.console.complain)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
+    parts.workforce.training_since = began
+    if announcement:
+        parts.console.say(announcement)
+    return Agent(parts, first_ranks(options), options.life or 0).run()
 
 
 def plan_faults(options: RunOptions) -> list[inject.Fault]:

@@ -1,1 +1,1 @@
-"""FT-HSDP: replicas of a model that train together, and go on without one that is lost (paper, sections 4 to 6)."""
+"""FT-HSDP: data-parallel replicas are the unit of failure; the others train on, and who comes back catches up."""

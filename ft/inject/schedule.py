@@ -31,6 +31,9 @@ def schedule(
         UserError: a victim does not exist.
     """
     faults = []
+    for spec in specs:
+        if spec.replica is not None:
+            raise UserError(f"{spec.text!r}: the run has no replicas", "add --ft-hsdp-replicas R, or leave replica out")
     for index, spec in enumerate(specs):
         rng = random.Random(f"{seed}/{index}")
         faults += [_seat(one, world_size, nodes, rng) for one in _moments(spec, rng, horizon_s)]

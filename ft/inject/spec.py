@@ -2,7 +2,7 @@
 
 KIND@KEY=VALUE[:KEY=VALUE...][,...]
 when    step=20 | time=90s | every=exponential(mean=60s) | every=weibull(shape=0.7,scale=90s) | trace=FILE
-where   rank=3 | rank=random | node=n1 | node=random
+where   rank=3 | rank=random | node=n1 | node=random; of replicas: replica=1 | replica=random
 how     phase=backward  for=5s  factor=3  error=software  copies=peer  value=nan
 how often (with every and trace)  count=10  until=10m
 """
@@ -18,7 +18,7 @@ from ft.inject.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVE
 from ft.inject.table import NAMES
 
 KEYS = ("step", "time", "every", "trace", "rank", "node", "phase", "for", "factor", "error", "copies", "value")
-KEYS += ("count", "until")
+KEYS += ("count", "until", "replica")
 _WHEN = ("step", "time", "every", "trace")
 _LASTING = {
     "slow": 10.0,
@@ -50,6 +50,7 @@ class FaultSpec:
         text: what was written, for messages. kind, phase, seconds, factor, error, copies, value: as in ``Fault``.
         step, time, every, trace: exactly one is not None. rank, node: a victim, "random", or None.
         count, until: most faults of a distribution or trace, and the second after which there are none.
+        replica: whose rank or node is meant, "random", or None: rank and node count over all replicas.
     """
 
     text: str
@@ -68,6 +69,7 @@ class FaultSpec:
     value: str = "bit"
     count: int | None = None
     until: float | None = None
+    replica: int | str | None = None
 
 
 def parse(text: str) -> list[FaultSpec]:
@@ -199,6 +201,7 @@ _READERS = {
     "every": parse_distribution,
     "trace": str,
     "rank": _rank,
+    "replica": _rank,
     "node": str,
     "for": parse_duration,
     "factor": _factor,
@@ -212,6 +215,7 @@ _ALLOWED = {
     "every": "exponential(mean=60s) or weibull(shape=0.7,scale=90s)",
     "trace": "the path of a file",
     "rank": "a logical rank from 0, or random",
+    "replica": "a replica from 0, or random",
     "node": "a node's name (n0, n1, ...), its number, or random",
     "phase": f"one of: {', '.join(PHASES)}",
     "for": _DURATION,

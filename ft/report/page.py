@@ -1,24 +1,21 @@
 """``report.html``: one file that tells a run's story, readable without a network."""
 
-import base64
-import html
 import json
 import shlex
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ft import events
 from ft.events import Event
 from ft.report import palette
 from ft.report.block import seat_changes, what_failed
 from ft.report.goodput import Goodput
+from ft.report.html import cards, document, header, picture, safe, section, table
 from ft.report.lanes import origin
 from ft.report.loss_curve import loss_svg
 from ft.report.recoveries import PHASES, Recovery
 from ft.report.run import Run
-from ft.report.style import CSS
 from ft.report.text import percent, seconds, shortened
 
 _MOST_EVENTS = 5000
@@ -31,36 +28,17 @@ def page(run: Run, found: Sequence[Recovery], times: Goodput, timeline: bytes) -
         timeline: the picture of ``ft.report.timeline`` as PNG.
     """
     name = run.folder.resolve().name
-    picture = base64.b64encode(timeline).decode()
     sections = [
-        f"<header><h1>{_safe(name)}</h1><p>{_safe(_subtitle(run))}</p></header>",
+        header(name, _subtitle(run)),
         _headlines(run, found, times),
-        _section("Recoveries", _recoveries(found, times)),
-        _section("Loss", loss_svg(run.metrics, found)),
-        _section(
-            "Timeline",
-            f'<img alt="who held which logical rank when, phases of the recoveries, loss" '
-            f'src="data:image/png;base64,{picture}">',
-        ),
-        _section("Where the time went", _time_table(times)),
-        _section("Run", _run_table(run)),
-        _section("Events", _events(run.events)),
+        section("Recoveries", _recoveries(found, times)),
+        section("Loss", loss_svg(run.metrics, found)),
+        section("Timeline", picture(timeline, "who held which logical rank when, phases of the recoveries, loss")),
+        section("Where the time went", _time_table(times)),
+        section("Run", _run_table(run)),
+        section("Events", _events(run.events)),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_safe(name)}: report</title><style>{CSS}</style></head>\n<body><main>\n"
-        + "\n".join(sections)
-        + "\n</main></body></html>\n"
-    )
-
-
-def _safe(text: Any) -> str:
-    return html.escape(str(text))
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{_safe(title)}</h2>{content}</section>"
+    return document(name, sections)
 
 
 def _subtitle(run: Run) -> str:
@@ -82,11 +60,7 @@ def _headlines(run: Run, found: Sequence[Recovery], times: Goodput) -> str:
         ("median recovery", seconds(statistics.median(totals)) if totals else "-", "from the fault to the next step"),
         ("steps redone", str(sum(redone)) if redone else "0", f"most at once: {max(redone, default=0)}"),
     ]
-    cards = (
-        f"<div><b>{_safe(value)}</b><span>{_safe(name)}</span><small>{_safe(note)}</small></div>"
-        for name, value, note in figures
-    )
-    return f'<section class="cards">{"".join(cards)}</section>'
+    return cards(figures)
 
 
 def _outcomes(found: Sequence[Recovery]) -> str:
@@ -110,20 +84,20 @@ def _recoveries(found: Sequence[Recovery], times: Goodput) -> str:
 
 def _recovery_row(recovery: Recovery, longest: float) -> str:
     injected = "; ".join(_injected(event) for event in recovery.injected)
-    story = [f"<b>{_safe(what_failed(recovery))}</b>"]
+    story = [f"<b>{safe(what_failed(recovery))}</b>"]
     if injected:
-        story.append(f"injected: {_safe(injected)}")
+        story.append(f"injected: {safe(injected)}")
     verdict = " - ".join(part for part in (recovery.category, recovery.reason) if part)
-    story += [_safe(text) for text in (verdict, seat_changes(recovery)) if text]
+    story += [safe(text) for text in (verdict, seat_changes(recovery)) if text]
     redone = "" if recovery.steps_redone is None else f"<br><small>{recovery.steps_redone} redone</small>"
     groups = "-" if recovery.groups is None else f"{recovery.rebuilt} of {recovery.groups}"
     attempts = f"<br><small>{recovery.attempts} epochs</small>" if recovery.attempts > 1 else ""
     colour = palette.OUTCOME[recovery.outcome]
     return (
         f"<tr><td>{recovery.number}</td><td>{'<br>'.join(story)}</td>"
-        f'<td><span class="tag" style="background:{colour}">{_safe(recovery.outcome)}</span>{attempts}</td>'
-        f"<td>{'-' if recovery.step is None else recovery.step}{redone}</td><td>{_safe(groups)}</td>"
-        f"<td>{_phase_bar(recovery, longest)}</td><td>{_safe(seconds(recovery.total))}</td></tr>"
+        f'<td><span class="tag" style="background:{colour}">{safe(recovery.outcome)}</span>{attempts}</td>'
+        f"<td>{'-' if recovery.step is None else recovery.step}{redone}</td><td>{safe(groups)}</td>"
+        f"<td>{_phase_bar(recovery, longest)}</td><td>{safe(seconds(recovery.total))}</td></tr>"
     )
 
 
@@ -139,7 +113,7 @@ def _phase_bar(recovery: Recovery, longest: float) -> str:
         return "-"
     parts = "".join(_phase_part(name, took, took / longest) for name, took in recovery.phases.items())
     words = ", ".join(f"{name} {seconds(took)}" for name, took in recovery.phases.items())
-    return f'<div class="bar">{parts}</div><small>{_safe(words)}</small>'
+    return f'<div class="bar">{parts}</div><small>{safe(words)}</small>'
 
 
 def _phase_part(name: str, took: float, share: float) -> str:
@@ -157,7 +131,7 @@ def _time_table(times: Goodput) -> str:
     body = [(name, seconds(took), percent(min(1.0, took / whole)) if whole > 0 else "-") for name, took in rows]
     body.append(("from the first epoch to the end", seconds(times.wall), ""))
     body.append(("before that: processes, imports, assembly", seconds(times.startup), ""))
-    return _table(("", "time", "share"), body)
+    return table(("", "time", "share"), body)
 
 
 def _run_table(run: Run) -> str:
@@ -172,9 +146,7 @@ def _run_table(run: Run) -> str:
             rows.append((key.replace("_", " "), str(value)))
     rows.append(("decisions in the journal", str(run.decisions)))
     return (
-        "<table>"
-        + "".join(f"<tr><th>{_safe(k)}</th><td><code>{_safe(v)}</code></td></tr>" for k, v in rows)
-        + "</table>"
+        "<table>" + "".join(f"<tr><th>{safe(k)}</th><td><code>{safe(v)}</code></td></tr>" for k, v in rows) + "</table>"
     )
 
 
@@ -191,11 +163,7 @@ def _events(history: Sequence[Event]) -> str:
         rows.append((f"{event.wall - zero:+.3f} s", event.name, about, detail))
     left = len(history) - len(shown)
     note = f"<p>{left} more are in events.jsonl.</p>" if left else ""
-    table = _table(("since the first epoch", "event", "about", "detail"), rows)
-    return f'<details><summary>{len(history)} events</summary><div class="wide events">{table}</div>{note}</details>'
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    top = "".join(f"<th>{_safe(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{_safe(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    shown_rows = table(("since the first epoch", "event", "about", "detail"), rows)
+    return (
+        f'<details><summary>{len(history)} events</summary><div class="wide events">{shown_rows}</div>{note}</details>'
+    )

@@ -11,15 +11,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ft.report import palette
+from ft.report.axes import DPI, STYLE, WIDTH_IN, empty, legend, plain
 from ft.report.lanes import Tenure, end_of_time, origin, tenures
 from ft.report.recoveries import PHASES, Recovery
 from ft.report.run import Run, number
 from ft.report.text import count, seconds, shortened
 
-_WIDTH_IN, _DPI = 12.0, 150
 _MOST_BARS = 10
 _MOST_LABELS = 16
-_STYLE = {"fontsize": 9, "color": palette.QUIET}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def draw(run: Run, found: Sequence[Recovery], path: str | Path) -> None:
     productive = sum(number(m, "step_time_s") or 0.0 for m in run.metrics)
     scene = _Scene(run, found, tenures(run.events, found), origin(run.events), end_of_time(run.events, productive))
     heights = [max(1.3, min(4.5, 0.36 * scene.ranks + 0.55)), _phases_height(found), 2.3]
-    figure = Figure(figsize=(_WIDTH_IN, sum(heights) + 1.9), dpi=_DPI, facecolor=palette.PAPER, layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, sum(heights) + 1.9), dpi=DPI, facecolor=palette.PAPER, layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(h_pad=0.1, hspace=0.04, w_pad=0.12)
     figure.suptitle(_title(scene), x=0.012, ha="left", fontsize=13, color=palette.INK, weight="bold")
@@ -54,7 +53,7 @@ def draw(run: Run, found: Sequence[Recovery], path: str | Path) -> None:
     _draw_lanes(lanes, scene)
     _draw_phases(phases, found)
     _draw_loss(loss, scene)
-    figure.savefig(path, dpi=_DPI, format="png")
+    figure.savefig(path, dpi=DPI, format="png")
 
 
 def _title(scene: _Scene) -> str:
@@ -63,24 +62,10 @@ def _title(scene: _Scene) -> str:
     return f"{name}   {count(len(scene.found), 'interruption')}, {recovered} recovered   {scene.run.state}"
 
 
-def _plain(axes, title: str, pad: int = 6) -> None:
-    axes.set_title(title, loc="left", fontsize=10, color=palette.INK, pad=pad)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(palette.FAINT)
-    axes.tick_params(length=0, labelsize=9, labelcolor=palette.QUIET)
-
-
-def _empty(axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", **_STYLE)
-    axes.set_xticks([])
-    axes.set_yticks([])
-
-
 def _draw_lanes(axes, scene: _Scene) -> None:
-    _plain(axes, "Workers on logical ranks", pad=20 if scene.found else 6)
+    plain(axes, "Workers on logical ranks", pad=20 if scene.found else 6)
     if not scene.lanes:
-        _empty(axes, "no epoch has opened yet")
+        empty(axes, "no epoch has opened yet")
         return
     _draw_bars(axes, scene)
     least = scene.end / 400
@@ -99,30 +84,15 @@ def _draw_lanes(axes, scene: _Scene) -> None:
     axes.set_ylim(scene.ranks - 0.4, -0.6)
     every = max(1, -(-scene.ranks // _MOST_LABELS))
     axes.set_yticks(range(0, scene.ranks, every), [f"rank {rank}" for rank in range(0, scene.ranks, every)])
-    axes.set_xlabel("seconds since the first epoch opened", **_STYLE)
+    axes.set_xlabel("seconds since the first epoch opened", **STYLE)
     outcomes = list(dict.fromkeys(recovery.outcome for recovery in scene.found))
     if outcomes:
         handles = [_marker(outcome) for outcome in outcomes]
-        _legend(axes, handles, above=1.07)
+        legend(axes, handles, above=1.07)
 
 
 def _marker(outcome: str) -> Line2D:
     return Line2D([], [], linestyle="", marker="X", markersize=8, color=palette.OUTCOME[outcome], label=outcome)
-
-
-def _legend(axes, handles: list, above: float = 1.0) -> None:
-    axes.legend(
-        handles=handles,
-        loc="lower right",
-        bbox_to_anchor=(1.0, above),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-        labelcolor=palette.QUIET,
-        handlelength=1.0,
-        columnspacing=1.2,
-        borderpad=0.1,
-    )
 
 
 def _draw_bars(axes, scene: _Scene) -> None:
@@ -169,10 +139,10 @@ def _phases_height(found: Sequence[Recovery]) -> float:
 
 
 def _draw_phases(axes, found: Sequence[Recovery]) -> None:
-    _plain(axes, "Phases of recoveries")
+    plain(axes, "Phases of recoveries")
     timed = [r for r in found if r.phases]
     if not timed:
-        _empty(axes, "no recovery")
+        empty(axes, "no recovery")
         return
     names = [name for name in PHASES if any(name in r.phases for r in timed)]
     lies = len(timed) <= _MOST_BARS
@@ -188,38 +158,38 @@ def _draw_phases(axes, found: Sequence[Recovery]) -> None:
     if lies:
         _label_bars(axes, timed, base)
     else:
-        axes.set_ylabel("seconds", **_STYLE)
-        axes.set_xlabel("recovery", **_STYLE)
+        axes.set_ylabel("seconds", **STYLE)
+        axes.set_xlabel("recovery", **STYLE)
         every = max(1, len(timed) // 20)
         axes.set_xticks(places[::every], [str(r.number) for r in timed[::every]])
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.grid(axis="y", color=palette.FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_xlim(-0.8, len(timed) - 0.2)
-    _legend(axes, [Patch(color=palette.PHASE[name], label=name) for name in names])
+    legend(axes, [Patch(color=palette.PHASE[name], label=name) for name in names])
 
 
 def _label_bars(axes, timed: Sequence[Recovery], ends: Sequence[float]) -> None:
     most = max(ends)
     for place, (recovery, end) in enumerate(zip(timed, ends, strict=True)):
         text = f"{seconds(recovery.total)}, {recovery.outcome}" if recovery.total is not None else recovery.outcome
-        axes.text(end + most * 0.008, place, text, va="center", **_STYLE)
+        axes.text(end + most * 0.008, place, text, va="center", **STYLE)
     axes.set_yticks(range(len(timed)), [f"recovery {r.number}" for r in timed])
     axes.set_ylim(len(timed) - 0.5, -0.5)
     axes.set_xlim(0, most * 1.16 or 1.0)
     axes.xaxis.set_major_locator(MaxNLocator(8))
-    axes.set_xlabel("seconds since the fault, or since its detection where the fault is not on record", **_STYLE)
+    axes.set_xlabel("seconds since the fault, or since its detection where the fault is not on record", **STYLE)
 
 
 def _draw_loss(axes, scene: _Scene) -> None:
-    _plain(axes, "Loss")
+    plain(axes, "Loss")
     points = [(m["step"], loss) for m in scene.run.metrics if (loss := number(m, "loss")) is not None]
     if not points:
-        _empty(axes, "no metrics")
+        empty(axes, "no metrics")
         return
     steps, losses = zip(*points, strict=True)
     axes.plot(steps, losses, color=palette.LOSS, linewidth=1.5, marker="." if len(points) < 3 else None)
-    axes.set_xlabel("step", **_STYLE)
+    axes.set_xlabel("step", **STYLE)
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.grid(axis="y", color=palette.FAINT, linewidth=0.8)
@@ -230,4 +200,4 @@ def _draw_loss(axes, scene: _Scene) -> None:
             axes.axvline(recovery.step + 1, color=colour, linewidth=1.0, linestyle=(0, (4, 2)), alpha=0.8, zorder=1)
     if any(recovery.step is not None for recovery in scene.found):
         line = Line2D([], [], color=palette.FAULT, linestyle=(0, (4, 2)), linewidth=1.0, label="step that was redone")
-        _legend(axes, [line])
+        legend(axes, [line])

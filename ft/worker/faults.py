@@ -11,7 +11,7 @@ from ft.errors import FallbackError
 from ft.inject.faults import Fault
 from ft.inject.messages import Frames, Reports
 from ft.inject.phases import middle_module, plant
-from ft.inject.worker import Injector
+from ft.inject.worker import Actions, Injector
 from ft.snapshot import Snapshots
 from ft.worker.position import Position
 from ft.worker.session import Session
@@ -63,16 +63,8 @@ class Breakage:
     def _go_stale(self, fault: Fault) -> None:
         self._snapshots.relapse(self._subject.state(self._position.get()))
 
-    @torch.no_grad()
     def _corrupt_tensor(self, fault: Fault) -> None:
-        module = middle_module(self._subject.chunks[0])
-        weight = max(module.parameters(), key=torch.numel).data.view(-1)
-        place = weight[weight.numel() // 2 : weight.numel() // 2 + 1]
-        if fault.value == "nan":
-            place.fill_(float("nan"))
-        else:
-            kind, bit = _TOP_MANTISSA_BIT[weight.dtype]
-            place.view(kind).bitwise_xor_(bit)
+        corrupt_tensor(self._subject, fault)
 
     def _leave_step(self, fault: Fault) -> None:
         """Nobody else takes part in this one: it meets the others' next operation, and the last one here meets none."""
@@ -92,6 +84,19 @@ class Breakage:
         print(f"injected fault {fault.number} ({fault}): {file or 'there is no checkpoint'}", flush=True)
 
 
+@torch.no_grad()
+def corrupt_tensor(subject: Subject, fault: Fault) -> None:
+    """Changes one element in the middle of the largest weight of the model's middle."""
+    module = middle_module(subject.chunks[0])
+    weight = max(module.parameters(), key=torch.numel).data.view(-1)
+    place = weight[weight.numel() // 2 : weight.numel() // 2 + 1]
+    if fault.value == "nan":
+        place.fill_(float("nan"))
+    else:
+        kind, bit = _TOP_MANTISSA_BIT[weight.dtype]
+        place.view(kind).bitwise_xor_(bit)
+
+
 _FRAMES = ("lose-frame", "duplicate-frame", "reorder-frames", "delay-frames", "corrupt-frame")
 _REPORTS = ("lose-reports", "duplicate-reports", "reorder-reports", "delay-reports")
 _CHECKPOINTS = ("corrupt-checkpoint", "truncate-checkpoint", "remove-checkpoint")
@@ -108,15 +113,14 @@ _ACTS = {
 }
 
 
-def make_injector(breakage: Breakage) -> Injector:
+def make_injector(session: Session, actions: Actions) -> Injector:
     """The faults that are planned for this worker's logical rank and have not happened."""
-    session = breakage.session
 
     def announce(fault: Fault) -> None:
         where = fault.phase if fault.step is not None else "time"
         session.observe(events.FAULT_INJECTED, number=fault.number, kind=fault.kind, where=where, fault=str(fault))
 
-    return Injector.from_environment(session.rank, session.node, session.fired, announce, breakage)
+    return Injector.from_environment(session.rank, session.node, session.fired, announce, actions)
 
 
 def plant_phases(injector: Injector, subject: Subject, step: Callable[[], int]) -> None:

@@ -1,18 +1,18 @@
 """A training run that survives faults: every committed step is snapshot, every interruption ends in the next epoch."""
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ft.errors import EpochClosed
 from ft.inject.worker import Injector
 from ft.messages import Finish, Repair, WorkerDone, WorkerFailed, WorkerResumed
 from ft.snapshot import Snapshots
+from ft.worker.failures import failure, report_failure
 from ft.worker.faults import plant_phases
 from ft.worker.placing import Placing
+from ft.worker.plain import Whole
 from ft.worker.position import Position
 from ft.worker.recovery import recover
 from ft.worker.reminder import said
@@ -20,10 +20,9 @@ from ft.worker.session import Session
 from ft.worker.subject import Subject
 
 _ASIDE = ("evaluate", "save")
-_MESSAGE_LIMIT, _TRACE_LIMIT = 2000, 8000
 
 
-class Guard:
+class Guard(Whole):
     """Protects one training run on one worker.
 
     Args:
@@ -171,17 +170,8 @@ class Guard:
 
     def fails(self, error: Exception) -> None:
         """Reports an error of this worker's own; what comes of the end of the epoch needs no report."""
-        session = self.session
-        if isinstance(error, EpochClosed) or session.closed:
-            return
-        session.progress.idles("failed")
-        with said(session.link, self.failure(error)):
-            session.wait_closed()
+        report_failure(self.session, self.step, error)
 
     def failure(self, error: Exception) -> WorkerFailed:
         """What there is to report of an error; its trace goes into the worker's log."""
-        session = self.session
-        traceback.print_exception(error)
-        kinds = [kind.__name__ for kind in type(error).__mro__[:-1]]
-        message, trace = str(error)[:_MESSAGE_LIMIT], "".join(traceback.format_exception(error))[-_TRACE_LIMIT:]
-        return WorkerFailed(session.worker, session.epoch, self.step, kinds, message, trace)
+        return failure(self.session, self.step, error)

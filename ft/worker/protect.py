@@ -45,5 +45,5 @@ def protect(
         replicas=subject.dp_peers,
         on_failure=session.suspect,
     )
-    injector = make_injector(Breakage(session, snapshots, subject, position, checkpoints))
+    injector = make_injector(session, Breakage(session, snapshots, subject, position, checkpoints))
     return Guard(session, subject, position, snapshots, injector, placing)

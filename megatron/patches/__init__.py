@@ -80,8 +80,11 @@ def platform() -> Platform:
     return choose_platform(torch.cuda.is_available())
 
 
-def apply() -> list[Patch]:
-    """Apply every patch that this platform needs, each at most once per process.
+def apply(*features: str) -> list[Patch]:
+    """Apply every patch that this platform and ``features`` need, each at most once per process.
+
+    Args:
+        features: of the manifest's ``when``, such as ``WITH_REPLICAS``.
 
     Returns:
         the manifest's entries that are in force afterwards, the same list however often it is called.
@@ -92,4 +95,4 @@ def apply() -> list[Patch]:
     """
     from megatron.patches import registry
 
-    return registry.apply(registry.due(platform().name))
+    return registry.apply(registry.due(platform().name, frozenset(features)))

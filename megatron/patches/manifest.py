@@ -8,7 +8,7 @@ through `replace()`, and list what it replaces here with `file="NAME"`.
 from dataclasses import dataclass
 
 SUPPORTED_CORE = "megatron-core 0.16.1 to 0.19.x"
-ALWAYS, ON_CPU = "always", "cpu"
+ALWAYS, ON_CPU, WITH_REPLICAS = "always", "cpu", "replicas"
 
 _CORE_CHECKED = ("0.16.1", "0.19.2")
 _TORCH_CHECKED = ("2.13.0",)
@@ -23,7 +23,7 @@ class Patch:
         symbol: its name there; a dot leads into a class.
         why: what goes wrong without the patch, or what the patch is for, in one sentence.
         file: the module of `megatron.patches` that replaces it.
-        when: ALWAYS, ON_CPU (on a machine without CUDA), or the name of the feature that asks for it.
+        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that asks for it (WITH_REPLICAS).
         kind: "core" (megatron-core) or "torch".
         signatures: the signatures it may have, without annotations; empty for a name that is no function there.
         added: the symbol is defined where core lacks it; its absence is what the patch is for.
@@ -155,4 +155,19 @@ _CPU_TORCH = (
     ),
 )
 
-MANIFEST: tuple[Patch, ...] = (*_CPU_CORE, *_CPU_TORCH)
+_REPLICAS = tuple(
+    Patch(
+        "megatron.core.distributed.param_and_grad_buffer",
+        f"_ParamAndGradBucketGroup.{name}",
+        why,
+        file="replicas",
+        when=WITH_REPLICAS,
+        signatures=("(self, force_all_reduce=False)",),
+    )
+    for name, why in (
+        ("start_grad_sync", "gradients that are reduced inside a replica go on to the other replicas (FT-HSDP)"),
+        ("finish_grad_sync", "before core uses the gradients it waits for those of the other replicas (FT-HSDP)"),
+    )
+)
+
+MANIFEST: tuple[Patch, ...] = (*_CPU_CORE, *_CPU_TORCH, *_REPLICAS)

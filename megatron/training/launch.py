@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ft.errors import UserError
 from megatron import patches
+from megatron.patches.manifest import WITH_REPLICAS
 from megatron.training.arguments import Layout, Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.checkpointing import naming, verify
@@ -39,16 +40,20 @@ def launch(options: Options) -> int:
         options.logging.metrics_file = str(Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
     if options.kernels.deterministic_mode:
         use_deterministic_kernels()
-    if options.fault_tolerance.ft_hot_swap:
+    if options.fault_tolerance.ft_hot_swap or "FT_HSDP_REPLICA" in os.environ:
         return launch_protected(options, layout, place)
     return launch_plain(options, layout, place)
 
 
 def launch_protected(options: Options, layout: Layout, place: Launch) -> int:
     """A worker of ``ft run``; its faults are the control plane's business, which also ends the others."""
+    from ft.hsdp.place import Place
     from ft.worker.session import attach
 
     settings = options.given()
+    replica = Place.from_environment()
+    if replica is not None:
+        patches.apply(WITH_REPLICAS)
     if int(os.environ.get("FT_RESTART", "0")) > 0:
         resume_own_checkpoints(options.checkpoint)
     try:
@@ -58,7 +63,7 @@ def launch_protected(options: Options, layout: Layout, place: Launch) -> int:
     except UserError as error:
         return report(error, place.rank)
     try:
-        pretrain(options, layout, session)
+        pretrain(options, layout, session, replica)
     except UserError as error:
         return report(error, session.rank)
     session.close()

@@ -10,6 +10,7 @@ from megatron.training.arguments.batch import train_steps
 from megatron.training.checkpointing import TrainState
 from megatron.training.data import MicrobatchLoader, build_datasets
 from megatron.training.data.share import alone
+from megatron.training.data.streams import Share
 from megatron.training.data.tokenizer import Tokenizer
 
 Loaders = list[MicrobatchLoader | None]
@@ -17,9 +18,18 @@ Loaders = list[MicrobatchLoader | None]
 
 
 def make_loaders(
-    options: Options, layout: Layout, tokenizer: Tokenizer, chunks: list[torch.nn.Module], state: TrainState
+    options: Options,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    chunks: list[torch.nn.Module],
+    state: TrainState,
+    share: Share | None = None,
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
     """Loaders of the train, validation and test parts, each where ``state`` left off. Collective.
+
+    Args:
+        share: this replica's part of the training data (FT-HSDP), read from its position on; the batch size of
+            ``options`` is what all replicas take in a step.
 
     Returns:
         None for a part that does not exist, on every rank alike.
@@ -29,13 +39,18 @@ def make_loaders(
         options.data,
         tokenizer,
         options.training.seed,
-        samples=wanted_samples(options),
+        samples=wanted_samples(options, share),
         is_built_on_rank=lambda: any(readers) or alone(),  # who is alone has nobody else to hear of the parts from
     )
     exist = torch.tensor([part is not None for part in parts], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(exist, op=dist.ReduceOp.MAX)
-    consumed = (state.consumed_train_samples, state.consumed_valid_samples, 0)
-    cyclic = (options.data.dataloader_type == "cyclic", False, False)
+    trained, is_cyclic = state.consumed_train_samples, options.data.dataloader_type == "cyclic"
+    if share is not None:
+        train, *others = parts
+        view = None if train is None else share.view(train, options.training.seed if is_cyclic else None)
+        parts, trained, is_cyclic = (view, *others), share.position, False
+    consumed = (trained, state.consumed_valid_samples, 0)
+    cyclic = (is_cyclic, False, False)
     return tuple(
         [_loader(options, layout, part, *place) if reads else None for reads in readers] if exists else None
         for part, exists, *place in zip(parts, exist.tolist(), consumed, cyclic, strict=True)
@@ -47,13 +62,17 @@ def sees_tokens(chunk: torch.nn.Module) -> bool:
     return get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
 
 
-def wanted_samples(options: Options) -> tuple[int, int, int]:
-    """How many samples the run takes of the train, validation and test parts."""
+def wanted_samples(options: Options, share: Share | None = None) -> tuple[int, int, int]:
+    """How many samples the run takes of the train, validation and test parts; of the first, all replicas together."""
     t, e = options.training, options.evaluation
     steps = train_steps(t)
     evaluations = 0 if not e.eval_iters else 1 + (steps // e.eval_interval if e.eval_interval else 0)
     one = e.eval_iters * t.global_batch_size
-    train_samples = 0 if e.skip_train else t.train_samples or steps * t.global_batch_size
+    train_samples = t.train_samples or steps * t.global_batch_size
+    if share is not None:
+        train_samples = share.deal.needed(steps, t.global_batch_size // share.deal.replicas)
+    if e.skip_train:
+        train_samples = 0
     return train_samples, evaluations * one, one
 
 

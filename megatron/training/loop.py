@@ -24,7 +24,8 @@ def train(job: Job) -> None:
         if job.timers and state.step % options.logging.log_interval == 0:
             job.log.line(phase_times(job.timers, options.logging.log_interval))
         ends = job.ending is not None or state.step == last
-        if save_is_due(options, state.step, ends=ends) or job.checkpointer.owes_a_save:
+        due = save_is_due(options, state.step, ends=ends)
+        if job.guard.saves(state.step, is_due=due, ends=ends) or job.checkpointer.owes_a_save:
             job.guard.at("save")
             save(job)
         job.checkpointer.maybe_finalize()

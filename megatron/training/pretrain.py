@@ -3,15 +3,18 @@
 import gc
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ft.errors import UserError
 from megatron.training import model
 from megatron.training.arguments import Layout, Options
 from megatron.training.arguments.batch import train_steps
 from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.data import dataset_prefixes
+from megatron.training.data.streams import Share, follower, own_batch
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training.evaluate import evaluate, validate
 from megatron.training.exits import Exits
@@ -25,23 +28,31 @@ from megatron.training.loop import train
 from megatron.training.position import JobPosition
 
 if TYPE_CHECKING:
+    from ft.hsdp.guard import ReplicaGuard
+    from ft.hsdp.place import Place
     from ft.worker.guard import Guard
     from ft.worker.session import Session
 
 
-def pretrain(options: Options, layout: Layout, session: "Session | None" = None) -> TrainState:
+def pretrain(
+    options: Options, layout: Layout, session: "Session | None" = None, place: "Place | None" = None
+) -> TrainState:
     """Trains as ``options`` say, inside an initialised process group of ``layout.world_size`` ranks.
 
     Args:
-        session: this worker's place in a run of ``ft run`` that survives faults (--ft-hot-swap).
+        session: this worker's place in a run of ``ft run`` that survives faults.
+        place: the replica it belongs to (FT-HSDP); without one a session is one of hot-swap (--ft-hot-swap).
 
     Returns:
         where the run stands at its end: step and consumed samples.
     """
     started = time.monotonic()
     init_model_parallel(options.parallel, layout)
-    job = assemble(options, layout, started, joins=session is not None and session.joins)
-    if session is not None:
+    joins = session is not None and session.joins if place is None else place.comes_back
+    job = assemble(options, layout, started, joins=joins, place=place)
+    if place is not None:
+        job.guard = replica(job, session, place)
+    elif session is not None:
         job.guard = hot_swap(job, session)
     with job.log, job.exits:
         job.guard.carry_through(lambda: run(job))
@@ -52,18 +63,21 @@ def pretrain(options: Options, layout: Layout, session: "Session | None" = None)
     return job.state
 
 
-def assemble(options: Options, layout: Layout, started: float, *, joins: bool = False) -> Job:
+def assemble(
+    options: Options, layout: Layout, started: float, *, joins: bool = False, place: "Place | None" = None
+) -> Job:
     """Builds all that a run needs and loads the checkpoint it goes on from, if there is one.
 
     Args:
         started: ``time.monotonic()`` from which --exit-duration-in-mins counts.
         joins: the run is under way and this rank will be given its state: nothing is loaded or announced.
+        place: the replica that reads its part of the training data, None where there are none.
     """
     seed_everything(options.training)
     tokenizer = build_tokenizer(options.tokenizer, dataset_prefixes(options.data))
     vocab_size = padded_vocab_size(options.tokenizer, tokenizer.vocab_size, layout.tp)
     remember_choices(options, tokenizer, vocab_size)
-    trainee = model.build(options, layout, vocab_size, initialize=not joins)
+    trainee = model.build(options, layout, vocab_size, initialize=not joins or place is not None)
     timers = attach_timers(options.logging, trainee)
     if not joins:
         say(startup_summary(options, layout, count_parameters(trainee.chunks), tokenizer))
@@ -78,7 +92,8 @@ def assemble(options: Options, layout: Layout, started: float, *, joins: bool = 
     )
     if not joins:
         load(checkpointer, options, trainee, state)
-    train_loaders, valid_loaders, test_loaders = make_loaders(options, layout, tokenizer, trainee.chunks, state)
+    share = None if place is None else own_share(options, layout, place, state)
+    train_loaders, valid_loaders, test_loaders = make_loaders(options, layout, tokenizer, trainee.chunks, state, share)
     log = RunLog(
         options.logging,
         is_writer=dist.get_rank() == layout.world_size - 1,
@@ -93,11 +108,12 @@ def assemble(options: Options, layout: Layout, started: float, *, joins: bool = 
     return Job(options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, timers)
 
 
-def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, state: TrainState) -> None:
-    """Loads the checkpoint to go on from into ``trainee`` and ``state``, if there is one."""
+def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, state: TrainState) -> bool:
+    """Loads the checkpoint to go on from into ``trainee`` and ``state``; whether there is one."""
     loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, options.training.seed)
     if loaded is not None:
         say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
+    return loaded is not None
 
 
 def hot_swap(job: Job, session: "Session") -> "Guard":
@@ -115,6 +131,57 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
         strict=asked.ft_snapshot_strict,
         checkpoints=job.options.checkpoint.save,
     )
+
+
+def own_share(options: Options, layout: Layout, place: "Place", state: TrainState) -> Share:
+    """The training data of this replica, from where ``state`` stands.
+
+    Raises:
+        UserError: the global batch cannot be divided among the replicas, or it grows (--rampup-batch-size).
+    """
+    from ft.hsdp.resume import where_replicas_stood
+
+    training = options.training
+    if training.rampup_batch_size is not None:
+        raise UserError("--rampup-batch-size does not go with replicas", "drop it, or --ft-hsdp-replicas")
+    own_batch(training.global_batch_size, place.replicas, training.micro_batch_size, layout.dp)
+    block = training.micro_batch_size * layout.dp
+    deal, positions = where_replicas_stood(place, state.extra, state.step, state.consumed_train_samples, block)
+    return Share(place.replica, deal, positions)
+
+
+def replica(job: Job, session: "Session", place: "Place") -> "ReplicaGuard":
+    """A guard that takes ``job`` through the quorums of all replicas."""
+    from ft.hsdp.guard import ReplicaGuard
+    from ft.hsdp.parts import put_together
+    from ft.hsdp.position import ReplicaPosition
+
+    trainee, options, state = job.trainee, job.options, job.state
+    share = own_share(options, job.layout, place, state)
+    follow = follower(job.train_loaders or [], place.replica)
+    position = ReplicaPosition(
+        JobPosition(job), lambda: state.extra, place.replica, follow, share.deal, dict(share.positions)
+    )
+    parts = put_together(
+        session,
+        place,
+        trainee.chunks,
+        trainee.optimizer,
+        trainee.scheduler,
+        position,
+        batch=options.training.global_batch_size // place.replicas,
+        life=time.time_ns() // 1_000_000,
+        save_interval=options.checkpoint.save_interval if options.checkpoint.save else None,
+    )
+
+    def load_last() -> bool:
+        """Where no replica has a state any more: from the newest persistent checkpoint, if there is one."""
+        is_loaded = load(job.checkpointer, options, trainee, state)
+        begins = own_share(options, job.layout, replace(place, comes_back=False), state)
+        position.restart(begins.deal, dict(begins.positions))
+        return is_loaded
+
+    return ReplicaGuard(parts, load_last)
 
 
 def run(job: Job) -> None:

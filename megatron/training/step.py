@@ -34,7 +34,7 @@ class Update:
 def train_step(job: Job) -> StepReport:
     """Forward and backward of every microbatch, optimizer step, schedule; advances ``job.state``."""
     started = time.perf_counter()
-    update = _update(job)
+    update = _update(job) if job.guard.begins() else _catch_up(job)
     job.state.step += 1
     job.state.consumed_train_samples += update.samples
     return _report(job, update, time.perf_counter() - started)
@@ -68,12 +68,34 @@ def mean_loss(reported: list[torch.Tensor]) -> float:
 
 
 def _update(job: Job) -> Update:
-    trainee = job.trainee
     samples = global_batch_size(job.options.training, job.state.consumed_train_samples)
-    for chunk in trainee.chunks:
+    _zero_gradients(job)
+    reported = run_schedule(job, job.train_loaders, job.guard.share(samples), forward_only=False)
+    return _apply(job, samples, job.guard.over_replicas(reported))
+
+
+def _catch_up(job: Job) -> Update:
+    """The step of a replica that is behind: it exchanges zeros while it takes the others' state, and then updates as
+    they do (paper: FT-HSDP, section 4.3)."""
+    config = job.trainee.config
+    _zero_gradients(job)
+    job.guard.catching_up()
+    tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+    config.finalize_model_grads_func(job.trainee.chunks, tokens if config.calculate_per_token_loss else None)
+    reported = job.guard.over_replicas([])
+    job.guard.caught_up()
+    return _apply(job, global_batch_size(job.options.training, job.state.consumed_train_samples), reported)
+
+
+def _zero_gradients(job: Job) -> None:
+    for chunk in job.trainee.chunks:
         chunk.zero_grad_buffer()
-    trainee.optimizer.zero_grad()
-    reported = run_schedule(job, job.train_loaders, samples, forward_only=False)
+    job.trainee.optimizer.zero_grad()
+
+
+def _apply(job: Job, samples: int, reported: list[torch.Tensor]) -> Update:
+    """The optimizer step. ``reported``: [loss sum, tokens] of all microbatches, on the last stage."""
+    trainee = job.trainee
     job.exits.ask()
     lr = get_canonical_lr_for_logging(trainee.optimizer.param_groups) or 0.0
     applied, grad_norm, num_zeros = trainee.optimizer.step()

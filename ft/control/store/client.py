@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from ft.errors import FtError, UserError
 
 _BUFFER = 1 << 16
 _LOOK_S = 0.001
+_NAME_SERVER_S = 60.0
 
 
 class StoreConnection:
@@ -69,14 +71,18 @@ class StoreConnection:
 
         def make() -> None:
             try:
-                made.append(_client(self._port, self._timeout_s))
+                made.append(_client(self._port))
             except Exception as error:
                 made.append(error)
 
         maker = threading.Thread(target=make, name="ft-store", daemon=True)
         maker.start()
-        near = _accept_own(self._gate)
-        _carry(near, self._own, lambda: not maker.is_alive())
+        near = _accept_own(self._gate, lambda: not maker.is_alive())
+        if near is not None:
+            introduction = _Introduction(self._timeout_s)
+            _carry(near, self._own, lambda: not maker.is_alive() or introduction.fails(), introduction.moved)
+            if introduction.fails():
+                near.shutdown(socket.SHUT_RDWR)
         maker.join()
         if isinstance(made[0], Exception):
             raise ConnectionError(f"the store at {self._address} does not answer: {str(made[0]).splitlines()[0]}")
@@ -84,13 +90,30 @@ class StoreConnection:
         fcntl.fcntl(self._own.fileno(), fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL))
         os.dup2(self._own.fileno(), descriptor, inheritable=False)
         near.close()
+        made[0].set_timeout(timedelta(seconds=self._timeout_s))
         return made[0]
 
 
-def _client(port: int, timeout_s: float) -> dist.TCPStore:
-    return dist.TCPStore(
-        "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+class _Introduction:
+    """Whether a store has left a client that makes itself known without an answer for ``timeout_s``."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._asked_at: float | None = None
+
+    def moved(self, is_answer: bool) -> None:
+        """Bytes went from the client to the store, or as an answer back."""
+        self._asked_at = None if is_answer else time.monotonic()
+
+    def fails(self) -> bool:
+        return self._asked_at is not None and time.monotonic() - self._asked_at > self._timeout_s
+
+
+def _client(port: int) -> dist.TCPStore:
+    """torch's client. Between connecting and making itself known it asks the name server who it talks to, which takes
+    5 s and more where that does not answer: its own limit must not run out over that."""
+    limit = timedelta(seconds=_NAME_SERVER_S)
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def _enter(address: str, token: str, timeout_s: float) -> socket.socket:
@@ -131,17 +154,32 @@ def _pass_door(address: str, token: str, timeout_s: float) -> socket.socket:
     return own
 
 
-def _accept_own(gate: socket.socket) -> socket.socket:
-    """The next connection that comes from this very process; strangers on the machine are sent away."""
+def _accept_own(gate: socket.socket, is_over: Callable[[], bool] | None = None) -> socket.socket | None:
+    """The next connection that comes from this very process; strangers on the machine are sent away.
+
+    None: none has come, and ``is_over``, which is asked when nobody does.
+    """
     while True:
+        if is_over is not None and not select.select([gate], [], [], _LOOK_S)[0]:
+            if is_over():
+                return None
+            continue
         near, (_, port) = gate.accept()
         if any(_port(own) == port for own in sockets.opened(sockets.towards(sockets.held(), _port(gate)))):
             return near
         near.close()
 
 
-def _carry(near: socket.socket, far: socket.socket, is_over: Callable[[], bool] | None = None) -> None:
-    """Passes bytes on in both directions until one end closes or ``is_over``, which is asked when nothing moves."""
+def _carry(
+    near: socket.socket,
+    far: socket.socket,
+    is_over: Callable[[], bool] | None = None,
+    moved: Callable[[bool], None] = lambda is_answer: None,
+) -> None:
+    """Passes bytes on in both directions until one end closes or ``is_over``, which is asked when nothing moves.
+
+    ``moved(is_answer)`` is told of those that go to ``far``, and of the answers.
+    """
     while True:
         readable = select.select([near, far], [], [], None if is_over is None else _LOOK_S)[0]
         if not readable and is_over():
@@ -151,6 +189,7 @@ def _carry(near: socket.socket, far: socket.socket, is_over: Callable[[], bool] 
             if not data:
                 return
             (far if own is near else near).sendall(data)
+            moved(own is far)
 
 
 def _serve_clones(gate: socket.socket, address: str, token: str) -> None:

@@ -22,11 +22,13 @@ def hello(state: State, now: float, replica: int, life: int, last: Quorum | None
     """A leader is connected, for the first time or again; ``last`` is the last quorum it was given.
 
     Raises:
-        NoQuorum: a later life of this replica was here already.
+        NoQuorum: this life is over: a later one was here already, or its agent has said so.
     """
     one = state.of(replica)
     if life < one.life:
         raise NoQuorum(f"life {life} of replica {replica} is over: life {one.life} was here")
+    if life <= one.over:
+        raise NoQuorum(f"life {life} of replica {replica} is over: {one.reason}")
     notes = _ended(state, replica, f"life {life} takes its place") if life > one.life else []
     if life > one.life:
         started(one, life, now)
@@ -44,7 +46,7 @@ def report(state: State, now: float, given: Report) -> list[Note]:
     """A leader asks for the next quorum.
 
     Raises:
-        NoQuorum: a later life of this replica was here already, or this one has said no hello.
+        NoQuorum: this life is over, or has said no hello.
     """
     one = state.of(given.replica)
     if given.life != one.life or one.phase != HERE:
@@ -81,6 +83,7 @@ def leaves(state: State, now: float, replica: int, life: int, reason: str) -> li
     if life != one.life:
         return []
     one.becomes(OFFLINE, now, reason)
+    one.over = life
     return _ended(state, replica, reason)
 
 
@@ -92,13 +95,14 @@ def offline(state: State, now: float, replica: int, life: int, reason: str) -> l
     if life > one.life:
         started(one, life, now)
     one.becomes(OFFLINE, now, reason)
+    one.over = life
     return _ended(state, replica, reason)
 
 
 def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
     """Its agent builds life ``life`` of it."""
     one = state.of(replica)
-    if life < one.life or (life == one.life and one.phase == HERE):
+    if life < one.life or life <= one.over or (life == one.life and one.phase == HERE):
         return []
     notes = _ended(state, replica, "its agent builds it anew") if life > one.life else []
     if life > one.life:

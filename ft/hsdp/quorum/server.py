@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +36,45 @@ _TOKEN_S = 60.0
 _BEAT = wire.pack({"kind": "beat"})
 
 
+@dataclass(frozen=True)
+class Given:
+    """What the server is started with.
+
+    Attributes:
+        where: "tcp://HOST:PORT" to listen at, port 0: any free one. takes_over: another one served this run before, and
+            what it left of the run's end is believed.
+    """
+
+    options: Options
+    where: str = "tcp://127.0.0.1:0"
+    takes_over: bool = False
+
+
 class Server:
     """I/O around ``decide``.
 
     Args:
-        run_dir: of the whole run. secret: its token. where: "tcp://HOST:PORT" to listen at, port 0: any free one.
+        run_dir: of the whole run. secret: its token.
 
     Raises:
         UserError: the address cannot be listened at. OSError: the directory cannot be written.
     """
 
-    def __init__(self, run_dir: Path, secret: str, options: Options, where: str):
+    def __init__(self, run_dir: Path, secret: str, given: Given):
         self._run_dir, self._events = run_dir, events.EventLog(run_dir / "events.jsonl")
-        host, port = wire.parse_where(where)
+        host, port = wire.parse_where(given.where)
         try:
             self._listener = socket.create_server((host, port), backlog=1024)
         except OSError as error:
-            raise UserError(f"{where} cannot be listened at: {error.strerror}", "give another address") from error
+            raise UserError(f"{given.where} cannot be listened at: {error.strerror}", "give another address") from error
         self._listener.setblocking(False)
         self._where = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._guests = Guests(self._selector, secret)
-        self._state = State.begin(options, standing.claim(run_dir, 0), time.monotonic())
+        before = standing.read(run_dir) if given.takes_over else None
+        end = before.end if before is not None else None
+        self._state = State.begin(given.options, standing.claim(run_dir, 0), time.monotonic(), end)
         self._rows: dict[int, tuple[int, bytes]] = {}
         self._looked_at, self._due = 0.0, time.monotonic()
         standing.write(run_dir, self._standing())
@@ -173,6 +190,8 @@ class Server:
                 return True
             if standing.is_succeeded(self._run_dir, self._state.term):
                 return False
+            if decision.quorum is not None and decision.quorum.finished:
+                self._stand()
             self._publish(now, decision)
 
     def _publish(self, now: float, decision: Decision) -> None:
@@ -223,10 +242,14 @@ class Server:
         self._guests.send_strangers_away(now)
         if standing.is_succeeded(self._run_dir, self._state.term):
             return False
-        if standing.read(self._run_dir) != self._standing():  # an older one, that was paused, has written last
-            with contextlib.suppress(OSError):
-                standing.write(self._run_dir, self._standing())
+        self._stand()
         return True
+
+    def _stand(self) -> None:
+        """Has the file say what is; an older server that was paused may have written last."""
+        if standing.read(self._run_dir) != self._standing():
+            with contextlib.suppress(OSError):  # a full disk; who is connected does not look at it
+                standing.write(self._run_dir, self._standing())
 
     def _raise_term(self) -> bool:
         """Numbers that a client has heard of are no server's of this folder: claims a term above them.
@@ -238,11 +261,11 @@ class Server:
         if standing.is_succeeded(self._run_dir, self._state.term):
             return False
         self._state.term = standing.claim(self._run_dir, self._state.needed_term() + 1)
-        standing.write(self._run_dir, self._standing())
+        self._stand()
         return True
 
     def _standing(self) -> Standing:
-        return Standing(self._where, self._state.term, os.getpid())
+        return Standing(self._where, self._state.term, os.getpid(), self._state.end)
 
     def _write(self, notes: list[Note]) -> None:
         for note in notes:
@@ -259,8 +282,8 @@ def _are_rows(rows: Any) -> bool:
     )
 
 
-def parse_options(text: str) -> tuple[Options, str]:
-    """The options of the command line, and where to listen.
+def parse_options(text: str) -> Given:
+    """The options of the command line.
 
     Raises:
         UserError: they are no JSON object, or without replicas, or cannot work.
@@ -273,7 +296,9 @@ def parse_options(text: str) -> tuple[Options, str]:
             forgiven=int(values.get("forgiven", 1)),
             limits=Limits(**values.get("limits", {})),
         )
-        return options.check(), str(values.get("where", "tcp://127.0.0.1:0"))
+        where, takes_over = str(values.get("where", Given.where)), bool(values.get("takes_over", False))
+        wire.parse_where(where)
+        return Given(options.check(), where, takes_over)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--options {text[:200]} cannot be read ({type(error).__name__}: {error})",
@@ -284,12 +309,12 @@ def parse_options(text: str) -> tuple[Options, str]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ft.hsdp.quorum", description="The quorum server of one run.")
     parser.add_argument("--run-dir", type=Path, required=True, help="of the whole run: token, quorum.json, events")
-    parser.add_argument("--options", required=True, help="JSON: replicas, min_replicas, where, limits, forgiven")
-    given = parser.parse_args(argv)
+    parser.add_argument("--options", required=True, help="JSON: replicas, min_replicas, where, limits, takes_over...")
+    words = parser.parse_args(argv)
     processes.die_with_parent(signal.SIGKILL)
     try:
-        options, where = parse_options(given.options)
-        server = Server(given.run_dir, token.find(given.run_dir, _TOKEN_S), options, where)
+        given = parse_options(words.options)
+        server = Server(words.run_dir, token.find(words.run_dir, _TOKEN_S), given)
     except UserError as error:
         parser.exit(UserError.exit_code, f"{parser.prog}: {error}\n")
     code = server.run()

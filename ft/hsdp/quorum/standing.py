@@ -16,11 +16,18 @@ _FILE = "quorum.json"
 
 @dataclass(frozen=True)
 class Standing:
-    """A server: its address "tcp://HOST:PORT", the term that it has claimed, its process there."""
+    """A server.
+
+    Attributes:
+        where: its address, "tcp://HOST:PORT". term: that it has claimed. pid: its process there.
+        end: (next_step, lineage) of a replica that has done the last step, once there is one: it leaves, and nobody
+            else could tell the next server.
+    """
 
     where: str
     term: int
     pid: int = 0
+    end: tuple[int, int] | None = None
 
 
 def claim(run_dir: Path, least: int) -> int:
@@ -44,8 +51,10 @@ def read(run_dir: Path) -> Standing | None:
     """The standing, None where there is none, or none that can be read."""
     try:
         values = json.loads((run_dir / _FILE).read_text())
-        return Standing(str(values["where"]), int(values["term"]), int(values.get("pid", 0)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        end = values.get("end")
+        ended = (int(end[0]), int(end[1])) if end is not None else None
+        return Standing(str(values["where"]), int(values["term"]), int(values.get("pid", 0)), ended)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
 
 

@@ -59,8 +59,8 @@ class Replica:
     Attributes:
         phase: EXPECTED: nothing was heard of it; ARRIVING: its agent rebuilds it; HERE: its leader is connected; LOST:
             that connection broke; OFFLINE. since: when that began. reason: of the last change.
-        life: the newest. heard_at: last sign of life. report: the one that waits for an answer, at reported_at;
-            answered: the last one that got it on this connection.
+        life: the newest. over: the newest that has left, or that its agent has ended. heard_at: last sign of life.
+        report: the one that waits for an answer, at reported_at; answered: the last one that got it on this connection.
         waited_s: how long the others have waited for this arrival. step_s: its usual step. is_online: it has reported
         in this life. has_finished: it has done the last step. is_cut_off: OFFLINE by its broken connection alone: its
         agent has not said so.
@@ -70,6 +70,7 @@ class Replica:
     since: float = 0.0
     reason: str = ""
     life: int = -1
+    over: int = -1
     heard_at: float = 0.0
     report: Report | None = None
     reported_at: float = 0.0
@@ -104,7 +105,8 @@ class State:
     Attributes:
         term: of this server. began_at: when it did. last: the last quorum; formed_at: when that was, or was heard of.
         highest: number that the next quorum's has to exceed. failed: how often in a row quorums of the same members for
-            the same step did not carry it through. end: the furthest state of a replica that has finished.
+            the same step did not carry it through. end: the furthest state of a replica that has finished, known for
+            those that come when it has left.
     """
 
     options: Options
@@ -118,9 +120,10 @@ class State:
     end: tuple[int, int] | None = None
 
     @classmethod
-    def begin(cls, options: Options, term: int, now: float) -> "State":
+    def begin(cls, options: Options, term: int, now: float, end: tuple[int, int] | None = None) -> "State":
+        """Before anything was heard. ``end``: what the server before this one knew of it."""
         known = {number: Replica(since=now) for number in range(options.replicas)}
-        return cls(options, term, now, known, formed_at=now, highest=term * SPAN)
+        return cls(options, term, now, known, formed_at=now, highest=term * SPAN, end=end)
 
     def of(self, replica: int) -> Replica:
         return self.replicas.setdefault(replica, Replica())

@@ -7,7 +7,7 @@ In the order in which a run uses them:
 * ``indexed``, ``sidecar``, ``blend``, ``checks``: everything that can be wrong with a dataset is found here, before
   megatron-core opens it.
 * ``datasets``, ``index_cache``, ``share``: megatron-core's datasets, their sample indices built once, by rank 0.
-* ``order``, ``loader``: which sample comes when, and microbatches of them.
+* ``order``, ``streams``, ``loader``: which sample comes when, for a replica of several as well, and microbatches.
 
 What preprocessing needs imports no torch, so that the tool and its workers start at once; for the same reason the
 names below are imported when they are first asked for.

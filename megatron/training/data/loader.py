@@ -48,11 +48,11 @@ class MicrobatchLoader:
     ):
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
-        self._dataset, self._size = dataset, len(dataset)
+        self.dataset = dataset
         self._rows = micro_batch_size
         self._rank, self._ranks = data_parallel_rank, data_parallel_size
         self._workers, self._pin_memory = num_workers, pin_memory
-        self._order = CyclicOrder(seed, self._size) if cyclic else None
+        self._order = CyclicOrder(seed, len(dataset)) if cyclic else None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future] = deque()
         self._closed = False
@@ -111,6 +111,10 @@ class MicrobatchLoader:
         self.close()
 
     @property
+    def _size(self) -> int:
+        return len(self.dataset)
+
+    @property
     def _step(self) -> int:
         return self._rows * self._ranks
 
@@ -132,7 +136,7 @@ class MicrobatchLoader:
                 "give more data or fewer iterations, or --dataloader-type cyclic to go through the data again",
             )
         indices = sample_indices(consumed, self._rows, self._rank, self._ranks)
-        samples = [self._dataset[i] for i in (self._order(indices) if self._order else indices)]
+        samples = [self.dataset[i] for i in (self._order(indices) if self._order else indices)]
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in KEYS if key in samples[0]}
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self._pin_memory else batch
 

@@ -23,6 +23,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, first_step: int):
         self._path = path
+        self._undone_after: int | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
@@ -33,14 +34,24 @@ class MetricsFile:
 
     def write(self, figures: dict[str, Any]) -> None:
         """Adds a step's line; ``figures``: JSON values, "step" among them."""
+        self._drop_undone()
         self._lines.write((json.dumps(figures) + "\n").encode())
 
     def rewind(self, step: int) -> None:
-        """Drops what is there about steps after ``step``."""
-        self._lines.replace(lambda: self._cut(step), lambda line: _is_kept(line, step))
+        """The steps after ``step`` are undone: what is there about them is dropped when the first is done anew.
+
+        Not before: a failure on the way there may end in a restart from a checkpoint of one of them.
+        """
+        self._undone_after = step
 
     def close(self) -> None:
+        self._drop_undone()
         self._lines.close()
+
+    def _drop_undone(self) -> None:
+        step, self._undone_after = self._undone_after, None
+        if step is not None:
+            self._lines.replace(lambda: self._cut(step), lambda line: _is_kept(line, step))
 
     def _cut(self, step: int) -> None:
         """A new file takes the old one's place, so that no crash loses any; without room it is cut in place."""

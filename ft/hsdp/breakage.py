@@ -1,0 +1,22 @@
+"""What injected faults do to a replica's worker, beside those that any process can do to itself."""
+
+from ft.hsdp.ring import Ring
+from ft.inject.faults import Fault
+from ft.worker.faults import corrupt_tensor
+from ft.worker.subject import Subject
+
+
+class ReplicaBreakage:
+    """``ft.inject.worker.Actions`` of a worker that keeps no snapshots."""
+
+    def __init__(self, subject: Subject, ring: Ring):
+        self._subject, self._ring = subject, ring
+
+    def act(self, fault: Fault) -> None:
+        """A fault of a kind that has nothing to break here says so in the worker's log, and nothing happens."""
+        if fault.kind == "drop":
+            self._ring.cancel(f"injected: {fault}")
+        elif fault.kind == "corrupt-tensor":
+            corrupt_tensor(self._subject, fault)
+        else:
+            print(f"injected fault {fault.number} ({fault}): a replica has nothing that it could break", flush=True)

@@ -1,0 +1,81 @@
+"""Which bytes come from which source. Pure: what is known goes in, a decision with its reason comes out."""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+Piece = range
+"""Bytes of the layout that are asked for at once."""
+
+_ALIGNMENT = 64
+_PIECES_PER_SHARE = 8
+_SMALLEST, _LARGEST = 4 << 20, 256 << 20
+_SLOW = 2
+"""A source is slow when another one has delivered this many times its bytes in the same time."""
+
+
+@dataclass(frozen=True)
+class Take:
+    """``piece``, which was to come from ``owner``, comes from the source that asks."""
+
+    piece: Piece
+    owner: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do now; another source may leave something over yet."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Nothing is left to do for anybody."""
+
+
+def cut(nbytes: int, sources: Sequence[str]) -> dict[str, list[Piece]]:
+    """Shares of equal length, by bytes and not by tensors, each in pieces in order.
+
+    A share is lost piece by piece: when a source goes, what it has delivered of the last piece is fetched again.
+    """
+    bounds = [min(nbytes, _aligned(nbytes * i // len(sources))) for i in range(len(sources))] + [nbytes]
+    shares = {}
+    for source, start, stop in zip(sources, bounds[:-1], bounds[1:], strict=True):
+        size = _aligned(min(_LARGEST, max(_SMALLEST, (stop - start) // _PIECES_PER_SHARE)))
+        shares[source] = [range(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
+    return shares
+
+
+def choose(
+    source: str, pending: Mapping[str, Sequence[Piece]], at_work: Set[str], delivered: Mapping[str, int]
+) -> tuple[Take | Wait | End, str]:
+    """What ``source``, which is idle, does next.
+
+    Args:
+        pending: pieces that nobody has begun, by the source that they are to come from.
+        at_work: other sources that have begun one. delivered: bytes, by source.
+    """
+    if pending[source]:
+        return Take(pending[source][0], source), "its own share"
+    behind = [other for other in pending if pending[other] and delivered[other] * _SLOW < delivered[source]]
+    if behind:
+        owner = max(behind, key=lambda other: len(pending[other]))
+        reason = f"{owner} has delivered {delivered[owner]} bytes while {source} delivered {delivered[source]}"
+        return Take(pending[owner][-1], owner), reason
+    if at_work or any(pending.values()):
+        return Wait(), "others are at work on the rest"
+    return End(), "everything is there"
+
+
+def inherit(
+    leaver: str, begun: Piece | None, pending: Mapping[str, Sequence[Piece]]
+) -> tuple[dict[str, list[Piece]], str]:
+    """The pieces that are pending once ``leaver`` has gone: its own, and the one it had begun, go round the others."""
+    left = ([begun] if begun else []) + list(pending[leaver])
+    after = {source: list(pieces) for source, pieces in pending.items() if source != leaver}
+    for piece in left if after else []:
+        heir = min(after, key=lambda source: sum(map(len, after[source])))
+        after[heir].append(piece)
+    return after, f"{len(left)} pieces of {leaver} go round {len(after)} others"
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,274 @@
+"""A replica's training run: every step in a quorum, committed by all of its ranks or by none (paper, section 4.1)."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ft.hsdp import lr
+from ft.hsdp.agreement import Agreed
+from ft.hsdp.parts import Parts
+from ft.hsdp.quorum import Quorum, Report
+from ft.hsdp.retry import Retry, RunIsOver
+from ft.hsdp.rings import is_same_ring
+from ft.messages import Finish, WorkerDone, WorkerResumed
+from ft.worker.failures import report_failure
+from ft.worker.reminder import said
+
+_UNKNOWN_STEP_S = 60.0
+_ASIDE_S = 120.0
+_STEPS_REMEMBERED = 20
+
+
+class ReplicaGuard:
+    """What :class:`ft.worker.guard.Guard` is to hot-swap: the trainer's only door to FT-HSDP.
+
+    Args:
+        parts: what it works with. load: loads the last persistent checkpoint, where nobody has a state any more; False
+            if there is none: then the run begins anew.
+    """
+
+    def __init__(self, parts: Parts, load: Callable[[], bool]):
+        self._parts, self._load = parts, load
+        self.session, self._place, self._position = parts.session, parts.place, parts.position
+        self._exchange, self._catch_up = parts.exchange, parts.catch_up
+        self._has_state = not parts.place.comes_back
+        self._agreed: Agreed | None = None
+        self._last: Quorum | None = None
+        self._start: dict[str, Any] | None = None
+        self._before: tuple[int, int | None] = (0, None)
+        self._suspects: tuple[int, ...] = ()
+        self._is_sure = self._is_catching_up = False
+        self._is_untouched = True
+        self._aside = True  # the first step may take its time everywhere
+        self._step_times: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._began = time.monotonic()
+        self._vote_word = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self._wrap_update()
+        self.session.when_closed(self._on_close)
+
+    # --- what the trainer calls --------------------------------------------------------------------------------------
+
+    def carry_through(self, work: Callable[[], Any]) -> Any:
+        """Runs ``work``, again after every step that has to be done anew, to its end."""
+        session = self.session
+        session.link.send(WorkerResumed(session.worker, session.epoch, self._position.step))
+        session.progress.begins(self._position.step)
+        if self._has_state:
+            self._offer()
+        result = None
+        while True:
+            try:
+                result = work()
+                break
+            except Retry as retry:
+                self._begin_anew(retry)
+            except RunIsOver:
+                break
+            except Exception as error:
+                report_failure(session, self._position.step, error)
+                raise SystemExit(1) from error
+        self._finish()
+        return result
+
+    def begins(self) -> bool:
+        """A step begins. True: this replica computes it; False: it catches up in it (:meth:`catching_up`).
+
+        Raises:
+            RunIsOver: there is no step to do any more.
+        """
+        self.at("between")
+        self._began = time.monotonic()
+        while True:
+            self._exchange.begin()
+            self._parts.agreement.ask(self._report(), self._on_agreed)
+            if self._is_sure:
+                return True
+            with self.session.progress.at("aside", "quorum"):
+                agreed = self._parts.agreement.wait()
+            if agreed.quorum is None:
+                raise SystemExit(f"replica {self._place.replica} has no quorum: {agreed.problem}")
+            if agreed.quorum.finished:
+                raise RunIsOver("the other replicas have finished")
+            if not agreed.quorum.load:
+                break
+            self._begin_from_checkpoint()
+        self._is_catching_up = self._place.replica not in agreed.quorum.healthy
+        return not self._is_catching_up
+
+    def catching_up(self) -> None:
+        """First half of a catch-up step: the state is under way; the trainer exchanges zeros meanwhile."""
+        self._has_state, self._is_untouched = False, False
+        self._catch_up.begin(self._agreed)
+
+    def caught_up(self) -> None:
+        """Second half: with the zeros exchanged, the state is put in place, before the update."""
+        with self.session.progress.at("aside", "fetch"):
+            self._catch_up.end()
+
+    def share(self, samples: int) -> int:
+        """This replica's part of a global batch."""
+        return samples // self._place.replicas
+
+    def contributed(self, samples: int) -> int:
+        """What of a global batch was trained on in this step."""
+        return self.share(samples) * len(self._agreed.quorum.healthy)
+
+    def over_replicas(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
+        """[loss sum, tokens] of all replicas, from those of this one's microbatches; on last stages only."""
+        if not self._parts.is_last_stage:
+            return reported
+        total = torch.stack(reported).sum(dim=0) if reported else torch.zeros(2, device=self._parts.device)
+        self._exchange.add_up(total)
+        return [total]
+
+    def saves(self, step: int, *, is_due: bool, ends: bool) -> bool:
+        """Whether this replica writes the checkpoint of ``step``: one does, another one each time."""
+        if not is_due:
+            return False
+        self._aside = True
+        healthy = self._agreed.quorum.healthy if self._agreed else (self._place.replica,)
+        turn = 0 if ends else step // (self._parts.save_interval or 1)
+        return healthy[turn % len(healthy)] == self._place.replica
+
+    def at(self, phase: str) -> None:
+        """A point of the step under way where faults can be injected; costs nothing when none is planned."""
+        if phase in ("evaluate", "save"):
+            self.session.progress.aside(phase)
+            self._aside = True
+        self._parts.injector.at(phase, self._position.step + 1)
+
+    def committed(self) -> None:
+        """The step that the trainer's position now counts is done with all that belongs to it."""
+        quorum, position, step = self._agreed.quorum, self._position, self._position.step
+        if self._is_catching_up:
+            self._catch_up.settle(self._agreed, step)
+            self._catch_up.tell(step)
+        self._has_state, self._suspects = True, ()
+        self._is_sure = not self._is_catching_up
+        self._offer()
+        seconds = time.monotonic() - self._began
+        self._parts.records.committed(position, quorum, *self._before, seconds, self._exchange.waited_s)
+        if not self._is_catching_up:
+            self._step_times.append(seconds)
+        self._is_catching_up = False
+        self.session.progress.committed(step)
+
+    # --- the quorum ---------------------------------------------------------------------------------------------------
+
+    def _begin_from_checkpoint(self) -> None:
+        if not self._load() and not self._is_untouched:
+            raise SystemExit("no replica has a state, there is no checkpoint: this worker starts anew to begin the run")
+        self._has_state = True
+        self._offer()
+
+    def _report(self) -> Report:
+        position = self._position
+        return Report(
+            replica=self._place.replica,
+            life=self._parts.life,
+            next_step=position.step if self._has_state else 0,
+            lineage=position.lineage if self._has_state else -1,
+            suspects=self._suspects,
+            step_s=statistics.median(self._step_times) if self._step_times else None,
+        )
+
+    def _on_agreed(self, agreed: Agreed) -> None:
+        """In the agreement's thread: the ring becomes that of the quorum, and what waits for it goes."""
+        self._agreed, quorum = agreed, agreed.quorum
+        if quorum is None or quorum.load or quorum.finished:
+            self._exchange.give_up(agreed.problem or "no step to do")
+            return
+        if self._is_sure and self._place.replica not in quorum.healthy:
+            self._exchange.give_up("the others have gone on without this replica")
+            return
+        self._parts.ring.expect(self._patience())
+        if not is_same_ring(self._last, quorum):
+            addresses = [agreed.rows[replica][self.session.rank]["ring"] for replica in quorum.members]
+            self._parts.ring.reconfigure(quorum.number, addresses, quorum.members.index(self._place.replica))
+        self._last = quorum
+        self._exchange.open(1.0 if self._parts.per_token else 1.0 / len(quorum.healthy))
+
+    def _patience(self) -> float:
+        """For so long the ring may stand still: a hung peer is to be left behind, a slow one not."""
+        if self._aside or not self._step_times:
+            return _ASIDE_S if self._aside else _UNKNOWN_STEP_S
+        return 0.75 + 2.5 * statistics.median(self._step_times)
+
+    # --- the update ---------------------------------------------------------------------------------------------------
+
+    def _wrap_update(self) -> None:
+        """Before the optimizer step, the vote; in it, the learning rate of those that are there."""
+        optimizer = self._parts.optimizer
+        step = optimizer.step
+
+        def voted_step(*args, **kwargs):
+            self._vote()
+            quorum = self._agreed.quorum
+            by = lr.factor(len(quorum.healthy), self._place.replicas, self._place.lr_scaling)
+            self._before = self._position.lineage, None if self._is_catching_up else self._position.mine
+            with lr.scaled(optimizer.param_groups, by):
+                outcome = step(*args, **kwargs)
+            self._position.advance(quorum.healthy, self._parts.batch, quorum.number)
+            return outcome
+
+        optimizer.step = voted_step
+
+    def _vote(self) -> None:
+        """All ranks of the replica have all gradients, and their state, or none goes on.
+
+        Raises:
+            Retry: on all ranks alike.
+        """
+        problem = self._exchange.problem or (self._catch_up.problem if self._is_catching_up else "")
+        self.at("vote")
+        self._vote_word.fill_(0 if problem else 1)
+        dist.all_reduce(self._vote_word, op=dist.ReduceOp.MIN, group=self._parts.votes)
+        if not self._vote_word.item():
+            raise Retry(problem or "another rank of this replica has not got all gradients")
+        if self._agreed.quorum.behind:
+            self._parts.server.withdraw(self._place.wait_s)
+        else:
+            self._parts.server.withdraw()
+        self._aside = False
+        self.at("optimizer")
+
+    def _offer(self) -> None:
+        """The state of the last committed step: for those behind, and for this replica's own next attempt."""
+        self._start = self._parts.state.envelope()
+        self._parts.server.offer(self._position.step, self._position.lineage, self._parts.state.tensors(), self._start)
+
+    def _begin_anew(self, retry: Retry) -> None:
+        """Nothing of the step is left, on this rank as on the others of the replica."""
+        self._is_sure = False
+        suspect = self._exchange.suspect
+        if suspect is not None and self._agreed.quorum is not None:
+            self._suspects = (self._agreed.quorum.members[suspect],)
+        if self.session.rank == 0:
+            print(f"step {self._position.step + 1} is done anew: {retry}", flush=True)
+        self._parts.subject.abandon_step()
+        if self._is_catching_up:
+            self._is_catching_up, self._has_state = False, False
+        else:
+            self._parts.state.apply(self._start)
+        self.session.progress.begins(self._position.step)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _on_close(self, epoch: int, reason: str) -> None:
+        """A worker of this replica is lost: the others hear of it at once, by quorum and by broken rings."""
+        if self._parts.client is not None:
+            self._parts.client.leave(reason)
+        self._exchange.give_up(reason)
+
+    def _finish(self) -> None:
+        session = self.session
+        session.progress.idles("done")
+        self._parts.finish(self._report())
+        with said(session.link, WorkerDone(session.worker, session.epoch, self._position.step)):
+            session.orders.wait(Finish, session.epoch)
+        self._parts.close()

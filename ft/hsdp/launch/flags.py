@@ -1,0 +1,119 @@
+"""The flags of ``ft run`` that are about replicas."""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ft.errors import UserError
+from ft.hsdp.quorum.limits import Limits
+
+LR_SCALING = ("none", "linear", "sqrt")
+_DEFAULT_LR_SCALING = "sqrt"
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What was asked for.
+
+    Attributes:
+        count: replicas of the run. only: the one that this launcher brings alone; None: it has its share of all.
+        min_count: so many at least, or nobody trains. wait_s: a step waits so long for a replica about to arrive or
+            fetching state; None: as long as those who wait think right.
+        lr_scaling: of the learning rate over healthy / all replicas.
+    """
+
+    count: int
+    only: int | None = None
+    min_count: int = 1
+    wait_s: float | None = None
+    lr_scaling: str = _DEFAULT_LR_SCALING
+
+    def environment(self) -> dict[str, str]:
+        """What agents and workers of every replica find."""
+        return {
+            "FT_HSDP_REPLICAS": str(self.count),
+            "FT_HSDP_MIN_REPLICAS": str(self.min_count),
+            "FT_HSDP_LR_SCALING": self.lr_scaling,
+            **({} if self.wait_s is None else {"FT_HSDP_WAIT": f"{self.wait_s:g}"}),
+        }
+
+    def server_options(self, host: str) -> str:
+        """JSON for the quorum server's ``--options``. ``host``: where it is to listen."""
+        limits = {} if self.wait_s is None else {"wait_s": self.wait_s}
+        values = {"replicas": self.count, "min_replicas": self.min_count, "limits": limits}
+        return json.dumps({**values, "where": f"tcp://{host}:0"})
+
+
+def add_flags(flag: Callable[..., None]) -> None:
+    """Adds them by ``flag(name, **settings)``; all are None where they are not given."""
+    flag("ft-hsdp-replicas", type=int, metavar="R", help="replicas of the model, each on 1/R of the workers")
+    flag(
+        "ft-hsdp-replica",
+        type=int,
+        metavar="K",
+        help="bring replica K alone, new or come back: --nnodes, --node-rank and --nproc-per-node are those of K",
+    )
+    flag("ft-hsdp-min-replicas", type=int, metavar="M", help="with fewer than M nobody trains (default: 1)")
+    flag(
+        "ft-hsdp-wait",
+        type=float,
+        metavar="SECONDS",
+        help="a step waits so long for a replica that is about to arrive, or fetches state (default: 0.1, and 1)",
+    )
+    flag(
+        "ft-hsdp-lr-scaling",
+        choices=LR_SCALING,
+        help=f"of the learning rate, over healthy / all replicas (default: {_DEFAULT_LR_SCALING})",
+    )
+
+
+def wanted(given: argparse.Namespace) -> bool:
+    """Whether the run is to have replicas."""
+    return any(value is not None for name, value in vars(given).items() if name.startswith("ft_hsdp_"))
+
+
+def read(given: argparse.Namespace) -> Replicas:
+    """Checks what was given, and fills in the rest.
+
+    Raises:
+        UserError: it cannot work.
+    """
+    count, only = given.ft_hsdp_replicas, given.ft_hsdp_replica
+    if count is None:
+        raise UserError("flags of FT-HSDP are given, but no number of replicas", "add --ft-hsdp-replicas R")
+    if count < 1:
+        raise UserError(f"--ft-hsdp-replicas {count} is less than 1", "give the number of replicas")
+    if only is not None and not 0 <= only < count:
+        raise UserError(
+            f"--ft-hsdp-replica {only} is not between 0 and {count - 1} (--ft-hsdp-replicas {count})", "number from 0"
+        )
+    least = 1 if given.ft_hsdp_min_replicas is None else given.ft_hsdp_min_replicas
+    if not 1 <= least <= count:
+        raise UserError(
+            f"--ft-hsdp-min-replicas {least} is not between 1 and the {count} of --ft-hsdp-replicas", "give fewer"
+        )
+    wait_s, most_s = given.ft_hsdp_wait, Limits().start_s
+    if wait_s is not None and not 0.0 <= wait_s < most_s:
+        raise UserError(f"--ft-hsdp-wait {wait_s:g} is no number of seconds from 0 to {most_s:g}", "give one")
+    _refuse(given)
+    return Replicas(count, only, least, wait_s, given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING)
+
+
+def _refuse(given: argparse.Namespace) -> None:
+    """What goes with one model only."""
+    if any(word.replace("_", "-").split("=")[0] == "--ft-hot-swap" for word in given.script_args):
+        raise UserError(
+            "--ft-hot-swap and --ft-hsdp-replicas: a replica that has lost a worker is rebuilt as a whole, from the "
+            "others",
+            "drop one of the two",
+        )
+    for name in ("standby", "standby_nodes"):
+        if getattr(given, name):
+            raise UserError(
+                f"--{name.replace('_', '-')} {getattr(given, name)} and --ft-hsdp-replicas: a replica's workers are "
+                "started from its warm pool, none stands by",
+                "drop one of the two",
+            )
+    if given.ft_transport == "mpi":
+        raise UserError("--ft-transport mpi and --ft-hsdp-replicas: replicas reach one another over TCP", "drop it")

@@ -1,0 +1,48 @@
+"""What the launchers of a run tell one another in its folder: which replicas have finished, which were given up."""
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+FINISHED, GIVEN_UP = "finished", "given up"
+_FOLDER = "ended"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Replicas, by how they ended."""
+
+    finished: frozenset[int] = frozenset()
+    given_up: frozenset[int] = frozenset()
+
+
+def put(run_dir: Path, replica: int, mark: str) -> None:
+    """Says how a replica has ended.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder = run_dir / _FOLDER
+    folder.mkdir(exist_ok=True)
+    temporary = folder / f".{replica}.{os.getpid()}"
+    temporary.write_text(mark)
+    temporary.replace(folder / str(replica))
+
+
+def clear(run_dir: Path, replica: int) -> None:
+    """The replica is brought back."""
+    with contextlib.suppress(FileNotFoundError):
+        (run_dir / _FOLDER / str(replica)).unlink()
+
+
+def read(run_dir: Path) -> Marks:
+    """All marks; one that cannot be read now is left out."""
+    found: dict[str, set[int]] = {FINISHED: set(), GIVEN_UP: set()}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(run_dir / _FOLDER):
+            with contextlib.suppress(OSError):
+                mark = (run_dir / _FOLDER / name).read_text() if name.isdecimal() else ""
+                if mark in found:
+                    found[mark].add(int(name))
+    return Marks(frozenset(found[FINISHED]), frozenset(found[GIVEN_UP]))

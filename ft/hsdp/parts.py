@@ -1,0 +1,152 @@
+"""What a replica's guard works with on one rank, and how it is put together."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ft.hsdp.agreement import Agreement
+from ft.hsdp.breakage import ReplicaBreakage
+from ft.hsdp.catch_up import CatchUp
+from ft.hsdp.exchange import Exchange
+from ft.hsdp.fetch import StateServer
+from ft.hsdp.place import Place
+from ft.hsdp.position import ReplicaPosition
+from ft.hsdp.quorum import QuorumClient, Report
+from ft.hsdp.records import NoRecords, Records
+from ft.hsdp.ring import Ring
+from ft.hsdp.state import ReplicaState
+from ft.inject.worker import Injector
+from ft.worker.faults import make_injector, plant_phases
+from ft.worker.session import Session
+from ft.worker.subject import Subject
+from megatron.core import parallel_state
+from megatron.patches import replicas
+
+
+@dataclass
+class Parts:
+    """Everything of one rank.
+
+    Attributes:
+        ring: with the same rank of the other replicas. votes: group of this replica's ranks, for their votes alone.
+        client: of the quorum server, on the leader. save_interval: steps between checkpoints, None without.
+        batch: samples that a replica takes in a step.
+    """
+
+    session: Session
+    place: Place
+    subject: Subject
+    position: ReplicaPosition
+    state: ReplicaState
+    ring: Ring
+    exchange: Exchange
+    server: StateServer
+    client: QuorumClient | None
+    agreement: Agreement
+    catch_up: CatchUp
+    records: Records | NoRecords
+    injector: Injector
+    votes: dist.ProcessGroup
+    batch: int
+    save_interval: int | None
+    per_token: bool
+    life: int
+
+    @property
+    def optimizer(self) -> Any:
+        return self.subject.optimizer
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def is_last_stage(self) -> bool:
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    def finish(self, report: Report) -> None:
+        """The last step is done: the others need not wait for this replica any more."""
+        if self.client is not None:
+            self.client.ask(replace(report, finished=True))
+
+    def close(self) -> None:
+        self.agreement.close()
+        if self.client is not None:
+            self.client.close()
+        for each in (self.records, self.server, self.ring):
+            each.close()
+
+
+def put_together(
+    session: Session,
+    place: Place,
+    chunks: Sequence,
+    optimizer: Any,
+    scheduler: Any,
+    position: ReplicaPosition,
+    *,
+    batch: int,
+    life: int,
+    save_interval: int | None = None,
+) -> Parts:
+    """The parts of one rank, after model and optimizer are built; collective inside the replica.
+
+    Args:
+        batch: samples that a replica takes in a step. life: number of this life of the replica, on the leader.
+        save_interval: steps between checkpoints.
+    """
+    subject = Subject(chunks, optimizer, scheduler)
+    state = ReplicaState(subject, position)
+    ring = Ring(place.host, place.token)
+    server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
+    exchange = Exchange(
+        ring, replicas.groups_of(subject.chunks), lambda: session.progress.at("aside", "the other replicas")
+    )
+    replicas.exchange_through(subject.chunks, exchange)
+    per_token = _exchange_tokens(subject.chunks[0].config, exchange)
+    is_leader = session.rank == 0
+    client = QuorumClient(place.run_dir, place.replica, life, place.token) if is_leader else None
+    row = {"ring": ring.address, "fetch": server.address}
+    injector = make_injector(session, ReplicaBreakage(subject, ring))
+    plant_phases(injector, subject, lambda: position.step + 1)
+    return Parts(
+        session=session,
+        place=place,
+        subject=subject,
+        position=position,
+        state=state,
+        ring=ring,
+        exchange=exchange,
+        server=server,
+        client=client,
+        agreement=Agreement(dist.new_group(backend="gloo"), row, client),
+        catch_up=CatchUp(session, place, state),
+        records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
+        if is_leader
+        else NoRecords(),
+        injector=injector,
+        votes=dist.new_group(backend="gloo"),
+        batch=batch,
+        save_interval=save_interval,
+        per_token=per_token,
+        life=life,
+    )
+
+
+def _exchange_tokens(config: Any, exchange: Exchange) -> bool:
+    """Where core divides by the number of tokens, it is that of all replicas. Returns whether it does."""
+    if not config.calculate_per_token_loss:
+        return False
+    finalize = config.finalize_model_grads_func
+
+    def finalize_over_replicas(model, num_tokens=None, **options):
+        exchange.tokens = num_tokens
+        return finalize(model, num_tokens, **options)
+
+    config.finalize_model_grads_func = finalize_over_replicas
+    return True

@@ -1,0 +1,60 @@
+"""Which replica this process belongs to, as ``ft run --ft-hsdp-replicas`` told it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft import token
+from ft.errors import UserError
+from ft.hsdp.lr import MODES
+
+REPLICA = "FT_HSDP_REPLICA"
+
+
+@dataclass(frozen=True)
+class Place:
+    """``replica`` of ``replicas``; ``run_dir``: folder of the whole run. ``host``: address of this node.
+
+    ``lr_scaling``: how the learning rate follows the healthy replicas. ``wait_s``: for so long a replica that is
+    fetching state is waited for before an update makes its fetch void. ``comes_back``: it was there before, or comes
+    late, so its state is to be had from the others.
+    """
+
+    replica: int
+    replicas: int
+    run_dir: Path
+    host: str
+    lr_scaling: str = "sqrt"
+    wait_s: float = 1.0
+    comes_back: bool = False
+
+    @property
+    def token(self) -> str:
+        """Of the whole run; that of the replica's own processes is another one."""
+        return token.find(self.run_dir, 0.0)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place | None":
+        """None: this is no replica of an FT-HSDP run.
+
+        Raises:
+            UserError: the variables contradict each other.
+        """
+        if REPLICA not in environment:
+            return None
+        try:
+            place = cls(
+                replica=int(environment[REPLICA]),
+                replicas=int(environment["FT_HSDP_REPLICAS"]),
+                run_dir=Path(environment["FT_HSDP_RUN_DIR"]),
+                host=environment.get("FT_HOST", "127.0.0.1"),
+                lr_scaling=environment.get("FT_HSDP_LR_SCALING", "sqrt"),
+                wait_s=float(environment.get("FT_HSDP_WAIT", "1.0")),
+                comes_back=any(int(environment.get(name, "0")) > 0 for name in ("FT_HSDP_LIFE", "FT_RESTART")),
+            )
+        except (KeyError, ValueError) as error:
+            raise UserError(f"the FT_HSDP_* variables are incomplete: {error}", "start with ft run") from error
+        if not 0 <= place.replica < place.replicas or place.lr_scaling not in MODES:
+            raise UserError(f"the FT_HSDP_* variables do not fit together: {place}", "start with ft run")
+        return place

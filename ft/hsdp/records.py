@@ -1,0 +1,67 @@
+"""What a replica's leader puts on record of every committed step (paper, section 4.4: the ``loader_state`` file)."""
+
+import time
+from pathlib import Path
+
+from ft.hsdp import loader_state
+from ft.hsdp.commits import Commit, CommitLog
+from ft.hsdp.loader_state import LoaderState
+from ft.hsdp.position import ReplicaPosition
+from ft.hsdp.quorum import Quorum
+
+
+class Records:
+    """Args: run_dir: of the whole run. folder: of the replica. batch: samples of a replica in a step."""
+
+    def __init__(self, run_dir: Path, folder: Path, replica: int, batch: int):
+        self._run_dir, self._replica, self._batch = run_dir, replica, batch
+        self._commits = CommitLog(folder)
+
+    def committed(
+        self,
+        position: ReplicaPosition,
+        quorum: Quorum,
+        before: int,
+        at: int | None,
+        step_s: float,
+        wait_s: float,
+    ) -> None:
+        """A step is committed in ``quorum``; ``position`` is that after it, ``before`` the quorum of the one before.
+
+        The smallest healthy replica writes ``loader_state`` for all.
+
+        Args:
+            at: position of this replica's stream that its samples began at, None if it took none.
+        """
+        self._commits.write(
+            Commit(
+                step=position.step,
+                quorum=quorum.number,
+                before=before,
+                healthy=quorum.healthy,
+                behind=quorum.behind,
+                batch=self._batch,
+                deal=position.deal,
+                positions=dict(position.positions),
+                wall=time.time(),
+                step_s=step_s,
+                wait_s=wait_s,
+                at=at,
+            )
+        )
+        if self._replica == quorum.healthy[0]:
+            state = LoaderState(position.step, quorum.number, self._batch, position.deal, dict(position.positions))
+            loader_state.write(self._run_dir, state)
+
+    def close(self) -> None:
+        self._commits.close()
+
+
+class NoRecords:
+    """On ranks other than the leader."""
+
+    def committed(self, *_) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

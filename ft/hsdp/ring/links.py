@@ -1,0 +1,129 @@
+"""The connections of one member in one quorum: to its left neighbour, from whom data comes, and to its right one."""
+
+import contextlib
+import select
+import socket
+import time
+from dataclasses import dataclass
+
+from ft.hsdp.ring.blame import LEFT, RIGHT, blame
+from ft.hsdp.ring.control import BREAK, PING, PONG, Control, Message
+from ft.hsdp.ring.outcome import Broken
+from ft.hsdp.ring.poller import READ, Poller
+
+_GRACE_S = 0.05
+"""How long a broken neighbour's last words may take: they come over another connection than the data."""
+
+
+@dataclass
+class Link:
+    """One neighbour.
+
+    Attributes:
+        index: among the members. data: the connections that carry it.
+        answer: to the last question.
+    """
+
+    side: str
+    index: int
+    control: Control
+    data: list[socket.socket]
+    answer: Message | None = None
+
+    def name(self) -> str:
+        return f"the {self.side} neighbour, member {self.index},"
+
+
+class Links:
+    """Both neighbours'.
+
+    Attributes:
+        left, right: None until they are connected.
+        broken: set for good as soon as the ring is known to be of no use.
+        operation, busy: as in :class:`ft.hsdp.ring.control.Message`.
+        asked: when the neighbours were last asked whether they are there; None: not since something moved.
+    """
+
+    def __init__(self, poller: Poller):
+        self.left: Link | None = None
+        self.right: Link | None = None
+        self.broken: Broken | None = None
+        self.operation, self.busy = 0, False
+        self.asked: float | None = None
+        self._poller = poller
+        self._closed = False
+
+    def join(self, side: str, index: int, connections: list[socket.socket]) -> None:
+        """Takes over the connections to one neighbour, the one for control first."""
+        link = Link(side, index, Control(connections[0]), connections[1:])
+        setattr(self, side, link)
+        self._poller.watch(link.control.fileno(), READ, lambda: self._hear(link))
+
+    def ask(self) -> None:
+        """Asks both neighbours whether and where they are."""
+        self.asked = time.monotonic()
+        for link in self._joined():
+            link.answer = None
+            link.control.say(Message(PING))
+
+    def nothing_moves(self, limit_s: float) -> Broken:
+        """Why, from what they have answered."""
+        suspect, why = self._blame()
+        return Broken(f"nothing has moved for {limit_s:g} s: {why}", suspect)
+
+    def lost(self, link: Link, how: str) -> Broken:
+        """Why the data of ``link`` ended: it may have said so, or be the cause itself."""
+        deadline = time.monotonic() + _GRACE_S
+        while self.broken is None and (left := deadline - time.monotonic()) > 0:
+            if select.select([link.control], [], [], left)[0]:
+                self._hear(link)
+        return self.broken or Broken(f"{link.name()} is lost: {how}", link.index)
+
+    def close(self, why: Broken | None = None) -> None:
+        """Drops all connections; ``why`` is told to the neighbours first, so that it travels round the ring."""
+        if self._closed:
+            return
+        self._closed = True
+        self.broken = self.broken or why or Broken("this member has left the quorum")
+        for link in self._joined():
+            self._poller.forget(link.control.fileno())
+            if why is not None:
+                link.control.say(Message(BREAK, suspect=why.suspect, reason=why.reason))
+        for link in self._joined():
+            for connection in link.data:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
+            link.control.close()
+
+    def _hear(self, link: Link) -> None:
+        try:
+            for message in link.control.hear():
+                self._take(link, message)
+        except ConnectionError as error:
+            self._poller.forget(link.control.fileno())
+            self.broken = self.broken or Broken(f"{link.name()} is lost: {error}", link.index)
+
+    def _take(self, link: Link, message: Message) -> None:
+        if message.kind == PING:
+            link.control.say(Message(PONG, self.operation, self.busy))
+        elif message.kind == PONG:
+            link.answer = message
+        elif self.broken is None:
+            self.broken = self._learn(message)
+
+    def _learn(self, message: Message) -> Broken:
+        """A neighbour that only waited too does not know whom to blame; this member may."""
+        if message.suspect is None and self.asked is not None and time.monotonic() - self.asked > _GRACE_S:
+            suspect, why = self._blame()
+            if suspect is not None:
+                return Broken(f"{message.reason}; here {why}", suspect)
+        return Broken(message.reason, message.suspect)
+
+    def _blame(self) -> tuple[int | None, str]:
+        side, why = blame(self.operation, self.left.answer, self.right.answer)
+        link = {LEFT: self.left, RIGHT: self.right}.get(side)
+        return (link.index, f"{link.name()} {why}") if link else (None, why)
+
+    def _joined(self) -> list[Link]:
+        return [link for link in (self.left, self.right) if link is not None]

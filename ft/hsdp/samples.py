@@ -1,0 +1,266 @@
+"""Which samples a replica takes: every sample of the run's order exactly once, whoever was away and for how long.
+
+The run's order is the sequence of samples that ordinary data parallelism reads. It is dealt in blocks to the replicas
+in turn: block k of replica r of R is block k * R + r of the order. Each replica goes through its own blocks, so how far
+it has come is one number, its *position* (samples of its own stream), and the positions of all say which samples were
+taken. A replica that was away goes on where it was (paper, section 5, "train each batch exactly once").
+
+A step takes the same number of blocks of every replica. While nobody is away its samples are therefore one contiguous
+global batch; with ``block`` = micro batch x data-parallel size of a replica, every rank moreover gets in each of its
+microbatches what it would get from ordinary data parallelism (see ``megatron.training.data.streams``).
+
+With another number of replicas, or another block, what is left is dealt anew: first what the furthest sample taken has
+overtaken (the leftovers), in order, then everything after it.
+
+All of it is pure, and vectorised: a stretch of a million steps is a few numpy calls.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy
+
+_END = numpy.iinfo(numpy.int64).max
+
+
+class Order:
+    """Samples in the order in which they are dealt: those of ``leftovers``, then all from ``begin`` on.
+
+    A *place* counts along this order. Places and samples ascend together.
+
+    Args:
+        leftovers: (n, 2) ranges [first, end) of samples, ascending, apart from each other, all below ``begin``.
+        begin: the first sample after them.
+    """
+
+    def __init__(self, leftovers: numpy.ndarray | None = None, begin: int = 0):
+        self.leftovers = numpy.empty((0, 2), numpy.int64) if leftovers is None else leftovers
+        self.begin = begin
+        lengths = self.leftovers[:, 1] - self.leftovers[:, 0]
+        # The last piece is the endless one.
+        self._first_places = numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int64)
+        self._shifts = numpy.append(self.leftovers[:, 0], begin) - self._first_places
+
+    @property
+    def left_over(self) -> int:
+        """Samples in the leftovers."""
+        return int(self._first_places[-1])
+
+    def samples(self, places: numpy.ndarray) -> numpy.ndarray:
+        """Samples at ``places``, any shape, int64."""
+        return places + self._shifts[self._pieces(places)]
+
+    def ranges(self, places: numpy.ndarray) -> numpy.ndarray:
+        """(m, 2) ranges of samples that (n, 2) ranges of places are, cut where the order jumps."""
+        first, last = self._pieces(places[:, 0]), self._pieces(places[:, 1] - 1)
+        counts = last - first + 1
+        owner = numpy.repeat(numpy.arange(len(places)), counts)
+        piece = first[owner] + numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
+        ends = numpy.append(self._first_places[1:], _END)
+        begin = numpy.maximum(places[owner, 0], self._first_places[piece])
+        end = numpy.minimum(places[owner, 1], ends[piece])
+        return numpy.stack([begin, end], axis=1) + self._shifts[piece, None]
+
+    def places_below(self, sample: int) -> int:
+        """How many places hold samples below ``sample``."""
+        if sample >= self.begin:
+            return self.left_over + sample - self.begin
+        return int(numpy.clip(sample - self.leftovers[:, 0], 0, self.leftovers[:, 1] - self.leftovers[:, 0]).sum())
+
+    def without(self, replicas: int, block: int, positions: Sequence[int]) -> "Order":
+        """What is left when the replicas among which this order was dealt have come to ``positions``."""
+        places = [_left_places(r, replicas, block, count, max(positions)) for r, count in enumerate(positions)]
+        far = max((_place(r, replicas, block, count - 1) + 1 for r, count in enumerate(positions) if count), default=0)
+        left = numpy.concatenate(places)
+        left[:, 1] = numpy.minimum(left[:, 1], far)
+        left = left[left[:, 0] < left[:, 1]]
+        if far < self.left_over:
+            left = numpy.concatenate([left, [[far, self.left_over]]])
+        return Order(merged(self.ranges(merged(left))), self.begin + max(0, far - self.left_over))
+
+    def _pieces(self, places: numpy.ndarray) -> numpy.ndarray:
+        return numpy.searchsorted(self._first_places, places, side="right") - 1
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The samples of one replica: ``replica`` of ``replicas``, taken in blocks of ``block`` from ``order``."""
+
+    replica: int
+    replicas: int
+    block: int
+    order: Order = field(default_factory=Order)
+
+    def index(self, position):
+        """The sample of the run's order at ``position`` of the stream: an int, or an array for an array.
+
+        Raises:
+            ValueError: a position is negative.
+        """
+        positions = numpy.asarray(position, numpy.int64)
+        if positions.size and positions.min() < 0:
+            raise ValueError(f"position {positions.min()} of a stream of samples")
+        found = self.order.samples(_place(self.replica, self.replicas, self.block, positions))
+        return int(found) if found.ndim == 0 else found
+
+    def ranges(self, begin: int, end: int) -> numpy.ndarray:
+        """(n, 2) ranges [first, end) of the samples at positions [begin, end), ascending."""
+        if end <= begin:
+            return numpy.empty((0, 2), numpy.int64)
+        lap = numpy.arange(begin // self.block, -(-end // self.block), dtype=numpy.int64)
+        first = numpy.maximum(lap * self.block, begin)
+        last = numpy.minimum((lap + 1) * self.block, end) - 1
+        places = [_place(self.replica, self.replicas, self.block, each) for each in (first, last)]
+        return merged(self.order.ranges(numpy.stack([places[0], places[1] + 1], axis=1)))
+
+    def within(self, samples: int) -> int:
+        """How many positions of the stream lie in the first ``samples`` of the run's order."""
+        rounds, rest = divmod(self.order.places_below(samples), self.replicas * self.block)
+        return rounds * self.block + min(max(rest - self.replica * self.block, 0), self.block)
+
+
+@dataclass(frozen=True)
+class Past:
+    """A deal that is over: it held until ``step`` was committed, and the replicas had come to ``positions`` in it."""
+
+    replicas: int
+    block: int
+    positions: tuple[int, ...]
+    step: int
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Who gets which samples. Part of the state that all replicas share, as are the positions.
+
+    Attributes:
+        replicas, block: see the module. past: the deals before it, the oldest first.
+    """
+
+    replicas: int
+    block: int
+    past: tuple[Past, ...] = ()
+
+    def __post_init__(self):
+        if self.replicas < 1 or self.block < 1:
+            raise ValueError(f"samples dealt to {self.replicas} replicas in blocks of {self.block}")
+
+    @cached_property
+    def order(self) -> Order:
+        """What this deal began with."""
+        order = Order()
+        for past in self.past:
+            order = order.without(past.replicas, past.block, past.positions)
+        return order
+
+    def stream(self, replica: int) -> Stream:
+        """What ``replica`` takes.
+
+        Raises:
+            ValueError: the deal knows no such replica.
+        """
+        if not 0 <= replica < self.replicas:
+            raise ValueError(f"replica {replica} of {self.replicas}")
+        return Stream(replica, self.replicas, self.block, self.order)
+
+    def streams(self) -> list[Stream]:
+        return [self.stream(replica) for replica in range(self.replicas)]
+
+    def after(
+        self, positions: Mapping[int, int], step: int, replicas: int, block: int
+    ) -> tuple["Deal", dict[int, int]]:
+        """The deal and the positions to go on with after ``step``: these, unless the number of replicas or the block
+        is another one now. A pure function: members that commit the same step come to the same.
+
+        Args:
+            positions: how far every replica of this deal has come; one that is not there has taken nothing.
+        """
+        counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
+        if (replicas, block) == (self.replicas, self.block):
+            return self, dict(enumerate(counts))
+        past = (*self.past, Past(self.replicas, self.block, counts, step)) if any(counts) else self.past
+        return Deal(replicas, block, past), dict.fromkeys(range(replicas), 0)
+
+    def needed(self, steps: int, batch: int) -> int:
+        """How many samples the data must have for a run of ``steps`` steps: the furthest that any stream can get.
+
+        Args:
+            steps: of the whole run. batch: samples that a replica takes in a step.
+        """
+        since = self.past[-1].step if self.past else 0
+        count = (steps - since) * batch
+        return max(stream.index(count - 1) + 1 for stream in self.streams()) if count > 0 else 0
+
+    def taken(self, positions: Mapping[int, int]) -> numpy.ndarray:
+        """(n, 2) ranges of all samples taken so far, in this deal and before; sorted, and merged where they touch."""
+        now = (Past(self.replicas, self.block, tuple(positions.get(r, 0) for r in range(self.replicas)), 0),)
+        ranges = [numpy.empty((0, 2), numpy.int64)]
+        for number, past in enumerate((*self.past, *now)):
+            streams = Deal(past.replicas, past.block, self.past[:number]).streams()
+            ranges += [stream.ranges(0, count) for stream, count in zip(streams, past.positions, strict=True)]
+        return merged(numpy.concatenate(ranges))
+
+    def as_values(self) -> dict[str, Any]:
+        """The deal as JSON values."""
+        past = [[p.replicas, p.block, list(p.positions), p.step] for p in self.past]
+        return {"replicas": self.replicas, "block": self.block, "past": past}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "Deal":
+        """The deal that ``as_values`` described.
+
+        Raises:
+            ValueError: no deal looks like this.
+        """
+        try:
+            past = tuple(_past(*each) for each in values["past"])
+            return cls(_whole(values["replicas"], 1), _whole(values["block"], 1), past)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no deal of samples: {error!r}") from error
+
+
+def streams_after(
+    positions: Mapping[int, int], replicas_before: int, block_before: int, replicas_now: int, block_now: int
+) -> list[Stream]:
+    """The streams of a run that goes on with another number of replicas: nothing twice, nothing left out."""
+    deal, _ = Deal(replicas_before, block_before).after(positions, 0, replicas_now, block_now)
+    return deal.streams()
+
+
+def merged(ranges: numpy.ndarray) -> numpy.ndarray:
+    """(m, 2) the same ranges, sorted, with those in one that touch or overlap."""
+    if not len(ranges):
+        return ranges
+    ranges = ranges[numpy.argsort(ranges[:, 0], kind="stable")]
+    reach = numpy.maximum.accumulate(ranges[:, 1])
+    begins = numpy.flatnonzero(numpy.append(True, ranges[1:, 0] > reach[:-1]))
+    return numpy.stack([ranges[begins, 0], reach[numpy.append(begins[1:], len(ranges)) - 1]], axis=1)
+
+
+def _place(replica: int, replicas: int, block: int, position):
+    return (position // block * replicas + replica) * block + position % block
+
+
+def _left_places(replica: int, replicas: int, block: int, count: int, most: int) -> numpy.ndarray:
+    """(n, 2) ranges of places in the blocks of a replica that has come to ``count``; the furthest is at ``most``."""
+    lap = numpy.arange(count // block, -(-most // block), dtype=numpy.int64)
+    first = _place(replica, replicas, block, lap * block)
+    ranges = numpy.stack([first, first + block], axis=1)
+    if len(ranges):
+        ranges[0, 0] += count % block
+    return ranges
+
+
+def _past(replicas: Any, block: Any, positions: Any, step: Any) -> Past:
+    replicas, counts = _whole(replicas, 1), tuple(_whole(count, 0) for count in positions)
+    if len(counts) != replicas:
+        raise ValueError(f"{len(counts)} positions of {replicas} replicas")
+    return Past(replicas, _whole(block, 1), counts, _whole(step, 0))
+
+
+def _whole(value: Any, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{value!r} where a number from {least} on belongs")
+    return value

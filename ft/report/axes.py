@@ -1,0 +1,41 @@
+"""Axes of the pictures: their look, legends, and what stands where there is nothing to draw."""
+
+from collections.abc import Sequence
+
+from ft.report import palette
+
+WIDTH_IN, DPI = 12.0, 150
+STYLE = {"fontsize": 9, "color": palette.QUIET}
+"""Of texts beside what is drawn."""
+
+
+def plain(axes, title: str, pad: int = 6) -> None:
+    """Only a bottom line, and the title at the left."""
+    axes.set_title(title, loc="left", fontsize=10, color=palette.INK, pad=pad)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(palette.FAINT)
+    axes.tick_params(length=0, labelsize=9, labelcolor=palette.QUIET)
+
+
+def empty(axes, text: str) -> None:
+    """``text`` where there is nothing to draw."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", **STYLE)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def legend(axes, handles: Sequence, above: float = 1.0) -> None:
+    """One row at the upper right."""
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.0, above),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        labelcolor=palette.QUIET,
+        handlelength=1.0,
+        columnspacing=1.2,
+        borderpad=0.1,
+    )

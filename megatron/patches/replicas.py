@@ -1,0 +1,85 @@
+"""Gradients of a bucket group go to the other replicas once they are reduced inside this one.
+
+Core calls ``start_grad_sync`` when a bucket group's gradients are complete and ``finish_grad_sync`` when they are
+needed; both stay what they are, and an ``Exchange`` is told. Bucket groups without one are left alone.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from megatron.core.distributed import param_and_grad_buffer as core
+from megatron.patches.replace import original, replace
+from megatron.patches.step_state import bucket_groups
+
+_MODULE, _CLASS = "megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup"
+_STARTED, _FINISHED = f"{_CLASS}.start_grad_sync", f"{_CLASS}.finish_grad_sync"
+_ATTRIBUTE = "exchange_with_replicas"
+
+
+class Exchange(Protocol):
+    """Who carries gradients to the other replicas."""
+
+    def started(self, group: Any, parts: list[torch.Tensor], reduced: Callable[[], None] | None) -> None:
+        """``parts`` of this rank are to be exchanged after ``reduced`` has returned (None: they can be at once)."""
+
+    def finished(self, group: Any) -> None:
+        """Core is about to use ``group``'s gradients; ``groups_of`` names all of them."""
+
+
+def apply() -> None:
+    replace(_MODULE, _STARTED, _start_grad_sync)
+    replace(_MODULE, _FINISHED, _finish_grad_sync)
+
+
+def exchange_through(chunks: Iterable, exchange: Exchange) -> None:
+    """Has the gradients of all bucket groups of ``chunks`` (DistributedDataParallel) exchanged from now on."""
+    for group in groups_of(chunks):
+        setattr(group, _ATTRIBUTE, exchange)
+
+
+def groups_of(chunks: Iterable) -> list:
+    """Bucket groups in the order in which all replicas exchange them: that of a backward pass."""
+    return [group for chunk in reversed(list(chunks)) for group in bucket_groups(chunk)]
+
+
+def _start_grad_sync(self, force_all_reduce=False):
+    is_under_way = self.grad_reduce_handle is not None
+    original(f"{_MODULE}.{_STARTED}")(self, force_all_reduce=force_all_reduce)
+    exchange = getattr(self, _ATTRIBUTE, None)
+    if exchange is None or (self.is_first_batch and is_under_way):
+        return
+    if self.grad_reduce_handle is not None:
+        self.grad_reduce_handle = _WaitedForOnce(self.grad_reduce_handle)
+    reduced = None if self.grad_reduce_handle is None else self.grad_reduce_handle.wait
+    exchange.started(self, _parts(self, force_all_reduce), reduced)
+
+
+def _finish_grad_sync(self, force_all_reduce=False):
+    original(f"{_MODULE}.{_FINISHED}")(self, force_all_reduce=force_all_reduce)
+    exchange = getattr(self, _ATTRIBUTE, None)
+    if exchange is not None:
+        exchange.finished(self)
+
+
+class _WaitedForOnce:
+    """A reduction inside the replica that two threads need the end of: the exchange's and core's."""
+
+    def __init__(self, handle: Any):
+        self._handle, self._lock = handle, threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._handle is not None:
+                self._handle.wait()
+                self._handle = None
+
+
+def _parts(group, whole: bool) -> list[torch.Tensor]:
+    """What this rank answers for: its shard of each bucket, or the bucket where the optimizer is replicated."""
+    if whole or not group.ddp_config.use_distributed_optimizer:
+        return [bucket.grad_data for bucket in group.buckets]
+    ranks, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
+    return [core.shard_buffer(bucket.grad_data, ranks)[rank] for bucket in group.buckets]

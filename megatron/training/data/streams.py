@@ -1,0 +1,107 @@
+"""A replica's share of the training data under the loaders (FT-HSDP; see ``ft.hsdp.samples``).
+
+A replica reads its own stream: to its loaders position p is the p-th sample of that stream, and its data-parallel ranks
+divide each microbatch among them as ever. With blocks of micro batch x data-parallel size, replica r's rank d gets in
+each microbatch what data-parallel rank r * size + d of one world of all replicas would get, as long as no replica has
+been away.
+
+Validation and test data are not divided: every replica reads the same samples of them, so that none waits for another.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ft.errors import UserError
+from ft.hsdp.samples import Deal, Stream
+from megatron.training.data.loader import MicrobatchLoader
+from megatron.training.data.order import CyclicOrder
+
+_ENDLESS = 1 << 62
+
+
+class StreamView(torch.utils.data.Dataset):
+    """The samples of ``base`` in the order of one replica's ``stream``, as many of them as ``base`` has."""
+
+    def __init__(self, base, stream: Stream):
+        self.base, self.stream = base, stream
+
+    def follow(self, stream: Stream) -> None:
+        """Goes over to another stream. Seek in the loaders afterwards: what they have read ahead is the old one's."""
+        self.stream = stream
+
+    def __len__(self) -> int:
+        return self.stream.within(len(self.base))
+
+    def __getitem__(self, position: int):
+        if not 0 <= position < len(self):
+            raise IndexError(f"sample {position} of {len(self)} in the stream of replica {self.stream.replica}")
+        return self.base[self.stream.index(position)]
+
+
+class Cyclic(torch.utils.data.Dataset):
+    """Endless passes through ``one_pass``, each in its own order: what --dataloader-type cyclic reads.
+
+    The order is that of the whole run, so it lies below the streams: position p is the same sample for every replica.
+    """
+
+    def __init__(self, one_pass, seed: int):
+        self.one_pass = one_pass
+        self._order = CyclicOrder(seed, len(one_pass))
+
+    def __len__(self) -> int:
+        return _ENDLESS if len(self.one_pass) else 0
+
+    def __getitem__(self, position: int):
+        [index] = self._order([position])
+        return self.one_pass[index]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One replica's part of the training data.
+
+    Attributes:
+        replica: which one. deal: who gets which samples. positions: how far each replica has come.
+    """
+
+    replica: int
+    deal: Deal
+    positions: Mapping[int, int]
+
+    @property
+    def position(self) -> int:
+        return self.positions.get(self.replica, 0)
+
+    def view(self, dataset, cyclic_seed: int | None = None) -> StreamView:
+        """``dataset``, the run's, as this replica reads it; with a seed in endless passes."""
+        base = dataset if cyclic_seed is None else Cyclic(dataset, cyclic_seed)
+        return StreamView(base, self.deal.stream(self.replica))
+
+
+def follower(loaders: Sequence[MicrobatchLoader | None], replica: int) -> Callable[[Deal, int], None]:
+    """What has ``loaders``, which read views of a stream, go on with another deal, from a position on."""
+
+    def follow(deal: Deal, position: int) -> None:
+        for loader in filter(None, loaders):
+            loader.dataset.follow(deal.stream(replica))
+            loader.seek(position)
+
+    return follow
+
+
+def own_batch(global_batch_size: int, replicas: int, micro_batch_size: int, data_parallel_size: int) -> int:
+    """Samples that one replica takes in a step.
+
+    Raises:
+        UserError: the global batch cannot be divided.
+    """
+    whole = replicas * micro_batch_size * data_parallel_size
+    if global_batch_size % whole:
+        raise UserError(
+            f"global batch {global_batch_size} is not a multiple of {replicas} replicas x micro batch "
+            f"{micro_batch_size} x DP {data_parallel_size} of a replica = {whole}",
+            f"use a multiple of {whole}",
+        )
+    return global_batch_size // replicas

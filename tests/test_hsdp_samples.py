@@ -1,0 +1,145 @@
+"""Streams of samples: whatever happens to the replicas, every sample once."""
+
+import random
+
+import numpy
+import pytest
+
+from ft.hsdp.samples import Deal, Order, Past, Stream, merged, streams_after
+
+SEEDS = range(40)
+
+
+def samples_of(ranges) -> list[int]:
+    return [sample for first, end in ranges.tolist() for sample in range(first, end)]
+
+
+def run_of(seed: int) -> tuple[Deal, dict[int, int], list[int], int, random.Random]:
+    """A run with several changes of replicas and block; returns what it took, sample by sample, and its steps."""
+    rng = random.Random(seed)
+    deal, taken, step = Deal(rng.randint(1, 5), rng.randint(1, 6)), [], 0
+    positions = dict.fromkeys(range(deal.replicas), 0)
+    for _ in range(rng.randint(1, 5)):
+        for _ in range(rng.randint(0, 12)):
+            step += 1
+            batch = rng.choice([1, deal.block, 3 * deal.block])
+            for replica in rng.sample(range(deal.replicas), rng.randint(1, deal.replicas)):
+                stream, at = deal.stream(replica), positions[replica]
+                taken += [stream.index(at + i) for i in range(batch)]
+                positions[replica] = at + batch
+        deal, positions = deal.after(positions, step, rng.randint(1, 6), rng.randint(1, 6))
+    return deal, positions, taken, step, rng
+
+
+def test_without_faults_a_step_is_one_contiguous_batch_in_the_order_of_the_replicas():
+    streams = Deal(3, 4).streams()
+    for step in range(5):
+        samples = [stream.index(step * 4 + i) for stream in streams for i in range(4)]
+        assert samples == list(range(step * 12, (step + 1) * 12))
+
+
+def test_the_streams_of_all_replicas_are_every_sample_once():
+    for replicas, block in [(1, 1), (2, 3), (5, 4), (12, 7)]:
+        streams = [Stream(replica, replicas, block) for replica in range(replicas)]
+        samples = numpy.concatenate([stream.index(numpy.arange(block * 9)) for stream in streams])
+        assert sorted(samples.tolist()) == list(range(replicas * block * 9))
+
+
+def test_a_replica_that_was_away_goes_on_where_it_was():
+    deal = Deal(3, 2)
+    assert [deal.stream(1).index(p) for p in (0, 1, 2, 3)] == [2, 3, 8, 9]
+    streams = streams_after({0: 6, 1: 2, 2: 6}, 3, 2, 3, 1)
+    dealt = [streams[i % 3].index(i // 3) for i in range(8)]
+    assert dealt == [8, 9, 14, 15, 18, 19, 20, 21]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_twice_and_nothing_left_out_through_changes_of_replicas_and_block(seed):
+    deal, positions, taken, _, rng = run_of(seed)
+    assert len(set(taken)) == len(taken), f"seed {seed}: a sample was taken twice"
+    assert samples_of(deal.taken(positions)) == sorted(taken), f"seed {seed}"
+    # What is taken from here on fills all holes, in order.
+    far = max(taken, default=-1) + 1 + rng.randint(0, 50)
+    ahead = [stream.index(numpy.arange(positions[stream.replica], stream.within(far))) for stream in deal.streams()]
+    rest = numpy.concatenate(ahead).tolist()
+    assert sorted(rest + taken) == list(range(far)), f"seed {seed}"
+    assert all(stream.index(stream.within(far)) >= far for stream in deal.streams())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_position_many_and_a_stretch_agree(seed):
+    deal, _, _, _, rng = run_of(seed)
+    for stream in deal.streams():
+        begin = rng.randint(0, 40)
+        end = begin + rng.randint(0, 60)
+        one_by_one = [stream.index(p) for p in range(begin, end)]
+        assert stream.index(numpy.arange(begin, end)).tolist() == one_by_one
+        assert samples_of(stream.ranges(begin, end)) == one_by_one
+        assert one_by_one == sorted(one_by_one)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_deal_comes_back_from_its_values(seed):
+    deal, positions, *_ = run_of(seed)
+    again = Deal.from_values(deal.as_values())
+    assert again == deal
+    assert again.taken(positions).tolist() == deal.taken(positions).tolist()
+
+
+def test_the_same_number_of_replicas_and_block_goes_on_as_before():
+    deal = Deal(3, 2)
+    assert deal.after({0: 4, 1: 2}, 2, 3, 2) == (deal, {0: 4, 1: 2, 2: 0})
+    assert deal.after({}, 0, 5, 2) == (Deal(5, 2), dict.fromkeys(range(5), 0))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_data_reach_as_far_as_any_stream_can(seed):
+    rng = random.Random(seed)
+    deal = Deal(rng.randint(1, 5), rng.randint(1, 4))
+    batch, steps = deal.block * rng.randint(1, 3), rng.randint(1, 20)
+    assert deal.needed(steps, batch) == steps * batch * deal.replicas
+    later, _ = deal.after({0: 5 * batch}, 5, deal.replicas + 1, deal.block)
+    needed = later.needed(steps + 5, batch)
+    assert needed == max(stream.index(steps * batch - 1) for stream in later.streams()) + 1
+    assert later.needed(5, batch) == 0
+
+
+def test_a_million_steps_are_quick_to_deal_anew():
+    deal, _ = Deal(12, 4).after({r: 4_000_000 if r else 4_000 for r in range(12)}, 1_000_000, 11, 4)
+    assert deal.order.left_over == 4_000_000 - 4_000
+    assert deal.stream(3).index(10**9) > 10**10 - 10**9
+
+
+def test_an_order_without_leftovers_and_places_below_a_sample():
+    order = Order(numpy.array([[3, 5], [9, 10]]), 20)
+    assert order.samples(numpy.arange(5)).tolist() == [3, 4, 9, 20, 21]
+    assert [order.places_below(s) for s in (0, 3, 4, 9, 10, 20, 22)] == [0, 0, 1, 2, 3, 3, 5]
+    assert merged(numpy.array([[5, 7], [1, 3], [3, 5], [9, 9], [2, 4]])).tolist() == [[1, 7], [9, 9]]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"replicas": 2, "block": 0, "past": []},
+        {"replicas": True, "block": 1, "past": []},
+        {"replicas": 2, "block": 1, "past": [[2, 1, [3], 1]]},
+        {"replicas": 2, "block": 1, "past": [[2, 1, [3, -1], 1]]},
+        {"replicas": 2, "block": 1, "past": [[2, 1, [3, 1]]]},
+        {"replicas": 2, "block": 1, "past": 7},
+        {"replicas": "2", "block": 1, "past": []},
+    ],
+)
+def test_what_is_no_deal_is_refused(values):
+    with pytest.raises(ValueError):
+        Deal.from_values(values)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="replica 3 of 3"):
+        Deal(3, 1).stream(3)
+    with pytest.raises(ValueError, match="-1"):
+        Stream(0, 1, 1).index(-1)
+    with pytest.raises(ValueError, match="0 replicas"):
+        Deal(0, 1)
+    assert Past(1, 1, (0,), 0) == Past(1, 1, (0,), 0)
