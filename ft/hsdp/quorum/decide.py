@@ -78,7 +78,7 @@ def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[
             continue
         if entry := _await(round_, number, one):
             found.append(entry)
-    if not is_first and (entry := _further(state, now, candidates)):
+    if not is_first and (entry := _further(state, candidates)):
         found.append(entry)
     return found
 
@@ -133,8 +133,8 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
     return Awaited(number, min(silent, round_.began + span), "was in the last quorum and is slower")
 
 
-def _further(state: State, now: float, candidates: Mapping[int, Report]) -> Awaited | None:
-    """A replica that was cut off, and may live, has done more steps than any that has reported."""
+def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
+    """A replica that lives, or may live, has done more steps than any that has reported, however late it is."""
     last, limits = state.last, state.options.limits
     if last is None or max((report.next_step for report in candidates.values()), default=last.step) >= last.step:
         return None
@@ -145,8 +145,9 @@ def _further(state: State, now: float, candidates: Mapping[int, Report]) -> Awai
         if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
             since = max(one.since, state.began_at)
             return Awaited(number, since + limits.regress_s, "is further than all others, and may live")
-        if one.phase == HERE and one.heard_at <= now - limits.silent_s:
-            return Awaited(number, one.heard_at + limits.regress_s, "is further than all others, and silent")
+        if one.phase == HERE:
+            until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
+            return Awaited(number, until, "is further than all others, and lives")
     return None
 
 

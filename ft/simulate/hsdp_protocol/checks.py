@@ -93,7 +93,7 @@ class Checks:
         world = self._world
         knows = server.furthest > quorum.step + 1 and leader.life.quorum is not None and leader.is_alive
         unheard_s = world.time.now - world.unheard_since(leader.replica)
-        return knows and unheard_s < world.limits.regress_s - 0.2
+        return knows and unheard_s < world.limits.regress_s - 0.5
 
     # --- states ------------------------------------------------------------------------------------------------------
 
