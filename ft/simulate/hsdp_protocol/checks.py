@@ -15,6 +15,12 @@ STUCK_S = 25.0
 BACK_S = 45.0
 """Virtual seconds after the last fault within which all replicas are healthy."""
 
+KILLS = (
+    *("kill", "kill a leader", "kill at the end of a ring", "kill the first one through"),
+    *("kill between vote and step", "kill who catches up", "kill a source of catch-up"),
+)
+"""Faults that end one replica each."""
+
 
 class Violation(Exception):
     """A property does not hold; the text says which and how."""
@@ -26,13 +32,14 @@ class Checks:
     Attributes:
         commits: by replicas. redone: committed steps that were done again. pauses: longest time between two commits,
             beyond a step, by the kinds of faults behind it. all_healthy_at: when all replicas last were.
+        returns: steps that replicas committed while behind. loads: of a checkpoint, all state being lost.
     """
 
     def __init__(self, world: "World"):
         self._world = world
         self.commits, self.redone, self.all_healthy_at, self.progress_at = 0, 0, -1.0, 0.0
         self.pauses: dict[str, float] = {}
-        self.returns = 0
+        self.returns = self.loads = 0
         beginning = first(world.shape.replicas)
         self._consumed = {beginning.chain: beginning.positions}
         self._named = {beginning.name: beginning.chain}
@@ -60,6 +67,7 @@ class Checks:
         if quorum.finished:
             return
         self._check_load(quorum)
+        self.loads += quorum.load and self._newest.step > 0
         self._check_regress(server, quorum)
         server.furthest = quorum.step
         if not quorum.load and len(quorum.healthy) == self._world.shape.replicas:
@@ -142,7 +150,7 @@ class Checks:
         if held.name > self._newest.name:
             now = world.time.now
             if held.step > 1:
-                causes = {kind for at, kind in world.struck if at > self._committed_at - 15.0}
+                causes = {kind for at, kind in world.over if at > self._committed_at - 15.0}
                 key = causes.pop() if len(causes) == 1 else "several" if causes else "none"
                 pause = now - self._committed_at - world.shape.step_s
                 self.pauses[key] = max(self.pauses.get(key, 0.0), pause)
@@ -162,6 +170,12 @@ class Checks:
         if len(states) > 1:
             names = [rank.held.name for rank in life.ranks]
             self.fail(f"the ranks of replica {life.agent.replica} are not equal: {names}")
+
+    def ended(self) -> None:
+        """A replica that is killed costs at most the step that was interrupted, while somebody keeps a state."""
+        kinds = [kind for _, kind in self._world.struck]
+        if not self.loads and all(kind in KILLS for kind in kinds) and self.redone > len(kinds):
+            self.fail(f"{self.redone} steps were done again for {len(kinds)} kills of one replica")
 
     # --- progress ----------------------------------------------------------------------------------------------------
 

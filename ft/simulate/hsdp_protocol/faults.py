@@ -247,4 +247,5 @@ class Schedule:
             world.blocked_until = max(world.blocked_until, world.time.now + lasts)
         if lasts is not None:
             world.struck.append((world.time.now, kind.name))
+            world.over.append((world.time.now + lasts, kind.name))
             world.calm_at = max(world.calm_at, world.time.now + lasts)

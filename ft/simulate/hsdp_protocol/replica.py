@@ -236,7 +236,7 @@ class Rank:
             self._done(False)
 
     def _commit_when_read(self, latest: float) -> None:
-        waits = self.fetchers and self.world.habits.lets_finish
+        waits = self.fetchers and self.world.habits.lets_finish and self.world.habits.withdraws
         if waits and self.world.time.now < latest:
             self.do(_POLL_S, self._commit_when_read, latest)
             return

@@ -27,7 +27,7 @@ class History:
 
     Attributes:
         violation: the property that does not hold, "" if all do. struck: kinds of faults. seconds: virtual. steps: that
-            the run has. redone: committed steps that were done again. returns: steps committed while behind. pauses:
+            the run has. redone: committed steps that were done again. returns: steps committed while behind. loads: of a checkpoint. pauses:
             longest time beyond a step between two commits, by what was behind it. lines: where they were asked for.
     """
 
@@ -39,6 +39,7 @@ class History:
     redone: int = 0
     returns: int = 0
     quorums: int = 0
+    loads: int = 0
     deaths_of_server: int = 0
     pauses: dict[str, float] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
@@ -62,6 +63,7 @@ def simulate(seed: int, wish: Wish, habits: Habits | None = None, with_lines: bo
     checks = world.checks
     history.struck, history.seconds = [name for _, name in world.struck], world.time.now
     history.steps, history.redone, history.pauses = checks.newest_step, checks.redone, checks.pauses
+    history.loads = checks.loads
     history.returns, history.quorums = checks.returns, checks.quorums
     history.deaths_of_server = world.deaths_of_server
     if history.violation:
@@ -85,3 +87,4 @@ def _play(world: World, schedule: Schedule) -> None:
         world.checks.look()
         if world.time.now > LONGEST_S:
             world.checks.fail("the run does not end")
+    world.checks.ended()

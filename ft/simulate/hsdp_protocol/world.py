@@ -27,6 +27,7 @@ class World:
         standing: the server that ``quorum.json`` names. newest_term: the last one claimed. last_step: of the run, None
             while it is open. checkpoint: the newest persistent one. aims: moment -> what is to happen when it comes.
         calm_at: when the last fault is over. blocked_until: until then training may stand still. outages: by replica.
+        struck, over: (when, kind) of the faults so far, and when each is over.
     """
 
     def __init__(self, lots: random.Random, shape: Shape, habits: Habits, lines: list[str] | None):
@@ -38,6 +39,7 @@ class World:
         self.checkpoint: Held = first(shape.replicas)
         self.aims: dict[str, list[Callable[[Rank], None]]] = {}
         self.struck: list[tuple[float, str]] = []
+        self.over: list[tuple[float, str]] = []
         self.calm_at = self.blocked_until = 0.0
         self.outages: dict[int, list[tuple[float, float]]] = {replica: [] for replica in range(shape.replicas)}
         self._slow: dict[int, tuple[float, float]] = {}
