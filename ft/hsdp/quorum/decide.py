@@ -50,7 +50,7 @@ def decide(state: State, now: float) -> Decision:
     for rule in (_repeated, _finished):
         if decision := rule(state, pending):
             return decision
-    candidates = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
+    candidates = _candidates(state, now, pending)
     waits = [one for one in awaited(state, now, candidates) if one.until > now]
     if waits:
         names = "; ".join(f"replica {one.replica} {one.why}, {one.until - now:.3g} s more" for one in waits)
@@ -64,6 +64,13 @@ def decide(state: State, now: float) -> Decision:
         return _too_few(state, now, pending, chosen)
     quorum = _quorum(state, chosen, excluded)
     return Decision(quorum, quorum.reason, to=quorum.members, excluded=excluded)
+
+
+def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
+    """Those that are not left out; all, if only those that are have the furthest state: steps count more."""
+    free = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
+    furthest = max(report.state for report in pending.values())
+    return free if not free or any(report.state == furthest for report in free.values()) else pending
 
 
 def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[Awaited]:

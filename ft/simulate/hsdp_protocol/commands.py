@@ -23,8 +23,8 @@ def add_parser(simulations) -> None:
         "hsdp-protocol",
         help="FT-HSDP's protocol under simulated faults",
         description="Plays histories of simulated replicas, each from its seed, with the quorum's production decision "
-        "and client in them, and checks that healthy replicas are equal, that the line of steps that survives has every "
-        "sample once, that at most the interrupted step is done again, and that nobody waits for ever.",
+        "and client in them, and checks that healthy replicas are equal, that the line of steps that survives has "
+        "every sample once, that at most the interrupted step is done again, and that nobody waits for ever.",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", type=int, default=1000, metavar="N", help="N histories (default: 1000)")

@@ -27,8 +27,9 @@ class History:
 
     Attributes:
         violation: the property that does not hold, "" if all do. struck: kinds of faults. seconds: virtual. steps: that
-            the run has. redone: committed steps that were done again. returns: steps committed while behind. loads: of a checkpoint. pauses:
-            longest time beyond a step between two commits, by what was behind it. lines: where they were asked for.
+            the run has. redone: committed steps that were done again. returns: steps committed while behind.
+        loads: of a checkpoint. pauses: longest time beyond a step without a commit, by what was behind it.
+            lines: where they were asked for.
     """
 
     seed: int
