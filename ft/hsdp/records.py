@@ -25,13 +25,14 @@ class Records:
         at: int | None,
         step_s: float,
         wait_s: float,
+        digest: int | None,
     ) -> None:
         """A step is committed in ``quorum``; ``position`` is that after it, ``before`` the quorum of the one before.
 
         The smallest healthy replica writes ``loader_state`` for all.
 
         Args:
-            at: position of this replica's stream that its samples began at, None if it took none.
+            at: position of this replica's stream that its samples began at, None if it took none. digest: of the state after the step, if wanted.
         """
         self._commits.write(
             Commit(
@@ -47,6 +48,7 @@ class Records:
                 step_s=step_s,
                 wait_s=wait_s,
                 at=at,
+                digest=digest,
             )
         )
         if self._replica == quorum.healthy[0]:
