@@ -32,7 +32,8 @@ class Records:
         The smallest healthy replica writes ``loader_state`` for all.
 
         Args:
-            at: position of this replica's stream that its samples began at, None if it took none. digest: of the state after the step, if wanted.
+            at: position of this replica's stream that its samples began at, None if it took none.
+            digest: of the state after the step, if wanted.
         """
         self._commits.write(
             Commit(
