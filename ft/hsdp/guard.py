@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ft.hsdp import lr
 from ft.hsdp.agreement import Agreed
+from ft.hsdp.digest import digest
 from ft.hsdp.parts import Parts
 from ft.hsdp.quorum import Quorum, Report
 from ft.hsdp.retry import Retry, RunIsOver
@@ -153,7 +154,9 @@ class ReplicaGuard:
         self._is_sure = not self._is_catching_up
         self._offer()
         seconds = time.monotonic() - self._began
-        self._parts.records.committed(position, quorum, *self._before, seconds, self._exchange.waited_s)
+        tensors = self._parts.state.tensors() if self._place.digests else None
+        proof = None if tensors is None else digest(tensors, self._parts.votes)
+        self._parts.records.committed(position, quorum, *self._before, seconds, self._exchange.waited_s, proof)
         if not self._is_catching_up:
             self._step_times.append(seconds)
         self._is_catching_up = False
