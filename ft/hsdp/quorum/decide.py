@@ -55,9 +55,10 @@ def decide(state: State, now: float) -> Decision:
     if waits:
         names = "; ".join(f"replica {one.replica} {one.why}, {one.until - now:.3g} s more" for one in waits)
         return Decision(None, f"waiting: {names}", max(one.until for one in waits))
-    excluded = blame.judge(state.last, state.returned(), state.failed, state.options.forgiven) if state.last else {}
-    chosen = {number: report for number, report in candidates.items() if number not in excluded}
     least = state.options.min_replicas
+    last, forgiven = state.last, state.options.forgiven
+    excluded = blame.judge(last, state.returned(), state.failed, forgiven, least) if last else {}
+    chosen = {number: report for number, report in candidates.items() if number not in excluded}
     if len(chosen) < least <= len(pending):  # better one that is hard to reach than nobody
         chosen, excluded = pending, {}
     if len(chosen) < least:
@@ -67,10 +68,13 @@ def decide(state: State, now: float) -> Decision:
 
 
 def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
-    """Those that are not left out; all, if only those that are have the furthest state: steps count more."""
+    """Those that are not left out; all, if only those that are have the furthest state: steps count more.
+
+    With nobody but them it is the same: whoever is at work in the last quorum is waited for first.
+    """
     free = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
     furthest = max(report.state for report in pending.values())
-    return free if not free or any(report.state == furthest for report in free.values()) else pending
+    return free if any(report.state == furthest for report in free.values()) else pending
 
 
 def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[Awaited]:
