@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ft.hsdp import lr
 from ft.hsdp.agreement import Agreed
+from ft.hsdp.digest import digest
 from ft.hsdp.parts import Parts
 from ft.hsdp.quorum import Quorum, Report
 from ft.hsdp.retry import Retry, RunIsOver
@@ -21,6 +22,7 @@ from ft.worker.reminder import said
 
 _UNKNOWN_STEP_S = 60.0
 _ASIDE_S = 120.0
+_LEAVE_S = 2.0
 _STEPS_REMEMBERED = 20
 
 
@@ -152,7 +154,9 @@ class ReplicaGuard:
         self._is_sure = not self._is_catching_up
         self._offer()
         seconds = time.monotonic() - self._began
-        self._parts.records.committed(position, quorum, *self._before, seconds, self._exchange.waited_s)
+        tensors = self._parts.state.tensors() if self._place.digests else None
+        proof = None if tensors is None else digest(tensors, self._parts.votes)
+        self._parts.records.committed(position, quorum, *self._before, seconds, self._exchange.waited_s, proof)
         if not self._is_catching_up:
             self._step_times.append(seconds)
         self._is_catching_up = False
@@ -229,6 +233,8 @@ class ReplicaGuard:
         self._vote_word.fill_(0 if problem else 1)
         dist.all_reduce(self._vote_word, op=dist.ReduceOp.MIN, group=self._parts.votes)
         if not self._vote_word.item():
+            if problem and self.session.rank:
+                print(f"step {self._position.step + 1}: {problem}", flush=True)
             raise Retry(problem or "another rank of this replica has not got all gradients")
         if self._agreed.quorum.behind:
             self._parts.server.withdraw(self._place.wait_s)
@@ -268,6 +274,8 @@ class ReplicaGuard:
     def _finish(self) -> None:
         session = self.session
         session.progress.idles("done")
+        if self._has_state and self._last is not None:
+            self._exchange.take_leave(_LEAVE_S)
         self._parts.finish(self._report())
         with said(session.link, WorkerDone(session.worker, session.epoch, self._position.step)):
             session.orders.wait(Finish, session.epoch)

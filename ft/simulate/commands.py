@@ -7,6 +7,7 @@ _SIMULATIONS = (
     "ft.simulate.recovery.commands",
     "ft.simulate.hsdp.commands",
     "ft.simulate.quorum.commands",
+    "ft.simulate.hsdp_protocol.commands",
 )
 
 
