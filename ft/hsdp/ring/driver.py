@@ -129,8 +129,8 @@ class Driver:
         self._door.tend()
         if self._broken is not None:
             return
-        if self._links is not None and self._links.broken:
-            self._break(self._links.broken)
+        if self._links is not None and (why := self._links.useless()):
+            self._break(why)
         elif self._cancelled >= self._order and self._cancelled:
             self._break(self._cancellation())
 
@@ -235,8 +235,8 @@ class Driver:
         self._poller.wait(min(remaining, _TEND_S))
         self._door.tend()
         self._check()
-        if links.broken:
-            raise links.broken
+        if why := links.useless():
+            raise why
 
     # --- an operation ------------------------------------------------------------------------------------------------
 
@@ -275,6 +275,8 @@ class Driver:
             if scale != 1:
                 tensor.detach().mul_(scale)
             return
+        if why := links.useless():
+            raise why
         links.operation, links.busy = links.operation + 1, True
         self._last = time.monotonic()
         links.asked = None
