@@ -285,7 +285,7 @@ class Half:
         self._open = [self._listener]
 
     def join(self, number: int, addresses: list[str], me: int, options: RingOptions) -> None:
-        agreed = hello.agreement(addresses, options.chunk_bytes, options.chunks, options.streams)
+        agreed = hello.agreement(addresses, *options.shared())
         host, port = addresses[(me + 1) % len(addresses)].rsplit(":", 1)
         for stream in range(options.streams + 1):
             call = socket.create_connection((host, int(port)), timeout=10)

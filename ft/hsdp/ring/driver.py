@@ -201,7 +201,7 @@ class Driver:
     def _meet(self, members: Members) -> None:
         options, count = self._options, len(members.addresses)
         streams = options.streams + 1
-        agreed = hello.agreement(members.addresses, options.chunk_bytes, options.chunks, options.streams)
+        agreed = hello.agreement(members.addresses, *options.shared())
         left, right = (members.me - 1) % count, (members.me + 1) % count
         links = self._links = Links(self._poller)
         self._door.expect(Expected(members.number, agreed, left, streams))
@@ -285,5 +285,5 @@ class Driver:
             plan = items(tensor.numel(), count, self._members.me, chunk, self._options.chunks)
             begin = head(links.operation, tensor.numel(), numbers.TYPES[tensor.dtype], scale)
             flow = Flow(links, self._poller, self._pause, self._moved)
-            flow.run(begin, plan, numbers.of(tensor, scale, count, self._buffers))
+            flow.run(begin, plan, numbers.of(tensor, scale, count, self._options.wide_sums, self._buffers))
         links.busy = False
