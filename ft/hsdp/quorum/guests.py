@@ -61,8 +61,8 @@ class Guests:
         del self._here[guest]
         self._selector.unregister(guest.channel)
         guest.channel.close()
-        if not guest.channel.is_known:
-            self._say(f"{guest.address} was sent away: {reason}")
+        who = f"replica {guest.replica} at {guest.address}" if guest.replica is not None else guest.address
+        self._say(f"{who}: {reason}")
 
     def send_strangers_away(self, now: float) -> None:
         """Those who have not shown for long that they belong to the run, and the oldest when there are many."""
