@@ -129,8 +129,8 @@ class Driver:
         self._door.tend()
         if self._broken is not None:
             return
-        if self._links is not None and self._links.broken:
-            self._break(self._links.broken)
+        if self._links is not None and (why := self._links.useless()):
+            self._break(why)
         elif self._cancelled >= self._order and self._cancelled:
             self._break(self._cancellation())
 
@@ -201,7 +201,7 @@ class Driver:
     def _meet(self, members: Members) -> None:
         options, count = self._options, len(members.addresses)
         streams = options.streams + 1
-        agreed = hello.agreement(members.addresses, options.chunk_bytes, options.chunks, options.streams)
+        agreed = hello.agreement(members.addresses, *options.shared())
         left, right = (members.me - 1) % count, (members.me + 1) % count
         links = self._links = Links(self._poller)
         self._door.expect(Expected(members.number, agreed, left, streams))
@@ -235,8 +235,8 @@ class Driver:
         self._poller.wait(min(remaining, _TEND_S))
         self._door.tend()
         self._check()
-        if links.broken:
-            raise links.broken
+        if why := links.useless():
+            raise why
 
     # --- an operation ------------------------------------------------------------------------------------------------
 
@@ -275,6 +275,8 @@ class Driver:
             if scale != 1:
                 tensor.detach().mul_(scale)
             return
+        if why := links.useless():
+            raise why
         links.operation, links.busy = links.operation + 1, True
         self._last = time.monotonic()
         links.asked = None
@@ -283,5 +285,5 @@ class Driver:
             plan = items(tensor.numel(), count, self._members.me, chunk, self._options.chunks)
             begin = head(links.operation, tensor.numel(), numbers.TYPES[tensor.dtype], scale)
             flow = Flow(links, self._poller, self._pause, self._moved)
-            flow.run(begin, plan, numbers.of(tensor, scale, count, self._buffers))
+            flow.run(begin, plan, numbers.of(tensor, scale, count, self._options.wide_sums, self._buffers))
         links.busy = False
