@@ -213,6 +213,20 @@ def test_a_killed_leader_is_left_out(service):
     assert names.count("replica_offline") == 1 and names.count("replica_online") == 3
 
 
+def test_one_that_leaves_waits_for_nothing_more_and_nobody_for_it(service):
+    service.serve(2)
+    clients = [service.client(replica) for replica in range(2)]
+    quorum = both(clients, [(0, 0)] * 2)
+    waits = ask(clients[1], after(quorum))
+    clients[1].leave("rank 3 was killed")
+    with pytest.raises(RecoverableError, match="rank 3 was killed"):
+        waits.result(LIMIT_S)
+    quorum = ask(clients[0], after(quorum)).result(LIMIT_S)
+    assert quorum.members == (0,) and "replica 1 is offline: rank 3 was killed" in quorum.reason
+    with pytest.raises(NoQuorum, match="life 0"):
+        ask(clients[1], (0, 0)).result(LIMIT_S)
+
+
 def test_what_an_agent_says_ends_the_wait(service):
     service.serve(2, limits={"silent_s": 4.5})
     clients = [service.client(replica) for replica in range(2)]

@@ -225,9 +225,9 @@ class Agent:
                 self._parts.recoveries.expect(what.epoch + 1)
             case Open():
                 self._workforce.tell(what)
-                self._parts.faults.opened(what)
                 self._membership.sweep(what.epoch)
                 self._workforce.training_since = self._workforce.training_since or time.time()
+                self._parts.faults.opened(what, self._workforce.training_since)
                 self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
             case Kill():
                 self._workforce.kill_hung(what.worker)

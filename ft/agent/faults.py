@@ -2,10 +2,14 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ft import events
 from ft.inject import Fault
 from ft.messages import Beat, Observed, Open
+
+_WRITTEN_S, _LOOK_S = 2.0, 0.01
 
 
 class AgentFaults:
@@ -26,18 +30,18 @@ class AgentFaults:
         run_dir: str,
         record: Callable[[Any], None],
     ):
-        self._node, self._record = node, record
+        self._node, self._record, self._events = node, record, Path(run_dir) / "events.jsonl"
         self._injector = None
         if any(fault.is_agents for fault in faults):
             from ft.inject.agent import AgentInjector
 
             self._injector = AgentInjector(faults, node, run_dir, self._announce)
 
-    def opened(self, order: Open) -> None:
-        """An epoch begins."""
+    def opened(self, order: Open, began: float) -> None:
+        """An epoch begins; the first one did at the wall time ``began``."""
         if self._injector is not None:
             self._injector.update(order.fired)
-            self._injector.begin()
+            self._injector.begin(began)
 
     def heard(self, beats: Mapping[str, Beat]) -> None:
         """What the workers are at."""
@@ -52,4 +56,15 @@ class AgentFaults:
     def _announce(self, fault: Fault) -> None:
         stamps = {"wall": time.time(), "monotonic": time.monotonic(), "node": self._node}
         where = "step" if fault.step is not None else "time"
-        self._record(Observed("fault_injected", {**stamps, **fault.values(), "where": where}))
+        self._record(Observed(events.FAULT_INJECTED, {**stamps, **fault.values(), "where": where}))
+        if fault.kind in ("kill", "kill-agent"):
+            self._wait_written(fault.number)
+
+    def _wait_written(self, number: int) -> None:
+        """A control plane beside this agent dies with it: the fault would be forgotten, and happen again."""
+        deadline = time.monotonic() + _WRITTEN_S
+        while time.monotonic() < deadline:
+            for event in reversed(events.read(self._events)):
+                if event.name == events.FAULT_INJECTED and event.detail.get("number") == number:
+                    return
+            time.sleep(_LOOK_S)

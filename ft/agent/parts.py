@@ -3,7 +3,7 @@
 import contextlib
 import os
 import selectors
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ft import inject
@@ -96,8 +96,14 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Part
         workforce=workforce,
         recoveries=RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show),
         steward=Steward(options.run_dir, cluster.node_rank, sidecar, timeouts),
-        faults=AgentFaults(faults, place.node, place.run_dir, uplink.record),
+        faults=AgentFaults(_own(faults, place, options.life), place.node, place.run_dir, uplink.record),
     )
+
+
+def _own(faults: list[inject.Fault], place: Place, life: int | None) -> list[inject.Fault]:
+    """What was planned for the node is meant for the agent of any later life, whose name is another one."""
+    asked = f"n{place.node_rank}" if life else place.node
+    return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
 
 
 def _board(options: RunOptions, port: int, own_host: str) -> str:

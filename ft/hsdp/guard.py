@@ -21,6 +21,7 @@ from ft.worker.reminder import said
 
 _UNKNOWN_STEP_S = 60.0
 _ASIDE_S = 120.0
+_LEAVE_S = 2.0
 _STEPS_REMEMBERED = 20
 
 
@@ -230,6 +231,8 @@ class ReplicaGuard:
         self._vote_word.fill_(0 if problem else 1)
         dist.all_reduce(self._vote_word, op=dist.ReduceOp.MIN, group=self._parts.votes)
         if not self._vote_word.item():
+            if problem and self.session.rank:
+                print(f"step {self._position.step + 1}: {problem}", flush=True)
             raise Retry(problem or "another rank of this replica has not got all gradients")
         if self._agreed.quorum.behind:
             self._parts.server.withdraw(self._place.wait_s)
@@ -269,6 +272,8 @@ class ReplicaGuard:
     def _finish(self) -> None:
         session = self.session
         session.progress.idles("done")
+        if self._has_state and self._last is not None:
+            self._exchange.take_leave(_LEAVE_S)
         self._parts.finish(self._report())
         with said(session.link, WorkerDone(session.worker, session.epoch, self._position.step)):
             session.orders.wait(Finish, session.epoch)

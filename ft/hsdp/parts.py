@@ -24,6 +24,7 @@ from ft.inject.worker import Injector
 from ft.worker.faults import make_injector, plant_phases
 from ft.worker.session import Session
 from ft.worker.subject import Subject
+from megatron import patches
 from megatron.core import parallel_state
 from megatron.patches import replicas
 
@@ -63,7 +64,7 @@ class Parts:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+        return patches.platform().device
 
     @property
     def is_last_stage(self) -> bool:

@@ -45,6 +45,7 @@ class Launcher:
         self._signum, self._signalled_at, self._signals = 0, 0.0, 0
         self._finished_at: float | None = None
         self._told: dict[int, float] = {}
+        self._have_trained: set[int] = set()
         self._strangers_since: float | None = None
         self._verdict: policy.Verdict | None = None
 
@@ -89,9 +90,11 @@ class Launcher:
         self._kill_late(now)
 
     def _shown(self, seen: Seen) -> int | None:
-        """The replica whose steps are shown: the first one that trains, else the first one whose agent runs."""
+        """The replica whose steps are shown: the first one that is not being rebuilt, else the first one there is."""
+        self._have_trained |= {replica for replica in self._members if seen.trains(replica)}
         up = [replica for replica, member in sorted(self._members.items()) if member.process is not None]
-        return next((replica for replica in up if seen.trains(replica)), next(iter(up), None))
+        sound = (replica for replica in up if seen.trains(replica) or replica not in self._have_trained)
+        return next(sound, next(iter(up), None))
 
     # --- children ----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,8 @@ def main(given: argparse.Namespace) -> NoReturn:
         given.max_restarts = _RESTARTS
     whole = options.resolve(given, os.environ, lease=FOLDER)
     parts = parts_here(whole, asked)
-    planned = faults.plan(*faults.read_specs(whole.inject, whole.scenario, whole.seed), asked.count, parts[0])
+    specs, seed = faults.read_specs(whole.inject, whole.scenario, whole.seed)
+    planned = faults.plan(specs, asked.count, parts[0], seed)
     setups = [_setup(part, whole, asked, planned.get(part.replica, [])) for part in parts]
     _make_folder(whole.run_dir, [setup.folder for setup in setups])
     token.make(whole.run_dir)

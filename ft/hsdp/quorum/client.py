@@ -84,7 +84,9 @@ class QuorumClient:
         return found[1]
 
     def leave(self, reason: str) -> None:
-        """This replica asks no more; the others need not wait for it."""
+        """This life of the replica is over: it asks no more, and the others need not wait for it. What it has asked
+        fails."""
+        self._fail(RecoverableError(f"this replica has left: {reason}"))
         self._link.send(wire.pack({"kind": "leave", "reason": reason}))
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ def decide(state: State, now: float) -> Decision:
     for rule in (_repeated, _finished):
         if decision := rule(state, pending):
             return decision
-    candidates = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
+    candidates = _candidates(state, now, pending)
     waits = [one for one in awaited(state, now, candidates) if one.until > now]
     if waits:
         names = "; ".join(f"replica {one.replica} {one.why}, {one.until - now:.3g} s more" for one in waits)
@@ -64,6 +64,13 @@ def decide(state: State, now: float) -> Decision:
         return _too_few(state, now, pending, chosen)
     quorum = _quorum(state, chosen, excluded)
     return Decision(quorum, quorum.reason, to=quorum.members, excluded=excluded)
+
+
+def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
+    """Those that are not left out; all, if only those that are have the furthest state: steps count more."""
+    free = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
+    furthest = max(report.state for report in pending.values())
+    return free if not free or any(report.state == furthest for report in free.values()) else pending
 
 
 def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[Awaited]:
@@ -134,7 +141,7 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
 
 
 def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
-    """A replica that was cut off, and may live, has done more steps than any that has reported."""
+    """A replica that lives, or may live, has done more steps than any that has reported, however late it is."""
     last, limits = state.last, state.options.limits
     if last is None or max((report.next_step for report in candidates.values()), default=last.step) >= last.step:
         return None
@@ -145,8 +152,9 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
         if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
             since = max(one.since, state.began_at)
             return Awaited(number, since + limits.regress_s, "is further than all others, and may live")
-        if one.phase == HERE and one.heard_at < max(state.of(other).heard_at for other in candidates) - limits.silent_s:
-            return Awaited(number, one.heard_at + limits.regress_s, "is further than all others, and silent")
+        if one.phase == HERE:
+            until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
+            return Awaited(number, until, "is further than all others, and lives")
     return None
 
 

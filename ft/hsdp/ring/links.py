@@ -66,9 +66,15 @@ class Links:
             link.answer = None
             link.control.say(Message(PING))
 
+    def blame(self) -> tuple[int | None, str]:
+        """Who is the cause when nothing moves, by index, and why; None: both neighbours wait too."""
+        side, why = blame(self.operation, self.left.answer, self.right.answer)
+        link = {LEFT: self.left, RIGHT: self.right}.get(side)
+        return (link.index, f"{link.name()} {why}") if link else (None, why)
+
     def nothing_moves(self, limit_s: float) -> Broken:
         """Why, from what they have answered."""
-        suspect, why = self._blame()
+        suspect, why = self.blame()
         return Broken(f"nothing has moved for {limit_s:g} s: {why}", suspect)
 
     def lost(self, link: Link, how: str) -> Broken:
@@ -115,15 +121,10 @@ class Links:
     def _learn(self, message: Message) -> Broken:
         """A neighbour that only waited too does not know whom to blame; this member may."""
         if message.suspect is None and self.asked is not None and time.monotonic() - self.asked > _GRACE_S:
-            suspect, why = self._blame()
+            suspect, why = self.blame()
             if suspect is not None:
                 return Broken(f"{message.reason}; here {why}", suspect)
         return Broken(message.reason, message.suspect)
-
-    def _blame(self) -> tuple[int | None, str]:
-        side, why = blame(self.operation, self.left.answer, self.right.answer)
-        link = {LEFT: self.left, RIGHT: self.right}.get(side)
-        return (link.index, f"{link.name()} {why}") if link else (None, why)
 
     def _joined(self) -> list[Link]:
         return [link for link in (self.left, self.right) if link is not None]

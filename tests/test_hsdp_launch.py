@@ -1,0 +1,273 @@
+"""What the launcher of replicas decides: who runs where, who is started again, when it is over."""
+
+import argparse
+import json
+
+import pytest
+
+from ft import events, inject
+from ft.agent import arguments
+from ft.agent.options import Cluster, RunOptions, Script
+from ft.errors import UserError
+from ft.hsdp.launch import faults, flags, marks, policy, replica, run
+from ft.hsdp.launch.member import next_life
+from ft.hsdp.launch.places import Part, devices_of, parts_of
+from ft.hsdp.launch.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
+
+
+def given(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_flags(parser)
+    return parser.parse_args([*words, "script.py", "--lr", "1"])
+
+
+# --- who runs where --------------------------------------------------------------------------------------------------
+
+
+def test_replicas_of_one_node_share_its_workers_in_order():
+    parts = parts_of(node_rank=0, nnodes=1, nproc=6, replicas=3)
+    assert [(part.replica, part.first, part.nproc, part.shared) for part in parts] == [
+        (0, 0, 2, True),
+        (1, 2, 2, True),
+        (2, 4, 2, True),
+    ]
+    assert {part.world_size for part in parts} == {2}
+
+
+def test_replicas_are_consecutive_sets_of_whole_nodes():
+    found = [parts_of(node_rank, 6, 8, 3) for node_rank in range(6)]
+    assert [(part.replica, part.node_rank) for (part,) in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert all(part == Part(part.replica, 2, part.node_rank, 8) and part.world_size == 16 for (part,) in found)
+
+
+def test_several_whole_replicas_fit_on_each_of_several_nodes():
+    parts = parts_of(node_rank=1, nnodes=2, nproc=4, replicas=4)
+    assert [(part.replica, part.first, part.nproc, part.nodes) for part in parts] == [(2, 0, 2, 1), (3, 2, 2, 1)]
+
+
+@pytest.mark.parametrize(("nnodes", "nproc", "replicas"), [(1, 6, 4), (4, 1, 3), (2, 3, 4), (4, 6, 6), (3, 2, 2)])
+def test_a_world_that_cannot_be_divided_is_refused_with_the_numbers(nnodes, nproc, replicas):
+    with pytest.raises(UserError, match=str(replicas)) as caught:
+        parts_of(0, nnodes, nproc, replicas)
+    assert str(nnodes) in str(caught.value) and str(nproc) in str(caught.value) and caught.value.fix
+
+
+def test_every_worker_of_every_node_belongs_to_exactly_one_replica():
+    for nnodes in range(1, 7):
+        for nproc in range(1, 9):
+            for replicas in range(1, 13):
+                try:
+                    parts = [part for node in range(nnodes) for part in parts_of(node, nnodes, nproc, replicas)]
+                except UserError:
+                    continue
+                assert {part.replica for part in parts} == set(range(replicas))
+                assert sum(part.nproc for part in parts) == nnodes * nproc
+                assert {part.world_size for part in parts} == {nnodes * nproc // replicas}
+
+
+def test_each_replica_of_a_node_sees_its_own_devices():
+    second = Part(1, 1, 0, 2, first=2, shared=True)
+    assert devices_of(second, None, 6) == "2,3"
+    assert devices_of(second, "7, 6,5,4", 4) == "5,4"
+    assert devices_of(second, None, 0) is None, "a node without devices"
+    assert devices_of(second, None, 1) is None, "workers share what there is"
+    assert devices_of(Part(1, 2, 0, 8), None, 8) is None, "the node is the replica's alone"
+
+
+def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
+    script = Script("script.py", False, [])
+    whole = RunOptions(
+        script, Cluster(4, 3, 0, "10.0.0.1", 29400), 8, 0, tmp_path, "r", 9, [], None, 1, True, "10.0.0.4"
+    )
+    own = run.replica_options(parts_of(3, 4, 8, 2)[0], whole)
+    assert (own.run_dir, own.run_id) == (tmp_path / "replica-1", "r-replica-1")
+    assert own.cluster == Cluster(2, 1, 0, "10.0.0.1", 29400, in_folder=True)
+    first = run.replica_options(parts_of(2, 4, 8, 2)[0], whole)
+    assert first.cluster == Cluster(2, 0, 0, "10.0.0.4", 0, in_folder=True), "its own control plane is here"
+    assert not own.hot_swap and own.world_size == 16
+    assert replica.unpack(replica.pack(own, [], 1.5)) == (own, [], 1.5)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ft-hsdp-replicas", "0"], "less than 1"),
+        (["--ft-hsdp-wait", "1"], "no number of replicas"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-replica", "2"], "between 0 and 1"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-min-replicas", "3"], "between 1 and the 2"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "-1"], "--ft-hsdp-wait -1"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "nan"], "--ft-hsdp-wait nan"),
+        (["--ft-hsdp-replicas", "2", "--standby", "1"], "--standby 1"),
+        (["--ft-hsdp-replicas", "2", "--standby-nodes", "1"], "--standby-nodes 1"),
+        (["--ft-hsdp-replicas", "2", "--ft-transport", "mpi"], "mpi"),
+    ],
+)
+def test_bad_flags_are_refused(words, says):
+    with pytest.raises(UserError, match=says) as caught:
+        flags.read(given(*words))
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("word", ["--ft-hot-swap", "--ft_hot_swap", "--ft-hot-swap=1"])
+def test_hot_swap_is_refused_by_name(word):
+    values = given("--ft-hsdp-replicas", "2")
+    values.script_args.append(word)
+    with pytest.raises(UserError, match="--ft-hot-swap"):
+        flags.read(values)
+
+
+def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
+    assert not flags.wanted(given("--nproc-per-node", "2"))
+    asked = flags.read(given("--ft_hsdp_replicas", "3", "--ft-hsdp-min-replicas", "2", "--ft-hsdp-wait", "0.5"))
+    assert asked.environment() == {
+        "FT_HSDP_REPLICAS": "3",
+        "FT_HSDP_MIN_REPLICAS": "2",
+        "FT_HSDP_LR_SCALING": "sqrt",
+        "FT_HSDP_WAIT": "0.5",
+    }
+    options, where = server_options(asked)
+    assert (options.replicas, options.min_replicas, options.limits.wait_s) == (3, 2, 0.5)
+    assert where == "tcp://10.0.0.1:0"
+    assert server_options(flags.Replicas(3))[0].limits.wait_s == type(options.limits)().wait_s
+
+
+def server_options(asked: flags.Replicas):
+    from ft.hsdp.quorum.server import parse_options
+
+    return parse_options(asked.server_options("10.0.0.1"))
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def planned(*texts: str, replicas: int = 3, shape: Part | None = None, seed: int = 1) -> dict[int, list]:
+    specs, seed = faults.read_specs(texts, None, seed)
+    return faults.plan(specs, replicas, shape or Part(0, 1, 0, 2), seed)
+
+
+def test_a_fault_goes_to_the_replica_that_it_names():
+    found = planned("kill@replica=1:step=5:rank=0", "kill-control@step=3:replica=2")
+    assert [(f.kind, f.step, f.rank, f.number) for f in found[1]] == [("kill", 5, 0, 2)]
+    assert [(f.kind, f.number) for f in found[2]] == [("kill-control", 1)]
+    assert found[0] == []
+
+
+def test_without_a_replica_ranks_count_over_all_of_them():
+    found = planned("kill@step=5:rank=3,hang@step=2:rank=4")
+    assert [(f.kind, f.rank) for f in found[1]] == [("kill", 1)]
+    assert [(f.kind, f.rank) for f in found[2]] == [("hang", 0)]
+
+
+def test_faults_drawn_from_a_distribution_hit_all_replicas_and_the_same_ones_again():
+    text = "kill@every=exponential(mean=10s):rank=random:count=60"
+    found = planned(text, seed=4)
+    assert all(len(found[k]) > 5 for k in range(3)) and sum(map(len, found.values())) == 60
+    assert planned(text, seed=4) == found != planned(text, seed=5)
+    assert {f.rank for f in found[1]} == {0, 1}
+    drawn = planned("kill@every=exponential(mean=10s):rank=1:replica=random:count=60")
+    assert all(len(drawn[k]) > 5 for k in range(3))
+
+
+@pytest.mark.parametrize("text", ["kill@step=5:rank=6", "kill@replica=3:step=5", "kill@replica=1:step=5:rank=2"])
+def test_a_victim_that_does_not_exist_is_refused(text):
+    with pytest.raises(UserError, match="there is no"):
+        planned(text)
+
+
+def test_a_run_without_replicas_refuses_a_fault_of_one():
+    with pytest.raises(UserError, match="no replicas"):
+        inject.schedule(inject.parse("kill@replica=1:step=5"), 4, ["n0"], 0)
+
+
+def test_a_new_agent_is_given_only_the_faults_that_have_not_happened(tmp_path):
+    found = planned("kill@replica=0:step=1:rank=0", "kill@replica=0:step=2:rank=0")[0]
+    with events.EventLog(tmp_path / "events.jsonl") as log:
+        log.write(events.now(events.FAULT_INJECTED, node="n0", number=1, kind="kill"))
+    assert [fault.number for fault in faults.left(found, tmp_path)] == [2]
+
+
+# --- who is started again --------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_was_killed_is_started_again_at_once():
+    answer = after_exit(-9, "killed by SIGKILL", [5.0])
+    assert (answer.action, answer.pause_s) == (AGAIN, 0.0) and "SIGKILL" in answer.reason
+    assert after_exit(-9, "killed by SIGKILL", [1.0, 1.0, 1.0, 1.0, 500.0]).pause_s == 0.0, "it had settled"
+
+
+def test_one_that_dies_again_and_again_is_started_later_and_later_and_then_given_up():
+    answers = [after_exit(1, "exited with status 1", [1.0] * count) for count in range(1, 9)]
+    pauses = [answer.pause_s for answer in answers if answer.action == AGAIN]
+    assert pauses == sorted(pauses) and len(set(pauses)) == len(pauses) == policy.MOST_SHORT_LIVES - 1
+    assert all(answer.action == GIVE_UP for answer in answers[policy.MOST_SHORT_LIVES - 1 :])
+
+
+def test_bad_input_is_not_tried_again_and_an_end_is_an_end():
+    assert after_exit(2, "exited with status 2", [1000.0]).action == GIVE_UP
+    assert after_exit(0, "exited with status 0", [1.0]).action == DONE
+
+
+def test_lives_go_on_from_all_that_was_there(tmp_path):
+    assert next_life(tmp_path, 0) == next_life(tmp_path, 1) == 0
+    standing = {"term": 3, "life": 1, "where": "", "node": "n0", "pid": 1, "count": 7}
+    (tmp_path / "control.json").write_text(json.dumps(standing))
+    assert next_life(tmp_path, 0) == 2
+    assert next_life(tmp_path, 1) == 1, "its node 0 begins the next one"
+    with events.EventLog(tmp_path / "events.jsonl") as log:
+        log.write(events.now(events.RESTARTED, number=4, reason="a warm restart"))
+    assert next_life(tmp_path, 0) == 5
+
+
+# --- when it is over -------------------------------------------------------------------------------------------------
+
+UP = View(up=True)
+BUILDING = View(up=True, gathering=True)
+WAITING = View(up=False)
+FINISHED = View(up=False, code=0)
+FAILED = View(up=False, code=3, given_up=True)
+
+
+def verdict(*views: View, finished_s: float | None = None, lost=(), least: int = 1, told=()) -> policy.Verdict:
+    return judge(dict(enumerate(views)), finished_s, set(lost), len(views), least, told)
+
+
+def test_the_run_goes_on_while_enough_replicas_are_left():
+    assert verdict(UP, UP).what == verdict(UP, WAITING).what == verdict(UP, FAILED, lost=[1]).what == WAIT
+    ended = verdict(UP, FAILED, lost=[1], least=2)
+    assert (ended.what, ended.code) == (END, 3) and "1 of 2" in ended.reason
+    assert verdict(FAILED, FAILED, lost=[0, 1]).code == 3
+    bad_input = View(up=False, code=2, given_up=True)
+    assert verdict(FAILED, bad_input, lost=[0, 1]).code == 2
+
+
+def test_the_run_ends_well_when_all_have_finished_or_some_have_and_the_rest_was_told():
+    assert verdict(FINISHED, UP, finished_s=5.0).what == WAIT, "it may be saving"
+    assert verdict(FINISHED, FINISHED, finished_s=0.0) == policy.Verdict(END, "the run has finished")
+    assert verdict(FINISHED, FAILED, finished_s=0.0, lost=[1]).code == 0
+    assert verdict(FINISHED, WAITING, finished_s=0.0).replicas == (1,)
+    assert verdict(FINISHED, WAITING, finished_s=0.0, told=[1]).what == WAIT
+
+
+def test_a_replica_that_is_rebuilt_when_the_others_have_finished_is_told():
+    again = View(up=True, restarts_then=3, restarts=4)
+    assert verdict(FINISHED, again, finished_s=1.0).what == TELL
+    before = View(up=True, restarts_then=4, restarts=4, gathering=True)
+    assert verdict(FINISHED, before, finished_s=1.0).what == WAIT, "it was on its way"
+    assert verdict(FINISHED, before, finished_s=policy.LATE_S + 1).what == TELL
+
+
+def test_a_launcher_alone_with_lost_replicas_ends_though_others_go_on():
+    assert judge({2: FAILED}, None, {2}, 3, 1).what == END
+
+
+def test_launchers_tell_one_another_who_has_ended(tmp_path):
+    assert marks.read(tmp_path) == marks.Marks()
+    marks.put(tmp_path, 0, marks.FINISHED)
+    marks.put(tmp_path, 2, marks.GIVEN_UP)
+    assert marks.read(tmp_path) == marks.Marks(frozenset({0}), frozenset({2}))
+    marks.clear(tmp_path, 2)
+    marks.clear(tmp_path, 1)
+    assert marks.read(tmp_path) == marks.Marks(frozenset({0}))
