@@ -214,7 +214,8 @@ class ReplicaGuard:
             self._vote()
             quorum = self._agreed.quorum
             by = lr.factor(len(quorum.healthy), self._place.replicas, self._place.lr_scaling)
-            self._before = self._position.lineage, None if self._is_catching_up else self._position.mine
+            at = None if self._is_catching_up else self._position.began_at(self._parts.batch)
+            self._before = self._position.lineage, at
             with lr.scaled(optimizer.param_groups, by):
                 outcome = step(*args, **kwargs)
             self._position.advance(quorum.healthy, self._parts.batch, quorum.number)
