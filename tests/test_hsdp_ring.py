@@ -51,6 +51,8 @@ def in_ring_order(tensors: list[torch.Tensor], scale: float, options: RingOption
             high = first + (behind - first) * (part + 1) // count
             running = tensors[part][low:high].float()
             for step in range(1, count):
+                if not options.wide_sums:
+                    running = running.to(tensors[0].dtype).float()
                 running = running + tensors[(part + step) % count][low:high].float()
             total[low:high] = running * torch.tensor(scale)
     return total.to(tensors[0].dtype)
@@ -79,12 +81,12 @@ def test_at_most_c_chunks_of_a_part_are_between_a_chunk_and_what_it_needs():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("streams", [1, 3])
-def test_all_members_get_the_sum_in_the_rings_order_bit_for_bit(members, count, streams):
+@pytest.mark.parametrize(("streams", "wide"), [(1, True), (3, True), (2, False)])
+def test_all_members_get_the_sum_in_the_rings_order_bit_for_bit(members, count, streams, wide):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     torch.manual_seed(seed)
-    options = RingOptions(chunk_bytes=4096, chunks=2, streams=streams, limit_s=20)
+    options = RingOptions(chunk_bytes=4096, chunks=2, wide_sums=wide, streams=streams, limit_s=20)
     rings = members(count, options)
     gather(rings, 1)
     for dtype in (torch.float32, torch.bfloat16):

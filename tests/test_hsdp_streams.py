@@ -19,7 +19,7 @@ from test_data_datasets import SEQ, write_dataset
 from megatron.training.arguments.data import DataOptions
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.loader import MicrobatchLoader
-from megatron.training.data.streams import Cyclic, Share, StreamView, own_batch
+from megatron.training.data.streams import Cyclic, Share, StreamView, follower, own_batch
 from megatron.training.data.tokenizer import ByteLevelTokenizer
 
 SEED = 5
@@ -93,19 +93,22 @@ def test_steps_with_replicas_away_and_a_change_of_their_number_take_every_sample
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_goes_over_to_another_stream(workers):
     deal = Deal(2, 2)
-    data = Numbers(40)
-    view = deal.stream(1)
-    view = StreamView(data, view)
+    view = Share(1, deal, {}).view(Numbers(40))
     with loader(view, 2, 0, 1, num_workers=workers) as ours:
+        follow = follower([None, ours], 1)
         assert take(ours, 2) == [[2, 3], [6, 7]]
+        follow(deal, 2)
+        assert follow.position == 2
+        assert take(ours) == [[6, 7]]
         later, positions = deal.after({0: 8, 1: 4}, 4, 3, 2)
-        view.follow(later.stream(1))
-        ours.seek(positions[1])
+        follow(later, positions[1])
         assert take(ours, 2) == [[14, 15], [20, 21]]
+        assert follow.position == 4
         rest = take(ours, 3)
         assert rest == [[26, 27], [32, 33], [38, 39]]
         with pytest.raises(UserError, match="the dataset has 10 samples; after 10"):
             next(ours)
+    assert follower([None], 0).position is None
 
 
 def test_the_view_ends_where_the_data_do():
@@ -163,7 +166,7 @@ def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0,
     for replica in range(replicas):
         share = Share(replica, Deal(replicas, block, past), {replica: position}) if replicas > 1 else None
         train, *_ = make_loaders(options, layout, tokenizer, chunks, TrainState(), share)
-        count = steps * options.training.global_batch_size // block
+        count = steps * options.training.global_batch_size // (replicas * block)
         rank = parallel_state.get_data_parallel_rank()
         found[replica, rank] = [next(train[0])["tokens"] for _ in range(count)]
         train[0].close()
@@ -175,7 +178,7 @@ def test_the_trainers_own_loaders(ranks, tmp_path):
     corpus = runs.make_corpus(tmp_path)
     flags = f"{runs.BASE} --data-path {corpus}"
     ordinary = ranks(samples_read, 4, f"{flags} --global-batch-size 16", 1, timeout=60)
-    replicas = ranks(samples_read, 2, f"{flags} --global-batch-size 8", 2, timeout=60)
+    replicas = ranks(samples_read, 2, f"{flags} --global-batch-size 16", 2, timeout=60)
     expected = {rank: batches for found in ordinary for (_, rank), batches in found.items()}
     for found in replicas:
         for (replica, rank), batches in found.items():
@@ -183,7 +186,7 @@ def test_the_trainers_own_loaders(ranks, tmp_path):
             assert all(map(torch.equal, batches, expected[2 * replica + rank]))
     # After a change of their number: one replica of three had been away for two steps.
     past = (Past(3, 4, (16, 0, 16), 2),)
-    later = ranks(samples_read, 2, f"{flags} --global-batch-size 8", 2, past, 4, 2, timeout=60)
+    later = ranks(samples_read, 2, f"{flags} --global-batch-size 16", 2, past, 4, 2, timeout=60)
     stream = Deal(2, 4, past).streams()
     assert [stream[0].index(p) for p in (0, 4, 8)] == [4, 28, 48]
     everything = torch.cat([expected[rank][m] for m in range(6) for rank in range(4)])

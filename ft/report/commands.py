@@ -1,12 +1,15 @@
-"""``ft status RUN`` and ``ft report RUN``."""
+"""``ft status RUN`` and ``ft report RUN``; of a run of several replicas (FT-HSDP), and of any other."""
 
 import argparse
 import json
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
 from ft.errors import UserError
+from ft.hsdp.report import commands as hsdp
+from ft.hsdp.report.record import is_hsdp
+from ft.report.files import replace
 from ft.report.recoveries import recoveries
 from ft.report.run import Run, load
 from ft.report.status import as_text, as_values, status
@@ -35,11 +38,10 @@ def run_status(arguments: argparse.Namespace) -> int:
     """
     try:
         while True:
-            run = load(arguments.folder)
-            now = status(run, time.time())
-            text = json.dumps(as_values(now)) if arguments.json else as_text(now, str(run.folder))
+            text, values, ended = _now(arguments.folder)
+            text = json.dumps(values) if arguments.json else text
             print(_CLEAR + text if arguments.watch and sys.stdout.isatty() else text, flush=True)
-            if not arguments.watch or now.ended:
+            if not arguments.watch or ended:
                 return 0
             time.sleep(_WATCH_S)
     except KeyboardInterrupt:
@@ -49,9 +51,16 @@ def run_status(arguments: argparse.Namespace) -> int:
 def run_report(arguments: argparse.Namespace) -> int:
     """Writes and names both files and prints a summary.
 
+    Returns:
+        0; of a run of several replicas 1 where its samples are not proven to have been trained once each.
+
     Raises:
         UserError: there is no run, or its folder cannot be written.
     """
+    if is_hsdp(arguments.folder):
+        text, code = hsdp.write_report(arguments.folder)
+        print(text)
+        return code
     print(write_report(load(arguments.folder)))
     return 0
 
@@ -76,17 +85,19 @@ def write_report(run: Run) -> str:
     picture, report = run.folder / "timeline.png", run.folder / "report.html"
     try:
         draw(run, found, picture)
-        _replace(report, page(run, found, times, picture.read_bytes()))
+        replace(report, page(run, found, times, picture.read_bytes()))
     except OSError as error:
         raise UserError(f"the report cannot be written: {error}", "make the run's folder writable") from error
     return summary(run, found, times, [picture, report])
 
 
-def _replace(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def _now(folder: str) -> tuple[str, dict[str, Any], bool]:
+    """(text, JSON values, whether it has ended) of a run at this moment."""
+    if is_hsdp(folder):
+        return hsdp.now(folder)
+    run = load(folder)
+    found = status(run, time.time())
+    return as_text(found, str(run.folder)), as_values(found), found.ended
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:

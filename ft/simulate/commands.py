@@ -6,6 +6,8 @@ _SIMULATIONS = (
     "ft.simulate.control.commands",
     "ft.simulate.recovery.commands",
     "ft.simulate.hsdp.commands",
+    "ft.simulate.quorum.commands",
+    "ft.simulate.hsdp_protocol.commands",
 )
 
 

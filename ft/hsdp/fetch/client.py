@@ -17,6 +17,7 @@ from ft.hsdp.fetch.shares import Piece
 from ft.hsdp.fetch.source import Damaged, Source, Wanted
 
 _DAMAGED_TRIES = 2
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class _Distribution:
 
     def __init__(self, nbytes: int, crew: Crew):
         self._crew, self._changed = crew, crew.changed
-        self._missing = nbytes
+        self._began, self._missing = time.monotonic(), nbytes
         self._pending = shares.cut(nbytes, crew.addresses) if crew.addresses else {}
         self._begun: dict[str, Piece] = {}
         self.delivered = dict.fromkeys(crew.addresses, 0)
@@ -51,14 +52,15 @@ class _Distribution:
         with self._changed:
             while source in self._pending and not self._crew.is_over:
                 others = self._begun.keys() - {source}
-                choice, _ = shares.choose(source, self._pending, others, self.delivered)
+                age_s = time.monotonic() - self._began
+                choice, _ = shares.choose(source, age_s, self._pending, others, self.delivered)
                 if isinstance(choice, shares.Take):
                     self._pending[choice.owner].remove(choice.piece)
                     self._begun[source] = choice.piece
                     return choice.piece
                 if isinstance(choice, shares.End):
                     return None
-                self._changed.wait()
+                self._changed.wait(_LOOK_S)
             return None
 
     def done(self, source: str) -> None:

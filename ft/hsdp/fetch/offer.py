@@ -5,13 +5,12 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ft.hsdp.fetch.memory import FlatState
+from ft.hsdp.fetch.staging import Tensors, ToHost
 from ft.snapshot.layout import Table
 
 
@@ -65,15 +64,15 @@ class Offer:
     """One step's state, from being offered to being withdrawn.
 
     Args:
-        tensors: live ones. to_host: makes them tensors in host memory; called at the first read, once.
+        tensors: live ones. to_host: brings them to host memory; called at the first read, once.
     """
 
     def __init__(
         self,
         envelope: Envelope,
         table: Table,
-        tensors: Mapping[str, torch.Tensor],
-        to_host: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+        tensors: Tensors,
+        to_host: ToHost,
     ):
         self.envelope, self.table = envelope, table
         self._tensors, self._to_host = tensors, to_host
@@ -158,7 +157,10 @@ class Offer:
         return cut
 
     def _fill(self) -> FlatState:
-        memory = FlatState(self._to_host(self._tensors))
+        host = self._to_host(self._tensors, lambda: self._closed)
+        if self._closed:
+            raise self._withdrawn()
+        memory = FlatState(host)
         if memory.table.encoded != self.table.encoded:
             difference = self.table.difference(memory.table)
             raise Withdrawn(f"the tensors were changed since they were offered: {difference}", self.step)

@@ -10,7 +10,7 @@ from ft.hsdp.fetch.door import Door
 from ft.hsdp.fetch.handler import Handler, Host
 from ft.hsdp.fetch.memory import table_of
 from ft.hsdp.fetch.offer import Cut, Envelope, Offer, Shelf
-from ft.hsdp.fetch.staging import Staging
+from ft.hsdp.fetch.staging import prepare
 from ft.snapshot.layout import Table
 
 
@@ -30,7 +30,7 @@ class StateServer:
     """
 
     def __init__(self, host: str, token: str, *, replica: int = 0, rank: int = 0):
-        self._shelf, self._staging = Shelf(), Staging()
+        self._shelf = Shelf()
         self._known: tuple[dict[str, torch.Tensor], Table] | None = None
         self._door = Door(host, functools.partial(Handler, Host(self._shelf, token, replica, rank)))
         self.address = self._door.where
@@ -47,8 +47,7 @@ class StateServer:
         """
         self.withdraw()
         table = self._table(tensors)
-        prepared = self._staging.prepare(tensors)
-        self._shelf.put(Offer(Envelope.of(step, lineage, envelope), table, dict(tensors), prepared))
+        self._shelf.put(Offer(Envelope.of(step, lineage, envelope), table, dict(tensors), prepare(tensors)))
 
     def withdraw(self, wait_s: float = 0.0) -> list[Cut]:
         """Ends the offer: the tensors may change when this returns.

@@ -11,6 +11,8 @@ _PIECES_PER_SHARE = 8
 _SMALLEST, _LARGEST = 4 << 20, 256 << 20
 _SLOW = 2
 """A source is slow when another one has delivered this many times its bytes in the same time."""
+_SETTLED_S = 0.25
+"""Before that, differences say more about threads and connections than about sources."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,19 @@ def cut(nbytes: int, sources: Sequence[str]) -> dict[str, list[Piece]]:
 
 
 def choose(
-    source: str, pending: Mapping[str, Sequence[Piece]], at_work: Set[str], delivered: Mapping[str, int]
+    source: str, age_s: float, pending: Mapping[str, Sequence[Piece]], at_work: Set[str], delivered: Mapping[str, int]
 ) -> tuple[Take | Wait | End, str]:
     """What ``source``, which is idle, does next.
 
     Args:
+        age_s: time since the fetch began.
         pending: pieces that nobody has begun, by the source that they are to come from.
         at_work: other sources that have begun one. delivered: bytes, by source.
     """
     if pending[source]:
         return Take(pending[source][0], source), "its own share"
     behind = [other for other in pending if pending[other] and delivered[other] * _SLOW < delivered[source]]
-    if behind:
+    if behind and age_s >= _SETTLED_S:
         owner = max(behind, key=lambda other: len(pending[other]))
         reason = f"{owner} has delivered {delivered[owner]} bytes while {source} delivered {delivered[source]}"
         return Take(pending[owner][-1], owner), reason

@@ -90,6 +90,7 @@ class Source:
                 raise Lost(f"answers {response.status}: no server of a state")
             self._take(response, response.length or 0, 1 << 10)
             self._nonce = nonce
+            connection.sock.settimeout(None)  # from here on it is cut where it stalls, which costs no system calls
             self.since = time.monotonic()
 
     def state(self, wanted: Wanted, table: Table) -> str:

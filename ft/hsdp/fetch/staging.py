@@ -1,59 +1,49 @@
-"""Host memory for tensors on a device: what is asked for is copied there once a step, whoever asks for it.
+"""Host memory for tensors on a device: what is asked for is copied there once a step, for all who ask.
 
 Tensors in host memory are passed through. The copy runs on a stream of its own, behind what had been queued when the
-state was offered: kernels of the step that follows only read the state, and are not waited for.
+state was offered: the kernels of the step that follows only read the state, and are not waited for. The page-locked
+memory goes back to torch's pool with the offer.
 """
 
 from collections.abc import Callable, Mapping
 
 import torch
 
+Tensors = Mapping[str, torch.Tensor]
+ToHost = Callable[[Tensors, Callable[[], bool]], Tensors]
+"""(tensors, whether to stop) -> the same in host memory; ends early, with anything, once it is to stop."""
 
-class Staging:
-    """Page-locked copies, allocated once and used again for the next step."""
-
-    def __init__(self):
-        self._copies: dict[str, torch.Tensor] = {}
-        self._streams: dict[torch.device, torch.Stream] = {}
-
-    def prepare(
-        self, tensors: Mapping[str, torch.Tensor]
-    ) -> Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]:
-        """Notes how far each device is now; what it returns makes tensors in host memory of those given to it."""
-        devices = {tensor.device for tensor in tensors.values() if tensor.device.type not in ("cpu", "meta")}
-        if not devices:
-            return _as_they_are
-        marks = {}
-        for device in devices:
-            marks[device] = torch.Event(device)
-            marks[device].record(torch.accelerator.current_stream(device))
-        return lambda given: self._copy(given, marks)
-
-    @torch.no_grad()
-    def _copy(
-        self, tensors: Mapping[str, torch.Tensor], marks: Mapping[torch.device, torch.Event]
-    ) -> dict[str, torch.Tensor]:
-        for device, mark in marks.items():
-            stream = self._streams.setdefault(device, torch.Stream(device))
-            stream.wait_event(mark)
-        host = {}
-        for name, tensor in tensors.items():
-            if tensor.device not in marks:
-                host[name] = tensor
-                continue
-            with self._streams[tensor.device]:
-                host[name] = self._room(name, tensor).copy_(tensor.detach(), non_blocking=True)
-        for device in marks:
-            self._streams[device].synchronize()
-        return host
-
-    def _room(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        room = self._copies.get(name)
-        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-            room = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._copies[name] = room
-        return room
+_CHUNK = 64 << 20
+"""Bytes between two looks at whether to stop: a withdrawal waits for as many."""
 
 
-def _as_they_are(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    return tensors
+def prepare(tensors: Tensors) -> ToHost:
+    """Notes how far the devices of ``tensors`` are now; what it returns copies behind that."""
+    devices = {tensor.device for tensor in tensors.values() if tensor.device.type not in ("cpu", "meta")}
+    if not devices:
+        return lambda given, is_over: given
+    marks = {device: torch.Event(device) for device in devices}
+    for device, mark in marks.items():
+        mark.record(torch.accelerator.current_stream(device))
+    return lambda given, is_over: _copy(given, marks, is_over)
+
+
+@torch.no_grad()
+def _copy(tensors: Tensors, marks: Mapping[torch.device, torch.Event], is_over: Callable[[], bool]) -> Tensors:
+    streams = {device: torch.Stream(device) for device in marks}
+    for device, mark in marks.items():
+        streams[device].wait_event(mark)
+    host = {}
+    for name, tensor in tensors.items():
+        if tensor.device not in marks:
+            host[name] = tensor
+            continue
+        host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        source, target = (t.detach().view(-1).view(torch.uint8) for t in (tensor, host[name]))
+        for start in range(0, source.numel(), _CHUNK):
+            if is_over():
+                return host
+            with streams[tensor.device]:
+                target[start : start + _CHUNK].copy_(source[start : start + _CHUNK], non_blocking=True)
+            streams[tensor.device].synchronize()
+    return host

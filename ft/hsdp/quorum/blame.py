@@ -2,7 +2,8 @@
 
 Every member may name those that its rings could not reach. One such word proves little: who leaves a ring because he
 lost his other neighbour looks lost himself. So a failure is forgiven while a lost member explains it, and at first;
-then those go whom more blame than vouch for, and one of any two that blame each other.
+then those go whom more blame than vouch for, and one of any two that blame each other; but whoever alone has the
+furthest state stays, and those go that cannot reach it.
 """
 
 from collections.abc import Mapping
@@ -31,23 +32,27 @@ class Evidence:
         return f"{against}, {_names(self.vouchers)} could" if self.vouchers else against
 
 
-def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven: int) -> dict[int, str]:
+def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven: int, least: int = 1) -> dict[int, str]:
     """Members to leave out of the next quorum, with the reason of each.
 
     Args:
         quorum: the one that failed. returned: reports of its members that are done with it. failed: how many like it
-            failed in a row before. forgiven: how many may.
+            failed in a row before. forgiven: how many may. least: members that must stay: the worst go first.
     """
     if failed < forgiven or any(member not in returned for member in quorum.members):
         return {}
     found: dict[int, str] = {}
-    while len(found) < len(quorum.members) - 1:
+    while len(found) < len(quorum.members) - max(1, least):
         evidence = _evidence(quorum, returned, set(found))
         guilty = [one for one in evidence if _is_guilty(one, evidence, failed > _WEAK_EVIDENCE_AFTER)]
         if not guilty:
             break
         worst = max(guilty, key=lambda one: (evidence[one].weight, _behind(returned[one]), one))
-        found[worst] = str(evidence[worst])
+        if _is_alone_so_far(worst, returned, found):
+            reason = f"it cannot reach replica {worst}, and nobody else is as far as that one"
+            found[max(evidence[worst].blamers)] = reason
+        else:
+            found[worst] = str(evidence[worst])
     return found
 
 
@@ -74,6 +79,11 @@ def _is_guilty(one: int, evidence: Mapping[int, Evidence], weak: bool) -> bool:
     own = evidence[one]
     is_mutual = any(one in evidence[other].blamers for other in own.blamers if other in evidence)
     return bool(own.blamers) and (own.weight > 0 or is_mutual or weak)
+
+
+def _is_alone_so_far(one: int, returned: Mapping[int, Report], gone: Mapping[int, str]) -> bool:
+    """Without it the others would do steps again that it has done."""
+    return all(returned[other].state < returned[one].state for other in returned if other != one and other not in gone)
 
 
 def _behind(report: Report) -> tuple[int, int]:

@@ -50,20 +50,31 @@ def decide(state: State, now: float) -> Decision:
     for rule in (_repeated, _finished):
         if decision := rule(state, pending):
             return decision
-    candidates = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
+    candidates = _candidates(state, now, pending)
     waits = [one for one in awaited(state, now, candidates) if one.until > now]
     if waits:
         names = "; ".join(f"replica {one.replica} {one.why}, {one.until - now:.3g} s more" for one in waits)
         return Decision(None, f"waiting: {names}", max(one.until for one in waits))
-    excluded = blame.judge(state.last, state.returned(), state.failed, state.options.forgiven) if state.last else {}
-    chosen = {number: report for number, report in candidates.items() if number not in excluded}
     least = state.options.min_replicas
+    last, forgiven = state.last, state.options.forgiven
+    excluded = blame.judge(last, state.returned(), state.failed, forgiven, least) if last else {}
+    chosen = {number: report for number, report in candidates.items() if number not in excluded}
     if len(chosen) < least <= len(pending):  # better one that is hard to reach than nobody
         chosen, excluded = pending, {}
     if len(chosen) < least:
         return _too_few(state, now, pending, chosen)
     quorum = _quorum(state, chosen, excluded)
     return Decision(quorum, quorum.reason, to=quorum.members, excluded=excluded)
+
+
+def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
+    """Those that are not left out; all, if only those that are have the furthest state: steps count more.
+
+    With nobody but them it is the same: whoever is at work in the last quorum is waited for first.
+    """
+    free = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
+    furthest = max(report.state for report in pending.values())
+    return free if any(report.state == furthest for report in free.values()) else pending
 
 
 def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[Awaited]:
@@ -134,7 +145,7 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
 
 
 def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
-    """A replica that was cut off, and may live, has done more steps than any that has reported."""
+    """A replica that lives, or may live, has done more steps than any that has reported, however late it is."""
     last, limits = state.last, state.options.limits
     if last is None or max((report.next_step for report in candidates.values()), default=last.step) >= last.step:
         return None
@@ -145,8 +156,9 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
         if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
             since = max(one.since, state.began_at)
             return Awaited(number, since + limits.regress_s, "is further than all others, and may live")
-        if one.phase == HERE and one.heard_at < max(state.of(other).heard_at for other in candidates) - limits.silent_s:
-            return Awaited(number, one.heard_at + limits.regress_s, "is further than all others, and silent")
+        if one.phase == HERE:
+            until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
+            return Awaited(number, until, "is further than all others, and lives")
     return None
 
 

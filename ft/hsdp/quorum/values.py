@@ -1,7 +1,7 @@
 """What leaders and the quorum server tell each other."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -106,7 +106,7 @@ class Quorum:
             BadMessage: they are no quorum.
         """
         given = _fields(cls, values)
-        _check(all(_is_count(given[name]) for name in ("number", "step")), "number and step are counts", values)
+        _check(_is_count(given["number"]) and _is_count(given["step"]), "number and step are counts", values)
         _check(_is_whole(given["lineage"]), "lineage is whole", values)
         given["healthy"], given["behind"] = (_counts(given[name], values) for name in ("healthy", "behind"))
         lives = given["lives"]
@@ -114,20 +114,15 @@ class Quorum:
             given["lives"] = {int(replica): life for replica, life in lives.items()}
         except (AttributeError, ValueError) as error:
             raise BadMessage(f"lives is no mapping of replicas: {str(lives)[:100]!r}") from error
-        _check(all(_is_count(life) for life in given["lives"].values()), "lives are counts", values)
+        _check(all(map(_is_count, given["lives"].values())), "lives are counts", values)
         quorum = cls(**given)
-        _check(set(quorum.members) == set(quorum.lives), "every member has a life", values)
+        _check(set(quorum.members) == quorum.lives.keys(), "every member has a life", values)
         return quorum
 
 
 def _fields(kind: type, values: Any) -> dict[str, Any]:
-    known = fields(kind)
-    needed = {f.name for f in known if f.name in ("replica", "life", "next_step", "lineage", "number", "step")}
-    if kind is Report:
-        needed.discard("number")
-    else:
-        needed |= {"healthy", "behind", "lives"}
-    _check(isinstance(values, dict) and needed <= values.keys() <= {f.name for f in known}, "fields", values)
+    known, needed = _NAMES[kind]
+    _check(isinstance(values, dict) and needed <= values.keys() <= known, "fields", values)
     return dict(values)
 
 
@@ -137,13 +132,24 @@ def _counts(values: Any, whole: Any) -> tuple[int, ...]:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int  # and not bool, which is one to isinstance
 
 
 def _is_count(value: Any) -> bool:
-    return _is_whole(value) and 0 <= value < 1 << 62
+    return type(value) is int and 0 <= value < _MOST
 
 
 def _check(is_right: bool, rule: str, values: Any) -> None:
     if not is_right:
         raise BadMessage(f"no such message is allowed ({rule}): {str(values)[:200]}")
+
+
+_MOST = 1 << 62
+_NAMES = {
+    kind: (
+        frozenset(f.name for f in fields(kind)),
+        frozenset(f.name for f in fields(kind) if f.default is MISSING),
+    )
+    for kind in (Report, Quorum)
+}
+"""All fields of each, and those that must be there."""

@@ -25,7 +25,8 @@ MAGIC = b"FTQU"
 MAX_FRAME = 64 << 20
 _STRANGERS_FRAME = 512
 _HEAD = struct.Struct(">4sII")
-_PIECE = 1 << 18
+HEAD_SIZE = _HEAD.size
+_PIECE = 1 << 16
 _MOST_UNSENT = 256 << 20
 
 
@@ -35,7 +36,11 @@ class Broken(FtError):
 
 def pack(message: dict[str, Any]) -> bytes:
     """The frame of ``message``."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+    return wrap(json.dumps(message, separators=(",", ":")).encode())
+
+
+def wrap(body: bytes) -> bytes:
+    """The frame with this body."""
     return _HEAD.pack(MAGIC, len(body), zlib.crc32(body)) + body
 
 
@@ -46,7 +51,7 @@ def unpack(body: bytes) -> dict[str, Any]:
         BadMessage: it is none.
     """
     try:
-        message = json.loads(body)
+        message = json.loads(str(body, "utf-8"))
     except (ValueError, RecursionError) as error:
         raise BadMessage(f"no JSON: {bytes(body[:100])!r}") from error
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy
 
 from ft.hsdp.commits import Commit
-from ft.hsdp.report.lineage import Lineage, Step
+from ft.hsdp.report.lineage import Lineage, Step, before_of
 from ft.hsdp.samples import Deal, merged
 
 _MOST_EXAMPLES = 5
@@ -58,7 +58,7 @@ def audit(found: Lineage) -> Audit:
     last: Commit | None = None
     for step in found.steps:
         commit = step.commit
-        deal, before = _before(commit)
+        deal, before = commit.deal, before_of(commit)
         if last is None:
             earlier = deal.taken(before) if commit.step > 1 else _NOTHING
         elif last.step == commit.step - 1:
@@ -67,7 +67,9 @@ def audit(found: Lineage) -> Audit:
         else:
             unproven.append(_minus(deal.taken(before), last.deal.taken(last.positions)))
         problems += _misread(step, before)
-        for replica in commit.healthy:
+        strangers = [replica for replica in commit.healthy if replica >= deal.replicas]
+        problems += [f"step {commit.step}: replica {replica} has no samples, and trained" for replica in strangers]
+        for replica in set(commit.healthy).difference(strangers):
             own = step.by.get(replica)
             reads.add(commit, replica, own.at if own is not None and own.at is not None else before.get(replica, 0))
             replicas[replica] = replicas.get(replica, 0) + commit.batch
@@ -108,14 +110,6 @@ class _Reads:
             for (deal, replica), stretches in self._stretches.items()
             for begin, end in stretches
         ]
-
-
-def _before(commit: Commit) -> tuple[Deal, dict[int, int]]:
-    """(deal, positions) before a commit, as its own line says."""
-    before = dict(commit.positions)
-    for replica in commit.healthy:
-        before[replica] = before.get(replica, 0) - commit.batch
-    return commit.deal, {replica: max(0, position) for replica, position in before.items()}
 
 
 def _carried(last: Commit, commit: Commit) -> dict[int, int]:

@@ -68,7 +68,7 @@ def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], 
     measured = min(1.0, useful / wall)
     if not failures:
         return Effective(measured, wall)
-    stall = sum(one.stall_s for one in incidents) / len(failures)
+    stall = sum(one.stall_s for one in incidents if one.kind in (FAILURE, REJOIN)) / len(failures)
     between, lost = wall / len(failures), statistics.mean(len(one.replicas) for one in failures)
     if not away:
         return Effective(measured, wall, len(failures), between, stall)

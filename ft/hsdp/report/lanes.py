@@ -13,7 +13,7 @@ STATES = (ONLINE, CATCHING_UP, REBUILDING, OFFLINE)
 _OVER = ""
 
 _BROKEN = (events.FAULT_DETECTED, events.EPOCH_CLOSED)
-_BUILT = (events.RESTARTED, events.CONTROL_RESTARTED, events.WORKER_STARTED, events.EPOCH_OPENED)
+_BUILT = (events.RUN_STARTED, events.WORKER_STARTED, events.EPOCH_OPENED)
 _ENDED = (events.FINISHED, events.STOPPED)
 
 
@@ -21,8 +21,8 @@ _ENDED = (events.FINISHED, events.STOPPED)
 class Lane:
     """A replica in one state, from ``begin`` to ``end`` in seconds since ``origin``.
 
-    ONLINE: it contributes. CATCHING_UP: it fetches the state of the others. REBUILDING: its agent builds its world, at
-    the beginning of the run as well. OFFLINE: nothing is done about it yet.
+    ONLINE: it contributes. CATCHING_UP: it fetches the state of the others, or waits to. REBUILDING: its world is
+    being built, at the beginning of the run as well. OFFLINE: no worker of its next life has been started.
     """
 
     replica: int
@@ -72,7 +72,8 @@ def _told(replica: int, record: Record, steps: Sequence[Step]) -> list[_Turn]:
     """Turns that events tell of."""
     own = record.replicas.get(replica)
     found = [turn for event in (own.events if own else ()) if (turn := _of_own(event)) is not None]
-    found += [turn for _, event in record.history if (turn := _of_server(replica, event)) is not None]
+    begun = steps[0].when if steps else float("inf")
+    found += [turn for _, event in record.history if (turn := _of_server(replica, event, begun)) is not None]
     return found
 
 
@@ -84,33 +85,37 @@ def _of_own(event: Event) -> _Turn | None:
     return _Turn(event.wall, _OVER) if event.name in _ENDED else None
 
 
-def _of_server(replica: int, event: Event) -> _Turn | None:
+def _of_server(replica: int, event: Event, begun: float) -> _Turn | None:
+    """``begun``: wall time of the first step; before it there is nothing to catch up with."""
     if replica_of(event) != replica:
         return None
     if event.name == events.REPLICA_OFFLINE:
         return _Turn(event.wall, OFFLINE, (ONLINE, CATCHING_UP))
     if event.name == events.REPLICA_ONLINE:
-        return _Turn(event.wall, CATCHING_UP if event.step else ONLINE, (REBUILDING, OFFLINE, _OVER))
+        return _Turn(event.wall, CATCHING_UP if event.wall > begun else ONLINE, (REBUILDING, OFFLINE, _OVER))
     return _Turn(event.wall, ONLINE, (CATCHING_UP,)) if event.name == events.CAUGHT_UP else None
 
 
 def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told: Sequence[float]) -> list[_Turn]:
-    """Turns that commits prove. A step's begin with it, unless events tell what happened inside of it."""
-    found, last = [], None
-    told = sorted(told)
-    at = 0
+    """Turns that commits prove: at the beginning of the step, or at its end where events ``told`` fall into it."""
+    found, told, at, last = [], sorted(told), 0, _OVER
     for step, seconds in zip(steps, took, strict=True):
-        begin = step.when - seconds
+        begin, state = step.when - seconds, _part(replica, step)
         while at < len(told) and told[at] <= begin:
             at += 1
         is_told = at < len(told) and told[at] <= step.when
-        state = _part(replica, step)
-        if state != last:
-            found.append(
-                _Turn(step.when if is_told else begin, state, () if state != OFFLINE else (ONLINE, CATCHING_UP))
-            )
+        found.append(_Turn(step.when if is_told else begin, state, _proven(state, last, is_told)))
         last = state
     return found
+
+
+def _proven(state: str, last: str, is_told: bool) -> tuple[str, ...]:
+    """From which states a commit turns a replica to ``state``, which was in ``last`` by the one before."""
+    if state == OFFLINE:  # one that is there already and waits to join is in no quorum either
+        return (ONLINE, CATCHING_UP) if last == CATCHING_UP and not is_told else (ONLINE,)
+    if not is_told:
+        return ()
+    return (CATCHING_UP,) if state == ONLINE else (REBUILDING, OFFLINE, _OVER)
 
 
 def _part(replica: int, step: Step) -> str:
@@ -122,12 +127,19 @@ def _part(replica: int, step: Step) -> str:
 def _lanes(replica: int, turns: Sequence[_Turn], zero: float, end: float) -> list[Lane]:
     found: list[Lane] = []
     state, since = _OVER, zero
+
+    def leave(at: float) -> None:
+        if state == _OVER or at <= since:
+            return
+        begin = since
+        if found and found[-1].state == state and found[-1].end == since - zero:  # it had left this state for no time
+            begin = found.pop().begin + zero
+        found.append(Lane(replica, state, begin - zero, at - zero))
+
     for turn in turns:
         if (turn.when and state not in turn.when) or turn.state == state:
             continue
-        if state != _OVER and turn.at > since:
-            found.append(Lane(replica, state, since - zero, turn.at - zero))
+        leave(turn.at)
         state, since = turn.state, max(turn.at, zero)
-    if state != _OVER and end > since:
-        found.append(Lane(replica, state, since - zero, end - zero))
+    leave(end)
     return found

@@ -2,7 +2,7 @@
 
 A step may be committed by some replicas and not by others: then the others commit it again, in a later quorum, and the
 first ones fetch that state, or were lost. The furthest commit is in the surviving state, and each commit names the one
-before it; what is not on that chain was superseded.
+before it; what is not on that chain was superseded. After a full restart that is the work since the checkpoint.
 """
 
 import statistics
@@ -76,20 +76,58 @@ def _chain(steps: Mapping[Key, Step]) -> tuple[dict[Key, None], list[tuple[int, 
     """Keys from the furthest commit back, and the steps missing between them."""
     chain: dict[Key, None] = {}
     missing = []
-    older = sorted(steps)
-    key = older[-1] if older else None
+    by_number: dict[int, list[Key]] = {}
+    for key in sorted(steps):
+        by_number.setdefault(key[1], []).append(key)
+    key = max(steps, default=None)
     while key is not None:
         chain[key] = None
         commit = steps[key].commit
-        before = (commit.before, commit.step - 1)
-        if before not in steps and commit.step > 1:
-            while older and (older[-1] >= before or older[-1][1] >= commit.step - 1):
-                older.pop()
-            before = older[-1] if older else before
-            if before in steps:
-                missing.append((before[1] + 1, commit.step - 1))
-        key = before if before in steps else None
+        key = _parent(steps, by_number, commit)
+        if key is not None and key[1] < commit.step - 1:
+            missing.append((key[1] + 1, commit.step - 1))
     return chain, missing[::-1]
+
+
+def _parent(steps: Mapping[Key, Step], by_number: Mapping[int, Sequence[Key]], commit: Commit) -> Key | None:
+    """The commit that ``commit`` came after, as near as the record knows it.
+
+    A state that was loaded from a persistent checkpoint does not say in which quorum its last step was committed: it is
+    the latest one whose samples are where the run goes on. Where the step before is on nobody's record, it is the last
+    one before that can have led to it.
+    """
+    named = (commit.before, commit.step - 1)
+    if commit.before and named in steps:
+        return named
+    limit = commit.before or commit.quorum - 1
+    for number in range(commit.step - 1, 0, -1):
+        if commit.before and number == commit.step - 1:
+            continue
+        for key in reversed(by_number.get(number, ())):
+            if key[0] <= limit and _can_lead(steps[key].commit, commit):
+                return key
+        if not commit.before:
+            return None
+    return None
+
+
+def _can_lead(earlier: Commit, later: Commit) -> bool:
+    """The samples of ``earlier`` are where those of ``later`` go on, or before that."""
+    before = before_of(later)
+    deal, positions = earlier.deal.after(earlier.positions, earlier.step, later.deal.replicas, later.deal.block)
+    if deal != later.deal:
+        return False
+    if not later.before:
+        return all(position == before.get(replica, 0) for replica, position in positions.items())
+    return all(position <= before.get(replica, 0) for replica, position in positions.items())
+
+
+def before_of(commit: Commit) -> dict[int, int]:
+    """Positions before a commit, in its deal, as its own line says."""
+    before = dict(commit.positions)
+    for replica in commit.healthy:
+        before[replica] = max(0, before.get(replica, 0) - commit.batch)
+    return before
 
 
 def _conflicts(step: Step) -> list[str]:

@@ -15,6 +15,7 @@ from ft.hsdp.loader_state import LoaderState
 from ft.report import run
 
 _FOLDER = re.compile(r"replica-(\d+)")
+NOTHING = "nothing on record"
 _FIX = "give the folder that ft run got as --run-dir"
 
 
@@ -29,7 +30,7 @@ class ReplicaRecord:
     @property
     def state(self) -> str:
         """In a word or two, as of any run; "nothing on record" where there is no event."""
-        return run.Run(Path(), self.events).state if self.events else "nothing on record"
+        return run.Run(Path(), self.events).state if self.events else NOTHING
 
 
 @dataclass(frozen=True)

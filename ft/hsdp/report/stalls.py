@@ -10,8 +10,9 @@ from ft.events import Event
 from ft.hsdp.report.lineage import Step
 from ft.hsdp.report.record import replica_of
 
-FAILURE, REJOIN = "failure", "rejoin"
+FAILURE, REJOIN, RESTART = "failure", "rejoin", "full restart"
 _AROUND = 20
+_ANOTHER_SERVER = 1000
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Incident:
 
     Attributes:
         kind: FAILURE: replicas that were in the step before are not, or the step was tried again; REJOIN: replicas
-            fetch the state, up to their first step. replicas: which; none where a step was only tried again.
+            fetch the state, up to their first step; RESTART: all went on from a checkpoint, what was done since it is
+            in the stall. replicas: which; none where a step was only tried again, all in a RESTART.
         first, last: numbers of its steps. begin, end: wall time of the steps. stall_s: beyond their normal time.
         longest_s: of its steps. normal_s: time of normal steps around. retries: quorums that came to nothing.
         reason: as the quorum server gives it. away_s: of a rejoin, for each replica that was seen to go, the time from
@@ -68,14 +70,19 @@ def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Inc
     Args:
         server: events of the quorum server, in order of time.
     """
-    retries = _retries(steps, server)
-    failures = _failures(steps, retries)
-    rejoins = _rejoins(steps)
-    disturbed = {0} | {index for span in (*failures, *rejoins) for index in range(span.first, span.last + 1)}
+    retries = _retries(steps)
+    restarts = [
+        _Span(index, index, set(step.commit.members)) for index, step in enumerate(steps) if index and _is_loaded(step)
+    ]
+    begun = {span.first for span in restarts}
+    failures = [span for span in _failures(steps, retries) if span.first not in begun]
+    rejoins = _rejoins(steps, begun)
+    disturbed = {0} | {index for span in (*failures, *rejoins, *restarts) for index in range(span.first, span.last + 1)}
     took = _durations(steps)
     pace = Pace(took, _normal(took, disturbed))
     failed = {span.first for span in failures}
-    found = [
+    found = [_incident(RESTART, span, [span.first], steps, pace) for span in restarts]
+    found += [
         _incident(FAILURE, span, [span.first], steps, pace, retries.get(span.first, 0), _reason(span, steps, server))
         for span in failures
     ]
@@ -83,6 +90,11 @@ def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Inc
         own = [index for index in range(span.first, span.last + 1) if index not in failed]
         found.append(_incident(REJOIN, span, own, steps, pace))
     return pace, sorted(found, key=lambda one: (one.first, one.kind))
+
+
+def _is_loaded(step: Step) -> bool:
+    """Its state was loaded from a checkpoint: that has no quorum."""
+    return step.commit.before == 0 and step.number > 1
 
 
 def _durations(steps: Sequence[Step]) -> list[float]:
@@ -109,20 +121,15 @@ def _normal(took: Sequence[float], disturbed: set[int]) -> list[float]:
     return found
 
 
-def _retries(steps: Sequence[Step], server: Sequence[Event]) -> dict[int, int]:
-    """Index of a step -> quorums formed for it before the one in which it was committed."""
-    formed: dict[int, set[int]] = {}
-    for event in server:
-        number = event.detail.get("number")
-        if event.name == events.QUORUM_FORMED and event.step is not None and isinstance(number, int):
-            formed.setdefault(event.step + 1, set()).add(number)
-    found = {}
-    for index, step in enumerate(steps):
-        since = step.commit.before
-        numbers = {number for number in formed.get(step.number, ()) if since < number < step.commit.quorum}
-        if numbers:
-            found[index] = len(numbers)
-    return found
+def _retries(steps: Sequence[Step]) -> dict[int, int]:
+    """Index of a step -> quorums for it before the one in which it was committed.
+
+    One quorum server numbers them one after the other; another one's numbers begin far above.
+    """
+    gaps = {
+        index: step.commit.quorum - step.commit.before - 1 for index, step in enumerate(steps) if step.commit.before
+    }
+    return {index: gap for index, gap in gaps.items() if 0 < gap < _ANOTHER_SERVER}
 
 
 def _failures(steps: Sequence[Step], retries: Mapping[int, int]) -> list[_Span]:
@@ -135,14 +142,17 @@ def _failures(steps: Sequence[Step], retries: Mapping[int, int]) -> list[_Span]:
     return ([_Span(0, 0)] if 0 in retries else []) + found
 
 
-def _rejoins(steps: Sequence[Step]) -> list[_Span]:
+def _rejoins(steps: Sequence[Step], begun: set[int]) -> list[_Span]:
     """From the first step in which a replica fetches to the first one to which it contributes; overlapping ones are
-    one."""
+    one. ``begun``: indices of steps with which all replicas began."""
     spans: list[_Span] = []
     since: dict[int, int] = {}  # replica -> index of the step in which it began to fetch
     seen: dict[int, int] = {}  # replica -> index of the last step to which it contributed
     for index, step in enumerate(steps):
         commit = step.commit
+        if index in begun:
+            since, seen = {}, dict.fromkeys(range(commit.deal.replicas), index)
+            continue
         for replica in set(since) - set(commit.members):  # it went again
             del since[replica]
         for replica in commit.behind:

@@ -6,20 +6,23 @@ LEFT, RIGHT = "left", "right"
 WAIT, ASK, GIVE_UP = "wait", "ask", "give up"
 
 
-def patience(now: float, last: float, asked: float | None, limit_s: float) -> tuple[str, float]:
+_HEARSAY_S = 1.0
+
+
+def patience(now: float, last: float, asked: float | None, knows: bool, limit_s: float) -> tuple[str, float]:
     """What a member does for which nothing moves, and until when at the latest it waits after that.
 
     Args:
         now, last: this moment, and the last one at which something moved, in seconds of one clock.
-        asked: when the neighbours were asked since; None: they were not.
+        asked: when the neighbours were asked since; None: they were not. knows: whether it has somebody to blame.
 
     They are asked at half of the limit, and have the other half to answer: also when this process itself was stopped
-    past the limit.
+    past the limit. Who has nobody to blame leaves it a little longer to others, who may have.
     """
     half = limit_s / 2
     if asked is None:
         return (ASK, max(last + limit_s, now + half)) if now - last >= half else (WAIT, last + half)
-    until = max(last + limit_s, asked + half)
+    until = max(last + limit_s, asked + half) + (0.0 if knows else min(half, _HEARSAY_S))
     return (GIVE_UP if now >= until else WAIT), until
 
 

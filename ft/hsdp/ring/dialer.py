@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 
 from ft.errors import ReplaceNodeError
+from ft.hsdp.ring.control import BREAK, Control, Message
 from ft.hsdp.ring.hello import (
     ANSWER_BYTES,
     GREETING_BYTES,
@@ -78,8 +79,8 @@ class Dialer:
         connections, self._calls = [call.connection for call in self._calls], []
         return connections
 
-    def close(self) -> None:
-        """Drops what was not handed over; the thread ends by itself."""
+    def close(self, why: Broken | None) -> None:
+        """Drops what was not handed over, and tells the neighbour ``why``; the thread ends by itself."""
         with self._lock:
             self._is_over = True
             dialled, self._dialled = self._dialled, []
@@ -88,6 +89,8 @@ class Dialer:
                 connection.close()
         for call in self._calls:
             self._poller.forget(call.connection.fileno())
+            if call.is_taken and call.hello.stream == 0 and why is not None:
+                Control(call.connection).say(Message(BREAK, suspect=why.suspect, reason=why.reason))
             call.connection.close()
         self._calls = []
 

@@ -9,6 +9,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
+from ft.hsdp.ring.control import BREAK, Control, Message
 from ft.hsdp.ring.hello import (
     GIVEN_UP,
     HELLO_BYTES,
@@ -21,6 +22,7 @@ from ft.hsdp.ring.hello import (
     read_hello,
     write_answer,
 )
+from ft.hsdp.ring.outcome import Broken
 from ft.hsdp.ring.poller import READ, Poller
 
 _HELLO_S, _MAX_NEWCOMERS = 5.0, 64
@@ -68,10 +70,12 @@ class Door:
         self._expected, self._given_up = expected, None
         self._judge_all()
 
-    def give_up(self, number: int, suspect: int | None) -> None:
-        """Who comes for quorum ``number`` is told that it is no more, and who is to blame."""
+    def give_up(self, number: int, why: Broken) -> None:
+        """Who has come or comes for quorum ``number`` is told that it is no more, and who is to blame."""
+        if 0 in self.taken:
+            Control(self.taken[0]).say(Message(BREAK, suspect=why.suspect, reason=why.reason))
         self._drop_taken()
-        self._expected, self._given_up = None, Answer(GIVEN_UP, number, suspect)
+        self._expected, self._given_up = None, Answer(GIVEN_UP, number, why.suspect)
         self._judge_all()
 
     def tend(self) -> None:

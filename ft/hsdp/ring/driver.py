@@ -20,6 +20,7 @@ from ft.hsdp.ring.options import RingOptions
 from ft.hsdp.ring.outcome import Broken, Outcome, Pending
 from ft.hsdp.ring.poller import Poller
 from ft.hsdp.ring.schedule import items
+from ft.hsdp.ring.tuning import tuned
 from ft.snapshot.network import Network
 
 _TEND_S = 1.0
@@ -69,7 +70,7 @@ class Driver:
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._submitted = self._order = 0
-        self._cancelled, self._why_cancelled = 0, ""
+        self._cancelled, self._why_cancelled = 0, "its thread has ended"
         self._is_closing = False
         self._last = self._limit = 0.0
         self._thread = threading.Thread(target=self._run, name="ft-ring", daemon=True)
@@ -110,9 +111,6 @@ class Driver:
                 else:
                     self._do(job.what)
                 del job  # nothing is held while the thread waits
-        except BaseException as error:
-            self._broken = error
-            raise
         finally:
             self._end()
 
@@ -131,10 +129,10 @@ class Driver:
         self._door.tend()
         if self._broken is not None:
             return
-        if self._links is not None and self._links.broken:
-            self._break(self._links.broken)
+        if self._links is not None and (why := self._links.useless()):
+            self._break(why)
         elif self._cancelled >= self._order and self._cancelled:
-            self._break(Broken(self._why_cancelled))
+            self._break(self._cancellation())
 
     def _end(self) -> None:
         with self._lock:
@@ -143,7 +141,7 @@ class Driver:
         for job in jobs:
             if isinstance(job.what, Operation):
                 job.what.pending.end(Outcome(False, "the ring is closed", skipped=True))
-        self._break(Broken("this member has ended", self._members.me if self._members.addresses else None))
+        self._break(self._cancellation())
         self._door.close()
         self._poller.close()
 
@@ -155,23 +153,27 @@ class Driver:
             self._links.close(told)
             self._links = None
         if self._members.number >= 0:
-            self._door.give_up(self._members.number, told.suspect)
+            self._door.give_up(self._members.number, told)
+
+    def _cancellation(self) -> Broken:
+        return Broken(self._why_cancelled, self._members.me if self._is_closing else None)
 
     def _check(self) -> None:
         if self._cancelled >= self._order:
-            raise Broken(self._why_cancelled)
+            raise self._cancellation()
 
     def _moved(self) -> None:
         self._last = time.monotonic()
         if self._links.asked is not None:
             self._links.asked = None
         if self._cancelled >= self._order:
-            raise Broken(self._why_cancelled)
+            raise self._cancellation()
 
     def _pause(self) -> None:
         """Waits for anything to happen; asks the neighbours half-way to the limit, and gives up at it."""
         now, links = time.monotonic(), self._links
-        what, until = patience(now, self._last, links.asked, self._limit)
+        knows = links.asked is not None and links.blame()[0] is not None
+        what, until = patience(now, self._last, links.asked, knows, self._limit)
         if what == GIVE_UP:
             raise links.nothing_moves(self._limit)
         if what == ASK:
@@ -184,7 +186,7 @@ class Driver:
 
     def _connect(self, members: Members) -> None:
         if self._links is not None:
-            self._links.close()
+            self._links.close(Broken(f"a member has gone on to quorum {members.number}"))
             self._links = None
         self._members, self._broken = members, None
         try:
@@ -199,7 +201,7 @@ class Driver:
     def _meet(self, members: Members) -> None:
         options, count = self._options, len(members.addresses)
         streams = options.streams + 1
-        agreed = hello.agreement(members.addresses, options.chunk_bytes, options.chunks, options.streams)
+        agreed = hello.agreement(members.addresses, *options.shared())
         left, right = (members.me - 1) % count, (members.me + 1) % count
         links = self._links = Links(self._poller)
         self._door.expect(Expected(members.number, agreed, left, streams))
@@ -207,18 +209,23 @@ class Driver:
         dialer = Dialer(self._poller, self._network, members.addresses[right], right, said, self._token)
         dialer.start(streams, self._limit)
         until = time.monotonic() + self._limit
+        why = None
         try:
             while links.left is None or links.right is None:
                 dialer.tend()
                 if links.right is None and (connections := dialer.taken(streams)):
-                    links.join(RIGHT, right, self._tuned(connections))
+                    links.join(RIGHT, right, tuned(connections, options))
                 if links.left is None and len(self._door.taken) == streams:
-                    links.join(LEFT, left, self._tuned([self._door.taken.pop(each) for each in range(streams)]))
+                    came = [self._door.taken.pop(each) for each in range(streams)]
+                    links.join(LEFT, left, tuned(came, options))
                 if links.left is not None and links.right is not None:
                     return
                 self._await_members(links, until)
+        except Broken as broken:
+            why = broken
+            raise
         finally:
-            dialer.close()
+            dialer.close(why)
 
     def _await_members(self, links: Links, until: float) -> None:
         if (remaining := until - time.monotonic()) <= 0:
@@ -228,18 +235,8 @@ class Driver:
         self._poller.wait(min(remaining, _TEND_S))
         self._door.tend()
         self._check()
-        if links.broken:
-            raise links.broken
-
-    def _tuned(self, connections: list[socket.socket]) -> list[socket.socket]:
-        """What bounds the bytes in flight is the window that the receiver offers."""
-        window = self._options.chunk_bytes * self._options.chunks // self._options.streams
-        for place, connection in enumerate(connections):
-            if connection.family != socket.AF_UNIX:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if place:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, window)
-        return connections
+        if why := links.useless():
+            raise why
 
     # --- an operation ------------------------------------------------------------------------------------------------
 
@@ -247,7 +244,7 @@ class Driver:
         if self._cancelled >= self._order:
             operation.pending.end(Outcome(False, self._why_cancelled, skipped=True))
             if self._broken is None:
-                self._break(Broken(self._why_cancelled))
+                self._break(self._cancellation())
             return
         if self._broken is not None:
             operation.pending.end(self._skipped())
@@ -278,6 +275,8 @@ class Driver:
             if scale != 1:
                 tensor.detach().mul_(scale)
             return
+        if why := links.useless():
+            raise why
         links.operation, links.busy = links.operation + 1, True
         self._last = time.monotonic()
         links.asked = None
@@ -286,5 +285,5 @@ class Driver:
             plan = items(tensor.numel(), count, self._members.me, chunk, self._options.chunks)
             begin = head(links.operation, tensor.numel(), numbers.TYPES[tensor.dtype], scale)
             flow = Flow(links, self._poller, self._pause, self._moved)
-            flow.run(begin, plan, numbers.of(tensor, scale, count, self._buffers))
+            flow.run(begin, plan, numbers.of(tensor, scale, count, self._options.wide_sums, self._buffers))
         links.busy = False

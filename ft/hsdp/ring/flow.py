@@ -22,7 +22,7 @@ def head(operation: int, elements: int, kind: int, scale: float) -> bytes:
 class Lane:
     """A connection from the left, the one to the right beside it, and what is under way on them."""
 
-    __slots__ = ("coming", "full", "going", "into", "left", "next_in", "next_out", "out", "right")
+    __slots__ = ("coming", "full", "going", "into", "least", "left", "next_in", "next_out", "out", "right")
 
     def __init__(self, left: socket.socket, right: socket.socket, first: int):
         self.left, self.right = left, right
@@ -31,6 +31,13 @@ class Lane:
         self.into: memoryview | None = None
         self.out: memoryview | None = None
         self.full = False
+        self.least = 0
+
+    def wake_when_whole(self) -> None:
+        """Waiting for data is to end when the rest of an item has come: fewer turns of the loop, fewer calls."""
+        if len(self.into) != self.least:
+            self.least = len(self.into)
+            self.left.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self.least)
 
 
 class Flow:
@@ -169,6 +176,8 @@ class Flow:
 
     def _await(self) -> None:
         for lane in self._lanes:
+            if lane.into:
+                lane.wake_when_whole()
             self._want(self._left, lane.left.fileno(), READ if lane.into else 0)
             self._want(self._right, lane.right.fileno(), WRITE if lane.full else 0)
         self._pause()

@@ -31,6 +31,9 @@ class MicrobatchLoader:
         cyclic: reshuffle after each pass and go on; otherwise one pass in the dataset's own (seeded) order.
         seed: of the cyclic order.
         pin_memory: put microbatches into page-locked memory, from which copies to a GPU are asynchronous.
+
+    Attributes:
+        dataset: as given. Who has it hold other samples seeks afterwards.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ been away.
 Validation and test data are not divided: every replica reads the same samples of them, so that none waits for another.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,15 +80,32 @@ class Share:
         return StreamView(base, self.deal.stream(self.replica))
 
 
-def follower(loaders: Sequence[MicrobatchLoader | None], replica: int) -> Callable[[Deal, int], None]:
-    """What has ``loaders``, which read views of a stream, go on with another deal, from a position on."""
+class Follower:
+    """Has the loaders of one rank read where its replica's samples are.
 
-    def follow(deal: Deal, position: int) -> None:
-        for loader in filter(None, loaders):
-            loader.dataset.follow(deal.stream(replica))
+    Args:
+        loaders: one for each model chunk, None for chunks that see no tokens; of :meth:`Share.view`.
+    """
+
+    def __init__(self, loaders: Sequence[MicrobatchLoader | None], replica: int):
+        self._loaders, self._replica = [loader for loader in loaders if loader is not None], replica
+
+    def __call__(self, deal: Deal, position: int) -> None:
+        """From here on: the replica's stream of ``deal``, from ``position``."""
+        stream = deal.stream(self._replica)
+        for loader in self._loaders:
+            loader.dataset.follow(stream)
             loader.seek(position)
 
-    return follow
+    @property
+    def position(self) -> int | None:
+        """Where the next microbatch begins in the stream, as a loader knows it; None where this rank reads none."""
+        return self._loaders[0].consumed_samples if self._loaders else None
+
+
+def follower(loaders: Sequence[MicrobatchLoader | None], replica: int) -> Follower:
+    """What has ``loaders`` follow ``replica``'s stream."""
+    return Follower(loaders, replica)
 
 
 def own_batch(global_batch_size: int, replicas: int, micro_batch_size: int, data_parallel_size: int) -> int:

@@ -1,0 +1,150 @@
+"""What tests of the catch-up are made of: states, sources in processes of their own, and a man in the middle."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ft.hsdp.fetch import StateServer
+
+TOKEN = "the token of this run"
+STEP, LINEAGE = 7, 3
+WAIT_S = 30.0
+
+
+def state(seed: int, mib: float = 1.0) -> dict[str, torch.Tensor]:
+    """Tensors of many types and shapes, the largest of ``mib`` MiB."""
+    numbers = torch.Generator().manual_seed(seed)
+    return {
+        "weight": torch.randn(max(1, int(mib * (1 << 18))), generator=numbers),
+        "matrix": torch.randn(33, 1021, generator=numbers).to(torch.bfloat16),
+        "scalar": torch.randn((), generator=numbers),
+        "empty": torch.zeros(0, 5),
+        "steps": torch.randint(-(2**62), 2**62, (3, 5, 7), generator=numbers),
+        "mask": torch.rand(1001, generator=numbers) < 0.5,
+        "double": torch.randn(17, generator=numbers, dtype=torch.float64),
+        "half": torch.randn(3, generator=numbers).to(torch.float16),
+        "bytes": torch.randint(0, 256, (65,), generator=numbers, dtype=torch.uint8),
+        "eight": torch.randn(64, generator=numbers).to(torch.float8_e4m3fn),
+        "none": torch.zeros(0),
+    }
+
+
+def blank(like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit."""
+    pairs = [(one[name].reshape(-1), other[name].reshape(-1)) for name in one]
+    return one.keys() == other.keys() and all(
+        torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) for mine, theirs in pairs
+    )
+
+
+class Process:
+    """A source in a process of its own, which serves ``live`` as the state of STEP until it is ended.
+
+    A fork, which has the tensors already and does nothing with them but send their bytes.
+    """
+
+    def __init__(self, live: dict[str, torch.Tensor]):
+        forks = multiprocessing.get_context("fork")
+        here, there = forks.Pipe()
+        self._process = forks.Process(target=_serve, args=(live, there), daemon=True)
+        self._process.start()
+        with here, there:
+            if not here.poll(WAIT_S):
+                raise TimeoutError("the source does not begin")
+            self.address = here.recv()
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join(WAIT_S)
+        self._process.close()
+
+
+def _serve(live: dict[str, torch.Tensor], to_test) -> None:
+    server = StateServer("127.0.0.1", TOKEN)
+    server.offer(STEP, LINEAGE, live, {})
+    to_test.send(server.address)
+    while True:
+        signal.pause()
+
+
+class Proxy:
+    """Stands before the source at ``target``.
+
+    Args:
+        answer: (bytes on their way to the one who fetches, how many have gone before) -> what goes in their place;
+            None: nothing more, the connection is closed.
+    """
+
+    def __init__(self, target: str, answer: Callable[[bytes, int], bytes | None]):
+        self._target, self._answer = target, answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads: list[threading.Thread] = []
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+
+    def close(self) -> None:
+        for end in self._sockets:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+    def _start(self, target: Callable, *arguments) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                host, port = self._target.rsplit(":", 1)
+                far = socket.create_connection((host, int(port)))
+                self._sockets += [near, far]
+                self._start(self._pump, near, far, lambda data, before: data)
+                self._start(self._pump, far, near, self._answer)
+
+    def _pump(self, source: socket.socket, target: socket.socket, change: Callable) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                changed = change(data, passed)
+                passed += len(data)
+                if changed is None:
+                    break
+                target.sendall(changed)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def once_past(nbytes: int, act: Callable[[], None]) -> Callable[[bytes, int], bytes]:
+    """For a :class:`Proxy`: ``act`` when that many bytes have passed."""
+    done = threading.Event()
+
+    def answer(data: bytes, before: int) -> bytes:
+        if before >= nbytes and not done.is_set():
+            done.set()
+            act()
+        return data
+
+    return answer
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

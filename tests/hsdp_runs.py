@@ -1,0 +1,205 @@
+"""Folders of FT-HSDP runs that never were: replicas die, return, disagree; written by the code that real ones use."""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+from ft import events
+from ft.events import EventLog
+from ft.hsdp import loader_state
+from ft.hsdp.commits import Commit, CommitLog
+from ft.hsdp.loader_state import LoaderState
+from ft.hsdp.samples import Deal
+
+START = 1_700_000_000.0
+SEQ = 64
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a replica has in memory."""
+
+    step: int
+    lineage: int
+    deal: Deal
+    positions: dict[int, int]
+
+
+@dataclass
+class Run:
+    """A run in the making; `now` is seconds since its start.
+
+    Attributes:
+        state: replica -> what it has, None while it has nothing. alive: in the next quorum. trained: samples, in the
+            order of training, of the state that a commit leads to: (step, quorum) -> list.
+    """
+
+    folder: Path
+    replicas: int = 3
+    block: int = 2
+    batch: int = 4
+    step_s: float = 0.1
+    now: float = 1.0
+    number: int = 0
+    state: dict[int, Held | None] = field(default_factory=dict)
+    alive: set[int] = field(default_factory=set)
+    trained: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    held: dict[tuple[int, int], Held] = field(default_factory=dict)
+    _logs: dict[int | None, EventLog] = field(default_factory=dict)
+    _last: tuple | None = None
+
+    def __post_init__(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.begin(Held(0, 0, Deal(self.replicas, self.block), dict.fromkeys(range(self.replicas), 0)))
+
+    def begin(self, held: Held) -> None:
+        """All replicas start, with that state."""
+        self.replicas, self.alive = held.deal.replicas, set(range(held.deal.replicas))
+        self.state = dict.fromkeys(self.alive, held)
+        for replica in self.alive:
+            (self.folder / f"replica-{replica}").mkdir(exist_ok=True)
+            self.own(replica, events.RUN_STARTED, command=["pretrain_gpt.py"], world_size=1)
+            self.own(replica, events.WORKER_STARTED, node="n0", worker=f"n0.w{replica}", pid=1)
+        self.now += 0.5
+        for replica in self.alive:
+            self.server(events.REPLICA_ONLINE, replica=replica, life=0, step=held.step)
+
+    def again(self, key: tuple[int, int], replicas: int) -> None:
+        """The whole run ends and goes on from the checkpoint of a commit, with so many replicas."""
+        held = self.held[key]
+        deal, positions = held.deal.after(held.positions, held.step, replicas, self.block)
+        self.trained[held.step, 0] = self.trained[key]
+        self.now += 2.0
+        self.begin(Held(held.step, 0, deal, positions))
+
+    def step(self, by: set[int] | None = None, took: float | None = None, **changes) -> tuple[int, int]:
+        """A step in a new quorum of all that are alive, committed `by` those (default: all); returns (step, quorum).
+
+        `changes` go into every line: a record that is wrong.
+        """
+        self.number += 1
+        furthest = max((held.step, held.lineage) for r, held in self.state.items() if r in self.alive and held)
+        healthy = tuple(sorted(r for r in self.alive if self._at(r) == furthest))
+        behind = tuple(sorted(self.alive.difference(healthy)))
+        before = self.state[healthy[0]]
+        formed = (healthy, behind, before.step)
+        if self._last is None or self._last[:2] != formed[:2] or self._last[2] == before.step:
+            values = {"number": self.number, "healthy": healthy, "behind": behind, "reason": "it was so", "wait_s": 0.0}
+            self.server(events.QUORUM_FORMED, step=before.step, **values)
+        self._last = formed
+        took = self.step_s if took is None else took
+        self.now += took
+        committed = self.alive if by is None else by
+        if not committed:
+            return before.step, 0
+        positions = {r: p + self.batch * (r in healthy) for r, p in before.positions.items()}
+        after = Held(before.step + 1, self.number, before.deal, positions)
+        key = (after.step, self.number)
+        read = {r: range(before.positions[r], before.positions[r] + self.batch) for r in healthy}
+        samples = [before.deal.stream(r).index(p) for r, places in read.items() for p in places]
+        self.trained[key] = self.trained.get((before.step, before.lineage), []) + samples
+        self.held[key] = after
+        line = Commit(
+            *(after.step, self.number, before.lineage, healthy, behind, self.batch, before.deal, positions),
+            *(START + self.now, took, 0.01),
+        )
+        line = replace(line, **changes)
+        for replica in sorted(committed):
+            at = before.positions[replica] if replica in healthy else None
+            self.write(replica, replace(line, at=at, wall=line.wall + 1e-4 * replica))
+            self.state[replica] = after
+            if replica in behind:
+                self.own(replica, events.CAUGHT_UP, step=before.step, replica=replica, fetch_s=0.01, bytes=9)
+        loader_state.write(self.folder, LoaderState(after.step, self.number, self.batch, before.deal, positions))
+        return key
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def dies(self, replica: int) -> None:
+        self.alive.discard(replica)
+        self.state[replica] = None
+        self.server(events.REPLICA_OFFLINE, replica=replica, reason="its leader's connection broke")
+
+    def builds(self, replica: int) -> None:
+        self.own(replica, events.WORKER_STARTED, node="n0", worker=f"n0.v{replica}", pid=2)
+
+    def returns(self, replica: int) -> None:
+        self.alive.add(replica)
+        self.server(events.REPLICA_ONLINE, replica=replica, life=1, step=0)
+
+    def finish(self) -> None:
+        for replica in range(self.replicas):
+            self.own(replica, events.FINISHED, step=max(step for step, _ in self.trained))
+        self.close()
+
+    def close(self) -> None:
+        for log in self._logs.values():
+            log.close()
+        self._logs.clear()
+
+    def write(self, replica: int, commit: Commit) -> None:
+        log = CommitLog(self.folder / f"replica-{replica}")
+        log.write(commit)
+        log.close()
+        figures = {"step": commit.step, "loss": 2 + 4 / commit.step, "step_time_s": 0.5, "global_batch_size": 12}
+        with open(self.folder / f"replica-{replica}" / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({**figures, "tokens_per_s": 12 * SEQ / 0.5}) + "\n")
+
+    def own(self, by: int, name: str, **values) -> None:
+        self._say(by, name, values)
+
+    def server(self, name: str, **values) -> None:
+        self._say(None, name, values)
+
+    def _say(self, replica: int | None, name: str, values: dict) -> None:
+        if replica not in self._logs:
+            folder = self.folder if replica is None else self.folder / f"replica-{replica}"
+            self._logs[replica] = EventLog(folder / "events.jsonl")
+        stamps = {"wall": START + self.now, "monotonic": self.now}
+        self._logs[replica].write(events.observed(name, {**values, **stamps}))
+
+    def _at(self, replica: int) -> tuple[int, int]:
+        held = self.state[replica]
+        return (held.step, held.lineage) if held else (0, -1)
+
+
+def eventful(folder: Path, seed: int, steps: int = 60) -> tuple[Run, tuple[int, int]]:
+    """A run with deaths, returns, steps that some commit and others not, and perhaps another number of replicas.
+
+    Returns:
+        (the run, the key of its last surviving commit).
+    """
+    rng = Random(seed)
+    run = Run(folder, replicas=rng.randint(2, 5), block=rng.randint(1, 3))
+    run.batch = run.block * rng.randint(1, 3)
+    last = run.step()
+    for _ in range(steps):
+        chance = rng.random()
+        if chance < 0.12 and len(run.alive) > 1:
+            run.dies(rng.choice(sorted(run.alive)))
+            if not any(run.state[r] for r in run.alive):  # only those that fetch are left: the run begins anew
+                run.again(last, run.replicas)
+        elif chance < 0.3 and (away := sorted(set(range(run.replicas)) - run.alive)):
+            run.builds(away[0])
+            run.now += 0.05
+            run.returns(away[0])
+        elif chance < 0.38:
+            run.step(by=set(), took=0.3)
+        elif chance < 0.46 and len(run.alive) > 1:
+            some = set(rng.sample(sorted(run.alive), rng.randint(1, len(run.alive) - 1)))
+            last = run.step(by=some)
+            if rng.random() < 0.5:  # and nobody that has it lives on
+                for replica in some:
+                    run.dies(replica)
+                if not any(run.state[r] for r in run.alive):
+                    run.again(last, run.replicas)
+        elif chance < 0.48:
+            run.again(rng.choice(sorted(run.held)), rng.randint(1, 5))
+        else:
+            last = run.step()
+    last = run.step()
+    run.finish()
+    return run, last

@@ -1,0 +1,307 @@
+"""Catch-up: a state goes from the ranks that have it to the one that is behind."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from fetch_sources import LINEAGE, STEP, TOKEN, WAIT_S, blank, descriptors, equal, state
+
+from ft.errors import UserError
+from ft.hsdp.fetch import BadState, Limits, Refused, StateServer, fetch, fetch_envelope, shares
+from ft.hsdp.fetch.crew import failure, stalled_s
+from ft.hsdp.fetch.memory import FlatState, table_of
+from ft.hsdp.fetch.offer import Envelope, Offer, Withdrawn
+from ft.hsdp.fetch.source import Bad, Gone, Lost
+
+
+@pytest.fixture
+def servers():
+    """Makes a server; all are closed at the end, and leave neither thread nor descriptor."""
+    threads, before = threading.active_count(), descriptors()
+    with contextlib.ExitStack() as stack:
+
+        def make(**whose) -> StateServer:
+            server = StateServer("127.0.0.1", TOKEN, **whose)
+            stack.callback(server.close)
+            return server
+
+        yield make
+    deadline = time.monotonic() + WAIT_S
+    while (threading.active_count() > threads or descriptors() > before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (threading.active_count(), descriptors()) == (threads, before)
+
+
+def get(sources, into, *, step=STEP, lineage=LINEAGE, token=TOKEN, limit_s=WAIT_S, **more):
+    return fetch([getattr(s, "address", s) for s in sources], token, step, lineage, into, limit_s, **more)
+
+
+def test_shares_are_even_by_bytes_and_cover_everything_once():
+    for nbytes in (0, 1, 63, 64, 1000, 5 << 20, (300 << 20) + 7):
+        for count in (1, 2, 3, 7):
+            cut = shares.cut(nbytes, [str(i) for i in range(count)])
+            pieces = [piece for share in cut.values() for piece in share]
+            assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces)][: len(pieces)]
+            assert sum(map(len, pieces)) == nbytes and (not pieces or pieces[-1].stop == nbytes)
+            lengths = [sum(map(len, share)) for share in cut.values()]
+            assert max(lengths) - min(lengths) <= 128
+
+
+def test_a_source_does_its_own_share_first_and_then_only_what_a_slow_one_has_not_begun():
+    piece, last = range(0, 10), range(10, 20)
+    own = shares.choose("a", 1.0, {"a": [piece], "b": [last]}, set(), {"a": 0, "b": 0})
+    assert own[0] == shares.Take(piece, "a")
+    slow, reason = shares.choose("a", 1.0, {"a": [], "b": [piece, last]}, {"b"}, {"a": 100, "b": 49})
+    assert slow == shares.Take(last, "b") and "49" in reason
+    assert shares.choose("a", 1.0, {"a": [], "b": [last]}, {"b"}, {"a": 100, "b": 50})[0] == shares.Wait()
+    assert shares.choose("a", 0.1, {"a": [], "b": [last]}, {"b"}, {"a": 100, "b": 0})[0] == shares.Wait()
+    assert shares.choose("a", 1.0, {"a": [], "b": []}, {"b"}, {"a": 1, "b": 1})[0] == shares.Wait()
+    assert shares.choose("a", 1.0, {"a": [], "b": []}, set(), {"a": 1, "b": 1})[0] == shares.End()
+
+
+def test_what_a_source_leaves_goes_round_the_others():
+    pending = {"a": [range(10, 20), range(20, 30)], "b": [range(30, 40)], "c": []}
+    after, _ = shares.inherit("a", range(0, 10), pending)
+    assert set(after) == {"b", "c"}
+    assert sorted(piece.start for pieces in after.values() for piece in pieces) == [0, 10, 20, 30]
+    assert [len(pieces) for pieces in after.values()] == [2, 2]
+    assert shares.inherit("a", range(0, 10), {"a": []}) == ({}, "1 pieces of a go round 0 others")
+
+
+def test_only_silence_while_something_is_expected_is_a_stall():
+    assert stalled_s(10.0, None, 1.0) == 0.0
+    assert stalled_s(10.0, 9.5, 1.0) == 0.0
+    assert stalled_s(10.0, 8.0, 1.0) == 2.0
+
+
+def test_a_state_is_bad_only_if_no_source_can_be_hoped_for():
+    assert isinstance(failure("it", {"a": Bad("x"), "b": Bad("y")}, ""), BadState)
+    assert isinstance(failure("it", {"a": Bad("x"), "b": Gone("y")}, ""), Refused)
+    assert isinstance(failure("it", {"a": Bad("x"), "b": Lost("y")}, ""), Refused)
+    assert isinstance(failure("it", {"a": Bad("x")}, "the time is up"), Refused)
+    assert "there is no source" in str(failure("it", {}, ""))
+
+
+def test_any_range_of_the_layout_is_read_and_written_as_one_run_of_bytes():
+    source, target = state(1, 0.1), blank(state(1, 0.1))
+    here, there = FlatState(source), FlatState(target)
+    length, at = here.table.nbytes, 0
+    while at < length:
+        stop = min(length, at + 40961)
+        whole, scratch = here.whole(at, stop), memoryview(bytearray(stop - at))
+        here.gather(at, stop, scratch)
+        assert whole is None or bytes(whole) == bytes(scratch)
+        there.scatter(at, stop, scratch)
+        at = stop
+    assert equal(source, target)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_fetched_state_is_the_same_bit_for_bit_and_comes_evenly_from_all(servers, count):
+    live = state(2, 13.7)
+    sources = [servers(replica=i, rank=5) for i in range(count)]
+    for source in sources:
+        source.offer(STEP, LINEAGE, live, {"rng": [1, 2], "name": "ü"})
+    into = blank(live)
+    found = get(sources, into, rank=5)
+    assert equal(live, into)
+    assert found.envelope == {"rng": [1, 2], "name": "ü"} and not found.left
+    assert sum(found.per_source.values()) == found.bytes == FlatState(live).table.nbytes
+    lengths = found.per_source.values()
+    assert max(lengths) - min(lengths) <= 128 or found.seconds > 0.25  # from then on the slower one is helped
+
+
+def test_names_decide_and_not_the_order_of_the_tensors(servers):
+    live = state(3, 0.1)
+    source = servers()
+    source.offer(STEP, LINEAGE, live, {})
+    into = dict(reversed(blank(live).items()))
+    get([source], into)
+    assert equal(live, into)
+
+
+def test_a_state_without_a_byte_still_has_its_envelope(servers):
+    source = servers()
+    source.offer(STEP, LINEAGE, {"none": torch.zeros(0, 3)}, {"k": 1})
+    found = get([source], {"none": torch.zeros(0, 3)})
+    assert found.envelope == {"k": 1} and found.bytes == 0
+    source.offer(STEP, LINEAGE, {}, {"k": 2})
+    assert get([source], {}).envelope == {"k": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"step": STEP - 1}, Refused, "on offer: that of step 7"),
+        ({"lineage": LINEAGE + 1}, Refused, "lineage 4; on offer"),
+        ({"token": "another"}, Refused, "another token"),
+        ({"rank": 1}, BadState, "serves logical rank 5 of replica 2, not 1"),
+    ],
+)
+def test_another_state_than_the_one_asked_for_is_refused(servers, change, kind, words):
+    live = state(4, 0.1)
+    source = servers(replica=2, rank=5)
+    source.offer(STEP, LINEAGE, live, {})
+    with pytest.raises(kind, match=words):
+        get([source], blank(live), **change)
+    deadline = time.monotonic() + WAIT_S
+    while source.under_way() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert source.under_way() == 0
+    get([source], blank(live))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("matrix", torch.zeros(1021, 33, dtype=torch.bfloat16), r"matrix bfloat16\[33, 1021\] against"),
+        ("matrix", torch.zeros(33, 1021, dtype=torch.float16), "against matrix float16"),
+        ("matrix", None, "11 tensors against 10"),
+        ("more", torch.zeros(1), "11 tensors against 12"),
+    ],
+)
+def test_other_tensors_are_a_bad_state(servers, name, tensor, words):
+    live = state(5, 0.1)
+    source = servers()
+    source.offer(STEP, LINEAGE, live, {})
+    into = blank(live) | {name: tensor}
+    with pytest.raises(BadState, match=words):
+        get([source], {key: value for key, value in into.items() if value is not None})
+
+
+def test_tensors_that_are_no_run_of_bytes_are_refused_where_they_are_given(servers):
+    live = {"matrix": torch.zeros(4, 6).t()}
+    with pytest.raises(UserError, match=r"'matrix' of shape .6, 4. is not contiguous"):
+        servers().offer(STEP, LINEAGE, live, {})
+    with pytest.raises(UserError, match="not contiguous"):
+        get(["127.0.0.1:1"], live)
+    with pytest.raises(UserError, match="complex64"):
+        servers().offer(STEP, LINEAGE, {"wave": torch.zeros(2, dtype=torch.complex64)}, {})
+
+
+def test_only_one_interface_is_listened_on():
+    for host in ("", "0.0.0.0", "::"):
+        with pytest.raises(UserError, match="every interface"):
+            StateServer(host, TOKEN)
+    with pytest.raises(UserError, match="cannot be served on '192"):
+        StateServer("192.0.2.1", TOKEN)
+
+
+def test_a_source_with_another_state_is_left_for_one_that_has_the_right_one(servers):
+    live = state(6, 3)
+    right, later, other = servers(), servers(), servers()
+    right.offer(STEP, LINEAGE, live, {})
+    later.offer(STEP + 1, LINEAGE, live, {})
+    other.offer(STEP, LINEAGE, {"weight": torch.zeros(1)}, {})
+    into = blank(live)
+    found = get([later, other, right, "127.0.0.1:1"], into)
+    assert equal(live, into)
+    assert found.per_source[right.address] == found.bytes
+    assert "step 8" in found.left[later.address] and "other tensors" in found.left[other.address]
+    assert "ConnectionRefused" in found.left["127.0.0.1:1"]
+
+
+def test_a_withdrawn_state_is_refused_and_its_envelope_is_still_served(servers):
+    live = state(7, 0.1)
+    source = servers()
+    source.offer(STEP, LINEAGE, live, {"at": "end"})
+    assert source.withdraw() == []
+    with pytest.raises(Refused, match="on offer: none"):
+        get([source], blank(live))
+    assert fetch_envelope([source.address], TOKEN, STEP, LINEAGE, WAIT_S) == {"at": "end"}
+    source.envelope(STEP + 1, LINEAGE, {"at": "next"})
+    with pytest.raises(Refused, match="held: that of step 8"):
+        fetch_envelope([source.address], TOKEN, STEP, LINEAGE, WAIT_S)
+    assert fetch_envelope([source.address], TOKEN, STEP + 1, LINEAGE, WAIT_S) == {"at": "next"}
+
+
+def test_a_source_that_is_about_to_end_the_step_is_waited_for(servers):
+    live = state(8, 0.1)
+    source, into = servers(), blank(live)
+    late = threading.Timer(0.2, lambda: source.offer(STEP, LINEAGE, live, {"late": 1}))
+    late.start()
+    assert get([source], into).envelope == {"late": 1}
+    late.join()
+    assert equal(live, into)
+    with pytest.raises(Refused, match="has not come to the end of step 8"):
+        get([source], into, step=STEP + 1, limits=Limits(stall_s=0.1))
+
+
+def test_a_fetch_ends_when_its_time_is_up_or_it_is_cancelled(servers):
+    source, cancel = servers(), threading.Event()
+    with pytest.raises(Refused, match="the time is up"):
+        get([source], {}, limit_s=0.1)
+    cancel.set()
+    with pytest.raises(Refused, match="cancelled"):
+        get([source], {}, cancel=cancel)
+    with pytest.raises(Refused, match="there is no source"):
+        get([], {})
+
+
+def test_offering_the_next_step_withdraws_the_one_before(servers):
+    live = state(9, 0.1)
+    source = servers()
+    source.offer(STEP, LINEAGE, live, {})
+    source.offer(STEP + 1, LINEAGE, live, {})
+    with pytest.raises(Refused, match="on offer: that of step 8"):
+        get([source], blank(live))
+    get([source], blank(live), step=STEP + 1)
+
+
+def test_a_tensor_that_was_given_another_shape_since_is_not_served(servers):
+    live = state(10, 0.1)
+    source = servers()
+    source.offer(STEP, LINEAGE, live, {})
+    live["weight"].resize_(3)
+    with pytest.raises(Refused, match=r"withdrawn|changed"):
+        get([source], blank(state(10, 0.1)))
+
+
+def test_tensors_on_a_device_are_copied_once_for_all_who_ask():
+    asked = []
+
+    def count(tensors, is_over):
+        asked.append(is_over())
+        return tensors
+
+    offer = Offer(Envelope.of(STEP, LINEAGE, {}), table_of(state(11, 0.1)), state(11, 0.1), count)
+    here, there = socket.socketpair()
+    with here, there:
+        for _ in range(3):
+            with offer.reading(here) as memory:
+                assert memory.table.encoded == offer.table.encoded
+        assert asked == [False]
+        offer.withdraw(0.0)
+        with pytest.raises(Withdrawn), offer.reading(here):
+            pass
+
+
+def test_a_withdrawal_stops_the_copy_from_a_device():
+    begun = threading.Event()
+
+    def endless(tensors, is_over):
+        begun.set()
+        while not is_over():
+            time.sleep(0.001)
+        return {}
+
+    offer, ends = Offer(Envelope.of(STEP, LINEAGE, {}), table_of({}), {}, endless), []
+    here, there = socket.socketpair()
+
+    def read() -> None:
+        try:
+            with offer.reading(here):
+                ends.append("read")
+        except Withdrawn:
+            ends.append("withdrawn")
+
+    reader = threading.Thread(target=read)
+    with here, there:
+        reader.start()
+        assert begun.wait(WAIT_S)
+        offer.withdraw(0.0)
+        reader.join(WAIT_S)
+    assert ends == ["withdrawn"]

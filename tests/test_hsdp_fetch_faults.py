@@ -1,0 +1,413 @@
+"""Catch-up under faults: sources that die, stop, lie or change; strangers at the door. No wrong state is accepted."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from fetch_sources import (
+    LINEAGE,
+    STEP,
+    TOKEN,
+    WAIT_S,
+    Process,
+    Proxy,
+    blank,
+    descriptors,
+    equal,
+    once_past,
+    state,
+)
+
+from ft.hsdp.fetch import BadState, Limits, Refused, StateServer, door, fetch
+
+HEADS = 4096
+"""Bytes by which a connection has surely begun to carry the state: more than all heads and the table."""
+
+
+@pytest.fixture
+def closing():
+    """A stack of what has to be closed; afterwards no thread and no descriptor is left."""
+    threads, before = threading.active_count(), descriptors()
+    with contextlib.ExitStack() as stack:
+        yield stack
+    deadline = time.monotonic() + WAIT_S
+    while (threading.active_count() > threads or descriptors() > before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (threading.active_count(), descriptors()) == (threads, before)
+
+
+def opened(closing, thing):
+    closing.callback(thing.close)
+    return thing
+
+
+def serving(closing, live, step=STEP) -> StateServer:
+    server = opened(closing, StateServer("127.0.0.1", TOKEN))
+    server.offer(step, LINEAGE, live, {})
+    return server
+
+
+def get(sources, into, step=STEP, limit_s=WAIT_S, stall_s=WAIT_S):
+    return fetch([s.address for s in sources], TOKEN, step, LINEAGE, into, limit_s, limits=Limits(stall_s))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_share_of_a_source_that_is_killed_or_stopped_in_the_middle_comes_from_the_others(closing, number):
+    live = state(11, 24)
+    doomed, good = (opened(closing, Process(live)) for _ in range(2))
+    middle = opened(closing, Proxy(doomed.address, once_past(2 << 20, lambda: doomed.signal(number))))
+    into = blank(live)
+    found = get([middle, good], into, stall_s=WAIT_S if number == signal.SIGKILL else 1.0)
+    assert equal(live, into)
+    assert middle.address in found.left
+    assert found.per_source[good.address] > found.per_source[middle.address]
+
+
+def test_the_last_source_that_stops_ends_the_fetch_within_the_limit(closing):
+    live = state(12, 24)
+    alone = opened(closing, Process(live))
+    middle = opened(closing, Proxy(alone.address, once_past(2 << 20, lambda: alone.signal(signal.SIGSTOP))))
+    with pytest.raises(Refused, match=r"has sent nothing for|TimeoutError"):
+        get([middle], blank(live), stall_s=0.5)
+    with pytest.raises(Refused, match=r"time is up|TimeoutError|sent nothing"):
+        get([alone], blank(live), limit_s=0.5)
+
+
+def test_a_source_that_trickles_is_left_for_another(closing):
+    live = state(13, 24)
+    good, slow = serving(closing, live), serving(closing, live)
+
+    def trickle(data: bytes, before: int) -> bytes:
+        if before > HEADS:
+            time.sleep(0.2)
+        return data
+
+    middle = opened(closing, Proxy(slow.address, trickle))
+    into = blank(live)
+    found = get([middle, good], into, stall_s=1.0)
+    assert equal(live, into)
+    assert found.per_source[middle.address] < found.per_source[good.address]
+
+
+def test_a_truncated_answer_is_no_state_wherever_it_ends(closing):
+    seed = int(os.environ.get("FT_TEST_SEED", time.time_ns() % 10**6))
+    print("seed", seed)
+    numbers, live = random.Random(seed), state(14, 1.2)
+    source = serving(closing, live)
+    for _ in range(20):
+        end = numbers.randrange(1, 1 << 20)
+        middle = opened(closing, Proxy(source.address, lambda data, before, end=end: _until(data, before, end)))
+        with pytest.raises((Refused, BadState)):
+            get([middle], blank(live))
+        middle.close()
+    into = blank(live)
+    get([source], into)
+    assert equal(live, into)
+
+
+def _until(data: bytes, before: int, end: int) -> bytes | None:
+    return data[: end - before] if before < end else None
+
+
+def test_flipped_bits_are_never_accepted_and_another_source_makes_good_for_them(closing):
+    seed = int(os.environ.get("FT_TEST_SEED", time.time_ns() % 10**6))
+    print("seed", seed)
+    numbers, live = random.Random(seed), state(15, 0.3)
+    source, accepted = serving(closing, live), 0
+    for turn in range(30):
+        rate = numbers.choice([1e-6, 1e-5, 1e-4])
+        middle = opened(closing, Proxy(source.address, _flipper(random.Random(seed + turn), rate)))
+        into = blank(live)
+        with contextlib.suppress(Refused, BadState):
+            get([middle], into, stall_s=3.0)
+            assert equal(live, into)
+            accepted += 1
+        into = blank(live)
+        get([middle, source], into, stall_s=3.0)
+        assert equal(live, into)
+        middle.close()
+    print("undamaged", accepted)
+
+
+def _flipper(numbers: random.Random, rate: float):
+    def answer(data: bytes, before: int) -> bytes:
+        changed = bytearray(data)
+        for _ in range(sum(numbers.random() < rate for _ in range(len(data)))):
+            changed[numbers.randrange(len(data))] ^= 1 << numbers.randrange(8)
+        return bytes(changed)
+
+    return answer
+
+
+def test_damage_in_every_copy_is_a_bad_state(closing):
+    live = state(16, 1)
+    source = serving(closing, live)
+
+    def late_flip(data: bytes, before: int) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1]) if before > 2 * HEADS else data
+
+    middle = opened(closing, Proxy(source.address, late_flip))
+    with pytest.raises(BadState, match=r"checksum|does not fit"):
+        get([middle], blank(live))
+
+
+def test_a_state_that_changes_right_after_its_withdrawal_is_never_seen_torn(closing):
+    seed = int(os.environ.get("FT_TEST_SEED", time.time_ns() % 10**6))
+    print("seed", seed)
+    numbers, rounds = random.Random(seed), 60
+    lives = [{"big": torch.zeros(2 << 20), "small": torch.zeros(100, 77)} for _ in range(2)]
+    servers = [opened(closing, StateServer("127.0.0.1", TOKEN)) for _ in lives]
+    over, seen = threading.Event(), {"whole": 0, "refused": 0}
+
+    def fetcher() -> None:
+        into, step = blank(lives[0]), 1
+        while not over.is_set():
+            step = max(step, at[0])
+            try:
+                fetch(
+                    [s.address for s in servers], TOKEN, step, LINEAGE, into, WAIT_S, limits=Limits(WAIT_S), cancel=over
+                )
+            except Refused:
+                seen["refused"] += 1
+                continue
+            torn = [name for name, tensor in into.items() if not bool((tensor == step).all())]
+            assert not torn, f"step {step}: {torn}"
+            seen["whole"] += 1
+            step += 1
+
+    at, problems = [0], []
+
+    def run() -> None:
+        try:
+            fetcher()
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for step in range(1, rounds + 1):
+            for server, live in zip(servers, lives, strict=True):
+                server.withdraw(numbers.choice([0.0, 0.0, 0.001]))
+                for tensor in live.values():
+                    tensor.fill_(step)
+                server.offer(step, LINEAGE, live, {})
+            at[0] = step
+            time.sleep(numbers.random() * 0.02)
+        deadline = time.monotonic() + WAIT_S
+        while not seen["whole"] and not problems and time.monotonic() < deadline:
+            time.sleep(0.01)  # the last step stays
+    finally:
+        over.set()
+        thread.join(WAIT_S)
+    print(seen)
+    assert not problems and seen["whole"] and not thread.is_alive()
+
+
+def test_a_withdrawal_is_not_held_up_by_a_peer_that_does_not_read(closing):
+    live = state(17, 64)
+    source = serving(closing, live)
+    stuck = threading.Event()
+
+    def stall(data: bytes, before: int) -> bytes:
+        if before > HEADS:
+            stuck.set()
+            over.wait(WAIT_S)
+        return data
+
+    over = threading.Event()
+    middle = opened(closing, Proxy(source.address, stall))
+    refused: list[Exception] = []
+
+    def try_it() -> None:
+        try:
+            get([middle], blank(live))
+        except Refused as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=try_it)
+    thread.start()
+    assert stuck.wait(WAIT_S)
+    assert source.under_way() == 1
+    (cut,) = source.withdraw(0.05)
+    for tensor in live.values():
+        tensor.zero_()
+    assert cut.sent < cut.nbytes and source.under_way() == 0
+    over.set()
+    thread.join(WAIT_S)
+    assert refused
+
+
+def test_a_withdrawal_waits_for_the_fetch_under_way_and_takes_no_new_one(closing):
+    live = state(18, 24)
+    source = serving(closing, live)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(data: bytes, before: int) -> bytes:
+        if before > HEADS:
+            begun.set()
+            go_on.wait(WAIT_S)
+        return data
+
+    middle = opened(closing, Proxy(source.address, hold))
+    into, cut = blank(live), []
+    first = threading.Thread(target=lambda: get([middle], into))
+    first.start()
+    assert begun.wait(WAIT_S)
+    last = threading.Thread(target=lambda: cut.extend(source.withdraw(WAIT_S)))
+    last.start()
+    while True:  # until the withdrawal has begun
+        try:
+            get([source], blank(live))
+        except Refused:
+            break
+    go_on.set()
+    last.join(WAIT_S)
+    first.join(WAIT_S)
+    assert not cut and not last.is_alive() and equal(live, into)
+
+
+def test_strangers_neither_stop_a_fetch_nor_get_anything(closing, capfd):
+    seed = int(os.environ.get("FT_TEST_SEED", time.time_ns() % 10**6))
+    print("seed", seed)
+    numbers, live = random.Random(seed), state(19, 2)
+    source = serving(closing, live)
+    over, got = threading.Event(), []
+
+    def fetch_on() -> None:
+        while not over.is_set():
+            into = blank(live)
+            get([source], into)
+            got.append(equal(live, into))
+
+    thread = threading.Thread(target=fetch_on)
+    thread.start()
+    idle = [opened(closing, _connected(source)) for _ in range(door.MAX_CONNECTIONS + 10)]  # more than are let in
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError), _connected(source) as stranger:
+                stranger.sendall(_mutated(numbers, source.address))
+                stranger.shutdown(socket.SHUT_WR)
+                answer = b"".join(iter(lambda s=stranger: s.recv(1 << 16), b""))
+                assert b"FTSB" not in answer and b"table" not in answer
+                assert not answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 409"))
+        some = len(got)
+        deadline = time.monotonic() + WAIT_S
+        while len(got) < some + 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        over.set()
+        thread.join(WAIT_S)
+    for one in idle:
+        one.close()
+    print("fetched", len(got))
+    assert all(got) and len(got) >= 3
+    lines = capfd.readouterr().err.splitlines()
+    assert 0 < len([line for line in lines if "refused 127.0.0.1" in line]) <= 20
+    assert "Traceback" not in "".join(lines)
+
+
+def _connected(source: StateServer) -> socket.socket:
+    host, port = source.address.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=WAIT_S)
+
+
+def _mutated(numbers: random.Random, address: str) -> bytes:
+    """A request as a member sends it, but for its proof, and then damaged."""
+    proof = numbers.randbytes(32).hex()
+    path = numbers.choice(["/state", "/bytes", "/envelope", "/", "//x/../state", "/state/" + "a" * 70000])
+    query = f"step={STEP}&lineage={LINEAGE}&digest=0&start=0&stop={numbers.choice([64, -1, 1 << 70])}"
+    head = f"GET {path}?{query} HTTP/1.1\r\nHost: {address}\r\nAuthorization: FT-HMAC {'0' * 32} 1 {proof}\r\n"
+    head += numbers.choice(["", "Content-Length: 5\r\n", "Transfer-Encoding: chunked\r\n", "Expect: 100-continue\r\n"])
+    head += numbers.choice(["", "X: y\r\n" * 200, "X" * 70000 + "\r\n"])
+    request = bytearray(head.encode() + b"\r\n")
+    kind = numbers.randrange(5)
+    if kind == 0:
+        return numbers.randbytes(numbers.randrange(2000))
+    if kind == 1:
+        return bytes(request[: numbers.randrange(len(request))])
+    if kind == 2:
+        for _ in range(numbers.randrange(1, 30)):
+            request[numbers.randrange(min(len(request), 400))] = numbers.randrange(256)
+    if kind == 3:
+        return bytes(request * numbers.randrange(2, 6))
+    return bytes(request)
+
+
+def test_a_slow_stranger_is_shown_the_door(closing, monkeypatch):
+    monkeypatch.setattr("ft.hsdp.fetch.handler.HELLO_S", 0.3)
+    source = serving(closing, state(20, 0.1))
+    with _connected(source) as stranger:
+        with contextlib.suppress(OSError):
+            for letter in b"GET /state?step=7&lineage=3 HTTP/1.1\r\n" * 20:
+                stranger.sendall(bytes([letter]))  # never silent for long, never done
+                time.sleep(0.02)
+        with contextlib.suppress(ConnectionError):
+            assert not stranger.recv(1 << 16)
+
+
+def test_an_answer_cannot_be_replayed(closing):
+    live = state(21, 0.1)
+    source = serving(closing, live)
+    said: list[bytes] = []
+    middle = opened(closing, _Recorder(source.address, said))
+    get([middle], blank(live))
+    with _connected(source) as stranger:
+        stranger.sendall(b"".join(said))
+        stranger.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: stranger.recv(1 << 16), b""))
+    assert answer.count(b"HTTP/1.1 401") == 2 and b"200 OK" not in answer
+    assert TOKEN.encode() not in b"".join(said)
+
+
+class _Recorder(Proxy):
+    """Keeps what is asked."""
+
+    def __init__(self, target: str, said: list[bytes]):
+        self._said = said
+        super().__init__(target, lambda data, before: data)
+
+    def _pump(self, source, target, change) -> None:
+        if change is self._answer:
+            super()._pump(source, target, change)
+        else:
+            super()._pump(source, target, lambda data, before: self._said.append(data) or data)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 401 No\r\nWWW-Authenticate: FT-HMAC 00\r\nContent-Length: 0\r\n\r\n"
+        + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 401 No\r\nWWW-Authenticate: FT-HMAC 00\r\nContent-Length: 0\r\n\r\n"
+        + b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{}",
+        b"HTTP/1.1 401 No\r\nWWW-Authenticate: FT-HMAC 00\r\nContent-Length: 0\r\n\r\n" + b"HTTP/1.1 200 OK\r\n" * 300,
+        b"HTTP/1.1 401 No\r\n" + b"A: b\r\n" * 1000 + b"\r\n",
+    ],
+)
+def test_a_server_that_is_no_source_is_told_from_one(closing, answer):
+    listener = opened(closing, socket.create_server(("127.0.0.1", 0)))
+
+    def speak() -> None:
+        visitor, _ = listener.accept()
+        with visitor, contextlib.suppress(OSError):
+            visitor.recv(1 << 16)
+            visitor.sendall(answer)
+            visitor.shutdown(socket.SHUT_WR)
+            while visitor.recv(1 << 16):
+                pass
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    with pytest.raises((Refused, BadState), match="cannot fetch the state of step 7"):
+        fetch([f"127.0.0.1:{listener.getsockname()[1]}"], TOKEN, STEP, LINEAGE, blank(state(22, 0.1)), WAIT_S)
+    thread.join(WAIT_S)

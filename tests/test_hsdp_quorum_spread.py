@@ -1,0 +1,151 @@
+"""From the leader to all ranks of a replica; and the emulation at scale, at a small one."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from ft import cli
+from ft.hsdp.quorum import wire
+from ft.hsdp.quorum.spread import Relay, Tree
+from ft.simulate.quorum.run import Round, rounds
+from ft.simulate.quorum.shape import WARM_UP, Job, processes
+from ft.simulate.quorum.table import percentile
+
+LIMIT_S = 30.0
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 32, 33, 34, 1024, 1025])
+@pytest.mark.parametrize("fan_out", [1, 2, 32])
+def test_a_tree_reaches_every_node_once(nodes, fan_out):
+    tree = Tree(nodes, fan_out)
+    reached = [child for node in range(nodes) for child in tree.children(node)]
+    assert reached == list(range(1, nodes))
+    assert all(node in tree.children(tree.parent(node)) for node in range(1, nodes)) and tree.parent(0) is None
+    assert Tree(1024).depth == 2 and Tree(1).depth == 0 and Tree(33).depth == 1
+
+
+class Nodes:
+    """All relays of a tree in one event loop."""
+
+    def __init__(self, tree, tokens=None):
+        loop = asyncio.get_running_loop()
+        self.tree, self.got, self.lost = tree, {node: [] for node in range(tree.nodes)}, []
+        self.relays = [
+            Relay(loop, (tokens or {}).get(node, "token"), self._taker(node), self.lost.append)
+            for node in range(tree.nodes)
+        ]
+        self.addresses = {node: self.relays[node].listen("127.0.0.1") for node in self.got if tree.children(node)}
+        for node in range(1, tree.nodes):
+            self.relays[node].join(self.addresses[tree.parent(node)])
+
+    def _taker(self, node):
+        return lambda body: self.got[node].append(wire.unpack(body)["value"])
+
+    async def until(self, is_so):
+        deadline = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+
+    async def ready(self):
+        await self.until(
+            lambda: all(one.children == len(self.tree.children(node)) for node, one in enumerate(self.relays))
+        )
+
+    def close(self):
+        for relay in self.relays:
+            relay.close()
+
+
+def test_what_the_leader_publishes_reaches_all_in_order():
+    async def play():
+        nodes = Nodes(Tree(40, 3))
+        await nodes.ready()
+        big = "x" * 3_000_000  # more than a socket takes at once
+        for value in (1, big, 3):
+            nodes.relays[0].publish({"kind": "quorum", "value": value})
+        await nodes.until(lambda: all(len(got) == 3 for got in nodes.got.values()))
+        assert all(got == [1, big, 3] for got in nodes.got.values()) and not nodes.lost
+        nodes.close()
+
+    asyncio.run(play())
+
+
+def test_a_node_that_is_lost_is_noticed_on_both_sides_and_the_others_go_on():
+    async def play():
+        nodes = Nodes(Tree(7, 2))
+        await nodes.ready()
+        nodes.relays[1].close()
+        await nodes.until(lambda: len(nodes.lost) == 3)  # its parent and its two children
+        nodes.relays[0].publish({"kind": "quorum", "value": 1})
+        await nodes.until(lambda: nodes.got[5] == nodes.got[6] == [1])
+        assert nodes.got[3] == nodes.got[4] == []
+        nodes.close()
+
+    asyncio.run(play())
+
+
+def test_a_relay_with_another_token_gets_nothing():
+    async def play():
+        nodes = Nodes(Tree(3, 2), tokens={2: "another"})
+        await nodes.until(lambda: nodes.relays[0].children == 1 and len(nodes.lost) == 1)
+        nodes.relays[0].publish({"kind": "quorum", "value": 1})
+        await nodes.until(lambda: nodes.got[1] == [1])
+        assert nodes.got[2] == [] and "token" in nodes.lost[0]
+        nodes.close()
+
+    asyncio.run(play())
+
+
+# --- ft simulate quorum ----------------------------------------------------------------------------------------------
+
+
+def test_quorums_are_emulated_with_deaths_and_all_ranks_get_them(capsys):
+    words = "simulate quorum --ranks 768 --replicas 3 --fan-out 4 --rounds 24 --deaths 2 --json"
+    assert cli.main(words.split()) == 0
+    said = json.loads(capsys.readouterr().out)
+    latency = said["latency_s"]
+    assert said["nodes"] == 96 and said["depth"] == 3
+    assert latency["death"]["quorums"] >= 1 and latency["return"]["quorums"] >= 1
+    assert 0 < latency["none"]["leaders"]["p50"] <= latency["none"]["ranks"]["p50"] <= latency["none"]["ranks"]["p99"]
+
+
+def test_the_emulation_says_what_is_real(capsys):
+    assert cli.main(["simulate", "quorum", "--ranks", "20", "--replicas", "2", "--rounds", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "20 logical ranks in 2 replicas of 10, on 2 nodes each" in said
+    assert "multiplexed: the 8 ranks of a node" in said and "the paper, 98304 ranks" in said
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        ("--ranks 100 --replicas 12", "100 ranks cannot be shared out to 12"),
+        ("--ranks 0", "--ranks 0"),
+        ("--rounds 8 --deaths 2", "2 deaths in 8 rounds"),
+        ("--ranks 8 --replicas 1 --deaths 1 --rounds 8", "one replica"),
+        ("--ranks 12000000", "descriptors"),
+    ],
+)
+def test_what_cannot_be_emulated(capsys, words, problem):
+    assert cli.main(["simulate", "quorum", *words.split()]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_latencies_are_from_the_last_report_to_the_last_delivery():
+    logs = [
+        {"replica": 0, "log": [[1, WARM_UP, 1.0, 1.5, 1.7], [2, WARM_UP + 1, 2.0, 2.2, 2.5]]},
+        {"replica": 1, "log": [[1, WARM_UP, 1.25, 1.75, 2.25]]},
+    ]
+    assert list(rounds(logs)) == [
+        Round(WARM_UP, 2, 0.5, 1.0, "return"),
+        Round(WARM_UP + 1, 1, pytest.approx(0.2), 0.5, "death"),
+    ]
+    assert [percentile([3.0, 1.0, 2.0, 4.0], percent) for percent in (50, 90, 100)] == [2.0, 4.0, 4.0]
+
+
+def test_replicas_are_spread_over_the_cores():
+    assert 1 <= processes(Job(98304, 12)) <= 12
+    assert processes(Job(8, 1)) == 1

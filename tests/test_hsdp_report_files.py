@@ -1,0 +1,127 @@
+"""`ft report` and `ft status` on the folder of an FT-HSDP run, and on that of one replica of it."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from hsdp_runs import Run, eventful
+from test_report_files import report
+
+from ft import cli
+from ft.hsdp import commits
+
+
+def small(folder) -> Run:
+    run = Run(folder, step_s=0.1)
+    run.steps(12)
+    run.step(by=set(), took=0.4)
+    run.dies(1)
+    run.steps(1)
+    run.builds(1)
+    run.steps(5)
+    run.returns(1)
+    run.steps(12)
+    return run
+
+
+def test_the_report_tells_the_whole_story(tmp_path, capsys):
+    run = small(tmp_path)
+    run.finish()
+    said, page = report(tmp_path, capsys)
+    text = " ".join(page.texts)
+    for words in (
+        *("every sample once", "0 duplicates, 0 gaps", "rebuilding", "catching up", "failure", "rejoin"),
+        *("its leader's connection broke", "80.1 %", "44.4 %", "quorum_formed", "caught_up", "tokens"),
+    ):
+        assert words in text, words
+    assert "every sample once: 332 trained, 0 duplicates, 0 gaps" in said
+    assert "1 quorum came to nothing" in text
+    assert f"wrote      {tmp_path / 'report.html'}" in said
+    assert page.tags.count("svg") == 1
+
+
+def test_a_replicas_own_folder_is_reported_as_ever(tmp_path, capsys):
+    run = small(tmp_path)
+    run.finish()
+    said, page = report(tmp_path / "replica-0", capsys)
+    assert "goodput" in said
+    assert "every sample once" not in " ".join(page.texts)
+    assert cli.main(["status", str(tmp_path / "replica-0")]) == 0
+
+
+def test_an_audit_that_is_not_clean_shows_in_the_exit_code(tmp_path, capsys):
+    run = small(tmp_path)
+    run.finish()
+    folder = tmp_path / "replica-2"
+    lines = [replace(c, at=c.at - 2) if c.step == 9 else c for c in commits.read(folder)]
+    (folder / "commits.jsonl").write_text("".join(json.dumps(line.as_values()) + "\n" for line in lines))
+    assert cli.main(["report", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "AUDIT NOT CLEAN: 332 trained, 2 duplicates, 2 gaps" in said
+    assert "step 9: replica 2 read from 30 on, its position was 32" in said
+    assert "AUDIT NOT CLEAN" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reports_of_whatever_happens(seed, tmp_path, capsys):
+    eventful(tmp_path, seed)
+    report(tmp_path, capsys)
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+
+
+def test_a_run_that_has_only_begun(tmp_path, capsys):
+    run = Run(tmp_path)
+    run.close()
+    _, page = report(tmp_path, capsys)
+    assert "No losses are on record." in page.texts
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert "starting" in capsys.readouterr().out
+    (tmp_path / "bare" / "replica-3").mkdir(parents=True)
+    report(tmp_path / "bare", capsys)
+    assert cli.main(["status", str(tmp_path / "bare")]) == 0
+    assert "no folder" in capsys.readouterr().out
+
+
+def test_a_torn_loader_state_is_named(tmp_path, capsys):
+    run = small(tmp_path)
+    run.finish()
+    (tmp_path / "loader_state").write_text('{"format": "megatron-ft loa')
+    said, _ = report(tmp_path, capsys)
+    assert f"{tmp_path / 'loader_state'}" in said
+    assert "torn" in said
+
+
+def test_status_of_a_run_under_way(tmp_path, capsys):
+    run = small(tmp_path)
+    run.dies(2)
+    run.steps(2)
+    run.builds(2)
+    run.close()
+    assert cli.main(["status", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    text = "\n".join(lines)
+    assert "training, last step" in text
+    assert "(stale?)" in text
+    assert "step       32" in text
+    assert "of replicas 0, 1" in text
+    members = [line.split()[:5] for line in lines[lines.index("") + 3 :]]
+    assert members == [
+        ["0", "online", "32", "33", "128"],
+        ["1", "online", "32", "33", "100"],
+        ["2", "rebuilding", "30", "31", "120"],
+    ]
+
+
+def test_status_as_json_and_watching_to_the_end(tmp_path, capsys):
+    run = small(tmp_path)
+    run.now = time.time() - 1_700_000_000.0
+    run.step()
+    run.close()
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["step"], said["healthy"], said["ended"], said["stale"]) == (31, [0, 1, 2], False, False)
+    assert [member["state"] for member in said["replicas"]] == ["online"] * 3
+    run.finish()
+    assert cli.main(["status", str(tmp_path), "--watch"]) == 0
+    assert "finished" in capsys.readouterr().out

@@ -1,0 +1,364 @@
+"""The fault-tolerant all-reduce when something fails: rings of members in one process, and strangers."""
+
+import contextlib
+import fcntl
+import os
+import random
+import secrets
+import socket
+import struct
+import termios
+import threading
+import time
+
+import pytest
+import torch
+
+from ft.hsdp.ring import Ring, RingOptions, hello
+from ft.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
+from ft.hsdp.ring.control import BREAK, PING, PONG, Message, pack, unpack
+from ft.hsdp.ring.tuning import send_buffer
+from ft.sockets import held, towards
+
+QUICK = RingOptions(chunk_bytes=4096, chunks=2, limit_s=0.6)
+CALM = RingOptions(chunk_bytes=4096, chunks=2, limit_s=20)
+
+
+@pytest.fixture
+def members():
+    """Makes rings, in their order; closes them and sees that no thread and no descriptor is left."""
+    made: list[Ring] = []
+    before = descriptors()
+
+    def make(count: int, options: RingOptions = CALM, token: str = "secret") -> list[Ring]:
+        rings = [Ring("127.0.0.1", token, options) for _ in range(count)]
+        made.extend(rings)
+        return rings
+
+    yield make
+    for ring in made:
+        ring.close()
+    deadline = time.monotonic() + 10
+    while (threads() or descriptors() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads() and not descriptors() - before
+
+
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("ft-ring")]
+
+
+def descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {each for each in found if each.startswith(("socket:", "pipe:"))}
+
+
+def gather(rings: list[Ring], number: int) -> None:
+    for me, ring in enumerate(rings):
+        ring.reconfigure(number, [each.address for each in rings], me)
+
+
+def reduce(rings: list[Ring], size: int = 5000) -> list:
+    """The outcomes; the sum is checked where they are good."""
+    tensors = [torch.full((size,), float(me + 1)) for me in range(len(rings))]
+    outcomes = [each.wait() for each in [r.all_reduce(t) for r, t in zip(rings, tensors, strict=True)]]
+    for outcome, tensor in zip(outcomes, tensors, strict=True):
+        if outcome.ok:
+            assert torch.equal(tensor, torch.full((size,), len(rings) * (len(rings) + 1) / 2))
+    return outcomes
+
+
+def all_work(rings: list[Ring], number: int) -> bool:
+    gather(rings, number)
+    return all(outcome.ok for outcome in reduce(rings))
+
+
+def test_a_member_asks_at_half_of_the_limit_and_gives_up_at_it():
+    assert patience(1.0, last=0.5, asked=None, knows=False, limit_s=4.0) == (WAIT, 2.5)
+    assert patience(2.5, last=0.5, asked=None, knows=False, limit_s=4.0) == (ASK, 4.5)
+    assert patience(3.0, last=0.5, asked=2.5, knows=True, limit_s=4.0) == (WAIT, 4.5)
+    assert patience(4.5, last=0.5, asked=2.5, knows=True, limit_s=4.0) == (GIVE_UP, 4.5)
+    assert patience(90.0, last=0.5, asked=None, knows=False, limit_s=4.0) == (ASK, 92.0), "it was stopped itself"
+    assert patience(91.0, last=0.5, asked=90.0, knows=True, limit_s=4.0)[0] == WAIT
+
+
+def test_who_has_nobody_to_blame_waits_for_others_to_say_a_little_longer():
+    assert patience(4.5, last=0.5, asked=2.5, knows=False, limit_s=4.0) == (WAIT, 5.5)
+    assert patience(5.5, last=0.5, asked=2.5, knows=False, limit_s=4.0)[0] == GIVE_UP
+    assert patience(1.0, last=0.5, asked=0.7, knows=False, limit_s=0.4) == (WAIT, 1.1)
+
+
+def test_who_does_not_answer_is_blamed_then_who_is_late_then_nobody():
+    waits, late, done = Message(PONG, 7, True), Message(PONG, 6, False), Message(PONG, 7, False)
+    assert blame(7, None, waits)[0] == LEFT
+    assert blame(7, late, None)[0] == RIGHT
+    assert blame(7, waits, late)[0] == RIGHT
+    assert blame(7, done, waits)[0] == LEFT
+    assert blame(7, waits, waits)[0] is None
+    assert blame(7, waits, Message(PONG, 8, True))[0] is None
+
+
+def test_messages_between_neighbours_survive_being_cut_anywhere():
+    said = [Message(PING), Message(PONG, 9, True), Message(BREAK, suspect=2, reason="ä" * 300), Message(BREAK)]
+    received, heard = bytearray(), []
+    for byte in b"".join(pack(each) for each in said):
+        received.append(byte)
+        heard += unpack(received)
+    assert [each.kind for each in heard] == [PING, PONG, BREAK, BREAK]
+    assert (heard[1].operation, heard[1].busy, heard[2].suspect, heard[3].suspect) == (9, True, 2, None)
+    with pytest.raises(ConnectionError):
+        unpack(bytearray(secrets.token_bytes(200)))
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_a_member_that_does_not_come_is_blamed_by_all_and_the_next_quorum_works(members, late):
+    rings = members(4, QUICK)
+    assert all_work(rings, 1)
+    others = [ring for me, ring in enumerate(rings) if me != late]
+    for pending in [ring.all_reduce(torch.zeros(9000)) for ring in others]:
+        outcome = pending.wait()
+        assert not outcome.ok and outcome.suspect == late, outcome
+    assert all_work(others, 2)
+    assert all_work(rings, 3)
+
+
+def test_a_member_that_hangs_in_the_middle_of_its_own_reduction_is_blamed(members):
+    rings, gate = members(3, QUICK), threading.Event()
+    assert all_work(rings, 1)
+    hung = rings[1].all_reduce(torch.zeros(9000), after=lambda: gate.wait(20))
+    for pending in [rings[0].all_reduce(torch.zeros(9000)), rings[2].all_reduce(torch.zeros(9000))]:
+        outcome = pending.wait()
+        assert not outcome.ok and outcome.suspect == 1, outcome
+    assert all_work([rings[0], rings[2]], 2)
+    gate.set()
+    assert not hung.wait().ok
+    assert all_work(rings, 3)
+
+
+def test_members_that_are_closed_are_blamed_at_once_whatever_the_limit(members):
+    rings = members(4)
+    assert all_work(rings, 1)
+    pending = [ring.all_reduce(torch.zeros(9000)) for ring in (rings[0], rings[2], rings[3])]
+    rings[1].close()
+    assert [each.wait().suspect for each in pending] == [1, 1, 1]
+    assert [ring.all_reduce(torch.zeros(3)).wait().skipped for ring in (rings[0], rings[2], rings[3])] == [True] * 3
+    assert all_work([rings[3], rings[0], rings[2]], 2)
+
+
+def test_everything_queued_is_skipped_after_a_failure(members):
+    rings = members(2, QUICK)
+    assert all_work(rings, 1)
+    first, second, third = [rings[0].all_reduce(torch.zeros(5)) for _ in range(3)]
+    assert not first.wait().ok and not first.wait().skipped
+    assert second.wait().skipped and third.wait().skipped
+    assert second.wait().suspect == 1
+
+
+def test_a_cancel_wakes_who_waits_at_once_and_ends_the_quorum(members):
+    rings = members(3)
+    assert all_work(rings, 1)
+    waiting = [rings[0].all_reduce(torch.zeros(9000)), rings[0].all_reduce(torch.zeros(9000))]
+    rings[0].cancel("the control plane knows better")
+    assert [each.wait().reason for each in waiting] == ["the control plane knows better"] * 2
+    assert "knows better" in rings[1].all_reduce(torch.zeros(5)).wait().reason
+    assert rings[0].all_reduce(torch.zeros(5)).wait().skipped
+    assert all_work(rings, 2)
+
+
+def test_a_cancel_before_anybody_waits_ends_the_quorum_too(members):
+    rings = members(2)
+    assert all_work(rings, 1)
+    rings[0].cancel("enough")
+    assert [outcome.reason for outcome in reduce(rings)] == ["enough"] * 2
+    assert all_work(rings, 2)
+
+
+def test_a_cancel_ends_the_wait_for_members_of_a_quorum(members):
+    rings = members(3)
+    rings[0].reconfigure(1, [ring.address for ring in rings], 0)
+    pending = rings[0].all_reduce(torch.zeros(5))
+    rings[0].cancel("another quorum")
+    assert pending.wait().reason == "another quorum"
+    assert all_work(rings, 2)
+
+
+def test_a_quorum_that_a_member_does_not_come_to_fails_and_names_one(members):
+    rings = members(2, QUICK)
+    rings[0].reconfigure(1, [ring.address for ring in rings], 0)
+    outcome = rings[0].all_reduce(torch.zeros(5)).wait()
+    assert outcome.suspect == 1 and "has not come to quorum 1" in outcome.reason
+    rings[1].reconfigure(1, [ring.address for ring in rings], 1)
+    outcome = rings[1].all_reduce(torch.zeros(5)).wait()
+    assert not outcome.ok and "has given up this quorum" in outcome.reason
+    assert all_work(rings, 2)
+
+
+def test_a_quorum_with_a_dead_member_fails_at_once_for_all(members):
+    rings = members(4)
+    rings[2].close()
+    gather(rings[:2] + rings[2:], 1)
+    for ring in (rings[0], rings[1], rings[3]):
+        outcome = ring.all_reduce(torch.zeros(5)).wait()
+        assert outcome.skipped and outcome.suspect == 2, outcome
+    assert all_work([rings[0], rings[1], rings[3]], 2)
+
+
+def test_a_member_at_an_earlier_quorum_is_refused_and_one_at_a_later_waits(members):
+    rings = members(2, CALM)
+    addresses = [ring.address for ring in rings]
+    rings[0].reconfigure(5, addresses, 0)
+    rings[1].reconfigure(3, addresses, 1)
+    assert "later quorum" in rings[1].all_reduce(torch.zeros(5)).wait().reason
+    rings[1].reconfigure(5, addresses, 1)
+    assert all(outcome.ok for outcome in reduce(rings))
+
+
+def test_members_that_do_not_agree_on_who_is_in_the_quorum_are_told_so(members):
+    rings = members(3, QUICK)
+    addresses = [ring.address for ring in rings]
+    rings[0].reconfigure(1, addresses[:2], 0)
+    rings[1].reconfigure(1, addresses, 1)
+    assert "other members" in rings[0].all_reduce(torch.zeros(5)).wait().reason
+    assert not rings[1].all_reduce(torch.zeros(5)).wait().ok
+    assert all_work(rings, 2)
+
+
+def test_a_ring_of_another_run_is_turned_away_and_disturbs_nobody(members):
+    rings, (foreign,) = members(2), members(1, token="another run's")
+    assert all_work(rings, 1)
+    foreign.reconfigure(2, [rings[0].address, foreign.address], 1)
+    outcome = foreign.all_reduce(torch.zeros(5)).wait()
+    assert not outcome.ok and "no member of this run" in outcome.reason
+    assert all(outcome.ok for outcome in reduce(rings))
+
+
+def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance, stop = random.Random(seed), threading.Event()
+    rings = members(3)
+    assert all_work(rings, 1)
+    hosts = [("127.0.0.1", int(ring.address.rsplit(":", 1)[1])) for ring in rings]
+
+    def disturb():
+        kept = []
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(chance.choice(hosts), timeout=5)
+                kept.append(connection)
+                kind = chance.randrange(4)
+                if kind == 0:
+                    connection.sendall(chance.randbytes(chance.randrange(1, 5000)))
+                elif kind == 1:
+                    connection.sendall(hello.MAGIC + chance.randbytes(hello.HELLO_BYTES - len(hello.MAGIC)))
+                elif kind == 2:
+                    said = hello.Hello(1, bytes(16), 2, 1, bytes(16))
+                    connection.sendall(hello.write_hello(said, "wrong token", connection.recv(hello.GREETING_BYTES)))
+            if len(kept) > 100:
+                kept.pop(chance.randrange(len(kept))).close()
+        for connection in kept:
+            connection.close()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        for turn in range(60):
+            assert all(outcome.ok for outcome in reduce(rings, 20_000))
+            if turn % 20 == 19:
+                assert all_work(rings, turn)
+    finally:
+        stop.set()
+        thread.join(20)
+
+
+class Half:
+    """A member that makes its connections and is never heard of again, as one whose host has lost its power."""
+
+    def __init__(self, token: str):
+        self._token = token
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(10)
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open = [self._listener]
+
+    def join(self, number: int, addresses: list[str], me: int, options: RingOptions) -> None:
+        agreed = hello.agreement(addresses, *options.shared())
+        host, port = addresses[(me + 1) % len(addresses)].rsplit(":", 1)
+        for stream in range(options.streams + 1):
+            call = socket.create_connection((host, int(port)), timeout=10)
+            said = hello.Hello(number, agreed, me, stream, secrets.token_bytes(16))
+            call.sendall(hello.write_hello(said, self._token, call.recv(hello.GREETING_BYTES)))
+            self._open.append(call)
+        for _ in range(options.streams + 1):
+            connection, _ = self._listener.accept()
+            greeted = hello.greeting()
+            connection.sendall(greeted)
+            heard = hello.read_hello(connection.recv(hello.HELLO_BYTES), self._token, greeted)
+            connection.sendall(hello.write_answer(hello.Answer(hello.TAKEN, number), self._token, heard.nonce))
+            self._open.append(connection)
+
+    def close(self) -> None:
+        for each in self._open:
+            each.close()
+
+
+@pytest.mark.parametrize("elements", [10, 5_000_000])
+def test_a_connection_that_nobody_is_at_the_end_of_any_more_ends_at_the_limit(members, elements):
+    rings, half = members(2, QUICK), Half("secret")
+    addresses = [rings[0].address, half.address, rings[1].address]
+    try:
+        rings[0].reconfigure(1, addresses, 0)
+        rings[1].reconfigure(1, addresses, 2)
+        half.join(1, addresses, 1, QUICK)
+        for pending in [ring.all_reduce(torch.zeros(elements)) for ring in rings]:
+            outcome = pending.wait()
+            assert not outcome.ok and not outcome.skipped and outcome.suspect == 1, outcome
+        assert all_work(rings, 2)
+    finally:
+        half.close()
+
+
+def test_a_send_buffer_is_asked_for_unless_that_makes_it_smaller_than_it_may_be():
+    assert send_buffer(4 << 20, asked_at_most=4 << 20, grown_at_most=4 << 20) == 2 << 20
+    assert send_buffer(4 << 20, asked_at_most=208 << 10, grown_at_most=4 << 20) is None
+    assert send_buffer(1 << 20, asked_at_most=208 << 10, grown_at_most=4 << 20) == 512 << 10
+
+
+def test_the_bytes_in_flight_to_a_neighbour_that_does_not_read_are_bounded(members):
+    options, half = RingOptions(chunk_bytes=65536, chunks=2, limit_s=1), Half("secret")
+    (ring,) = members(1, options)
+    try:
+        ring.reconfigure(1, [ring.address, half.address], 0)
+        half.join(1, [ring.address, half.address], 1, options)
+        pending, seen = ring.all_reduce(torch.zeros(50_000_000)), 0
+        while not pending.is_over():
+            seen = max(seen, *map(not_acknowledged, connected_to(half.address)))
+            time.sleep(0.02)
+        assert 0 < seen <= options.chunk_bytes * options.chunks
+    finally:
+        half.close()
+
+
+def connected_to(address: str) -> list[socket.socket]:
+    found = towards(held(), int(address.rsplit(":", 1)[1]))
+    return [socket.socket(fileno=os.dup(descriptor)) for descriptor in found]
+
+
+def not_acknowledged(connection: socket.socket) -> int:
+    with connection:
+        return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_who_is_done_may_go_on_to_the_next_quorum_while_others_still_read_what_it_sent(members, count):
+    rings = members(count)
+    addresses = [ring.address for ring in rings]
+    for number in range(1, 40):
+        outcomes: list = []
+        for me, ring in enumerate(rings):
+            ring.reconfigure(number, addresses, me)
+            outcomes += [ring.all_reduce(torch.zeros(30_000)) for _ in range(2)]
+        assert all(outcome.wait().ok for outcome in outcomes)

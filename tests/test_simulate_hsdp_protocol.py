@@ -1,0 +1,82 @@
+"""``ft simulate hsdp-protocol``: the quorum's production code with model replicas, and bugs planted into both."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from ft.cli import main
+from ft.simulate.hsdp_protocol.faults import BY_NAME
+from ft.simulate.hsdp_protocol.plants import PLANTS, planted
+from ft.simulate.hsdp_protocol.run import Wish, simulate
+
+FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]
+SEEDS, ANY = 60, Wish()
+
+
+def told(seed, hash_seed):
+    """What a process of its own tells of one seed, and its exit code."""
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    command = [*FT, "simulate", "hsdp-protocol", "--seed", str(seed)]
+    done = subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
+    return done.stdout, done.returncode
+
+
+def holds(seed, wish=ANY):
+    print("seed", seed)
+    history = simulate(seed, wish)
+    assert not history.violation, f"ft simulate hsdp-protocol --seed {seed}: {history.violation}"
+    return history
+
+
+def test_the_first_seeds_hold_and_replicas_return_in_them():
+    histories = [holds(seed) for seed in range(SEEDS)]
+    assert sum(history.returns for history in histories) > SEEDS
+
+
+def test_seeds_that_nobody_has_seen_hold():
+    first = random.SystemRandom().randrange(1 << 32)
+    for seed in range(first, first + SEEDS):
+        holds(seed)
+
+
+def test_without_faults_nothing_is_done_again():
+    for seed in range(10):
+        history = holds(seed, Wish(faults=0))
+        assert (history.redone, history.loads, history.struck) == (0, 0, [])
+
+
+@pytest.mark.parametrize("kind", sorted(BY_NAME))
+def test_each_kind_of_fault_strikes_and_is_survived(kind):
+    histories = [holds(seed, Wish(faults=5, kinds=(kind,))) for seed in range(5)]
+    assert kind in {struck for history in histories for struck in history.struck}
+
+
+def test_a_seed_replays_byte_for_byte_in_another_process():
+    seed = random.SystemRandom().randrange(1 << 32)
+    print("seed", seed)
+    text, code = told(seed, hash_seed=1)
+    assert code == 0 and text.startswith(f"seed {seed}: ".encode())
+    assert told(seed, hash_seed=2) == (text, code)
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.title)
+def test_a_planted_bug_is_found(plant):
+    with planted(plant):
+        assert any(simulate(seed, ANY, plant.habits()).violation for seed in range(1000))
+
+
+def test_a_history_that_goes_wrong_is_told_with_its_seed(capsys):
+    words = ["--seeds", "20", "--plant", "contributes gradients while it is behind"]
+    assert main(["simulate", "hsdp-protocol", *words]) == 0
+    seed = capsys.readouterr().out.splitlines()[-1].split()[0]
+    assert main(["simulate", "hsdp-protocol", "--seed", seed, *words[2:]]) == 1
+    assert f"seed {seed} violates: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--kinds", "rain"], ["--plant", "no such bug"], ["--seeds", "0"]])
+def test_what_there_is_not_is_refused(words, capsys):
+    assert main(["simulate", "hsdp-protocol", *words]) != 0
+    assert capsys.readouterr().err

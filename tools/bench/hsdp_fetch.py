@@ -1,0 +1,259 @@
+"""Catch-up: how fast a state comes in, and what serving it costs the training of the source.
+
+    python tools/bench/hsdp_fetch.py
+
+Prints one JSON line; everything is measured in turns in the same run, medians, MB = 10^6 bytes. `MB_s`: a fetch from
+one source and from two (`fetch_1`, `fetch_2`), the download of a file of that size from Python's http.server (`file`),
+and a copy over a bare socket (`socket`), each into memory that is there already; sources are processes of their own.
+`against_file`, `against_socket`: the better fetch divided by each. `step`: step time of a compute loop in a source
+while it serves without pause, divided by that while it does not (`step_ms`: both), and `step_MB_s`, what it serves
+meanwhile: with the one who fetches on the same cores (`beside`), and with that one at the lowest priority, as if it
+were on another host (`apart`). `withdraw_ms`: longest withdrawal in the middle of a fetch. `offer_us`: an offer of 1000
+tensors, which every committed step pays. `checksum_GB_s`: what a block of 1 MiB could be checked with, ours first.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import http.client
+import http.server
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from ft.hsdp.fetch import Refused, StateServer, fetch  # noqa: E402
+from ft.snapshot.layout import checksum  # noqa: E402
+
+TOKEN, LIMIT_S, TENSORS = "bench", 60.0, 16
+BLOCK_S = 1.0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=256, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if arguments.serve:
+        Serving(arguments.mib, Path(arguments.serve)).obey()
+        return 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        (Path(folder) / "state").write_bytes(os.urandom(1 << 20) * arguments.mib)
+        sources = [Source(arguments.mib, folder) for _ in range(2)]
+        try:
+            print(json.dumps(result(sources, arguments.mib, arguments.rounds) | {"rounds": arguments.rounds}))
+        finally:
+            for source in sources:
+                source.close()
+    return 0
+
+
+def result(sources: list["Source"], mib: int, rounds: int) -> dict:
+    into = tensors(mib)
+    buffer = memoryview(bytearray(mib << 20))
+    ways = {
+        "fetch_1": lambda: fetch([sources[0].address], TOKEN, 1, 1, into, LIMIT_S),
+        "fetch_2": lambda: fetch([source.address for source in sources], TOKEN, 1, 1, into, LIMIT_S),
+        "file": lambda: download(sources[0].http, buffer),
+        "socket": lambda: copy(sources[0].raw, buffer),
+    }
+    for way in ways.values():
+        way()
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            took[name].append(time.perf_counter() - began)
+    rates = {name: round((mib << 20) / statistics.median(values) / 1e6) for name, values in took.items()}
+    best = max(rates["fetch_1"], rates["fetch_2"])
+    against = {"against_file": best / rates["file"], "against_socket": best / rates["socket"]}
+    return (
+        {"bench": "hsdp_fetch", "mib": mib, "MB_s": rates}
+        | {name: round(value, 3) for name, value in against.items()}
+        | {"withdraw_ms": withdrawal(sources[0], into, rounds)}
+        | {"offer_us": offering(), "checksum_GB_s": checksums()}
+        | serving(sources[0], into, rounds)
+    )
+
+
+def tensors(mib: int) -> dict[str, torch.Tensor]:
+    return {f"weight{i}": torch.ones((mib << 20) // TENSORS // 4) for i in range(TENSORS)}
+
+
+def download(address: str, buffer: memoryview) -> None:
+    connection = http.client.HTTPConnection(address)
+    connection.request("GET", "/state")
+    _fill(connection.getresponse().readinto, buffer)
+    connection.close()
+
+
+def copy(address: str, buffer: memoryview) -> None:
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        _fill(connection.recv_into, buffer)
+
+
+def _fill(read, view: memoryview) -> None:
+    while view:
+        view = view[read(view) :]
+
+
+def serving(source: "Source", into: dict[str, torch.Tensor], rounds: int) -> dict:
+    """The compute loop alone and with a fetch, in turns; the last of them at the lowest priority, which stays."""
+    found = {}
+    for name, niceness in (("beside", 0), ("apart", 19)):
+        os.nice(niceness)
+        pairs = [(compute_with(source, None), compute_with(source, into)) for _ in range(rounds)]
+        step = statistics.median(served[0] / alone[0] for alone, served in pairs)
+        rate = statistics.median(served[1] for _, served in pairs)
+        both = [statistics.median(alone[0] for alone, _ in pairs), statistics.median(served[0] for _, served in pairs)]
+        found[name] = {"step": round(step, 3), "step_ms": [round(ms, 3) for ms in both], "step_MB_s": round(rate)}
+    return found
+
+
+def compute_with(source: "Source", into: dict[str, torch.Tensor] | None) -> tuple[float, float]:
+    """Milliseconds per step of the loop in ``source``, and the MB per second fetched from it meanwhile."""
+    answers: list[str] = []
+    source.say("compute")
+    waiter = threading.Thread(target=lambda: answers.append(source.hear()))
+    waiter.start()
+    began, amount = time.perf_counter(), 0
+    while into is not None and waiter.is_alive():
+        amount += fetch([source.address], TOKEN, 1, 1, into, LIMIT_S).bytes
+    seconds = time.perf_counter() - began
+    waiter.join()
+    return float(answers[0]), amount / seconds / 1e6
+
+
+def withdrawal(source: "Source", into: dict[str, torch.Tensor], rounds: int) -> float:
+    longest = 0.0
+    for turn in range(rounds):
+        timer = threading.Timer(0.01 + 0.005 * turn, lambda: source.say("withdraw"))
+        timer.start()
+        with contextlib.suppress(Refused):
+            fetch([source.address], TOKEN, 1, 1, into, LIMIT_S)
+        timer.join()
+        longest = max(longest, float(source.hear()))
+    return round(longest, 3)
+
+
+def offering() -> int:
+    live = {f"parameter{i}": torch.zeros(8) for i in range(1000)}
+    server, took = StateServer("127.0.0.1", TOKEN), []
+    for step in range(50):
+        began = time.perf_counter()
+        server.withdraw()
+        server.offer(step, 1, dict(live), {"step": step})
+        took.append(time.perf_counter() - began)
+    server.close()
+    return round(1e6 * statistics.median(took))
+
+
+def checksums() -> dict[str, float]:
+    block = memoryview(bytearray(os.urandom(1 << 20)))
+    ways = {"ours": checksum, "crc32": zlib.crc32, "adler32": zlib.adler32}
+    ways |= {name: lambda data, name=name: hashlib.new(name, data).digest() for name in ("sha256", "blake2b")}
+    rates = {}
+    for name, way in ways.items():
+        took = []
+        for _ in range(30):
+            began = time.perf_counter()
+            way(block)
+            took.append(time.perf_counter() - began)
+        rates[name] = round(len(block) / statistics.median(took) / 1e9, 2)
+    return rates
+
+
+class Source:
+    """A process that serves the state in all three ways, and computes when told to."""
+
+    def __init__(self, mib: int, folder: str):
+        command = [sys.executable, __file__, "--mib", str(mib), "--serve", folder]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        self.address, self.http, self.raw = self.hear().split()
+
+    def say(self, word: str) -> None:
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> str:
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Serving:
+    """That process."""
+
+    def __init__(self, mib: int, folder: Path):
+        self._state = tensors(mib)
+        self._server = StateServer("127.0.0.1", TOKEN)
+        self._server.offer(1, 1, self._state, {})
+        plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _file_handler(folder))
+        threading.Thread(target=plain.serve_forever, daemon=True).start()
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=_pour, args=(listener, bytes(mib << 20)), daemon=True).start()
+        ports = plain.server_address[1], listener.getsockname()[1]
+        print(self._server.address, *(f"127.0.0.1:{port}" for port in ports), flush=True)
+
+    def obey(self) -> None:
+        for line in sys.stdin:
+            if line.strip() == "compute":
+                print(compute(BLOCK_S), flush=True)
+            else:
+                began = time.perf_counter()
+                self._server.withdraw()
+                print(1e3 * (time.perf_counter() - began), flush=True)
+                self._server.offer(1, 1, self._state, {})
+
+
+def compute(seconds: float) -> float:
+    """Mean milliseconds per step of a small network's forward and backward pass."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    data, until, steps = torch.randn(256, 256), time.perf_counter() + seconds, 0
+    began = time.perf_counter()
+    while time.perf_counter() < until:
+        model(data).square().mean().backward()
+        model.zero_grad()
+        steps += 1
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def _file_handler(folder: Path):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=str(folder))
+
+        def log_message(self, *arguments) -> None:
+            pass
+
+    return Quiet
+
+
+def _pour(listener: socket.socket, data: bytes) -> None:
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(data)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
