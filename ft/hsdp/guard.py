@@ -1,5 +1,6 @@
 """A replica's training run: every step in a quorum, committed by all of its ranks or by none (paper, section 4.1)."""
 
+import contextlib
 import statistics
 import time
 from collections import deque
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.errors import UserError
 from ft.hsdp import lr
 from ft.hsdp.agreement import Agreed
 from ft.hsdp.digest import digest
@@ -32,11 +34,11 @@ class ReplicaGuard:
 
     Args:
         parts: what it works with. load: loads the last persistent checkpoint, where nobody has a state any more; False
-            if there is none: then the run begins anew.
+            if there is none: then the run begins anew. rehearse: computes a step that nothing comes of.
     """
 
-    def __init__(self, parts: Parts, load: Callable[[], bool]):
-        self._parts, self._load = parts, load
+    def __init__(self, parts: Parts, load: Callable[[], bool], rehearse: Callable[[], None]):
+        self._parts, self._load, self._rehearse = parts, load, rehearse
         self.session, self._place, self._position = parts.session, parts.place, parts.position
         self._exchange, self._catch_up = parts.exchange, parts.catch_up
         self._has_state = not parts.place.comes_back
@@ -64,6 +66,8 @@ class ReplicaGuard:
         session.progress.begins(self._position.step)
         if self._has_state:
             self._offer()
+        else:
+            self._warm_up()
         result = None
         while True:
             try:
@@ -176,6 +180,14 @@ class ReplicaGuard:
             raise SystemExit("no replica has a state, there is no checkpoint: this worker starts anew to begin the run")
         self._has_state = True
         self._offer()
+
+    def _warm_up(self) -> None:
+        """Before anybody waits for this replica: the first step of a process takes longer than others (section 5)."""
+        self._exchange.begin()
+        self._exchange.give_up("this is a rehearsal")
+        with self.session.progress.at("aside", "rehearsal"), contextlib.suppress(UserError):  # of data that are used up
+            self._rehearse()
+        self._parts.subject.abandon_step()
 
     def _report(self) -> Report:
         position = self._position
