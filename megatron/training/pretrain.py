@@ -155,7 +155,7 @@ def replica(job: Job, session: "Session", place: "Place") -> "ReplicaGuard":
     """A guard that takes ``job`` through the quorums of all replicas."""
     from ft.hsdp.guard import ReplicaGuard
     from ft.hsdp.parts import put_together
-    from ft.hsdp.position import ReplicaPosition
+    from ft.hsdp.position import KEY, ReplicaPosition
 
     trainee, options, state = job.trainee, job.options, job.state
     share = own_share(options, job.layout, place, state)
@@ -177,6 +177,7 @@ def replica(job: Job, session: "Session", place: "Place") -> "ReplicaGuard":
 
     def load_last() -> bool:
         """Where no replica has a state any more: from the newest persistent checkpoint, if there is one."""
+        state.extra.pop(KEY, None)  # where the lost state stood
         is_loaded = load(job.checkpointer, options, trainee, state)
         begins = own_share(options, job.layout, replace(place, comes_back=False), state)
         position.restart(begins.deal, dict(begins.positions))
