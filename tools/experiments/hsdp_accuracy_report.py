@@ -121,8 +121,8 @@ def _conclusions(runs: dict[str, dict[int, dict]], spread: float) -> list[str]:
         f"Seen: of {sum(name[0] == 'd' for name in runs)} settings these end further off than one spread: "
         f"{', '.join(beyond) or 'none'}.",
         f"With three away the order, lowest loss first, is {', '.join(order)}: here a smaller rate is less progress.",
-        f"On the way the most that a setting is off is {wild:.3f}, another order of the samples {calm:.3f}: what figure 9",
-        "shows, more fluctuation with three away and a flatter curve with sqrt, would have to be larger to be seen here.",
+        f"On the way the most that a setting is off is {wild:.3f}, another order of the samples {calm:.3f}: what",
+        "figure 9 shows, more fluctuation with three away and a flatter curve with sqrt, is too small to be seen here.",
         "",
         "What can be said: whether a setting ends within what another order of the samples does to the loss, and",
         f"whether the difference between two ways to scale the rate is larger than its error ({spread:.4f} is one",
