@@ -111,7 +111,7 @@ class _Run:
             self._processes[victim].kill()
             self._processes[victim].wait()
         self._wait(BACK_S, "the lost group back", lambda: self._steps_after(victim, at, 1))
-        back = next(row["wall"] for row in self._rows(victim) if row["wall"] > at and row["members"] == self._replicas)
+        back = next(row["wall"] for row in self._rows(victim) if row["wall"] > at and row["committed"])
         self._wait(STALL_S, "steps with it", lambda: all(self._steps_after(r, back, 5) for r in others))
         rejoin = max(self._longest(replica, back - 2.0, back + 10 * step_s + 1.0) for replica in others)
         if kind == "kill":
