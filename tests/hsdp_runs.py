@@ -124,7 +124,7 @@ class Run:
         self.server(events.REPLICA_OFFLINE, replica=replica, reason="its leader's connection broke")
 
     def builds(self, replica: int) -> None:
-        self.own(replica, events.RESTARTED, number=1, reason="a worker died")
+        self.own(replica, events.WORKER_STARTED, node="n0", worker=f"n0.v{replica}", pid=2)
 
     def returns(self, replica: int) -> None:
         self.alive.add(replica)

@@ -1,7 +1,7 @@
 """Where a replica stands: the trainer's position, and the samples that every replica has taken so far."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ft.hsdp.samples import Deal
 from ft.worker.position import Position
@@ -9,12 +9,23 @@ from ft.worker.position import Position
 KEY = "replicas"
 
 
+class Follow(Protocol):
+    """This rank's loaders, of its replica's stream."""
+
+    def __call__(self, deal: Deal, position: int) -> None:
+        """They read that deal's stream from ``position`` on."""
+
+    @property
+    def position(self) -> int | None:
+        """Where they stand, None where this rank reads no samples."""
+
+
 class ReplicaPosition:
     """Part of the state that all replicas share: committing a step moves the samples of those that contributed to it.
 
     Args:
         trainer: the trainer's own position. extra: what goes with it into snapshots and checkpoints, the live mapping.
-        replica: this one. follow: has this rank's loaders read ``deal.stream(replica)`` from a position on.
+        replica: this one. follow: this rank's loaders.
 
     Attributes:
         deal: who gets which samples. positions: samples taken, by replica. lineage: quorum of the last step, 0 before
@@ -26,7 +37,7 @@ class ReplicaPosition:
         trainer: Position,
         extra: Callable[[], dict[str, Any]],
         replica: int,
-        follow: Callable[[Deal, int], None],
+        follow: Follow,
         deal: Deal,
         positions: dict[int, int],
     ):
@@ -43,6 +54,12 @@ class ReplicaPosition:
     def mine(self) -> int:
         """Samples of its own stream that this replica has taken."""
         return self.positions.get(self._replica, 0)
+
+    def began_at(self, batch: int) -> int:
+        """Where in its stream the step under way began to read its ``batch`` samples: by the loaders, where there are
+        any, and not by what is expected of them."""
+        read_to = self._follow.position
+        return self.mine if read_to is None else read_to - batch
 
     def advance(self, healthy: Sequence[int], batch: int, quorum: int) -> None:
         """A step is committed in ``quorum``: each of ``healthy`` has taken ``batch`` samples."""

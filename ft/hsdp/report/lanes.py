@@ -13,7 +13,7 @@ STATES = (ONLINE, CATCHING_UP, REBUILDING, OFFLINE)
 _OVER = ""
 
 _BROKEN = (events.FAULT_DETECTED, events.EPOCH_CLOSED)
-_BUILT = (events.RESTARTED, events.CONTROL_RESTARTED, events.WORKER_STARTED, events.EPOCH_OPENED)
+_BUILT = (events.RUN_STARTED, events.WORKER_STARTED, events.EPOCH_OPENED)
 _ENDED = (events.FINISHED, events.STOPPED)
 
 
@@ -21,8 +21,8 @@ _ENDED = (events.FINISHED, events.STOPPED)
 class Lane:
     """A replica in one state, from ``begin`` to ``end`` in seconds since ``origin``.
 
-    ONLINE: it contributes. CATCHING_UP: it fetches the state of the others. REBUILDING: its agent builds its world, at
-    the beginning of the run as well. OFFLINE: nothing is done about it yet.
+    ONLINE: it contributes. CATCHING_UP: it fetches the state of the others, or waits to. REBUILDING: its world is
+    being built, at the beginning of the run as well. OFFLINE: no worker of its next life has been started.
     """
 
     replica: int

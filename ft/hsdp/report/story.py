@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from ft.hsdp.report.audit import Audit, audit
 from ft.hsdp.report.effective import Effective, effective
-from ft.hsdp.report.lanes import OFFLINE, ONLINE, Lane, lanes, origin
+from ft.hsdp.report.lanes import OFFLINE, ONLINE, REBUILDING, Lane, lanes, origin
 from ft.hsdp.report.lineage import Lineage, Step, lineage
 from ft.hsdp.report.record import Record
 from ft.hsdp.report.stalls import Incident, Pace, find
@@ -50,7 +50,7 @@ class Story:
     def times_offline(self, replica: int) -> int:
         """How often the replica stopped contributing."""
         own = [lane for lane in self.lanes if lane.replica == replica]
-        return sum(a.state == ONLINE and b.state == OFFLINE for a, b in pairwise(own))
+        return sum(a.state == ONLINE and b.state in (OFFLINE, REBUILDING) for a, b in pairwise(own))
 
 
 def tell(record: Record) -> Story:
