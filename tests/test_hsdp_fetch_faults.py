@@ -121,26 +121,30 @@ def test_flipped_bits_are_never_accepted_and_another_source_makes_good_for_them(
     print("seed", seed)
     numbers, live = random.Random(seed), state(15, 1.5)
     source, accepted = serving(closing, live), 0
-    for turn in range(15):
+    for turn in range(20):
         rate = numbers.choice([2e-7, 2e-6, 1e-5])
         middle = opened(closing, Proxy(source.address, _flipper(random.Random(seed + turn), rate)))
         into = blank(live)
         with contextlib.suppress(Refused, BadState):
-            get([middle], into, stall_s=3.0)
+            get([middle], into, stall_s=2.0)
             assert equal(live, into)
             accepted += 1
         into = blank(live)
-        get([middle, source], into, stall_s=3.0)
+        get([middle, source], into, stall_s=2.0)
         assert equal(live, into)
         middle.close()
     print("undamaged", accepted)
 
 
 def _flipper(numbers: random.Random, rate: float):
+    """``rate``: damaged bytes / bytes."""
+
     def answer(data: bytes, before: int) -> bytes:
         changed = bytearray(data)
-        for _ in range(sum(numbers.random() < rate for _ in range(len(data)))):
-            changed[numbers.randrange(len(data))] ^= 1 << numbers.randrange(8)
+        at = int(numbers.expovariate(rate))
+        while at < len(changed):
+            changed[at] ^= 1 << numbers.randrange(8)
+            at += 1 + int(numbers.expovariate(rate))
         return bytes(changed)
 
     return answer
