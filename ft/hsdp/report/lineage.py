@@ -8,6 +8,7 @@ before it; what is not on that chain was superseded. After a full restart that i
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ft.hsdp.commits import Commit
 
@@ -24,7 +25,7 @@ class Step:
 
     by: Mapping[int, Commit]
 
-    @property
+    @cached_property
     def commit(self) -> Commit:
         """A line of a healthy member, where one is on record."""
         healthy = [number for number in sorted(self.by) if number in self.by[number].healthy]
@@ -34,7 +35,7 @@ class Step:
     def number(self) -> int:
         return self.commit.step
 
-    @property
+    @cached_property
     def when(self) -> float:
         """Wall time of the commit."""
         return statistics.median(commit.wall for commit in self.by.values())
