@@ -152,6 +152,8 @@ def test_commits_come_back_and_torn_lines_are_left_out(tmp_path):
     path.write_bytes(path.read_bytes() + b'\n[3]\n{"step": -1}\n\xff\n')
     assert commits.read(tmp_path) == [COMMIT, bare, COMMIT]
     assert commits.read(tmp_path / "gone") == []
+    assert commits.read(tmp_path, 1 << 20) == [COMMIT, bare, COMMIT]
+    assert commits.read(tmp_path, len(whole)) == [bare, COMMIT]
 
 
 def test_a_line_that_says_nothing_of_the_deal_is_the_plain_one(tmp_path):
