@@ -7,12 +7,14 @@ import sys
 from ft.errors import UserError
 
 _SUBCOMMANDS = (
-    ("ft.agent.run", "add_parser"),
-    ("ft.report.commands", "add_parsers"),
-    ("ft.inject.commands", "add_parser"),
-    ("ft.plan.commands", "add_parser"),
-    ("ft.simulate.commands", "add_parser"),
+    (("run",), "ft.agent.run", "add_parser"),
+    (("status", "report"), "ft.report.commands", "add_parsers"),
+    (("faults",), "ft.inject.commands", "add_parser"),
+    (("plan",), "ft.plan.commands", "add_parser"),
+    (("simulate",), "ft.simulate.commands", "add_parser"),
 )
+"""(names, module, function). Only the module of the subcommand that is asked for is imported: simulations and planners
+bring libraries that a launcher should not wait for."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,9 +25,10 @@ def main(argv: list[str] | None = None) -> int:
         epilog="ft SUBCOMMAND --help tells about each.",
     )
     subparsers = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
-    for module, function in _SUBCOMMANDS:
-        getattr(importlib.import_module(module), function)(subparsers)
     argv = sys.argv[1:] if argv is None else argv
+    asked_for = [entry for entry in _SUBCOMMANDS if argv and argv[0] in entry[0]]
+    for _, module, function in asked_for or _SUBCOMMANDS:
+        getattr(importlib.import_module(module), function)(subparsers)
     if not argv:
         parser.print_help()
         return 2

@@ -45,7 +45,7 @@ class Service:
         self.server = None
 
     def serve(self, replicas=2, **options):
-        limits = {"lost_s": 0.1, "silent_s": 1.0, "start_s": 20.0, "beat_s": 0.1, **options.pop("limits", {})}
+        limits = {"lost_s": 0.1, "silent_s": 4.5, "start_s": 20.0, "beat_s": 0.1, **options.pop("limits", {})}
         term = self.term()
         words = json.dumps({"replicas": replicas, "limits": limits, **options})
         self.server = self.run("-m", "ft.hsdp.quorum", "--run-dir", str(self.folder), "--options", words)
@@ -228,7 +228,7 @@ def test_one_that_leaves_waits_for_nothing_more_and_nobody_for_it(service):
 
 
 def test_what_an_agent_says_ends_the_wait(service):
-    service.serve(2, limits={"silent_s": 4.5})
+    service.serve(2)
     clients = [service.client(replica) for replica in range(2)]
     quorum = both(clients, [(0, 0)] * 2)
     waits = ask(clients[0], after(quorum))
@@ -242,7 +242,7 @@ def test_what_an_agent_says_ends_the_wait(service):
 
 
 def test_a_stopped_leader_is_waited_for_no_longer_than_it_beats_and_comes_back_behind(service):
-    service.serve(2)
+    service.serve(2, limits={"silent_s": 1.0})
     client, leader = service.client(0), service.leader(1)
     quorum = ask(client).result(LIMIT_S)
     leader.send_signal(signal.SIGSTOP)

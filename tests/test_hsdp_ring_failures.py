@@ -285,7 +285,7 @@ class Half:
         self._open = [self._listener]
 
     def join(self, number: int, addresses: list[str], me: int, options: RingOptions) -> None:
-        agreed = hello.agreement(addresses, options.chunk_bytes, options.chunks, options.streams)
+        agreed = hello.agreement(addresses, *options.shared())
         host, port = addresses[(me + 1) % len(addresses)].rsplit(":", 1)
         for stream in range(options.streams + 1):
             call = socket.create_connection((host, int(port)), timeout=10)
@@ -350,3 +350,15 @@ def connected_to(address: str) -> list[socket.socket]:
 def not_acknowledged(connection: socket.socket) -> int:
     with connection:
         return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_who_is_done_may_go_on_to_the_next_quorum_while_others_still_read_what_it_sent(members, count):
+    rings = members(count)
+    addresses = [ring.address for ring in rings]
+    for number in range(1, 40):
+        outcomes: list = []
+        for me, ring in enumerate(rings):
+            ring.reconfigure(number, addresses, me)
+            outcomes += [ring.all_reduce(torch.zeros(30_000)) for _ in range(2)]
+        assert all(outcome.wait().ok for outcome in outcomes)

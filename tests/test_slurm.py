@@ -16,6 +16,7 @@ from slurm.cluster import Cluster, reason_to_skip
 
 from ft import events
 from ft.agent import allocation
+from ft.hsdp.launch.places import parts_of
 from megatron.training.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
@@ -164,8 +165,8 @@ def test_the_first_node_with_script_and_control_plane_is_a_node_like_any_other(c
     assert job.state("_8") == "PENDING", "the array's next job waits for a third node"
 
 
-@pytest.mark.parametrize(("example", "world_size"), [("hot_swap.sbatch", 64), ("hot_swap_cluster.sbatch", 256)])
-def test_the_examples_models_fit_their_nodes(example, world_size, tmp_path):
+def told_to_srun(example: str, tmp_path: Path) -> list[str]:
+    """The words that the example gives to srun."""
     shown = tmp_path / "bin" / "srun"
     shown.parent.mkdir()
     shown.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -175,18 +176,32 @@ def test_the_examples_models_fit_their_nodes(example, world_size, tmp_path):
     done = subprocess.run(
         script, env={**environment, "SLURM_JOB_NAME": "gpt"}, capture_output=True, text=True, timeout=20, check=True
     )
-    words = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("example", "world_size"), [("hot_swap.sbatch", 64), ("hot_swap_cluster.sbatch", 256)])
+def test_the_examples_models_fit_their_nodes(example, world_size, tmp_path):
+    words = told_to_srun(example, tmp_path)
     options = parse(words[words.index("pretrain_gpt.py") + 1 :])
     check(options, world_size, has_te=True)
     nodes, standbys, workers = (
         int(re.search(rf"--{name}[= ](\d+)", text)[1])
         for name, text in (
-            ("nodes", Path(script[1]).read_text()),
+            ("nodes", (ROOT / "examples" / "slurm" / example).read_text()),
             ("standby-nodes", " ".join(words)),
             ("nproc-per-node", " ".join(words)),
         )
     )
     assert (nodes - standbys) * workers == world_size
+
+
+def test_the_example_of_replicas_gives_each_a_set_of_nodes_that_its_model_fits(tmp_path):
+    words = told_to_srun("hsdp.sbatch", tmp_path)
+    nodes = int(re.search(r"--nodes=(\d+)", (ROOT / "examples" / "slurm" / "hsdp.sbatch").read_text())[1])
+    given = {name: int(words[words.index(f"--{name}") + 1]) for name in ("nproc-per-node", "ft-hsdp-replicas")}
+    parts = [part for node in range(nodes) for part in parts_of(node, nodes, *given.values())]
+    assert len(parts) == nodes and not any(part.shared for part in parts)
+    check(parse(words[words.index("pretrain_gpt.py") + 1 :]), parts[0].world_size, has_te=True)
 
 
 def test_whose_job_is_nobodys():

@@ -9,27 +9,25 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from ft.agent.slurm import hosts
-from ft.report.run import read_status
 
 _POLL_S, _COMMAND_S, _ANSWER_S = 2.0, 30.0, 5.0
 
 
 def end_orphaned_job(
-    environment: Mapping[str, str], run_dir: Path, say: Callable[[str], None], patience_s: float = 1200.0
+    environment: Mapping[str, str], is_first_lost: bool, say: Callable[[str], None], patience_s: float = 1200.0
 ) -> None:
     """Called when the run is over here: ends the job if its batch script is gone, else returns at once.
 
     Slurm has to agree that the script's node is down, which it says only after its SlurmdTimeout (usually 300 s).
 
     Args:
-        run_dir: of the run, whose status says which nodes were lost. say: told what goes on.
+        is_first_lost: the run has lost the first node of the allocation. say: told what goes on.
         patience_s: how long to wait for Slurm to notice.
     """
     job, launcher = job_name(environment), environment.get("SLURM_SRUN_COMM_HOST")
-    if job is None or launcher is None or not lost_first_node(read_status(run_dir)):
+    if job is None or launcher is None or not is_first_lost:
         return
     if _answers(launcher, environment.get("SLURM_SRUN_COMM_PORT", "")):
         return

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 import warnings
@@ -21,7 +22,10 @@ _TRAINER = (
     "megatron.core.pipeline_parallel",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers",
+    "encodings.idna",  # the first name that is looked up asks for it
 )
+_REPLICAS = ("ft.hsdp.parts", "ft.hsdp.resume")
 _FAULT_TOLERANCE = ("ft.worker.session", "ft.worker.protect")
 
 
@@ -87,6 +91,7 @@ def load(names: list[str], skip: set[str]) -> None:
                 with contextlib.suppress(Exception, SystemExit):
                     importlib.import_module(name)
                 _check_fit(name)
+            _rehearse()
     gc.collect()
     gc.freeze()
 
@@ -110,7 +115,9 @@ def _companions(wanted: list[str]) -> list[str]:
     """What modules import only when they run: they are needed as surely as the modules."""
     tops = {name.split(".")[0] for name in wanted}
     trainer = any(name.startswith("megatron.training") for name in wanted)
-    return [*(_TRAINER if trainer else ()), *(_FAULT_TOLERANCE if "ft" in tops or trainer else ())]
+    of_replicas = trainer and "FT_HSDP_REPLICA" in os.environ
+    found = [*(_TRAINER if trainer else ()), *(_FAULT_TOLERANCE if "ft" in tops or trainer else ())]
+    return [*found, *(_REPLICAS if of_replicas else ())]
 
 
 def _patch() -> None:
@@ -118,6 +125,15 @@ def _patch() -> None:
     with contextlib.suppress(Exception):
         importlib.import_module("torch.distributed")
         importlib.import_module("megatron.patches").apply()
+
+
+def _rehearse() -> None:
+    """What each worker of the trainer would do first, and finds done: it counts while the others wait for it."""
+    with contextlib.suppress(Exception, SystemExit):
+        importlib.import_module("megatron.training.arguments").parse([])
+    if "FT_HSDP_REPLICA" in os.environ:
+        with contextlib.suppress(Exception):
+            importlib.import_module("megatron.patches").apply("replicas")
 
 
 def _modules_of(package: str) -> Iterator[str]:

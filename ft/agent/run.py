@@ -11,6 +11,7 @@ from ft.agent.console import Console
 from ft.agent.options import RunOptions, resolve
 from ft.errors import UserError
 from ft.hsdp.launch import run as launch
+from ft.report.run import read_status
 
 _EPILOG = """
 Start it once on every node, as torchrun. A plain torchrun script simply runs; one that joins the run (with
@@ -19,6 +20,7 @@ pretrain_gpt.py: --ft-hot-swap; in a script of your own: ft.attach) survives the
   ft run --nproc-per-node 4 --standby 1 pretrain_gpt.py ... --ft-hot-swap
   ft run --nproc-per-node 4 --standby 1 --inject kill@step=20:rank=3 pretrain_gpt.py ... --ft-hot-swap
   srun --ntasks-per-node=1 ft run --nproc-per-node gpu --standby-nodes 1 pretrain_gpt.py ...
+  ft run --nproc-per-node 6 --ft-hsdp-replicas 3 pretrain_gpt.py ...
   mpirun --with-ft ulfm -n 5 --map-by ppr:1:node ft run --nproc-per-node gpu --standby-nodes 1 --ft-transport mpi ...
 """
 
@@ -51,7 +53,8 @@ def main(given: argparse.Namespace) -> NoReturn:
     options = resolve(given, os.environ, job)
     faults = plan_faults(options)
     code = carry_out(options, faults, _announcement(options, faults))
-    allocation.end_orphaned_job(os.environ, options.run_dir, Console(options.quiet).complain)
+    is_first_lost = allocation.lost_first_node(read_status(options.run_dir))
+    allocation.end_orphaned_job(os.environ, is_first_lost, Console(options.quiet).complain)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process

@@ -2,11 +2,15 @@
 
 import threading
 
+import torch
+import torch.distributed as dist
+
 from ft import events
 from ft.errors import FtError
 from ft.hsdp import fetch
 from ft.hsdp.agreement import Agreed
 from ft.hsdp.place import Place
+from ft.hsdp.quorum import Quorum
 from ft.hsdp.retry import Retry
 from ft.hsdp.state import ReplicaState
 from ft.worker.session import Session
@@ -17,29 +21,51 @@ _ENVELOPE_S = 10.0
 class CatchUp:
     """One rank's part, for one step at a time.
 
+    A replica that has a state of its own, if an old one, keeps it until the new one is there on all of its ranks: what
+    is fetched lies in host memory meanwhile. One that has none has it written where it belongs.
+
     Args:
-        limit_s: for a fetch; the peers' update ends it earlier.
+        votes: group of the replica's ranks. limit_s: for a fetch; the peers' update ends it earlier.
     """
 
-    def __init__(self, session: Session, place: Place, state: ReplicaState, limit_s: float = 600.0):
+    def __init__(
+        self, session: Session, place: Place, state: ReplicaState, votes: dist.ProcessGroup, limit_s: float = 600.0
+    ):
         self._session, self._replica, self._token = session, place.replica, place.token
-        self._state, self._limit_s = state, limit_s
+        self._state, self._votes, self._limit_s = state, votes, limit_s
         self._thread: threading.Thread | None = None
         self._fetched: fetch.Fetched | None = None
-        self.problem = ""
+        self._aside: dict[str, torch.Tensor] | None = None
+        self._problem = ""
 
-    def begin(self, agreed: Agreed) -> None:
-        """Begins to fetch the state that ``agreed`` names into the live tensors, in a thread."""
-        self._fetched, self.problem = None, ""
-        sources = self._sources(agreed)
-        self._thread = threading.Thread(target=self._fetch, args=(agreed, sources), name="ft-hsdp-fetch", daemon=True)
+    def begin(self, agreed: Agreed, *, keeps_state: bool) -> None:
+        """Begins to fetch the state that ``agreed`` names, in a thread."""
+        self._fetched, self._problem = None, ""
+        live = self._state.tensors()
+        self._aside = {name: torch.empty_like(t, device="cpu") for name, t in live.items()} if keeps_state else None
+        into, sources = self._aside or live, self._sources(agreed)
+        self._thread = threading.Thread(
+            target=self._fetch, args=(agreed.quorum, sources, into), name="ft-hsdp-fetch", daemon=True
+        )
         self._thread.start()
 
     def end(self) -> None:
-        """Waits for the fetch and puts what is no tensor in place; without a state ``problem`` says why."""
+        """Waits for the fetch and puts the state in place, if all ranks of the replica have theirs.
+
+        Raises:
+            Retry: one has not; on all ranks alike. A state that was kept is still there.
+        """
         self._thread.join()
-        if self._fetched is not None:
-            self._state.apply(self._fetched.envelope)
+        has_come = torch.tensor([int(self._fetched is not None)], dtype=torch.int32, device="cpu")
+        dist.all_reduce(has_come, op=dist.ReduceOp.MIN, group=self._votes)
+        if not has_come.item():
+            raise Retry(self._problem or "another rank of this replica could not fetch its state")
+        if self._aside is not None:
+            with torch.no_grad():
+                for name, tensor in self._state.tensors().items():
+                    tensor.copy_(self._aside[name])
+            self._aside = None
+        self._state.apply(self._fetched.envelope)
 
     def settle(self, agreed: Agreed, step: int) -> None:
         """After the commit of ``step``: generators and buffers, which a forward pass moves, as the others have them.
@@ -61,15 +87,14 @@ class CatchUp:
             events.CAUGHT_UP, replica=self._replica, step=step, fetch_s=round(done.seconds, 4), bytes=done.bytes
         )
 
-    def _fetch(self, agreed: Agreed, sources: list[str]) -> None:
-        quorum, rank = agreed.quorum, self._session.rank
-        into = self._state.tensors()
+    def _fetch(self, quorum: Quorum, sources: list[str], into: dict[str, torch.Tensor]) -> None:
+        rank = self._session.rank
         try:
             self._fetched = fetch.fetch(
                 sources, self._token, quorum.step, quorum.lineage, into, self._limit_s, rank=rank
             )
         except FtError as error:
-            self.problem = str(error)
+            self._problem = str(error)
 
     def _sources(self, agreed: Agreed) -> list[str]:
         """The same rank of the healthy replicas, from another one on for every rank, so that all serve alike."""

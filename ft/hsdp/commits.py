@@ -33,6 +33,7 @@ class Commit:
             included. wait_s: of these, what quorum and FTAR took beyond the replica's own work.
         loss: mean over the tokens of all healthy replicas, None where the leader does not know it. tokens: that
             contributed, of all of them, None where unknown.
+        digest: of the state of all ranks of the writer after the step, None where nobody asked for it.
         at: position of the writer's stream from which it read its samples, None where it read none (behind).
     """
 
@@ -50,6 +51,7 @@ class Commit:
     loss: float | None = None
     tokens: int | None = None
     at: int | None = None
+    digest: int | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -72,6 +74,7 @@ class Commit:
             "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
             "tokens": self.tokens,
             "at": self.at,
+            "digest": self.digest,
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -125,7 +128,7 @@ def _parse(line: bytes, deals: dict[str, Deal]) -> Commit | None:
             healthy=tuple(_whole(replica) for replica in values["healthy"]),
             behind=tuple(_whole(replica) for replica in values["behind"]),
             **{name: _whole(values[name]) for name in ("step", "quorum", "before", "batch")},
-            **{name: _whole(values[name]) for name in ("tokens", "at") if values.get(name) is not None},
+            **{name: _whole(values[name]) for name in ("tokens", "at", "digest") if values.get(name) is not None},
             **{name: _figure(values[name]) for name in ("wall", "step_s", "wait_s", "loss") if name in values},
         )
     except (ValueError, KeyError, TypeError, AttributeError):

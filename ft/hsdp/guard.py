@@ -1,5 +1,6 @@
 """A replica's training run: every step in a quorum, committed by all of its ranks or by none (paper, section 4.1)."""
 
+import contextlib
 import statistics
 import time
 from collections import deque
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.errors import UserError
 from ft.hsdp import lr
 from ft.hsdp.agreement import Agreed
+from ft.hsdp.digest import digest
 from ft.hsdp.parts import Parts
 from ft.hsdp.quorum import Quorum, Report
 from ft.hsdp.retry import Retry, RunIsOver
@@ -22,6 +25,7 @@ from ft.worker.reminder import said
 _UNKNOWN_STEP_S = 60.0
 _ASIDE_S = 120.0
 _LEAVE_S = 2.0
+_LONGEST_WAIT_S = 60.0
 _STEPS_REMEMBERED = 20
 
 
@@ -30,11 +34,11 @@ class ReplicaGuard:
 
     Args:
         parts: what it works with. load: loads the last persistent checkpoint, where nobody has a state any more; False
-            if there is none: then the run begins anew.
+            if there is none: then the run begins anew. rehearse: computes a step that nothing comes of.
     """
 
-    def __init__(self, parts: Parts, load: Callable[[], bool]):
-        self._parts, self._load = parts, load
+    def __init__(self, parts: Parts, load: Callable[[], bool], rehearse: Callable[[], None]):
+        self._parts, self._load, self._rehearse = parts, load, rehearse
         self.session, self._place, self._position = parts.session, parts.place, parts.position
         self._exchange, self._catch_up = parts.exchange, parts.catch_up
         self._has_state = not parts.place.comes_back
@@ -45,6 +49,7 @@ class ReplicaGuard:
         self._suspects: tuple[int, ...] = ()
         self._is_sure = self._is_catching_up = False
         self._is_untouched = True
+        self._wait_s = parts.place.wait_s
         self._aside = True  # the first step may take its time everywhere
         self._step_times: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._began = time.monotonic()
@@ -61,6 +66,8 @@ class ReplicaGuard:
         session.progress.begins(self._position.step)
         if self._has_state:
             self._offer()
+        else:
+            self._warm_up()
         result = None
         while True:
             try:
@@ -103,13 +110,18 @@ class ReplicaGuard:
 
     def catching_up(self) -> None:
         """First half of a catch-up step: the state is under way; the trainer exchanges zeros meanwhile."""
-        self._has_state, self._is_untouched = False, False
-        self._catch_up.begin(self._agreed)
+        self._is_untouched = False
+        self._catch_up.begin(self._agreed, keeps_state=self._has_state)
 
     def caught_up(self) -> None:
-        """Second half: with the zeros exchanged, the state is put in place, before the update."""
+        """Second half: with the zeros exchanged, the state is put in place, before the update.
+
+        Raises:
+            Retry: it cannot be had on all ranks.
+        """
         with self.session.progress.at("aside", "fetch"):
             self._catch_up.end()
+        self._has_state, self._start = True, self._parts.state.envelope()
 
     def share(self, samples: int) -> int:
         """This replica's part of a global batch."""
@@ -153,7 +165,9 @@ class ReplicaGuard:
         self._is_sure = not self._is_catching_up
         self._offer()
         seconds = time.monotonic() - self._began
-        self._parts.records.committed(position, quorum, *self._before, seconds, self._exchange.waited_s)
+        tensors = self._parts.state.tensors() if self._place.digests else None
+        proof = None if tensors is None else digest(tensors, self._parts.votes)
+        self._parts.records.committed(position, quorum, *self._before, seconds, self._exchange.waited_s, proof)
         if not self._is_catching_up:
             self._step_times.append(seconds)
         self._is_catching_up = False
@@ -166,6 +180,14 @@ class ReplicaGuard:
             raise SystemExit("no replica has a state, there is no checkpoint: this worker starts anew to begin the run")
         self._has_state = True
         self._offer()
+
+    def _warm_up(self) -> None:
+        """Before anybody waits for this replica: the first step of a process takes longer than others (section 5)."""
+        self._exchange.begin()
+        self._exchange.give_up("this is a rehearsal")
+        with self.session.progress.at("aside", "rehearsal"), contextlib.suppress(UserError):  # of data that are used up
+            self._rehearse()
+        self._parts.subject.abandon_step()
 
     def _report(self) -> Report:
         position = self._position
@@ -226,7 +248,7 @@ class ReplicaGuard:
         Raises:
             Retry: on all ranks alike.
         """
-        problem = self._exchange.problem or (self._catch_up.problem if self._is_catching_up else "")
+        problem = self._exchange.problem
         self.at("vote")
         self._vote_word.fill_(0 if problem else 1)
         dist.all_reduce(self._vote_word, op=dist.ReduceOp.MIN, group=self._parts.votes)
@@ -234,12 +256,20 @@ class ReplicaGuard:
             if problem and self.session.rank:
                 print(f"step {self._position.step + 1}: {problem}", flush=True)
             raise Retry(problem or "another rank of this replica has not got all gradients")
-        if self._agreed.quorum.behind:
-            self._parts.server.withdraw(self._place.wait_s)
+        self._end_offer()
+        self.at("optimizer")
+
+    def _end_offer(self) -> None:
+        """The state is about to change. Who is fetching it is waited for, longer each time that was not enough: a
+        replica whose fetch takes more than a step would never come back otherwise."""
+        is_wanted = bool(self._agreed.quorum.behind)
+        if is_wanted:
+            with self.session.progress.at("aside", "a replica that fetches"):
+                was_cut = bool(self._parts.server.withdraw(self._wait_s))
+            self._wait_s = min(_LONGEST_WAIT_S, 2.0 * self._wait_s) if was_cut else self._place.wait_s
         else:
             self._parts.server.withdraw()
-        self._aside = False
-        self.at("optimizer")
+        self._aside = is_wanted  # others of the ring may be waiting longer
 
     def _offer(self) -> None:
         """The state of the last committed step: for those behind, and for this replica's own next attempt."""
@@ -255,9 +285,8 @@ class ReplicaGuard:
         if self.session.rank == 0:
             print(f"step {self._position.step + 1} is done anew: {retry}", flush=True)
         self._parts.subject.abandon_step()
-        if self._is_catching_up:
-            self._is_catching_up, self._has_state = False, False
-        else:
+        self._is_catching_up = False
+        if self._has_state:
             self._parts.state.apply(self._start)
         self.session.progress.begins(self._position.step)
 

@@ -112,6 +112,7 @@ def put_together(
     per_token = _exchange_tokens(subject.chunks[0].config, exchange)
     is_leader = session.rank == 0
     client = QuorumClient(place.run_dir, place.replica, life, place.token) if is_leader else None
+    votes = dist.new_group(backend="gloo")
     row = {"ring": ring.address, "fetch": server.address}
     injector = make_injector(session, ReplicaBreakage(subject, ring))
     plant_phases(injector, subject, lambda: position.step + 1)
@@ -126,12 +127,12 @@ def put_together(
         server=server,
         client=client,
         agreement=Agreement(dist.new_group(backend="gloo"), row, client),
-        catch_up=CatchUp(session, place, state),
+        catch_up=CatchUp(session, place, state, votes),
         records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
         if is_leader
         else NoRecords(),
         injector=injector,
-        votes=dist.new_group(backend="gloo"),
+        votes=votes,
         batch=batch,
         save_interval=save_interval,
         per_token=per_token,

@@ -18,7 +18,7 @@ class Place:
 
     ``lr_scaling``: how the learning rate follows the healthy replicas. ``wait_s``: for so long a replica that is
     fetching state is waited for before an update makes its fetch void. ``comes_back``: it was there before, or comes
-    late, so its state is to be had from the others.
+    late, so its state is to be had from the others. ``digests``: of the state, into the record of every step.
     """
 
     replica: int
@@ -28,6 +28,7 @@ class Place:
     lr_scaling: str = "sqrt"
     wait_s: float = 1.0
     comes_back: bool = False
+    digests: bool = False
 
     @property
     def token(self) -> str:
@@ -51,6 +52,7 @@ class Place:
                 host=environment.get("FT_HOST", "127.0.0.1"),
                 lr_scaling=environment.get("FT_HSDP_LR_SCALING", "sqrt"),
                 wait_s=float(environment.get("FT_HSDP_WAIT", "1.0")),
+                digests=bool(environment.get("FT_HSDP_DIGESTS")),
                 comes_back=any(int(environment.get(name, "0")) > 0 for name in ("FT_HSDP_LIFE", "FT_RESTART")),
             )
         except (KeyError, ValueError) as error:

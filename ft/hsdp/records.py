@@ -25,6 +25,7 @@ class Records:
         at: int | None,
         step_s: float,
         wait_s: float,
+        digest: int | None,
     ) -> None:
         """A step is committed in ``quorum``; ``position`` is that after it, ``before`` the quorum of the one before.
 
@@ -32,6 +33,7 @@ class Records:
 
         Args:
             at: position of this replica's stream that its samples began at, None if it took none.
+            digest: of the state after the step, if wanted.
         """
         self._commits.write(
             Commit(
@@ -47,6 +49,7 @@ class Records:
                 step_s=step_s,
                 wait_s=wait_s,
                 at=at,
+                digest=digest,
             )
         )
         if self._replica == quorum.healthy[0]:

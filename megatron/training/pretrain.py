@@ -26,6 +26,7 @@ from megatron.training.logging.summary import count_parameters, startup_summary
 from megatron.training.logging.timing import attach_timers
 from megatron.training.loop import train
 from megatron.training.position import JobPosition
+from megatron.training.step import rehearse
 
 if TYPE_CHECKING:
     from ft.hsdp.guard import ReplicaGuard
@@ -181,7 +182,7 @@ def replica(job: Job, session: "Session", place: "Place") -> "ReplicaGuard":
         position.restart(begins.deal, dict(begins.positions))
         return is_loaded
 
-    return ReplicaGuard(parts, load_last)
+    return ReplicaGuard(parts, load_last, lambda: rehearse(job))
 
 
 def run(job: Job) -> None:

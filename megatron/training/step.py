@@ -87,6 +87,13 @@ def _catch_up(job: Job) -> Update:
     return _apply(job, global_batch_size(job.options.training, job.state.consumed_train_samples), reported)
 
 
+def rehearse(job: Job) -> None:
+    """Forward and backward of a step that nothing comes of: what the first of a process costs more is paid for."""
+    samples = global_batch_size(job.options.training, job.state.consumed_train_samples)
+    _zero_gradients(job)
+    run_schedule(job, job.train_loaders, job.guard.share(samples), forward_only=False)
+
+
 def _zero_gradients(job: Job) -> None:
     for chunk in job.trainee.chunks:
         chunk.zero_grad_buffer()

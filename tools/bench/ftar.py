@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--chunk-kib", type=int, default=RingOptions.chunk_bytes >> 10)
     parser.add_argument("--chunks", type=int, default=RingOptions.chunks)
     parser.add_argument("--streams", type=int, default=RingOptions.streams)
+    parser.add_argument("--narrow-sums", action="store_true", help="sums of bf16 travel in bf16, as gloo's do")
     arguments = parser.parse_args(argv)
     cells, busy = [], []
     for processes in arguments.processes:
@@ -81,7 +82,7 @@ def measure(rank: int, count: int, folder: Path, arguments: argparse.Namespace) 
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count, timeout=timedelta(seconds=120)
     )
-    options = RingOptions(arguments.chunk_kib << 10, arguments.chunks, arguments.streams)
+    options = RingOptions(arguments.chunk_kib << 10, arguments.chunks, not arguments.narrow_sums, arguments.streams)
     ring = Ring("127.0.0.1", "bench", options)
     addresses: list[str] = [""] * count
     dist.all_gather_object(addresses, ring.address)

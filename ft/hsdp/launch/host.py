@@ -21,6 +21,7 @@ FOLDER = "launchers"
 
 _FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
 _LOOK_S = 0.5
+_FIRST, _LEFT = "n0", "left-"
 
 
 class QuorumHost:
@@ -84,9 +85,17 @@ class QuorumHost:
         self._due = now + pause_s
         self.look(now)
 
+    def first_is_lost(self) -> bool:
+        """Whether another launcher has succeeded that of node 0, which had not said that it leaves."""
+        standing = tenure.read(self._folder)
+        is_succeeded = standing is not None and standing.term > 0 and standing.node != _FIRST
+        return is_succeeded and not (self._folder / f"{_LEFT}{_FIRST}").exists()
+
     def close(self) -> None:
         """Ends the server, if it is here."""
         self._lease.close()
+        with contextlib.suppress(OSError):
+            (self._folder / f"{_LEFT}{self._name}").touch()
         self._end()
 
     def _claim(self) -> bool:

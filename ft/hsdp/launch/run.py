@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft import token
-from ft.agent import network, options
+from ft.agent import allocation, network, options
 from ft.agent.options import Cluster, RunOptions
 from ft.control import tenure
 from ft.errors import UserError
@@ -52,6 +52,8 @@ def main(given: argparse.Namespace) -> NoReturn:
     name, turn = _name(asked, whole)
     host = QuorumHost(whole.run_dir, name, turn, asked.server_options(_host(whole)), console.complain)
     code = Launcher(whole.run_dir, members, host, console, asked.count, asked.min_count).run()
+    is_first_lost = asked.only is None and host.first_is_lost()
+    allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

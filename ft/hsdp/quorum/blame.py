@@ -32,17 +32,17 @@ class Evidence:
         return f"{against}, {_names(self.vouchers)} could" if self.vouchers else against
 
 
-def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven: int) -> dict[int, str]:
+def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven: int, least: int = 1) -> dict[int, str]:
     """Members to leave out of the next quorum, with the reason of each.
 
     Args:
         quorum: the one that failed. returned: reports of its members that are done with it. failed: how many like it
-            failed in a row before. forgiven: how many may.
+            failed in a row before. forgiven: how many may. least: members that must stay: the worst go first.
     """
     if failed < forgiven or any(member not in returned for member in quorum.members):
         return {}
     found: dict[int, str] = {}
-    while len(found) < len(quorum.members) - 1:
+    while len(found) < len(quorum.members) - max(1, least):
         evidence = _evidence(quorum, returned, set(found))
         guilty = [one for one in evidence if _is_guilty(one, evidence, failed > _WEAK_EVIDENCE_AFTER)]
         if not guilty:
@@ -50,7 +50,7 @@ def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven:
         worst = max(guilty, key=lambda one: (evidence[one].weight, _behind(returned[one]), one))
         if _is_alone_so_far(worst, returned, found):
             reason = f"it cannot reach replica {worst}, and nobody else is as far as that one"
-            found |= dict.fromkeys(sorted(evidence[worst].blamers), reason)
+            found[max(evidence[worst].blamers)] = reason
         else:
             found[worst] = str(evidence[worst])
     return found

@@ -32,6 +32,7 @@ class QuorumClient:
         self._last: Quorum | None = None
         self._asked: tuple[Report, Future[Quorum]] | None = None
         self._never: FtError | None = None
+        self._left = b""
         self._link = Link(Path(run_dir), token, self._limits, self._greet, self._take, self._away)
 
     def hello(self, rows: Rows) -> None:
@@ -86,8 +87,9 @@ class QuorumClient:
     def leave(self, reason: str) -> None:
         """This life of the replica is over: it asks no more, and the others need not wait for it. What it has asked
         fails."""
+        self._left = wire.pack({"kind": "leave", "reason": reason})
         self._fail(RecoverableError(f"this replica has left: {reason}"))
-        self._link.send(wire.pack({"kind": "leave", "reason": reason}))
+        self._link.send(self._left)
 
     def close(self) -> None:
         """Ends the conversation; what was said before is still sent, if the network takes it. A future that waits
@@ -106,7 +108,7 @@ class QuorumClient:
         frames = [wire.pack(hello | {"last": last, "known": known})]
         if asked is not None:
             frames.append(_report_frame(asked[0]))
-        return frames
+        return [*frames, self._left] if self._left else frames
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]

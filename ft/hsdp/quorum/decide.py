@@ -55,9 +55,10 @@ def decide(state: State, now: float) -> Decision:
     if waits:
         names = "; ".join(f"replica {one.replica} {one.why}, {one.until - now:.3g} s more" for one in waits)
         return Decision(None, f"waiting: {names}", max(one.until for one in waits))
-    excluded = blame.judge(state.last, state.returned(), state.failed, state.options.forgiven) if state.last else {}
-    chosen = {number: report for number, report in candidates.items() if number not in excluded}
     least = state.options.min_replicas
+    last, forgiven = state.last, state.options.forgiven
+    excluded = blame.judge(last, state.returned(), state.failed, forgiven, least) if last else {}
+    chosen = {number: report for number, report in candidates.items() if number not in excluded}
     if len(chosen) < least <= len(pending):  # better one that is hard to reach than nobody
         chosen, excluded = pending, {}
     if len(chosen) < least:
@@ -67,10 +68,13 @@ def decide(state: State, now: float) -> Decision:
 
 
 def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
-    """Those that are not left out; all, if only those that are have the furthest state: steps count more."""
+    """Those that are not left out; all, if only those that are have the furthest state: steps count more.
+
+    With nobody but them it is the same: whoever is at work in the last quorum is waited for first.
+    """
     free = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
     furthest = max(report.state for report in pending.values())
-    return free if not free or any(report.state == furthest for report in free.values()) else pending
+    return free if any(report.state == furthest for report in free.values()) else pending
 
 
 def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[Awaited]:
@@ -143,11 +147,14 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
 def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
     """A replica that lives, or may live, has done more steps than any that has reported, however late it is."""
     last, limits = state.last, state.options.limits
-    if last is None or max((report.next_step for report in candidates.values()), default=last.step) >= last.step:
+    if last is None or not candidates:
         return None
-    for number in last.healthy:
+    furthest = max(report.next_step for report in candidates.values())
+    for number in last.members:
         one = state.of(number)
         if not state.is_member(number) or one.report is not None or one.has_finished:
+            continue
+        if _steps_of(last, number, one) <= furthest:
             continue
         if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
             since = max(one.since, state.began_at)
@@ -156,6 +163,13 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
             until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
             return Awaited(number, until, "is further than all others, and lives")
     return None
+
+
+def _steps_of(last: Quorum, number: int, one: Replica) -> int:
+    """Of the state that this member had in the last quorum; who was behind keeps it until it has fetched another."""
+    if number in last.healthy:
+        return last.step
+    return one.answered.next_step if one.answered is not None else 0
 
 
 def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:

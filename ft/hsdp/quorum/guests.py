@@ -18,7 +18,7 @@ _MOST_LINES = 20
 class Guest:
     """Who is connected: a leader with its replica and life, an agent, or somebody who has yet to prove a thing.
 
-    ``rows``: replica -> life whose rows this one has.
+    ``rows``: replica -> life whose rows this one has. ``refused``: why it gets no quorum, if so.
     """
 
     channel: Channel
@@ -27,6 +27,7 @@ class Guest:
     replica: int | None = None
     life: int = -1
     rows: dict[int, int] = field(default_factory=dict)
+    refused: str = ""
 
 
 class Guests:

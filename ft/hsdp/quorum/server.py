@@ -119,6 +119,8 @@ class Server:
             self._welcome(guest, now, message)
         elif kind == "notice":
             self._noted(now, message)
+        elif guest.refused:
+            self._refuse(guest, guest.refused)
         elif guest.replica is None:
             raise BadMessage(f"{kind[:20]!r} without a hello")
         elif kind == "report":
@@ -139,7 +141,8 @@ class Server:
         try:
             notes = reactions.hello(self._state, now, replica, life, last)
         except NoQuorum as error:
-            self._refuse(guest, str(error))
+            guest.refused = str(error)
+            self._refuse(guest, guest.refused)
             return
         previous = self._guests.leaders.get(replica)
         guest.replica, guest.life = replica, life

@@ -5,7 +5,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-PING, PONG, BREAK = b"?", b"!", b"x"
+PING, PONG, BREAK, LEAVE = b"?", b"!", b"x", b">"
 _HEAD = struct.Struct("!c?hQH")
 _LONGEST = 400
 
@@ -15,9 +15,9 @@ class Message:
     """One of them.
 
     Attributes:
-        kind: PING, PONG or BREAK.
+        kind: PING, PONG, BREAK (the ring is of no use any more) or LEAVE (all that the sender had begun is done).
         operation: how many the sender has begun since the ring was made. busy: it is in the last of them.
-        suspect, reason: of a BREAK, as in :class:`ft.hsdp.ring.outcome.Outcome`.
+        suspect, reason: of a BREAK or LEAVE, as in :class:`ft.hsdp.ring.outcome.Outcome`.
     """
 
     kind: bytes
@@ -42,7 +42,7 @@ def unpack(received: bytearray) -> list[Message]:
     found = []
     while len(received) >= _HEAD.size:
         kind, busy, suspect, operation, length = _HEAD.unpack_from(received)
-        if kind not in (PING, PONG, BREAK) or length > _LONGEST:
+        if kind not in (PING, PONG, BREAK, LEAVE) or length > _LONGEST:
             raise ConnectionError("it says what no member of a ring says")
         if len(received) < _HEAD.size + length:
             break

@@ -20,6 +20,7 @@ from ft.hsdp.ring.options import RingOptions
 from ft.hsdp.ring.outcome import Broken, Outcome, Pending
 from ft.hsdp.ring.poller import Poller
 from ft.hsdp.ring.schedule import items
+from ft.hsdp.ring.staging import Staged, Staging
 from ft.hsdp.ring.tuning import tuned
 from ft.snapshot.network import Network
 
@@ -64,6 +65,7 @@ class Driver:
         self._poller = Poller()
         self._door = Door(self._poller, listener, token)
         self._buffers = numbers.Buffers(options.chunk_bytes // 4, options.chunks, options.streams)
+        self._stagings: dict[torch.device, Staging] = {}
         self._links: Links | None = None
         self._members = Members(-1, [], 0)
         self._broken: Broken | BaseException | None = Broken(_NOBODY)
@@ -129,8 +131,8 @@ class Driver:
         self._door.tend()
         if self._broken is not None:
             return
-        if self._links is not None and self._links.broken:
-            self._break(self._links.broken)
+        if self._links is not None and (why := self._links.useless()):
+            self._break(why)
         elif self._cancelled >= self._order and self._cancelled:
             self._break(self._cancellation())
 
@@ -201,7 +203,7 @@ class Driver:
     def _meet(self, members: Members) -> None:
         options, count = self._options, len(members.addresses)
         streams = options.streams + 1
-        agreed = hello.agreement(members.addresses, options.chunk_bytes, options.chunks, options.streams)
+        agreed = hello.agreement(members.addresses, *options.shared())
         left, right = (members.me - 1) % count, (members.me + 1) % count
         links = self._links = Links(self._poller)
         self._door.expect(Expected(members.number, agreed, left, streams))
@@ -235,8 +237,8 @@ class Driver:
         self._poller.wait(min(remaining, _TEND_S))
         self._door.tend()
         self._check()
-        if links.broken:
-            raise links.broken
+        if why := links.useless():
+            raise why
 
     # --- an operation ------------------------------------------------------------------------------------------------
 
@@ -272,9 +274,10 @@ class Driver:
     def _reduce(self, tensor: torch.Tensor, scale: float) -> None:
         links, count = self._links, len(self._members.addresses)
         if links is None:
-            if scale != 1:
-                tensor.detach().mul_(scale)
+            self._scale_alone(tensor, scale)
             return
+        if why := links.useless():
+            raise why
         links.operation, links.busy = links.operation + 1, True
         self._last = time.monotonic()
         links.asked = None
@@ -283,5 +286,27 @@ class Driver:
             plan = items(tensor.numel(), count, self._members.me, chunk, self._options.chunks)
             begin = head(links.operation, tensor.numel(), numbers.TYPES[tensor.dtype], scale)
             flow = Flow(links, self._poller, self._pause, self._moved)
-            flow.run(begin, plan, numbers.of(tensor, scale, count, self._buffers))
+            flow.run(begin, plan, self._numbers(tensor, scale, count))
         links.busy = False
+
+    def _numbers(self, tensor: torch.Tensor, scale: float, count: int) -> numbers.Numbers:
+        wide = self._options.wide_sums
+        if tensor.device.type == "cpu":
+            return numbers.of(tensor, scale, count, wide, self._buffers)
+        return Staged(tensor, scale, count, wide, self._staging(tensor.device))
+
+    def _staging(self, device: torch.device) -> Staging:
+        if device not in self._stagings:
+            self._stagings[device] = Staging(device, self._buffers, self._options.streams)
+        return self._stagings[device]
+
+    def _scale_alone(self, tensor: torch.Tensor, scale: float) -> None:
+        if scale == 1:
+            return
+        if tensor.device.type == "cpu":
+            tensor.detach().mul_(scale)
+            return
+        staging = self._staging(tensor.device)
+        with staging.on_stream():
+            tensor.detach().mul_(scale)
+        staging.wait()

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from ft.hsdp.ring.blame import LEFT, RIGHT, blame
-from ft.hsdp.ring.control import BREAK, PING, PONG, Control, Message
+from ft.hsdp.ring.control import BREAK, LEAVE, PING, PONG, Control, Message
 from ft.hsdp.ring.outcome import Broken
 from ft.hsdp.ring.poller import READ, Poller
 
@@ -22,6 +22,7 @@ class Link:
     Attributes:
         index: among the members. data: the connections that carry it.
         answer: to the last question.
+        gone: why nothing new will come from it. What it has sent before may still be on its way.
     """
 
     side: str
@@ -29,6 +30,7 @@ class Link:
     control: Control
     data: list[socket.socket]
     answer: Message | None = None
+    gone: Broken | None = None
 
     def name(self) -> str:
         return f"the {self.side} neighbour, member {self.index},"
@@ -39,7 +41,7 @@ class Links:
 
     Attributes:
         left, right: None until they are connected.
-        broken: set for good as soon as the ring is known to be of no use.
+        broken: set for good as soon as the ring is known to be of no use even for what is under way.
         operation, busy: as in :class:`ft.hsdp.ring.control.Message`.
         asked: when the neighbours were last asked whether they are there; None: not since something moved.
     """
@@ -68,6 +70,8 @@ class Links:
 
     def blame(self) -> tuple[int | None, str]:
         """Who is the cause when nothing moves, by index, and why; None: both neighbours wait too."""
+        if gone := next((link.gone for link in self._joined() if link.gone), None):
+            return gone.suspect, gone.reason
         side, why = blame(self.operation, self.left.answer, self.right.answer)
         link = {LEFT: self.left, RIGHT: self.right}.get(side)
         return (link.index, f"{link.name()} {why}") if link else (None, why)
@@ -80,21 +84,28 @@ class Links:
     def lost(self, link: Link, how: str) -> Broken:
         """Why the data of ``link`` ended: it may have said so, or be the cause itself."""
         deadline = time.monotonic() + _GRACE_S
-        while self.broken is None and (left := deadline - time.monotonic()) > 0:
+        while self.broken is None and link.gone is None and (left := deadline - time.monotonic()) > 0:
             if select.select([link.control], [], [], left)[0]:
                 self._hear(link)
-        return self.broken or Broken(f"{link.name()} is lost: {how}", link.index)
+        return self.broken or link.gone or Broken(f"{link.name()} is lost: {how}", link.index)
 
-    def close(self, why: Broken | None = None) -> None:
-        """Drops all connections; ``why`` is told to the neighbours first, so that it travels round the ring."""
+    def useless(self) -> Broken | None:
+        """Why nothing new can be done with them; None: it can."""
+        return self.broken or next((link.gone for link in self._joined() if link.gone), None)
+
+    def close(self, why: Broken) -> None:
+        """Drops all connections; ``why`` is told to the neighbours first.
+
+        In the middle of an operation that travels round the ring and ends it everywhere. Otherwise the neighbours
+        finish what they can with what has been sent: this member counts it as done, and so should they.
+        """
         if self._closed:
             return
         self._closed = True
-        self.broken = self.broken or why or Broken("this member has left the quorum")
+        kind = BREAK if self.busy or self.broken else LEAVE
         for link in self._joined():
             self._poller.forget(link.control.fileno())
-            if why is not None:
-                link.control.say(Message(BREAK, suspect=why.suspect, reason=why.reason))
+            link.control.say(Message(kind, suspect=why.suspect, reason=why.reason))
         for link in self._joined():
             for connection in link.data:
                 with contextlib.suppress(OSError):
@@ -108,13 +119,15 @@ class Links:
                 self._take(link, message)
         except ConnectionError as error:
             self._poller.forget(link.control.fileno())
-            self.broken = self.broken or Broken(f"{link.name()} is lost: {error}", link.index)
+            link.gone = link.gone or Broken(f"{link.name()} is lost: {error}", link.index)
 
     def _take(self, link: Link, message: Message) -> None:
         if message.kind == PING:
             link.control.say(Message(PONG, self.operation, self.busy))
         elif message.kind == PONG:
             link.answer = message
+        elif message.kind == LEAVE:
+            link.gone = Broken(message.reason, message.suspect)
         elif self.broken is None:
             self.broken = self._learn(message)
 

@@ -23,6 +23,8 @@ def check(tensor: torch.Tensor) -> None:
     """Raises UserError when ``tensor`` cannot be reduced in place."""
     if tensor.dtype not in TYPES:
         raise UserError(f"an all-reduce of {tensor.dtype}", "the ring reduces float32 and bfloat16")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UserError(f"an all-reduce of a tensor on {tensor.device}", "the ring reduces on cpu and cuda")
     if not tensor.is_contiguous():
         raise UserError(
             f"an all-reduce of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}",
@@ -51,17 +53,18 @@ class Buffers:
         return self._waiting
 
     def scratch(self) -> torch.Tensor:
+        """Room for one chunk of sums."""
         if self._scratch is None:
-            self._scratch = torch.zeros(2, self._chunk)
+            self._scratch = torch.zeros(self._chunk)
         return self._scratch
 
 
 class Numbers(ABC):
-    """One tensor during its all-reduce; it has no gaps and lies in host memory."""
+    """One tensor during its all-reduce."""
 
     @abstractmethod
-    def outgoing(self, item: Item) -> memoryview:
-        """The bytes of ``item`` that go to the right."""
+    def outgoing(self, index: int, item: Item) -> memoryview:
+        """The bytes of item ``index`` that go to the right."""
 
     @abstractmethod
     def incoming(self, item: Item, stream: int) -> memoryview:
@@ -76,9 +79,10 @@ class Numbers(ABC):
         return True
 
 
-def of(tensor: torch.Tensor, scale: float, members: int, buffers: Buffers) -> Numbers:
-    kind = InPlace if tensor.dtype == torch.float32 else Widened
-    return kind(tensor, scale, members, buffers)
+def of(tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, buffers: Buffers) -> Numbers:
+    if tensor.dtype == torch.float32:
+        return InPlace(tensor, scale, members, buffers)
+    return (Widened if wide_sums and members > 2 else Narrow)(tensor, scale, members, buffers)
 
 
 class InPlace(Numbers):
@@ -92,7 +96,7 @@ class InPlace(Numbers):
         self._scale = np.float32(scale)
         self._last = members - 2
 
-    def outgoing(self, item: Item) -> memoryview:
+    def outgoing(self, index: int, item: Item) -> memoryview:
         first, behind = item.send
         return self._bytes[first * _WIDE : behind * _WIDE]
 
@@ -112,8 +116,41 @@ class InPlace(Numbers):
             np.multiply(own, self._scale, out=own)
 
 
+class Narrow(Numbers):
+    """bf16: as fp32. Each sum of two is made in fp32 and rounded; the last one is scaled before that."""
+
+    def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
+        self._elements = tensor.detach().view(-1)
+        self._width = tensor.element_size()
+        self._bytes = memoryview(self._elements.view(torch.uint8).numpy())
+        self._received = buffers.received.view(tensor.dtype)
+        self._received_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in buffers.received]
+        self._scale, self._last = scale, members - 2
+        self._scratch = buffers.scratch()
+
+    def outgoing(self, index: int, item: Item) -> memoryview:
+        first, behind = item.send
+        return self._bytes[first * self._width : behind * self._width]
+
+    def incoming(self, item: Item, stream: int) -> memoryview:
+        first, behind = item.receive
+        if item.step <= self._last:
+            return self._received_bytes[stream][: (behind - first) * self._width]
+        return self._bytes[first * self._width : behind * self._width]
+
+    def take(self, index: int, item: Item, stream: int) -> None:
+        if item.step > self._last:
+            return
+        first, behind = item.receive
+        own, got = self._elements[first:behind], self._received[stream, : behind - first]
+        if item.step < self._last or self._scale == 1:
+            own.add_(got)
+        else:
+            own.copy_(self._scratch[: behind - first].copy_(own).add_(got).mul_(self._scale))
+
+
 class Widened(Numbers):
-    """bf16: what members begin with and what they end with travels as it is, sums between travel in fp32."""
+    """bf16 of more than two members: what they begin with and what they end with travels as it is, sums in fp32."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         self._elements = tensor.detach().view(-1)
@@ -123,12 +160,10 @@ class Widened(Numbers):
         self._narrow = buffers.received.view(tensor.dtype)
         self._received_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in buffers.received]
         self._scale, self._last, self._slots = scale, members - 2, buffers.slots
-        self._scratch = buffers.scratch()
-        if members > 2:
-            self._waiting = buffers.waiting()
-            self._waiting_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in self._waiting]
+        self._waiting = buffers.waiting()
+        self._waiting_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in self._waiting]
 
-    def outgoing(self, item: Item) -> memoryview:
+    def outgoing(self, index: int, item: Item) -> memoryview:
         first, behind = item.send
         if 0 < item.step <= self._last:
             return self._waiting_bytes[item.needs % self._slots][: (behind - first) * _WIDE]
@@ -150,11 +185,9 @@ class Widened(Numbers):
         first, behind = item.receive
         size = behind - first
         own = self._elements[first:behind]
-        got = self._wide[stream, :size]
-        if item.step == 0:
-            got = self._scratch[1, :size].copy_(self._narrow[stream, :size])
         if item.step < self._last:
+            got = (self._wide if item.step else self._narrow)[stream, :size]
             self._waiting[index % self._slots, :size].copy_(own).add_(got)
             return
-        total = self._scratch[0, :size].copy_(own).add_(got)
+        total = self._wide[stream, :size].add_(own)
         own.copy_(total if self._scale == 1 else total.mul_(self._scale))

@@ -14,14 +14,21 @@ class RingOptions:
     Attributes:
         chunk_bytes: S: what is sent, received and added at once, in bytes of the type that sums are kept in.
         chunks: C: chunks per member and partition; at most S x C bytes are in flight to a neighbour.
+        wide_sums: sums of bf16 travel in fp32 and are rounded once; otherwise they travel in bf16, rounded by each
+            member that adds to them, as gloo and NCCL do it. For N members that is (3N-4)/(2N-2) times the bytes.
         streams: connections that carry data to a neighbour.
         limit_s: how long nothing may move, until :meth:`Ring.expect` says otherwise.
     """
 
     chunk_bytes: int = 1 << 20
     chunks: int = 4
+    wide_sums: bool = True
     streams: int = 1
     limit_s: float = 60.0
+
+    def shared(self) -> tuple[int, ...]:
+        """What members must have in common to understand one another."""
+        return self.chunk_bytes, self.chunks, int(self.wide_sums), self.streams
 
     def check(self) -> None:
         """Raises UserError when no ring can run with these."""

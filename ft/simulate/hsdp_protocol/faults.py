@@ -16,7 +16,8 @@ _FIRST_S, _GAP_S, _BURST_S = (1.5, 4.0), (0.3, 5.0), (0.0, 0.3)
 class Kind:
     """``strike(world)`` returns for how many virtual seconds it lasts, None if there is nobody to strike.
 
-    ``blocks``: training may stand still as long as it lasts.
+    ``blocks``: training may stand still as long as it lasts; so it may, with a minimum, for those of the network
+    between replicas: who has to go is found by trying.
     """
 
     name: str
@@ -243,7 +244,7 @@ class Schedule:
 
     def _strike(self, world: "World", kind: Kind) -> None:
         lasts = kind.strike(world)
-        if lasts is not None and (kind.blocks or world.shape.minimum == world.shape.replicas):
+        if lasts is not None and (kind.blocks or world.shape.minimum > 1):
             world.blocked_until = max(world.blocked_until, world.time.now + lasts)
         if lasts is not None:
             world.struck.append((world.time.now, kind.name))

@@ -16,8 +16,8 @@ LIMITS = Limits(
     load_s=6.0,
     stall_s=12.0,
     minimum_s=120.0,
-    ban_s=3.0,
-    ban_most_s=12.0,
+    ban_s=8.0,
+    ban_most_s=20.0,
 ).check()
 """Production's ladder with shorter rungs: virtual seconds cost real ones, and nothing depends on their length."""
 

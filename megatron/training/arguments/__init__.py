@@ -9,6 +9,7 @@ import argparse
 import json
 import shlex
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 
 from ft.errors import UserError
 from megatron.training.arguments import known, schema
@@ -106,6 +107,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message, "see --help")
 
 
+@cache
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser and all flags it knows."""
     parser = _Parser(

@@ -1,0 +1,185 @@
+"""The trainer's side of FT-HSDP in one process: the exchange, when a ring is kept, what a position holds."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from ft.errors import UserError
+from ft.hsdp.exchange import Exchange
+from ft.hsdp.place import Place
+from ft.hsdp.position import KEY, ReplicaPosition
+from ft.hsdp.quorum import Quorum
+from ft.hsdp.resume import where_replicas_stood
+from ft.hsdp.ring import Ring
+from ft.hsdp.rings import is_same_ring
+from ft.hsdp.samples import Deal
+from ft.worker.position import StepCounter
+
+TOKEN = "of the test"
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def rings():
+    made = [Ring("127.0.0.1", TOKEN) for _ in range(2)]
+    for me, ring in enumerate(made):
+        ring.expect(LIMIT_S)
+        ring.reconfigure(1, [each.address for each in made], me)
+    yield made
+    for ring in made:
+        ring.close()
+
+
+def exchange_of(ring, groups):
+    return Exchange(ring, groups, contextlib.nullcontext)
+
+
+def in_threads(*works):
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert not any(thread.is_alive() for thread in threads), "hangs"
+
+
+def test_replicas_that_complete_their_buckets_in_different_orders_exchange_them_all_the_same(rings):
+    groups = ["a", "b", "c"]
+    parts = [{name: torch.full((5,), float(10**i) * (me + 1)) for i, name in enumerate(groups)} for me in (0, 1)]
+
+    def replica(me, order):
+        def work():
+            exchange = exchange_of(rings[me], groups)
+            for name in order[:1]:
+                exchange.started(name, [parts[me][name]], None)
+            exchange.open(0.5)
+            for name in order[1:]:
+                exchange.started(name, [parts[me][name]], None)
+            for name in groups:
+                exchange.finished(name)
+            assert not exchange.problem, exchange.problem
+
+        return work
+
+    in_threads(replica(0, groups), replica(1, groups[::-1]))
+    for me in (0, 1):
+        assert [parts[me][name][0].item() for name in groups] == [1.5, 15.0, 150.0]
+
+
+def test_a_reduction_inside_the_replica_is_waited_for_before_its_buckets_go(rings):
+    tensors, reduced = [torch.ones(4), torch.ones(4)], threading.Event()
+
+    def slow():
+        exchange = exchange_of(rings[0], ["a"])
+        exchange.open(1.0)
+
+        def ends():
+            assert reduced.wait(LIMIT_S)
+            tensors[0].fill_(3.0)
+
+        exchange.started("a", [tensors[0]], ends)
+        reduced.set()
+        exchange.finished("a")
+
+    def fast():
+        exchange = exchange_of(rings[1], ["a"])
+        exchange.open(1.0)
+        exchange.started("a", [tensors[1]], None)
+        exchange.finished("a")
+
+    in_threads(slow, fast)
+    assert tensors[0].tolist() == tensors[1].tolist() == [4.0] * 4
+
+
+def test_a_lost_peer_is_a_problem_and_no_exception_and_the_next_step_begins_clean(rings):
+    exchange = exchange_of(rings[0], ["a"])
+    exchange.open(1.0)
+    rings[1].close()
+    exchange.started("a", [torch.ones(1 << 20)], None)
+    exchange.finished("a")
+    assert exchange.problem and exchange.suspect == 1
+    tensor = torch.ones(3)
+    exchange.add_up(tensor)
+    assert tensor.tolist() == [1.0] * 3
+    exchange.begin()
+    rings[0].reconfigure(2, [rings[0].address], 0)
+    exchange.open(0.5)
+    exchange.started("a", [tensor], None)
+    exchange.finished("a")
+    assert not exchange.problem and tensor.tolist() == [0.5] * 3
+
+
+def test_without_a_quorum_nobody_waits_for_an_exchange(rings):
+    exchange = exchange_of(rings[0], ["a"])
+    exchange.started("a", [torch.ones(2)], None)
+    threading.Timer(0.1, lambda: exchange.give_up("no quorum")).start()
+    in_threads(lambda: exchange.finished("a"))
+    assert exchange.problem == "no quorum"
+
+
+def test_sums_of_integers_are_exact_and_keep_their_type(rings):
+    tokens = [torch.tensor(12345, dtype=torch.int), torch.tensor(54321, dtype=torch.int)]
+
+    def work(me):
+        exchange = exchange_of(rings[me], [])
+        exchange.open(1.0)
+        exchange.add_up(tokens[me])
+
+    in_threads(lambda: work(0), lambda: work(1))
+    assert [int(each) for each in tokens] == [66666, 66666] and tokens[0].dtype == torch.int
+
+
+LAST = Quorum(7, 20, 6, (0, 1), (2,), {0: 1, 1: 1, 2: 5})
+
+
+def test_a_ring_is_kept_when_all_of_its_members_have_committed_in_it():
+    assert is_same_ring(LAST, Quorum(8, 21, 7, (0, 1, 2), (), {0: 1, 1: 1, 2: 5}))
+
+
+@pytest.mark.parametrize(
+    "quorum",
+    [
+        Quorum(8, 21, 7, (0, 1), (2,), {0: 1, 1: 1, 2: 5}),
+        Quorum(8, 20, 6, (0, 1, 2), (), {0: 1, 1: 1, 2: 5}),
+        Quorum(9, 21, 8, (0, 1, 2), (), {0: 1, 1: 1, 2: 5}),
+        Quorum(8, 21, 7, (0, 1), (), {0: 1, 1: 1}),
+        Quorum(8, 21, 7, (0, 1, 2), (), {0: 1, 1: 1, 2: 6}),
+    ],
+    ids=["one is behind", "the step is done anew", "committed elsewhere", "one is gone", "one has begun another life"],
+)
+def test_a_ring_is_made_anew_when(quorum):
+    assert not is_same_ring(LAST, quorum) and not is_same_ring(None, quorum)
+
+
+def position_of(replica, counter, followed):
+    follow = lambda deal, position: followed.append((deal, position))  # noqa: E731
+    return ReplicaPosition(counter, lambda: counter.extra, replica, follow, Deal(2, 4), {})
+
+
+def test_a_position_carries_the_samples_of_all_replicas_to_one_that_was_away():
+    here, there, followed = StepCounter(), StepCounter(), []
+    position, other = position_of(0, here, []), position_of(1, there, followed)
+    here.step = 3
+    position.advance((0, 1), 4, 11)
+    position.advance((0,), 4, 12)
+    other.set(position.get())
+    assert other.positions == {0: 8, 1: 4} and other.lineage == 12 and other.mine == 4 and other.step == 3
+    assert followed == [(Deal(2, 4), 4)] and there.extra[KEY]["positions"] == {"0": 8, "1": 4}
+
+
+def test_a_run_of_one_world_is_continued_by_replicas_where_it_ended(tmp_path):
+    place = Place(0, 2, tmp_path, "127.0.0.1")
+    deal, positions = where_replicas_stood(place, {}, step=5, consumed=40, block=4)
+    assert [deal.stream(r).index(0) for r in (0, 1)] == [40, 44] and positions == {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"FT_HSDP_REPLICA": "3"}, {"FT_HSDP_REPLICAS": "x"}, {"FT_HSDP_LR_SCALING": "cubic"}]
+)
+def test_variables_that_do_not_fit_together_are_refused(wrong, tmp_path):
+    right = {"FT_HSDP_REPLICA": "1", "FT_HSDP_REPLICAS": "3", "FT_HSDP_RUN_DIR": str(tmp_path)}
+    assert Place.from_environment(right).replica == 1 and Place.from_environment({}) is None
+    with pytest.raises(UserError):
+        Place.from_environment({**right, **wrong})
