@@ -128,16 +128,17 @@ def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
         "FT_HSDP_LR_SCALING": "sqrt",
         "FT_HSDP_WAIT": "0.5",
     }
-    options, where = server_options(asked)
+    given_to_server = server_options(asked)
+    options = given_to_server.options
     assert (options.replicas, options.min_replicas, options.limits.wait_s) == (3, 2, 0.5)
-    assert where == "tcp://10.0.0.1:0"
-    assert server_options(flags.Replicas(3))[0].limits.wait_s == type(options.limits)().wait_s
+    assert given_to_server.where == "tcp://10.0.0.1:0"
+    assert server_options(flags.Replicas(3)).options.limits.wait_s == type(options.limits)().wait_s
 
 
 def server_options(asked: flags.Replicas):
     from ft.hsdp.quorum.server import parse_options
 
-    return parse_options(asked.server_options("10.0.0.1"))
+    return parse_options(json.dumps(asked.server_options("10.0.0.1")))
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
