@@ -129,10 +129,14 @@ class QuorumHost:
         """``takes_over``: another server was here before."""
         options = json.dumps({**self._options, "takes_over": takes_over})
         arguments = ["--run-dir", str(self._run_dir), "--options", options]
-        self._process = child.start(
-            "ft.hsdp.quorum", arguments, self._log, self._log, {"OMP_NUM_THREADS": "1"}, deaf=True
-        )
         self._since = time.monotonic()
+        try:
+            self._process = child.start(
+                "ft.hsdp.quorum", arguments, self._log, self._log, {"OMP_NUM_THREADS": "1"}, deaf=True
+            )
+        except OSError as error:
+            self._due = self._since + _LONGEST_PAUSE_S
+            self._say(f"the quorum server cannot be started now: {error}")
 
     def _end(self) -> None:
         if self._process is not None:
