@@ -13,6 +13,7 @@ from ft.hsdp.launch import faults, flags, marks, policy, replica, run
 from ft.hsdp.launch.member import next_life
 from ft.hsdp.launch.places import Part, devices_of, parts_of
 from ft.hsdp.launch.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
+from ft.hsdp.quorum import standing
 
 
 def given(*words: str) -> argparse.Namespace:
@@ -272,3 +273,13 @@ def test_launchers_tell_one_another_who_has_ended(tmp_path):
     marks.clear(tmp_path, 2)
     marks.clear(tmp_path, 1)
     assert marks.read(tmp_path) == marks.Marks(frozenset({0}))
+
+
+def test_a_replica_that_comes_alone_is_reached_where_the_quorum_server_sees_it(tmp_path):
+    script, here = Script("script.py", False, []), Cluster(1, 0, 0, "127.0.0.1", 0)
+    whole = RunOptions(script, here, 2, 0, tmp_path, "r", 9, [], None, 1, True, None)
+    alone = flags.Replicas(3, only=2)
+    assert run.reachable(whole, alone) == whole, "nobody is there yet"
+    standing.write(tmp_path, standing.Standing("tcp://127.0.0.1:4000", 0))
+    assert run.reachable(whole, alone).local_addr == "127.0.0.1"
+    assert run.reachable(whole, flags.Replicas(3)) == whole
