@@ -232,7 +232,7 @@ def test_a_source_that_is_about_to_end_the_step_is_waited_for(servers):
 
 def test_a_fetch_ends_when_its_time_is_up_or_it_is_cancelled(servers):
     source, cancel = servers(), threading.Event()
-    with pytest.raises(Refused, match="the time is up"):
+    with pytest.raises(Refused, match=r"the time is up|has not come to the end of step 7"):
         get([source], {}, limit_s=0.1)
     cancel.set()
     with pytest.raises(Refused, match="cancelled"):
@@ -305,3 +305,23 @@ def test_a_withdrawal_stops_the_copy_from_a_device():
         offer.withdraw(0.0)
         reader.join(WAIT_S)
     assert ends == ["withdrawn"]
+
+
+def test_a_withdrawal_returns_only_when_nobody_reads_any_more():
+    offer = Offer(Envelope.of(STEP, LINEAGE, {}), table_of({}), {}, lambda tensors, is_over: tensors)
+    here, there = socket.socketpair()
+    order: list[str] = []
+
+    def withdraw() -> None:
+        offer.withdraw(0.0)
+        order.append("withdrawn")
+
+    thread = threading.Thread(target=withdraw)
+    with here, there:
+        with offer.reading(here):
+            thread.start()
+            assert not there.recv(1)  # the reader's connection has been broken: it is being waited for
+            time.sleep(0.05)
+            order.append("read")
+        thread.join(WAIT_S)
+    assert order == ["read", "withdrawn"]

@@ -1,6 +1,7 @@
 """Catch-up under faults: sources that die, stop, lie or change; strangers at the door. No wrong state is accepted."""
 
 import contextlib
+import http.client
 import os
 import random
 import signal
@@ -24,7 +25,7 @@ from fetch_sources import (
     state,
 )
 
-from ft.hsdp.fetch import BadState, Limits, Refused, StateServer, door, fetch
+from ft.hsdp.fetch import BadState, Limits, Refused, StateServer, door, fetch, wire
 
 HEADS = 4096
 """Bytes by which a connection has surely begun to carry the state: more than all heads and the table."""
@@ -118,10 +119,10 @@ def _until(data: bytes, before: int, end: int) -> bytes | None:
 def test_flipped_bits_are_never_accepted_and_another_source_makes_good_for_them(closing):
     seed = int(os.environ.get("FT_TEST_SEED", time.time_ns() % 10**6))
     print("seed", seed)
-    numbers, live = random.Random(seed), state(15, 0.3)
+    numbers, live = random.Random(seed), state(15, 1.5)
     source, accepted = serving(closing, live), 0
     for turn in range(30):
-        rate = numbers.choice([1e-6, 1e-5, 1e-4])
+        rate = numbers.choice([2e-7, 2e-6, 1e-5])
         middle = opened(closing, Proxy(source.address, _flipper(random.Random(seed + turn), rate)))
         into = blank(live)
         with contextlib.suppress(Refused, BadState):
@@ -350,6 +351,58 @@ def test_a_slow_stranger_is_shown_the_door(closing, monkeypatch):
                 time.sleep(0.02)
         with contextlib.suppress(ConnectionError):
             assert not stranger.recv(1 << 16)
+
+
+def test_an_end_that_was_forged_is_no_end(closing):
+    live, carried = state(23, 0.01), []
+    source = serving(closing, live)
+
+    def count(data: bytes, before: int) -> bytes:
+        carried.append(before + len(data))
+        return data
+
+    def forge(data: bytes, before: int) -> bytes:
+        at = carried[-1] - 1 - before
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if 0 <= at < len(data) else data
+
+    get([opened(closing, Proxy(source.address, count))], blank(live))
+    with pytest.raises((BadState, Refused), match="does not fit"):
+        get([opened(closing, Proxy(source.address, forge))], blank(live), stall_s=3.0)
+
+
+def test_a_source_has_to_prove_that_it_is_of_the_run(closing, monkeypatch):
+    monkeypatch.setattr("ft.hsdp.fetch.handler.Handler._is_member", lambda handler: True)
+    live = state(24, 0.1)
+    foreign = opened(closing, StateServer("127.0.0.1", "another token"))
+    foreign.offer(STEP, LINEAGE, live, {})
+    with pytest.raises(Refused, match="gives no proof"):
+        get([foreign], blank(live))
+
+
+def test_a_request_counts_once(closing):
+    source = serving(closing, state(25, 0.1))
+    host, port = source.address.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+    connection.request("GET", "/")
+    answer = connection.getresponse()
+    answer.read()
+    nonce = answer.getheader("WWW-Authenticate").split()[1]
+    target = wire.envelope_target(STEP, LINEAGE)
+    proof = wire.proof(TOKEN, "ask", nonce, "me", 1, target).hex()
+    statuses = []
+    for _ in range(2):
+        connection.request("GET", target, headers={"Authorization": f"{wire.SCHEME} me 1 {proof}"})
+        answer = connection.getresponse()
+        answer.read()
+        statuses.append(answer.status)
+    connection.close()
+    assert statuses == [200, 401]
+    again = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+    again.request("GET", "/")
+    again.getresponse().read()
+    again.request("GET", target, headers={"Authorization": f"{wire.SCHEME} me 1 {proof}"})
+    assert again.getresponse().status == 401
+    again.close()
 
 
 def test_an_answer_cannot_be_replayed(closing):

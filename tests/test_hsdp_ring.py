@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from ft.errors import EpochClosed, UserError
-from ft.hsdp.ring import Ring, RingOptions
+from ft.hsdp.ring import Ring, RingOptions, numbers
+from ft.hsdp.ring.numbers import Buffers
 from ft.hsdp.ring.schedule import items
+from ft.hsdp.ring.staging import Staged, Staging
 
 SMALL = RingOptions(chunk_bytes=4096, chunks=2, limit_s=20)
 
@@ -196,3 +198,50 @@ def test_nothing_works_before_the_first_quorum_and_everything_ends_with_the_ring
     ring.close()
     assert ring.all_reduce(torch.zeros(3)).wait().skipped
     ring.close()
+
+
+class Streams:
+    """Carries the chunks of all members of a ring as their sockets do, as late as it may, and checks the room."""
+
+    def __init__(self, plans, numbers):
+        self._plans, self._numbers = plans, numbers
+
+    def run(self) -> None:
+        count, total = len(self._plans), len(self._plans[0])
+        sent, received = [0] * count, [0] * count
+        while min(received) < total:
+            before = sum(received)
+            for me in range(count):
+                right, index = (me + 1) % count, sent[me]
+                if index >= total or self._plans[me][index].needs >= received[me]:
+                    continue
+                item = self._plans[right][index]
+                if received[right] != index or not self._numbers[right].has_room(index, item, sent[right]):
+                    continue
+                self._numbers[right].incoming(item, 0)[:] = self._numbers[me].outgoing(index, self._plans[me][index])
+                sent[me] += 1
+                self._numbers[right].take(index, item, 0)
+                received[right] += 1
+            assert sum(received) > before, "no member can go on"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wide", [True, False])
+def test_chunks_that_go_through_staging_buffers_give_the_same_bits(count, dtype, wide):
+    chunk, chunks, size = 64, 2, 3001
+    torch.manual_seed(count)
+    tensors = [torch.randn(size).to(dtype) for _ in range(count)]
+    plans = [items(size, count, me, chunk, chunks) for me in range(count)]
+
+    def reduced(make) -> list[torch.Tensor]:
+        copies = [tensor.clone() for tensor in tensors]
+        Streams(plans, [make(copy, Buffers(chunk, chunks, 1)) for copy in copies]).run()
+        return copies
+
+    def staged(copy: torch.Tensor, buffers: Buffers) -> Staged:
+        return Staged(copy, 1 / 3, count, wide, Staging(copy.device, buffers, 1))
+
+    direct = reduced(lambda copy, buffers: numbers.of(copy, 1 / 3, count, wide, buffers))
+    through = reduced(staged)
+    assert all(torch.equal(each, direct[0]) for each in direct + through)

@@ -121,7 +121,9 @@ def test_stalls_come_from_measurements(tmp_path):
     rows = [("kill", 0.2, 0.05), ("kill", 0.4, 0.07), ("kill", 0.3, 0.06), ("hang", 1.5, 0.06)]
     lines = [{"bench": "hsdp_recovery", "kind": k, "stall_s": s, "rejoin_stall_s": r} for k, s, r in rows]
     path = tmp_path / "hsdp_recovery.jsonl"
-    path.write_text("\n".join(json.dumps(line) for line in [*lines, {"bench": "other"}]))
+    lines[0] = {"bench": "hsdp_recovery", "kind": "kill", "ours": {"stall_s": 0.2, "rejoin_stall_s": 0.05}}
+    others = [{"bench": "other"}, lines[1] | {"system": "torchft", "stall_s": 5.0}]
+    path.write_text("\n".join(json.dumps(line) for line in [*lines, *others]))
     ours = read(str(path))
     assert (ours.killed_s, ours.rejoin_s, ours.hung_s) == (0.3, 0.06, 1.5)
     named = {case.key: case for case in cases(Job(96, 12, 1080.0, 20.0, 600.0), ours)}

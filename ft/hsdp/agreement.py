@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft.hsdp.quorum import NoQuorum, Quorum, QuorumClient, Report
+from ft.errors import FtError
+from ft.hsdp.quorum import Quorum, QuorumClient, Report
 
 _ROW_BYTES = 512
 
@@ -97,7 +98,7 @@ class Agreement:
             lives = quorum.lives
             new = [r for r in quorum.members if r not in self._rows or self._rows[r][0] != lives[r]]
             rows = {str(replica): self._client.rows(replica, lives[replica]) for replica in new}
-        except NoQuorum as error:
+        except FtError as error:
             return {"problem": str(error)}
         return {"quorum": asdict(quorum), "rows": rows}
 

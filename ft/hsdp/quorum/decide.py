@@ -147,11 +147,14 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
 def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
     """A replica that lives, or may live, has done more steps than any that has reported, however late it is."""
     last, limits = state.last, state.options.limits
-    if last is None or max((report.next_step for report in candidates.values()), default=last.step) >= last.step:
+    if last is None or not candidates:
         return None
-    for number in last.healthy:
+    furthest = max(report.next_step for report in candidates.values())
+    for number in last.members:
         one = state.of(number)
         if not state.is_member(number) or one.report is not None or one.has_finished:
+            continue
+        if _steps_of(last, number, one) <= furthest:
             continue
         if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
             since = max(one.since, state.began_at)
@@ -160,6 +163,13 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
             until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
             return Awaited(number, until, "is further than all others, and lives")
     return None
+
+
+def _steps_of(last: Quorum, number: int, one: Replica) -> int:
+    """Of the state that this member had in the last quorum; who was behind keeps it until it has fetched another."""
+    if number in last.healthy:
+        return last.step
+    return one.answered.next_step if one.answered is not None else 0
 
 
 def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:

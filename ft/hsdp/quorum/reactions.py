@@ -17,6 +17,9 @@ from ft.hsdp.quorum.state import (
 )
 from ft.hsdp.quorum.values import NoQuorum, Quorum, Report
 
+_OWN_PAUSE_BEATS = 4
+"""So many beats without a look at the clock are a pause of the server: it looks at every beat."""
+
 
 def hello(state: State, now: float, replica: int, life: int, last: Quorum | None) -> list[Note]:
     """A leader is connected, for the first time or again; ``last`` is the last quorum it was given.
@@ -100,13 +103,12 @@ def offline(state: State, now: float, replica: int, life: int, reason: str) -> l
 
 
 def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
-    """Its agent builds life ``life`` of it."""
+    """Its agent builds life ``life`` of it. Agents say it again to every new server, long after that life was here."""
     one = state.of(replica)
-    if life < one.life or life <= one.over or (life == one.life and one.phase == HERE):
+    if life <= max(one.life, one.over):
         return []
-    notes = _ended(state, replica, "its agent builds it anew") if life > one.life else []
-    if life > one.life:
-        started(one, life, now)
+    notes = _ended(state, replica, "its agent builds it anew")
+    started(one, life, now)
     one.becomes(ARRIVING, now, "its agent builds it")
     return notes
 
@@ -134,12 +136,26 @@ def formed(state: State, now: float, quorum: Quorum, excluded: dict[int, str]) -
 def time_passed(state: State, now: float) -> list[Note]:
     """Connections that stay broken, leaders that say nothing: those replicas are offline now."""
     limits, notes = state.options.limits, []
+    _forgive_own_pause(state, now)
     for number, one in sorted(state.replicas.items()):
         if one.phase == LOST and now - one.since >= limits.lost_s:
             one.becomes(OFFLINE, now, one.reason)
             one.is_cut_off = True
             notes += _ended(state, number, one.reason)
     return notes
+
+
+def _forgive_own_pause(state: State, now: float) -> None:
+    """For as long as this server itself stood still nobody can be called silent, late or away."""
+    pause, state.looked_at = now - state.looked_at, now
+    if pause <= _OWN_PAUSE_BEATS * state.options.limits.beat_s:
+        return
+    state.formed_at = min(now, state.formed_at + pause)
+    state.began_at = min(now, state.began_at + pause)
+    for one in state.replicas.values():
+        one.heard_at = min(now, one.heard_at + pause)
+        one.since = min(now, one.since + pause)
+        one.reported_at = min(now, one.reported_at + pause)
 
 
 def answered(state: State, replica: int) -> None:

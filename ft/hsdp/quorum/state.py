@@ -106,7 +106,7 @@ class State:
         term: of this server. began_at: when it did. last: the last quorum; formed_at: when that was, or was heard of.
         highest: number that the next quorum's has to exceed. failed: how often in a row quorums of the same members for
             the same step did not carry it through. end: the furthest state of a replica that has finished, known for
-            those that come when it has left.
+            those that come when it has left. looked_at: when the server last took note that time passes.
     """
 
     options: Options
@@ -118,12 +118,13 @@ class State:
     highest: int = 0
     failed: int = 0
     end: tuple[int, int] | None = None
+    looked_at: float = 0.0
 
     @classmethod
     def begin(cls, options: Options, term: int, now: float, end: tuple[int, int] | None = None) -> "State":
         """Before anything was heard. ``end``: what the server before this one knew of it."""
         known = {number: Replica(since=now) for number in range(options.replicas)}
-        return cls(options, term, now, known, formed_at=now, highest=term * SPAN, end=end)
+        return cls(options, term, now, known, formed_at=now, highest=term * SPAN, end=end, looked_at=now)
 
     def of(self, replica: int) -> Replica:
         return self.replicas.setdefault(replica, Replica())

@@ -20,6 +20,7 @@ from ft.hsdp.ring.options import RingOptions
 from ft.hsdp.ring.outcome import Broken, Outcome, Pending
 from ft.hsdp.ring.poller import Poller
 from ft.hsdp.ring.schedule import items
+from ft.hsdp.ring.staging import Staged, Staging
 from ft.hsdp.ring.tuning import tuned
 from ft.snapshot.network import Network
 
@@ -64,6 +65,7 @@ class Driver:
         self._poller = Poller()
         self._door = Door(self._poller, listener, token)
         self._buffers = numbers.Buffers(options.chunk_bytes // 4, options.chunks, options.streams)
+        self._stagings: dict[torch.device, Staging] = {}
         self._links: Links | None = None
         self._members = Members(-1, [], 0)
         self._broken: Broken | BaseException | None = Broken(_NOBODY)
@@ -272,8 +274,7 @@ class Driver:
     def _reduce(self, tensor: torch.Tensor, scale: float) -> None:
         links, count = self._links, len(self._members.addresses)
         if links is None:
-            if scale != 1:
-                tensor.detach().mul_(scale)
+            self._scale_alone(tensor, scale)
             return
         if why := links.useless():
             raise why
@@ -285,5 +286,27 @@ class Driver:
             plan = items(tensor.numel(), count, self._members.me, chunk, self._options.chunks)
             begin = head(links.operation, tensor.numel(), numbers.TYPES[tensor.dtype], scale)
             flow = Flow(links, self._poller, self._pause, self._moved)
-            flow.run(begin, plan, numbers.of(tensor, scale, count, self._options.wide_sums, self._buffers))
+            flow.run(begin, plan, self._numbers(tensor, scale, count))
         links.busy = False
+
+    def _numbers(self, tensor: torch.Tensor, scale: float, count: int) -> numbers.Numbers:
+        wide = self._options.wide_sums
+        if tensor.device.type == "cpu":
+            return numbers.of(tensor, scale, count, wide, self._buffers)
+        return Staged(tensor, scale, count, wide, self._staging(tensor.device))
+
+    def _staging(self, device: torch.device) -> Staging:
+        if device not in self._stagings:
+            self._stagings[device] = Staging(device, self._buffers, self._options.streams)
+        return self._stagings[device]
+
+    def _scale_alone(self, tensor: torch.Tensor, scale: float) -> None:
+        if scale == 1:
+            return
+        if tensor.device.type == "cpu":
+            tensor.detach().mul_(scale)
+            return
+        staging = self._staging(tensor.device)
+        with staging.on_stream():
+            tensor.detach().mul_(scale)
+        staging.wait()

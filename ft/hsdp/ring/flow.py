@@ -114,7 +114,7 @@ class Flow:
         item = self._items[index]
         if item.needs >= 0 and not self._have[item.needs]:
             return False
-        lane.out, lane.going, lane.next_out = self._numbers.outgoing(item), index, index + len(self._lanes)
+        lane.out, lane.going, lane.next_out = self._numbers.outgoing(index, item), index, index + len(self._lanes)
         return True
 
     def _went(self, lane: Lane) -> None:

@@ -23,6 +23,8 @@ def check(tensor: torch.Tensor) -> None:
     """Raises UserError when ``tensor`` cannot be reduced in place."""
     if tensor.dtype not in TYPES:
         raise UserError(f"an all-reduce of {tensor.dtype}", "the ring reduces float32 and bfloat16")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UserError(f"an all-reduce of a tensor on {tensor.device}", "the ring reduces on cpu and cuda")
     if not tensor.is_contiguous():
         raise UserError(
             f"an all-reduce of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}",
@@ -58,11 +60,11 @@ class Buffers:
 
 
 class Numbers(ABC):
-    """One tensor during its all-reduce; it has no gaps and lies in host memory."""
+    """One tensor during its all-reduce."""
 
     @abstractmethod
-    def outgoing(self, item: Item) -> memoryview:
-        """The bytes of ``item`` that go to the right."""
+    def outgoing(self, index: int, item: Item) -> memoryview:
+        """The bytes of item ``index`` that go to the right."""
 
     @abstractmethod
     def incoming(self, item: Item, stream: int) -> memoryview:
@@ -94,7 +96,7 @@ class InPlace(Numbers):
         self._scale = np.float32(scale)
         self._last = members - 2
 
-    def outgoing(self, item: Item) -> memoryview:
+    def outgoing(self, index: int, item: Item) -> memoryview:
         first, behind = item.send
         return self._bytes[first * _WIDE : behind * _WIDE]
 
@@ -126,7 +128,7 @@ class Narrow(Numbers):
         self._scale, self._last = scale, members - 2
         self._scratch = buffers.scratch()
 
-    def outgoing(self, item: Item) -> memoryview:
+    def outgoing(self, index: int, item: Item) -> memoryview:
         first, behind = item.send
         return self._bytes[first * self._width : behind * self._width]
 
@@ -161,7 +163,7 @@ class Widened(Numbers):
         self._waiting = buffers.waiting()
         self._waiting_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in self._waiting]
 
-    def outgoing(self, item: Item) -> memoryview:
+    def outgoing(self, index: int, item: Item) -> memoryview:
         first, behind = item.send
         if 0 < item.step <= self._last:
             return self._waiting_bytes[item.needs % self._slots][: (behind - first) * _WIDE]

@@ -60,6 +60,9 @@ def cases(job: Job, ours: Stalls) -> list[Case]:
 def read(path: str) -> Stalls:
     """The stalls in the lines of ``tools/bench/hsdp_recovery.py``; of several of a kind, the median.
 
+    A line has bench, kind ("kill" or "hang"), and stall_s and rejoin_stall_s, seconds, itself or under "ours"; lines
+    whose system is another one's are passed over.
+
     Raises:
         UserError: the file cannot be read, or has no line of a kill in which both stalls are numbers.
     """
@@ -69,9 +72,10 @@ def read(path: str) -> Stalls:
     except (OSError, ValueError) as error:
         raise UserError(f"--results {path}: {error}", _FIX) from error
     for line in lines:
-        if not isinstance(line, dict) or line.get("bench") != BENCH:
+        if not isinstance(line, dict) or line.get("bench") != BENCH or line.get("system", "ours") != "ours":
             continue
-        found = [line.get("stall_s"), line.get("rejoin_stall_s")]
+        own = line["ours"] if isinstance(line.get("ours"), dict) else line
+        found = [own.get("stall_s"), own.get("rejoin_stall_s")]
         if all(_is_seconds(value) for value in found):
             (hangs if line.get("kind") == "hang" else kills).append(found)
     if not kills:
