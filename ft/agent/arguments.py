@@ -72,7 +72,7 @@ def _ours(group) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help="a fault on purpose: kill@step=20:rank=3, with replicas kill@replica=1:step=20:rank=0; repeatable; ft faults "
+        help="a fault on purpose: kill@step=20:rank=3, of a replica kill@replica=1:step=20; repeatable; ft faults "
         "lists the kinds",
     )
     flag("scenario", metavar="FILE", help="a file of faults")
