@@ -4,10 +4,10 @@
 
 Prints one JSON line. One worker after another gets SIGKILL (or SIGSTOP: --kind hang) from outside, at no particular
 moment of a step, each time once all replicas have trained together for some steps. Medians over the faults:
-`stall_ms`: time of the others' step beyond a normal one (for a hang `stall_in_steps_ms` is what the goal allows);
-`back_in_quorum_ms`: from the fault until a quorum with the replica is formed again; `contributes_ms`: until it has done
-its first step; `rejoin_ratio`: the others' longest step while it returns over a normal one. `phases_ms`: what its return
-consists of, one after the other, by the events of the run. Times of steps are those of the run's report.
+`stall_ms`: time of the others' step beyond a normal one; `back_in_quorum_ms`: from the fault until a quorum with the
+replica is formed again; `contributes_ms`: until it has done its first step; `rejoin_ratio`: the others' longest step
+while it returns over a normal one. `phases_ms`: what its return consists of, one after the other, by the events of the
+run. Times of steps are those of the run's report.
 
 --torchft: the same model and fault with torchft-nightly, in the same run (tools/bench/peers); without it the figures
 that the design document states for it are given, and named so.
