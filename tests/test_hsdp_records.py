@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ft.errors import UserError
 from ft.hsdp import commits, loader_state, lr
 from ft.hsdp.commits import Commit, CommitLog
 from ft.hsdp.loader_state import LoaderState
+from ft.hsdp.records import Records
 from ft.hsdp.samples import Deal, Past
 
 DEAL = Deal(3, 2, (Past(2, 4, (8, 4), 2),))
@@ -88,6 +90,7 @@ def test_a_frozen_replica_keeps_nobody_waiting(tmp_path):
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from pathlib import Path
+from types import SimpleNamespace
 from ft.hsdp import loader_state
 with loader_state._alone(Path({str(tmp_path)!r}) / ".loader_state.lock") as alone:
     print(alone, flush=True)
@@ -109,6 +112,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from ft.hsdp import loader_state
 from ft.hsdp.samples import Deal
 state = loader_state.LoaderState(0, 0, 1, Deal(1, 1), {{0: 0}})
@@ -188,3 +192,14 @@ def test_one_step_at_another_rate_and_then_exactly_the_old_one():
     with pytest.raises(RuntimeError), lr.scaled(groups, 0.5):
         raise RuntimeError
     assert groups[0]["lr"] == 0.1
+
+
+def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(tmp_path):
+    records = Records(tmp_path, tmp_path, replica=0, batch=4)
+    for step in range(1, 101):
+        after = SimpleNamespace(step=step, deal=Deal(2, 4), positions={0: 4 * step, 1: 4 * step})
+        quorum = SimpleNamespace(number=step, healthy=(0, 1), behind=())
+        records.committed(after, quorum, step - 1, 4 * step - 4, 0.1, 0.0, None)
+    records.close()
+    assert [commit.step for commit in commits.read(tmp_path)] == list(range(1, 101))
+    assert loader_state.read(tmp_path) == LoaderState(100, 100, 4, Deal(2, 4), {0: 400, 1: 400})
