@@ -6,8 +6,9 @@ Prints one JSON line. One worker after another gets SIGKILL (or SIGSTOP: --kind 
 moment of a step, each time once all replicas have trained together for some steps. Medians over the faults:
 `stall_ms`: time of the others' step beyond a normal one; `back_in_quorum_ms`: from the fault until a quorum with the
 replica is formed again; `contributes_ms`: until it has done its first step; `rejoin_ratio`: the others' longest step
-while it returns over a normal one. `phases_ms`: what its return consists of, one after the other, by the events of the
-run. Times of steps are those of the run's report.
+while it returns over a normal one, beside `calm_ratio`, the longest of as many steps in which nothing happened.
+`phases_ms`: what its return consists of, one after the other, by the events of the run. Times of steps are those of the
+run's report.
 
 --torchft: the same model and fault with torchft-nightly, in the same run (tools/bench/peers); without it the figures
 that the design document states for it are given, and named so.
@@ -183,6 +184,7 @@ def result(arguments: argparse.Namespace, folder: Path, faults: list[Fault]) -> 
         "rejoin_ratio": round(statistics.median(one.longest_s / one.normal_s for one in rejoins), 3),
         "rejoin_ratio_all": [round(one.longest_s / one.normal_s, 2) for one in rejoins],
         "rejoin_longest_ms": median_ms([one.longest_s for one in rejoins]),
+        "calm_ratio": calm_ratio(told_of, statistics.median_low(one.last - one.first + 1 for one in rejoins)),
         "phases_ms": in_turn(phases),
         "samples_once": told_of.audit.is_clean,
         "load_after": [round(one, 1) for one in os.getloadavg()],
@@ -197,6 +199,18 @@ def incident(told_of: story.Story, kind: str, fault: Fault, end: float):
     return found[0]
 
 
+def calm_ratio(told_of: story.Story, count: int) -> float:
+    """The longest of ``count`` steps in a row over a normal one, median, where nothing happened: the machine's noise."""
+    disturbed = {number for one in told_of.incidents for number in range(one.first - 1, one.last + 2)}
+    ratios = [took / normal for took, normal in zip(told_of.pace.took, told_of.pace.normal, strict=True)]
+    calm = [
+        max(ratios[i : i + count])
+        for i in range(1, len(ratios) - count)
+        if not disturbed & {step.number for step in told_of.steps[i : i + count]}
+    ]
+    return round(statistics.median(calm), 3)
+
+
 def moments(read: record.Record, fault: Fault, end: float) -> dict[str, float]:
     """Seconds from the fault to each moment of the replica's return, as far as events tell."""
     own = [event for event in read.replicas[fault.replica].events if fault.at <= event.wall < end]
@@ -207,6 +221,7 @@ def moments(read: record.Record, fault: Fault, end: float) -> dict[str, float]:
         ("restart_ordered", events.RESTARTED),
         ("worker_forked", events.WORKER_STARTED),
         ("seat_taken", events.EPOCH_OPENED),
+        ("model_built", events.RESUMED),
         ("fetched", events.CAUGHT_UP),
     ):
         found[name] = next((one.wall for one in own if one.name == event), None)
