@@ -200,7 +200,7 @@ def incident(told_of: story.Story, kind: str, fault: Fault, end: float):
 
 
 def calm_ratio(told_of: story.Story, count: int) -> float:
-    """The longest of ``count`` steps in a row over a normal one, median, where nothing happened: the machine's noise."""
+    """Median of the longest of ``count`` steps in a row over a normal one, where nothing happened: the noise here."""
     disturbed = {number for one in told_of.incidents for number in range(one.first - 1, one.last + 2)}
     ratios = [took / normal for took, normal in zip(told_of.pace.took, told_of.pace.normal, strict=True)]
     calm = [
