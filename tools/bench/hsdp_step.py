@@ -11,8 +11,10 @@ the replicas by a gloo all-reduce, in a thread, overlapped with the backward ali
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,6 +48,7 @@ def main(argv: list[str]) -> int:
     if "FT_AGENT" in os.environ:
         measure(arguments)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left behind
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(run(arguments, argv, Path(folder))))
     return 0
@@ -62,18 +65,22 @@ def run(arguments: argparse.Namespace, argv: list[str], folder: Path) -> dict:
     command = [sys.executable, "-m", "ft", "run", "--quiet", "--ft-hsdp-replicas", str(arguments.replicas)]
     command += ["--nproc-per-node", str(arguments.replicas * arguments.ranks), "--run-dir", str(folder / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [*command, __file__, *argv], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as job:
-        try:
-            output, _ = job.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
+    log = folder / "console.log"
+    with open(log, "wb") as console:
+        job = subprocess.Popen(
+            [*command, __file__, *argv], env=environment, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT
+        )
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(LIMIT_S)
+    finally:
+        if job.poll() is None:
             job.terminate()
-            output, _ = job.communicate(timeout=30)
+            job.wait(30)
     found = folder / "result.json"
     if job.returncode or not found.exists():
         logs = [log.read_text(errors="replace")[-1500:] for log in sorted(folder.glob("run/replica-*/logs/*"))]
-        raise SystemExit("\n".join([f"exit code {job.returncode}", output.decode(errors="replace")[-3000:], *logs]))
+        raise SystemExit("\n".join([f"exit code {job.returncode}", log.read_text(errors="replace")[-3000:], *logs]))
     return json.loads(found.read_text())
 
 
