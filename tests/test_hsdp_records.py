@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ft.hsdp import commits, loader_state, lr
 from ft.hsdp.commits import Commit, CommitLog
 from ft.hsdp.loader_state import LoaderState
 from ft.hsdp.place import Place
+from ft.hsdp.records import Records
 from ft.hsdp.resume import where_replicas_stood
 from ft.hsdp.samples import Deal, Past
 
@@ -90,6 +92,7 @@ def test_a_frozen_replica_keeps_nobody_waiting(tmp_path):
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from pathlib import Path
+from types import SimpleNamespace
 from ft.hsdp import loader_state
 with loader_state._alone(Path({str(tmp_path)!r}) / ".loader_state.lock") as alone:
     print(alone, flush=True)
@@ -111,6 +114,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from ft.hsdp import loader_state
 from ft.hsdp.place import Place
 from ft.hsdp.resume import where_replicas_stood
@@ -203,3 +207,14 @@ def test_a_replica_comes_back_whatever_has_become_of_the_file(tmp_path):
     assert where_replicas_stood(place, {}, 0, 0, 2) == (DEAL, STATE.positions)
     (tmp_path / "loader_state").write_bytes(b'{"for')
     assert where_replicas_stood(place, {}, 0, 0, 2)[0] == Deal(3, 2)
+
+
+def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(tmp_path):
+    records = Records(tmp_path, tmp_path, replica=0, batch=4)
+    for step in range(1, 101):
+        after = SimpleNamespace(step=step, deal=Deal(2, 4), positions={0: 4 * step, 1: 4 * step})
+        quorum = SimpleNamespace(number=step, healthy=(0, 1), behind=())
+        records.committed(after, quorum, step - 1, 4 * step - 4, 0.1, 0.0, None)
+    records.close()
+    assert [commit.step for commit in commits.read(tmp_path)] == list(range(1, 101))
+    assert loader_state.read(tmp_path) == LoaderState(100, 100, 4, Deal(2, 4), {0: 400, 1: 400})
