@@ -61,7 +61,7 @@ def read(path: str) -> Stalls:
     """The stalls in the lines of ``tools/bench/hsdp_recovery.py``; of several of a kind, the median.
 
     Of a kill's line are read, in milliseconds, ``stall_ms``, and ``rejoin_longest_ms`` less ``step_ms``. A hang is
-    noticed after so many steps: what it costs with steps of milliseconds says nothing of steps of 20 s, and is not read.
+    noticed after so many steps: what it costs with steps of milliseconds says nothing of longer ones.
 
     Raises:
         UserError: the file cannot be read, or has no line of a kill in which these are numbers.
