@@ -56,9 +56,7 @@ class CatchUp:
             Retry: one has not; on all ranks alike. A state that was kept is still there.
         """
         self._thread.join()
-        has_come = torch.tensor([int(self._fetched is not None)], dtype=torch.int32, device="cpu")
-        dist.all_reduce(has_come, op=dist.ReduceOp.MIN, group=self._votes)
-        if not has_come.item():
+        if not self._have_all(self._fetched is not None):
             raise Retry(self._problem or "another rank of this replica could not fetch its state")
         if self._aside is not None:
             with torch.no_grad():
@@ -70,15 +68,25 @@ class CatchUp:
     def settle(self, agreed: Agreed, step: int) -> None:
         """After the commit of ``step``: generators and buffers, which a forward pass moves, as the others have them.
 
-        Raises:
-            Retry: nobody has them any more; the state is not the others'.
+        The step is committed here, so what fails now takes nothing back: where they cannot be had on all ranks, because
+        the others were lost or have not committed it, this replica's own are the ones.
         """
         sources, lineage = self._sources(agreed), agreed.quorum.number
+        envelope, problem = None, "another rank of this replica could not have it"
         try:
             envelope = fetch.fetch_envelope(sources, self._token, step, lineage, _ENVELOPE_S)
         except FtError as error:
-            raise Retry(f"the end of step {step} cannot be had: {error}") from error
-        self._state.apply(envelope)
+            problem = str(error)
+        if self._have_all(envelope is not None):
+            self._state.apply(envelope)
+        else:
+            print(f"step {step} goes on with this replica's own generators and buffers: {problem}", flush=True)
+
+    def _have_all(self, has_mine: bool) -> bool:
+        """Whether it is true on every rank of the replica."""
+        word = torch.tensor([int(has_mine)], dtype=torch.int32, device="cpu")
+        dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self._votes)
+        return bool(word.item())
 
     def tell(self, step: int) -> None:
         """Puts it on record that this rank has caught up."""

@@ -112,6 +112,7 @@ class ReplicaGuard:
         """First half of a catch-up step: the state is under way; the trainer exchanges zeros meanwhile."""
         self._is_untouched = False
         self._catch_up.begin(self._agreed, keeps_state=self._has_state)
+        self._at_return("restore")
 
     def caught_up(self) -> None:
         """Second half: with the zeros exchanged, the state is put in place, before the update.
@@ -155,9 +156,15 @@ class ReplicaGuard:
             self._aside = True
         self._parts.injector.at(phase, self._position.step + 1)
 
+    def _at_return(self, phase: str) -> None:
+        """A point of a replica's return, on those that come back as on those that they come back to."""
+        self._parts.injector.at(phase, self._agreed.quorum.step + 1)
+
     def committed(self) -> None:
         """The step that the trainer's position now counts is done with all that belongs to it."""
         quorum, position, step = self._agreed.quorum, self._position, self._position.step
+        if quorum.behind:
+            self._at_return("resume")
         if self._is_catching_up:
             self._catch_up.settle(self._agreed, step)
             self._catch_up.tell(step)
@@ -248,6 +255,8 @@ class ReplicaGuard:
         Raises:
             Retry: on all ranks alike.
         """
+        if self._agreed.quorum is not None and self._agreed.quorum.behind and not self._is_catching_up:
+            self._at_return("restore")
         problem = self._exchange.problem
         self.at("vote")
         self._vote_word.fill_(0 if problem else 1)

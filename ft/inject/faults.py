@@ -12,7 +12,8 @@ STEP_PHASES = ("between", "forward", "backward", "reduce", "optimizer", "transfe
 
 RECOVERY_PHASES = ("leave", "assemble", "rebuild", "restore", "resume")
 """Points of a recovery, each before what it is named for. leave: the closed epoch is left. assemble: a joiner says that
-it has arrived. resume: the first step begins."""
+it has arrived. resume: the first step begins. Of replicas, on the one that returns and on the healthy ones alike:
+restore: its state is being fetched; resume: the step in which it was is committed, and not yet offered."""
 
 PHASES = STEP_PHASES + RECOVERY_PHASES
 

@@ -124,7 +124,7 @@ class World:
         """Ends MPI together with the others; whether that came about, which takes mpirun, within ``patience_s``."""
         if not self._knows_pmix:
             return False
-        thread = threading.Thread(target=self._mpi.Finalize, daemon=True)
+        thread = threading.Thread(target=_finalize, daemon=True)
         thread.start()
         thread.join(patience_s)
         return not thread.is_alive()
@@ -210,6 +210,13 @@ def _forget_shared_memory() -> None:
     for file in {word for word in _mapped() if word.startswith("/dev/shm/sm_segment.")}:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(file)
+
+
+def _finalize() -> None:
+    """MPI's own: mpi4py's would hold the interpreter meanwhile, and with a member dead it may not come back."""
+    library = next((file for file in _mapped() if "/libmpi.so" in file), None)
+    if library is not None:
+        ctypes.CDLL(library).MPI_Finalize()
 
 
 def _leave_pmix() -> None:

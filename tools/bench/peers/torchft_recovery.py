@@ -117,7 +117,8 @@ class _Run:
         self._wait(BACK_S, "the lost group back", lambda: self._steps_after(victim, at, 1))
         back = next(row["wall"] for row in self._rows(victim) if row["wall"] > at and row["committed"])
         self._wait(STALL_S, "steps with it", lambda: all(self._steps_after(r, back, 5) for r in others))
-        rejoin = max(self._longest(replica, back - 2.0, back + 10 * step_s + 1.0) for replica in others)
+        # Where it comes back with the very step that ends the stall, that wait is the fault's alone.
+        rejoin = max(self._longest(r, max(back - 2.0, self._over(r, at)), back + 10 * step_s + 1.0) for r in others)
         if kind == "kill":
             found |= {"back_s": back - at, "rejoin_stall_s": rejoin - step_s}
         return found
@@ -168,6 +169,12 @@ class _Run:
         """Longest time without a committed step that overlaps these moments."""
         walls = [row["wall"] for row in self._rows(replica) if row["committed"]]
         return max((b - a for a, b in pairwise(walls) if b > begin and a < end), default=0.0)
+
+    def _over(self, replica: int, at: float) -> float:
+        """When the longest wait that overlaps the fault's next moments ended."""
+        walls = [row["wall"] for row in self._rows(replica) if row["committed"]]
+        waits = [(b - a, b) for a, b in pairwise(walls) if b > at and a < at + 1.0]
+        return max(waits)[1] if waits else at
 
     def _wait(self, limit_s: float, what: str, is_there) -> None:
         deadline = time.monotonic() + limit_s
