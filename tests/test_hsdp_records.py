@@ -92,7 +92,6 @@ def test_a_frozen_replica_keeps_nobody_waiting(tmp_path):
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from pathlib import Path
-from types import SimpleNamespace
 from ft.hsdp import loader_state
 with loader_state._alone(Path({str(tmp_path)!r}) / ".loader_state.lock") as alone:
     print(alone, flush=True)
@@ -200,15 +199,6 @@ def test_one_step_at_another_rate_and_then_exactly_the_old_one():
     assert groups[0]["lr"] == 0.1
 
 
-def test_a_replica_comes_back_whatever_has_become_of_the_file(tmp_path):
-    place = Place(replica=1, replicas=3, run_dir=tmp_path, host="127.0.0.1", comes_back=True)
-    assert where_replicas_stood(place, {}, 0, 0, 2) == (Deal(3, 2), {0: 0, 1: 0, 2: 0})
-    loader_state.write(tmp_path, STATE)
-    assert where_replicas_stood(place, {}, 0, 0, 2) == (DEAL, STATE.positions)
-    (tmp_path / "loader_state").write_bytes(b'{"for')
-    assert where_replicas_stood(place, {}, 0, 0, 2)[0] == Deal(3, 2)
-
-
 def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(tmp_path):
     records = Records(tmp_path, tmp_path, replica=0, batch=4)
     for step in range(1, 101):
@@ -218,3 +208,12 @@ def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(
     records.close()
     assert [commit.step for commit in commits.read(tmp_path)] == list(range(1, 101))
     assert loader_state.read(tmp_path) == LoaderState(100, 100, 4, Deal(2, 4), {0: 400, 1: 400})
+
+
+def test_a_replica_comes_back_whatever_has_become_of_the_file(tmp_path):
+    place = Place(replica=1, replicas=3, run_dir=tmp_path, host="127.0.0.1", comes_back=True)
+    assert where_replicas_stood(place, {}, 0, 0, 2) == (Deal(3, 2), {0: 0, 1: 0, 2: 0})
+    loader_state.write(tmp_path, STATE)
+    assert where_replicas_stood(place, {}, 0, 0, 2) == (DEAL, STATE.positions)
+    (tmp_path / "loader_state").write_bytes(b'{"for')
+    assert where_replicas_stood(place, {}, 0, 0, 2)[0] == Deal(3, 2)
