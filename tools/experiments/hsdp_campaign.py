@@ -1,6 +1,6 @@
 """Faults of random kind, time and victim in seeded runs of replicas: does training go on, equal and without a gap?
 
-    python tools/experiments/hsdp_campaign.py --seeds 0..24 --into FOLDER     runs them, one line each in FOLDER
+    python tools/experiments/hsdp_campaign.py --seeds 0..9 --into FOLDER     runs them, one line each in FOLDER
     python tools/experiments/hsdp_campaign.py --report --into FOLDER          table and picture of what is there
 
 Each run has 3 replicas of 2 ranks (distributed optimizer) and saves a checkpoint every 10 steps. It is sound if it
@@ -28,9 +28,9 @@ from fault_campaign import corpus, read  # noqa: E402
 REPLICAS, RANKS = 3, 2
 LAYOUT = "--use-distributed-optimizer"
 SAVE_INTERVAL = 10
-FAULTS, FIRST, SPACING = 8, 5, 14
+FAULTS, FIRST, SPACING = 20, 5, 14
 STEPS = FIRST + FAULTS * SPACING + 5
-LIMIT_S = 200.0
+LIMIT_S = 220.0
 PHASES = ("between", "forward", "backward", "reduce", "optimizer")
 SERVER = "kill-server"
 """Of the quorum: no worker can do it, so the campaign does."""
