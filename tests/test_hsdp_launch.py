@@ -13,6 +13,7 @@ from ft.hsdp.launch import faults, flags, marks, policy, replica, run
 from ft.hsdp.launch.member import next_life
 from ft.hsdp.launch.places import Part, devices_of, parts_of
 from ft.hsdp.launch.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
+from ft.hsdp.quorum import standing
 
 
 def given(*words: str) -> argparse.Namespace:
@@ -128,16 +129,17 @@ def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
         "FT_HSDP_LR_SCALING": "sqrt",
         "FT_HSDP_WAIT": "0.5",
     }
-    options, where = server_options(asked)
+    given_to_server = server_options(asked)
+    options = given_to_server.options
     assert (options.replicas, options.min_replicas, options.limits.wait_s) == (3, 2, 0.5)
-    assert where == "tcp://10.0.0.1:0"
-    assert server_options(flags.Replicas(3))[0].limits.wait_s == type(options.limits)().wait_s
+    assert given_to_server.where == "tcp://10.0.0.1:0"
+    assert server_options(flags.Replicas(3)).options.limits.wait_s == type(options.limits)().wait_s
 
 
 def server_options(asked: flags.Replicas):
     from ft.hsdp.quorum.server import parse_options
 
-    return parse_options(asked.server_options("10.0.0.1"))
+    return parse_options(json.dumps(asked.server_options("10.0.0.1")))
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -271,3 +273,13 @@ def test_launchers_tell_one_another_who_has_ended(tmp_path):
     marks.clear(tmp_path, 2)
     marks.clear(tmp_path, 1)
     assert marks.read(tmp_path) == marks.Marks(frozenset({0}))
+
+
+def test_a_replica_that_comes_alone_is_reached_where_the_quorum_server_sees_it(tmp_path):
+    script, here = Script("script.py", False, []), Cluster(1, 0, 0, "127.0.0.1", 0)
+    whole = RunOptions(script, here, 2, 0, tmp_path, "r", 9, [], None, 1, True, None)
+    alone = flags.Replicas(3, only=2)
+    assert run.reachable(whole, alone) == whole, "nobody is there yet"
+    standing.write(tmp_path, standing.Standing("tcp://127.0.0.1:4000", 0))
+    assert run.reachable(whole, alone).local_addr == "127.0.0.1"
+    assert run.reachable(whole, flags.Replicas(3)) == whole

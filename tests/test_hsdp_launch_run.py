@@ -3,15 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from harness import processes
 from test_agent_run import ATTACHED, Job
 
-from ft import events
+from ft import cli, events
 from ft.agent import processes as linux
 
 LOOP = (
@@ -94,20 +92,24 @@ def replicas(tmp_path):
         run.close()
 
 
-def test_every_replica_is_a_world_of_its_own_and_the_first_ones_steps_are_shown(replicas):
-    run = replicas("--ft-hsdp-lr-scaling", "linear", "--ft-hsdp-wait", "0.5")
+def test_every_replica_is_a_world_of_its_own_and_one_that_is_lost_after_the_others_finish_is_not_waited_for(replicas):
+    text = LOOP.replace('f"{folder}/stop"', 'f"{folder}/stop-{replica}"')
+    run = replicas("--ft-hsdp-lr-scaling", "linear", "--ft-hsdp-wait", "0.5", text=text)
     run.wait_trains()
-    run.stop()
-    assert run.wait() == 0, run.text()
     for replica in range(REPLICAS):
         for rank in range(EACH):
             said = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={EACH} FT_RESTART=0 FT_HSDP_REPLICAS={REPLICAS} "
             assert said + "FT_HSDP_LIFE=0 FT_HSDP_LR_SCALING=linear FT_HSDP_WAIT=0.5" in run.logs(replica)
-    assert "replica 0 rank 0 step 1\n" in run.text() and "the run has finished" in run.text()
     assert (run.run / "token").read_text() != (run.run / "replica-1" / "token").read_text()
+    run.wait_for(lambda: "replica 0 rank 0 step 1\n" in run.text(), "the steps of the first replica")
+    (run.run / "stop-0").touch()
+    run.wait_for(lambda: "replica 0 has finished" in run.text(), "the end of replica 0")
+    os.kill(run.agent(1), signal.SIGKILL)
+    assert run.wait() == 0, run.text()
+    assert "the run has finished, without replica(s) 1" in run.text()
 
 
-def test_a_killed_worker_costs_its_replica_a_warm_restart_and_the_others_nothing(replicas):
+def test_a_killed_worker_costs_its_replica_a_warm_restart_and_a_killed_quorum_server_nobody_anything(replicas):
     run = replicas()
     run.wait_trains()
     for number in (1, 2, 3, 4):  # more than the three of a run without replicas
@@ -115,8 +117,12 @@ def test_a_killed_worker_costs_its_replica_a_warm_restart_and_the_others_nothing
         run.wait_trains(1, restarts=number)
     assert not run.events(0, events.RESTARTED) and run.agent(0) and run.logs(0).count("FT_RESTART") == EACH
     assert "ft: replica 1: warm restart 4" in run.text() and "replica 1 rank" not in run.text()
-    run.stop()
-    assert run.wait() == 0, run.text()
+    first = run.server()
+    os.kill(first, signal.SIGKILL)
+    run.wait_for(lambda: run.server() != first, "another quorum server")
+    run.process.send_signal(signal.SIGINT)  # which these scripts do not listen to
+    assert run.wait() == 128 + signal.SIGINT, run.text()
+    assert len(run.events(1, events.RESTARTED)) == 4 and not run.events(0, events.RESTARTED)
 
 
 def test_a_killed_agent_is_started_again_without_its_leftovers_in_a_life_of_its_own(replicas):
@@ -134,17 +140,6 @@ def test_a_killed_agent_is_started_again_without_its_leftovers_in_a_life_of_its_
     run.stop()
     assert run.wait() == 0, run.text()
     assert run.text().count("its agent killed by SIGKILL; another one is started") == 2
-
-
-def test_a_killed_quorum_server_is_started_again_and_nobody_else_notices(replicas):
-    run = replicas()
-    run.wait_trains()
-    first = run.server()
-    os.kill(first, signal.SIGKILL)
-    run.wait_for(lambda: run.server() != first, "another server")
-    run.stop()
-    assert run.wait() == 0, run.text()
-    assert not run.events(0, events.RESTARTED) and not run.events(1, events.RESTARTED)
 
 
 def test_nothing_outlives_a_killed_launcher(replicas):
@@ -171,26 +166,6 @@ def test_a_signal_reaches_every_worker_once_and_ends_the_run(replicas):
     assert run.text().count("all replicas are told to save and end") == 1
 
 
-def test_workers_that_do_not_listen_to_a_signal_end_by_it(replicas):
-    run = replicas()
-    run.wait_trains()
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 128 + signal.SIGINT, run.text()
-
-
-def test_a_replica_that_fails_for_ever_is_given_up_and_the_others_finish(replicas):
-    run = replicas()
-    run.wait_trains()
-    (run.run / "fail-1").write_text("2")
-    run.wait_for(lambda: "replica 1 is given up" in run.text(), "the end of replica 1")
-    assert "--ft-hsdp-replica 1" in run.text()
-    steps = run.steps(0)
-    run.wait_for(lambda: run.steps(0) > steps + 5, "further steps of replica 0")
-    run.stop()
-    assert run.wait() == 0, run.text()
-    assert "without replica(s) 1" in run.text()
-
-
 def test_with_fewer_replicas_than_the_minimum_the_run_ends(replicas):
     run = replicas("--ft-hsdp-min-replicas", "2")
     run.wait_trains()
@@ -199,28 +174,24 @@ def test_with_fewer_replicas_than_the_minimum_the_run_ends(replicas):
     assert "1 of 2 replicas are left, at least 2 must be" in run.text()
 
 
-def test_a_replica_whose_agent_dies_when_the_others_have_finished_is_not_waited_for(replicas):
-    run = replicas(text=LOOP.replace('f"{folder}/stop"', 'f"{folder}/stop-{replica}"'))
-    run.wait_trains()
-    (run.run / "stop-0").touch()
-    run.wait_for(lambda: "replica 0 has finished" in run.text(), "the end of replica 0")
-    os.kill(run.agent(1), signal.SIGKILL)
-    assert run.wait() == 0, run.text()
-    assert "the run has finished, without replica(s) 1" in run.text()
-
-
-def test_a_replica_that_was_given_up_is_brought_back_alone(replicas, tmp_path):
+def test_a_replica_that_fails_for_ever_is_given_up_and_can_be_brought_back_alone(
+    replicas, tmp_path, monkeypatch, capsys
+):
     run = replicas()
     run.wait_trains()
     (run.run / "fail-1").write_text("2")
     run.wait_for(lambda: "replica 1 is given up" in run.text(), "the end of replica 1")
+    assert "--ft-hsdp-replica 1" in run.text()
+    steps = run.steps(0)
+    run.wait_for(lambda: run.steps(0) > steps + 5, "further steps of replica 0")
     (run.run / "fail-1").unlink()
     flags = ["--nproc-per-node", EACH, "--ft-hsdp-replicas", REPLICAS, "--ft-hsdp-replica", 1, "--run-dir", "run"]
     back = Job(tmp_path, [*flags, "--preload", "none", tmp_path / "script.py"])
     try:
         run.wait_for(lambda: run.logs(1).count("FT_HSDP_LIFE=1") == EACH, "replica 1")
-        at_work = Job(tmp_path, [*flags, tmp_path / "script.py"])
-        assert at_work.wait() == 2 and "replica 1 is at work already" in at_work.text()
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(["run", *map(str, flags), "script.py"]) == 2
+        assert "replica 1 is at work already" in capsys.readouterr().err
         run.stop()
         assert back.wait() == 0, back.text()
         assert run.wait() == 0, run.text()
@@ -256,18 +227,13 @@ def _standing(run: Path) -> dict:
     return json.loads((run / "quorum.json").read_text())
 
 
-def test_a_folder_with_an_earlier_run_is_refused(tmp_path):
+def test_a_folder_with_an_earlier_run_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events.jsonl").write_text("")
     flags = ["--nproc-per-node", "2", "--ft-hsdp-replicas", "2", "--run-dir", "run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ft", "run", *flags, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2 and "earlier run" in done.stderr
+    assert cli.main(["run", *flags, "script.py"]) == 2
+    assert "earlier run" in capsys.readouterr().err
+    assert cli.main(["run", *flags, "--run-dir", "other", "nothing.py"]) == 2
+    assert "nothing.py does not exist" in capsys.readouterr().err

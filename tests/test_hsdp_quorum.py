@@ -35,6 +35,13 @@ def test_the_first_quorum_waits_for_all_replicas_up_to_its_limit():
     assert quorum.members == (0, 1)
 
 
+def test_the_first_quorum_does_not_wait_for_one_beyond_them_that_has_left():
+    world = World(2)
+    world.hello(7)
+    world.lose(7)
+    assert world.start().members == (0, 1)
+
+
 def test_nobody_has_a_state_so_all_load_and_report_again():
     world = World(2)
     for replica in range(2):

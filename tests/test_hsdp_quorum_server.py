@@ -315,6 +315,51 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_no_more(service):
     assert quorum.number == len(messages) + 1
 
 
+def test_no_message_of_a_member_s_however_wrong_ends_the_server(service):
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    service.serve(1)
+    quorum = {"number": 3, "step": 2, "lineage": 1, "healthy": [7], "behind": [], "lives": {"7": 0}}
+    report = {"replica": 7, "life": 0, "next_step": 3, "lineage": 3, "suspects": [1], "step_s": 0.1, "number": 3}
+    sound = [
+        {"kind": "hello", "replica": 7, "life": 0, "rows": [{"ring": "a"}], "known": {"1": 0}, "last": quorum},
+        {"kind": "report", "report": report},
+        {"kind": "notice", "replica": 7, "life": 0, "what": "offline", "reason": "x"},
+        {"kind": "leave", "reason": "x"},
+        {"kind": "beat"},
+    ]
+    values = [None, True, -1, 1.5, 1 << 80, "", "7", "\ud800", [], {}, [[]], {"": None}, float("nan"), "x" * 70000]
+    for _ in range(150):
+        channel = wire.Channel(socket.create_connection(service.address()), TOKEN, is_host=False)
+        for _ in range(3):
+            channel.send(wire.pack(_spoilt(draw, draw.choice(sound), values)))
+        with contextlib.suppress(FtError):
+            deadline = time.monotonic() + LIMIT_S
+            while not channel.is_known and time.monotonic() < deadline:
+                list(channel.read())
+            channel.flush()
+        channel.close()
+    assert service.server.poll() is None, service.said()
+    assert ask(service.client(0)).result(LIMIT_S).members
+
+
+def _spoilt(draw, message, values):
+    """A copy with one value, at any depth, in place of another, or left out."""
+    message = json.loads(json.dumps(message))
+    place = message
+    while True:
+        key = draw.choice(list(place))
+        if isinstance(place[key], dict) and place[key] and draw.random() < 0.8:
+            place = place[key]
+            continue
+        if draw.random() < 0.15:
+            del place[key]
+        else:
+            place[key] = draw.choice(values)
+        return message
+
+
 def test_without_a_server_an_answer_fails_in_time(service):
     client = service.client(0, away_s=0.3, contact_s=0.2, back_s=0.25)
     with pytest.raises(RecoverableError, match="no quorum server"):

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from ft.errors import UserError
 from ft.hsdp import commits, loader_state, lr
 from ft.hsdp.commits import Commit, CommitLog
 from ft.hsdp.loader_state import LoaderState
+from ft.hsdp.place import Place
+from ft.hsdp.records import Records
+from ft.hsdp.resume import where_replicas_stood
 from ft.hsdp.samples import Deal, Past
 
 DEAL = Deal(3, 2, (Past(2, 4, (8, 4), 2),))
@@ -109,7 +113,10 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from ft.hsdp import loader_state
+from ft.hsdp.place import Place
+from ft.hsdp.resume import where_replicas_stood
 from ft.hsdp.samples import Deal
 state = loader_state.LoaderState(0, 0, 1, Deal(1, 1), {{0: 0}})
 first = int(sys.argv[1])
@@ -152,6 +159,8 @@ def test_commits_come_back_and_torn_lines_are_left_out(tmp_path):
     path.write_bytes(path.read_bytes() + b'\n[3]\n{"step": -1}\n\xff\n')
     assert commits.read(tmp_path) == [COMMIT, bare, COMMIT]
     assert commits.read(tmp_path / "gone") == []
+    assert commits.read(tmp_path, 1 << 20) == [COMMIT, bare, COMMIT]
+    assert commits.read(tmp_path, len(whole)) == [bare, COMMIT]
 
 
 def test_a_line_that_says_nothing_of_the_deal_is_the_plain_one(tmp_path):
@@ -188,3 +197,23 @@ def test_one_step_at_another_rate_and_then_exactly_the_old_one():
     with pytest.raises(RuntimeError), lr.scaled(groups, 0.5):
         raise RuntimeError
     assert groups[0]["lr"] == 0.1
+
+
+def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(tmp_path):
+    records = Records(tmp_path, tmp_path, replica=0, batch=4)
+    for step in range(1, 101):
+        after = SimpleNamespace(step=step, deal=Deal(2, 4), positions={0: 4 * step, 1: 4 * step})
+        quorum = SimpleNamespace(number=step, healthy=(0, 1), behind=())
+        records.committed(after, quorum, step - 1, 4 * step - 4, 0.1, 0.0, None)
+    records.close()
+    assert [commit.step for commit in commits.read(tmp_path)] == list(range(1, 101))
+    assert loader_state.read(tmp_path) == LoaderState(100, 100, 4, Deal(2, 4), {0: 400, 1: 400})
+
+
+def test_a_replica_comes_back_whatever_has_become_of_the_file(tmp_path):
+    place = Place(replica=1, replicas=3, run_dir=tmp_path, host="127.0.0.1", comes_back=True)
+    assert where_replicas_stood(place, {}, 0, 0, 2) == (Deal(3, 2), {0: 0, 1: 0, 2: 0})
+    loader_state.write(tmp_path, STATE)
+    assert where_replicas_stood(place, {}, 0, 0, 2) == (DEAL, STATE.positions)
+    (tmp_path / "loader_state").write_bytes(b'{"for')
+    assert where_replicas_stood(place, {}, 0, 0, 2)[0] == Deal(3, 2)

@@ -15,6 +15,7 @@ from ft.hsdp.report.lineage import lineage
 from ft.hsdp.report.record import load
 from ft.hsdp.report.stalls import FAILURE, REJOIN, RESTART
 from ft.hsdp.report.story import tell
+from ft.hsdp.report.text import facts
 
 SEEDS = range(25)
 
@@ -279,6 +280,19 @@ def test_members_that_say_different_things_are_found(tmp_path):
     assert not audit.is_clean
     assert any("step 4 of quorum 4: replica 1 has another healthy" in text for text in audit.problems)
     assert any("step 5 of quorum 5: replica 2 has another before" in text for text in audit.problems)
+
+
+def test_replicas_that_differ_are_found(tmp_path):
+    run = Run(tmp_path)
+    run.steps(6)
+    rewrite_all(run, lambda c: replace(c, digest=c.step))
+    story = told(run)
+    assert story.audit.is_clean
+    assert ("replicas", "equal bit for bit after 6 of 6 steps compared") in facts(story)
+    rewrite(run, 1, lambda c: replace(c, digest=7) if c.step == 4 else c)
+    story = told(run)
+    assert any("step 4 of quorum 4: replica 1 has another state" in text for text in story.audit.problems)
+    assert ("replicas", "equal bit for bit after 5 of 6 steps compared") in facts(story)
 
 
 def test_steps_on_nobodys_record_are_not_proven(tmp_path):

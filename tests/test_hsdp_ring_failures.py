@@ -20,7 +20,7 @@ from ft.hsdp.ring.control import BREAK, PING, PONG, Message, pack, unpack
 from ft.hsdp.ring.tuning import send_buffer
 from ft.sockets import held, towards
 
-QUICK = RingOptions(chunk_bytes=4096, chunks=2, limit_s=0.6)
+QUICK = RingOptions(chunk_bytes=4096, chunks=2, limit_s=1.2)
 CALM = RingOptions(chunk_bytes=4096, chunks=2, limit_s=20)
 
 
@@ -272,6 +272,47 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
     finally:
         stop.set()
         thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (b"220 mail.example.org ESMTP ready\r\n", "talks something else"),
+        (b"", "hung up"),
+        (hello.greeting() + bytes(hello.ANSWER_BYTES), "no member of this run"),
+        (None, "has not come to quorum 1"),
+    ],
+)
+def test_somebody_else_at_a_members_address_is_found_out_and_gets_no_data(members, says, reason):
+    (ring,), heard = members(1, QUICK), []
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(0.05)
+
+        def serve():
+            kept = []
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    connection, _ = stranger.accept()
+                    kept.append(connection)
+                    connection.settimeout(0.5)
+                    if says:
+                        connection.sendall(says)
+                        heard.append(connection.recv(100_000))
+                    elif says is not None:
+                        connection.close()
+            for connection in kept:
+                connection.close()
+
+        over, thread = threading.Event(), threading.Thread(target=serve)
+        thread.start()
+        try:
+            ring.reconfigure(1, [ring.address, f"127.0.0.1:{stranger.getsockname()[1]}"], 0)
+            outcome = ring.all_reduce(torch.ones(5000)).wait()
+        finally:
+            over.set()
+            thread.join(20)
+    assert not outcome.ok and outcome.suspect == 1 and reason in outcome.reason, outcome
+    assert all(len(said) <= hello.HELLO_BYTES for said in heard)
 
 
 class Half:

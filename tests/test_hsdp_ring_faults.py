@@ -12,7 +12,7 @@ import torch
 from ft.hsdp.ring import Ring, RingOptions
 
 ELEMENTS = 300_000
-OPTIONS = RingOptions(chunk_bytes=65536, chunks=4, limit_s=1.5)
+OPTIONS = RingOptions(chunk_bytes=65536, chunks=4, limit_s=3)
 CALM_S = 40.0
 PATIENCE_S = 60
 

@@ -72,7 +72,8 @@ def _ours(group) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help="a fault on purpose: kill@step=20:rank=3; repeatable; ft faults lists the kinds",
+        help="a fault on purpose: kill@step=20:rank=3, of a replica kill@replica=1:step=20; repeatable; ft faults "
+        "lists the kinds",
     )
     flag("scenario", metavar="FILE", help="a file of faults")
     flag("seed", type=int, metavar="N", help="seed of random faults (default: the scenario's, else 0)")

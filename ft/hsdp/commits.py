@@ -6,6 +6,7 @@ really stood. What the report proves about samples, it proves from these lines.
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,14 +96,20 @@ class CommitLog:
         self._lines.close()
 
 
-def read(folder: Path) -> list[Commit]:
+def read(folder: Path, most: int | None = None) -> list[Commit]:
     """The commits of a replica's folder in the order they were written; torn lines are left out, unknown keys ignored.
+
+    Args:
+        most: bytes to read from the end of the file; None: all of it.
 
     Raises:
         OSError: the file is there and cannot be read.
     """
     try:
-        lines = (folder / NAME).read_bytes().splitlines()
+        with open(folder / NAME, "rb") as stream:
+            if most is not None:
+                stream.seek(max(0, stream.seek(0, os.SEEK_END) - most))
+            lines = stream.read().splitlines()
     except FileNotFoundError:
         return []
     deals: dict[str, Deal] = {}

@@ -122,7 +122,7 @@ class ReplicaGuard:
         """
         with self.session.progress.at("aside", "fetch"):
             self._catch_up.end()
-        self._has_state, self._start = True, self._parts.state.envelope()
+        self._has_state, self._start = True, self._parts.state.whole()[1]
 
     def share(self, samples: int) -> int:
         """This replica's part of a global batch."""
@@ -282,8 +282,8 @@ class ReplicaGuard:
 
     def _offer(self) -> None:
         """The state of the last committed step: for those behind, and for this replica's own next attempt."""
-        self._start = self._parts.state.envelope()
-        self._parts.server.offer(self._position.step, self._position.lineage, self._parts.state.tensors(), self._start)
+        tensors, self._start = self._parts.state.whole()
+        self._parts.server.offer(self._position.step, self._position.lineage, tensors, self._start)
 
     def _begin_anew(self, retry: Retry) -> None:
         """Nothing of the step is left, on this rank as on the others of the replica."""

@@ -1,5 +1,6 @@
 """What a replica's leader puts on record of every committed step (paper, section 4.4: the ``loader_state`` file)."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -14,8 +15,8 @@ class Records:
     """Args: run_dir: of the whole run. folder: of the replica. batch: samples of a replica in a step."""
 
     def __init__(self, run_dir: Path, folder: Path, replica: int, batch: int):
-        self._run_dir, self._replica, self._batch = run_dir, replica, batch
-        self._commits = CommitLog(folder)
+        self._replica, self._batch = replica, batch
+        self._commits, self._positions = CommitLog(folder), _Positions(run_dir)
 
     def committed(
         self,
@@ -54,10 +55,47 @@ class Records:
         )
         if self._replica == quorum.healthy[0]:
             state = LoaderState(position.step, quorum.number, self._batch, position.deal, dict(position.positions))
-            loader_state.write(self._run_dir, state)
+            self._positions.write(state)
 
     def close(self) -> None:
         self._commits.close()
+        self._positions.close()
+
+
+class _Positions:
+    """Writes ``loader_state`` in a thread: training waits neither for another replica that writes, nor for a disk.
+
+    Where writing takes longer than a step, only the newest one is written.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._changed = threading.Condition()
+        self._newest: LoaderState | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="ft-hsdp-positions", daemon=True)
+        self._thread.start()
+
+    def write(self, state: LoaderState) -> None:
+        with self._changed:
+            self._newest = state
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Returns when all is written."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._newest is not None or self._is_closing)
+                state, self._newest = self._newest, None
+            if state is None:
+                return
+            loader_state.write(self._run_dir, state)
 
 
 class NoRecords:

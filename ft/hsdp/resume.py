@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from ft.errors import UserError
 from ft.hsdp import loader_state
+from ft.hsdp.loader_state import LoaderState
 from ft.hsdp.place import Place
 from ft.hsdp.position import KEY, parse
 from ft.hsdp.samples import Deal
@@ -22,9 +24,18 @@ def where_replicas_stood(
         deal, positions = parse(extra[KEY])
     elif consumed:
         deal, positions = Deal(1, 1), {0: consumed}
-    elif place.comes_back and (noted := loader_state.read(place.run_dir)) is not None:
+    elif place.comes_back and (noted := _noted(place)) is not None:
         # For the size of the data; where it stands it hears from the others.
         deal, positions = noted.deal, dict(noted.positions)
     else:
         deal, positions = Deal(place.replicas, block), {}
     return deal.after(positions, step, place.replicas, block)
+
+
+def _noted(place: Place) -> LoaderState | None:
+    """The file that all write; a replica that comes back does without one that a crash has torn."""
+    try:
+        return loader_state.read(place.run_dir)
+    except UserError as error:
+        print(f"{error.problem}; what the run began with is taken for the size of the data", flush=True)
+        return None

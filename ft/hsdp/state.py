@@ -22,21 +22,17 @@ class ReplicaState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live tensors."""
-        state = self._subject.state(self._position.get())
-        return {
-            f"{section}/{name}": tensor
-            for section, tensors in ((OWNED, state.owned), (REPLICATED, state.replicated))
-            for name, tensor in tensors.items()
-        }
+        return _named(self._subject.state(self._position.get()))
 
-    def envelope(self) -> dict[str, Any]:
-        """Everything beside the tensors, as JSON values: numbers, schedule, position, generators, buffers."""
+    def whole(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The live tensors, and everything beside them as JSON values: numbers, schedule, position, generators,
+        buffers."""
         state = self._subject.state(self._position.get())
         blobs = {name: base64.b64encode(blob).decode() for name, blob in state.blobs.items()}
-        return {"envelope": state.envelope, "blobs": blobs}
+        return _named(state), {"envelope": state.envelope, "blobs": blobs}
 
     def apply(self, envelope: dict[str, Any]) -> None:
-        """Puts what :meth:`envelope` took in its place; on all ranks of the replica alike.
+        """Puts the envelope that :meth:`whole` took in its place; on all ranks of the replica alike.
 
         Raises:
             UserError: it is of another model or optimizer.
@@ -44,3 +40,11 @@ class ReplicaState:
         blobs = {name: base64.b64decode(text) for name, text in envelope["blobs"].items()}
         position = self._subject.apply_envelope(RankState(envelope=envelope["envelope"], blobs=blobs))
         self._position.set(position)
+
+
+def _named(state: RankState) -> dict[str, torch.Tensor]:
+    return {
+        f"{section}/{name}": tensor
+        for section, tensors in ((OWNED, state.owned), (REPLICATED, state.replicated))
+        for name, tensor in tensors.items()
+    }

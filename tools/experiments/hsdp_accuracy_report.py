@@ -100,7 +100,7 @@ def table(rows: list[dict]) -> str:
 
 
 def _conclusions(runs: dict[str, dict[int, dict]], spread: float) -> list[str]:
-    lines = []
+    lines, means = [], {}
     for gone in (1, 3):
         for lr in (NONE, LINEAR, SQRT):
             names = [Setting(count, length, gone, lr).name for count, length in COUNTS]
@@ -108,10 +108,21 @@ def _conclusions(runs: dict[str, dict[int, dict]], spread: float) -> list[str]:
             if found:
                 error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else float("nan")
                 mean = f"{statistics.fmean(found):+.4f} +- {error:.4f}"
+                means[gone, lr] = statistics.fmean(found)
                 lines.append(f"  {gone} away, {lr:6s}  {mean}   ({len(found)} runs)")
+    order = sorted((lr for gone, lr in means if gone == 3), key=lambda lr: means[3, lr])
+    beyond = [n for n in runs if n[0] == "d" and abs(statistics.fmean(differences(runs, n))) > spread]
+    calm = max(worst_apart(runs, name) for name in runs if name.startswith("no failures, order"))
+    wild = max(worst_apart(runs, name) for name in runs if name[0] == "d")
     return [
         "All counts and lengths together:",
         *lines,
+        "",
+        f"Seen: of {sum(name[0] == 'd' for name in runs)} settings these end further off than one spread: "
+        f"{', '.join(beyond) or 'none'}.",
+        f"With three away the order, lowest loss first, is {', '.join(order)}: here a smaller rate is less progress.",
+        f"On the way the most that a setting is off is {wild:.3f}, another order of the samples {calm:.3f}: what",
+        "figure 9 shows, more fluctuation with three away and a flatter curve with sqrt, is too small to be seen here.",
         "",
         "What can be said: whether a setting ends within what another order of the samples does to the loss, and",
         f"whether the difference between two ways to scale the rate is larger than its error ({spread:.4f} is one",

@@ -61,6 +61,8 @@ class Source:
         self._token, self._patience = token, patience_s
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None  # the connection forgets it when an answer is to be the last one
+        self._response: http.client.HTTPResponse | None = None
         self._cut: str | None = None
         self._nonce, self._asker, self._count = "", secrets.token_hex(16), 0
         self._scratch: memoryview | None = None
@@ -80,17 +82,17 @@ class Source:
                 raise Lost(f"{self.address!r} is no address: {error}") from error
             connection.auto_open = 0  # a connection that the source has closed is not made again: it had its nonce
             with self._lock:
-                self._connection = connection
+                self._connection, self._socket = connection, connection.sock
                 if self._cut is not None:
                     raise Lost(self._cut)
             connection.request("GET", "/", headers={"Accept-Encoding": "identity"})
-            response = connection.getresponse()
+            response = self._answer()
             scheme, _, nonce = response.getheader("WWW-Authenticate", "").partition(" ")
             if response.status != 401 or scheme != wire.SCHEME or not nonce:
                 raise Lost(f"answers {response.status}: no server of a state")
             self._take(response, response.length or 0, 1 << 10)
             self._nonce = nonce
-            connection.sock.settimeout(None)  # from here on it is cut where it stalls, which costs no system calls
+            self._socket.settimeout(None)  # from here on it is cut where it stalls, which costs no system calls
             self.since = time.monotonic()
 
     def state(self, wanted: Wanted, table: Table) -> str:
@@ -154,14 +156,13 @@ class Source:
         with self._lock:
             if self._cut is None:
                 self._cut = reason
-            sock = self._connection and self._connection.sock
-            if sock is not None:
+            if self._socket is not None:
                 with contextlib.suppress(OSError):  # the source was faster
-                    sock.shutdown(socket.SHUT_RDWR)
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def is_connected(self) -> bool:
         with self._lock:
-            return self._connection is not None
+            return self._socket is not None
 
     def close(self) -> None:
         """By the thread that uses it."""
@@ -169,6 +170,8 @@ class Source:
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
+            if self._response is not None:
+                self._response.close()
 
     def _when_held(self, target: str, step: int) -> dict[str, Any]:
         """The answer, waited for as long as the source has not ended ``step`` yet."""
@@ -192,7 +195,11 @@ class Source:
         proof = wire.proof(self._token, "ask", *words).hex()
         authorization = f"{wire.SCHEME} {self._asker} {self._count} {proof}"
         self._connection.request("GET", target, headers={"Authorization": authorization})
-        return self._connection.getresponse(), words
+        return self._answer(), words
+
+    def _answer(self) -> http.client.HTTPResponse:
+        self._response = self._connection.getresponse()
+        return self._response
 
     def _refusal(self, response: http.client.HTTPResponse, words: tuple) -> None:
         raise Gone(self._not_held(response, words)["reason"])

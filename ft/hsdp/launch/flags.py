@@ -1,9 +1,9 @@
 """The flags of ``ft run`` that are about replicas."""
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ft.errors import UserError
 from ft.hsdp.quorum.limits import Limits
@@ -38,11 +38,11 @@ class Replicas:
             **({} if self.wait_s is None else {"FT_HSDP_WAIT": f"{self.wait_s:g}"}),
         }
 
-    def server_options(self, host: str) -> str:
-        """JSON for the quorum server's ``--options``. ``host``: where it is to listen."""
+    def server_options(self, host: str) -> dict[str, Any]:
+        """For the quorum server's ``--options``. ``host``: where it is to listen."""
         limits = {} if self.wait_s is None else {"wait_s": self.wait_s}
         values = {"replicas": self.count, "min_replicas": self.min_count, "limits": limits}
-        return json.dumps({**values, "where": f"tcp://{host}:0"})
+        return {**values, "where": f"tcp://{host}:0"}
 
 
 def add_flags(flag: Callable[..., None]) -> None:

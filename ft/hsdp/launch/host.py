@@ -1,13 +1,15 @@
 """The quorum server's process: one launcher of the run keeps it, another one takes over when that one is gone."""
 
 import contextlib
+import json
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ft.agent import processes, succession
 from ft.agent.console import last_lines
@@ -30,11 +32,11 @@ class QuorumHost:
     A server that dies is started again at once: it keeps nothing, its clients find the new one.
 
     Args:
-        run_dir: of the run. name: of this launcher. turn: launchers that are to go before it. options: JSON for the
+        run_dir: of the run. name: of this launcher. turn: launchers that are to go before it. options: of the
             server. say: takes news.
     """
 
-    def __init__(self, run_dir: Path, name: str, turn: int, options: str, say: Callable[[str], None]):
+    def __init__(self, run_dir: Path, name: str, turn: int, options: Mapping[str, Any], say: Callable[[str], None]):
         self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._name, self._turn, self._options, self._say = name, turn, options, say
         self._timeouts = Timeouts()
@@ -64,7 +66,7 @@ class QuorumHost:
             self._give_up()
         elif self._lease.holds:
             if self._process is None and now >= self._due:
-                self._start()
+                self._start(takes_over=True)
         elif (age := self._lease.age(now)) is not None:
             what, why = succession.decide(succession.View(age, age, None, self._turn), self._timeouts)
             if what == succession.CLAIM and self._claim():
@@ -111,7 +113,7 @@ class QuorumHost:
         if not is_mine:
             self._lease.drop()
             return False
-        self._start()
+        self._start(takes_over=term > 0)
         return True
 
     def _give_up(self) -> None:
@@ -123,12 +125,18 @@ class QuorumHost:
     def _log(self) -> Path:
         return self._run_dir / "logs" / "quorum.log"
 
-    def _start(self) -> None:
-        arguments = ["--run-dir", str(self._run_dir), "--options", self._options]
-        self._process = child.start(
-            "ft.hsdp.quorum", arguments, self._log, self._log, {"OMP_NUM_THREADS": "1"}, deaf=True
-        )
+    def _start(self, takes_over: bool) -> None:
+        """``takes_over``: another server was here before."""
+        options = json.dumps({**self._options, "takes_over": takes_over})
+        arguments = ["--run-dir", str(self._run_dir), "--options", options]
         self._since = time.monotonic()
+        try:
+            self._process = child.start(
+                "ft.hsdp.quorum", arguments, self._log, self._log, {"OMP_NUM_THREADS": "1"}, deaf=True
+            )
+        except OSError as error:
+            self._due = self._since + _LONGEST_PAUSE_S
+            self._say(f"the quorum server cannot be started now: {error}")
 
     def _end(self) -> None:
         if self._process is not None:

@@ -14,7 +14,7 @@ from ft.hsdp.launch.host import QuorumHost
 from ft.hsdp.launch.member import Member, strangers
 from ft.hsdp.launch.watch import Seen, Watch
 
-_TICK_S = 0.1
+_TICK_S, _RETRY_S = 0.1, 5.0
 _REPEAT_S = 2.0
 _TOLD_S, _KILLED_S = 20.0, 10.0
 _STRANGERS_S = 5.0
@@ -122,7 +122,7 @@ class Launcher:
         name = f"replica {member.replica}"
         if answer.action == policy.DONE:
             self._console.say(f"{name} has finished")
-            marks.put(self._run_dir, member.replica, marks.FINISHED)
+            self._mark(member.replica, marks.FINISHED)
             self._finished_at = self._finished_at or time.monotonic()
         elif is_over:
             self._console.say(f"{name}: {answer.reason}")
@@ -131,7 +131,13 @@ class Launcher:
             self._console.complain(f"{name}: {answer.reason}; another one is started{when}, the others train on")
         else:
             self._console.complain(f"{name} is given up: {answer.reason}; {self._way_back(member.replica)}")
-            marks.put(self._run_dir, member.replica, marks.GIVEN_UP)
+            self._mark(member.replica, marks.GIVEN_UP)
+
+    def _mark(self, replica: int, mark: str) -> None:
+        try:
+            marks.put(self._run_dir, replica, mark)
+        except OSError as error:
+            self._console.complain(f"other nodes cannot be told how replica {replica} has ended: {error}")
 
     def _way_back(self, replica: int) -> str:
         return f"ft run --ft-hsdp-replicas {self._replicas} --ft-hsdp-replica {replica} ... brings it back"
@@ -143,7 +149,11 @@ class Launcher:
         if self._kill_strangers(now):
             return
         for member in due:
-            member.start()
+            try:
+                member.start()
+            except OSError as error:  # a full disk, no memory: the others train on
+                member.due = now + _RETRY_S
+                self._console.complain(f"replica {member.replica}: no agent can be started now: {error}")
 
     def _kill_strangers(self, now: float) -> bool:
         """Kills what dead agents have left; returns whether that is still under way."""

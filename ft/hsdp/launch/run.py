@@ -20,6 +20,8 @@ from ft.hsdp.launch.host import FOLDER, QuorumHost
 from ft.hsdp.launch.launcher import Launcher
 from ft.hsdp.launch.member import Member, Setup
 from ft.hsdp.launch.places import Part, devices_of, parts_of
+from ft.hsdp.quorum import standing
+from ft.hsdp.quorum.wire import parse_where
 
 __all__ = ["main", "wanted"]
 
@@ -38,7 +40,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     asked = flags.read(given)
     if given.max_restarts is None:
         given.max_restarts = _RESTARTS
-    whole = options.resolve(given, os.environ, lease=FOLDER)
+    whole = reachable(options.resolve(given, os.environ, lease=FOLDER), asked)
     parts = parts_here(whole, asked)
     specs, seed = faults.read_specs(whole.inject, whole.scenario, whole.seed)
     planned = faults.plan(specs, asked.count, parts[0], seed)
@@ -57,6 +59,15 @@ def main(given: argparse.Namespace) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
+    """A replica that comes alone, on one node, is reached where the others' quorum server sees it come from."""
+    served = standing.read(whole.run_dir) if asked.only is not None else None
+    if served is None or whole.local_addr is not None:
+        return whole
+    host, port = parse_where(served.where)
+    return replace(whole, local_addr=network.own_address(host, port, is_host=False))
 
 
 def parts_here(whole: RunOptions, asked: Replicas) -> list[Part]:

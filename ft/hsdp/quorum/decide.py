@@ -112,7 +112,7 @@ def _began(state: State, candidates: Mapping[int, Report]) -> float:
 
 def _await(round_: _Round, number: int, one: Replica) -> Awaited | None:
     state, limits = round_.state, round_.limits
-    if round_.is_first:
+    if round_.is_first and (number < state.options.replicas or one.phase in (HERE, ARRIVING)):
         return Awaited(number, state.began_at + limits.start_s, f"is {one.phase} and the run begins with all")
     if state.is_member(number):
         return _await_member(round_, number, one)

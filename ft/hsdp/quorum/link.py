@@ -45,7 +45,7 @@ class Link:
         self._greet, self._take, self._away = greet, take, away
         self._outbox: deque[bytes] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._is_closing = threading.Event()
+        self._lock, self._is_closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft-quorum", daemon=True)
 
     def start(self) -> None:
@@ -54,18 +54,26 @@ class Link:
     def send(self, frame: bytes) -> None:
         """Sends a frame if there is a connection; what must outlive one belongs into ``greet``. Never blocks."""
         self._outbox.append(frame)
-        os.eventfd_write(self._bell, 1)
+        self._ring()
 
     def close(self) -> None:
         """Sends what waits, if that goes at once, and ends."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
-        os.eventfd_write(self._bell, 1)
+        self._ring()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_DIAL_S + _LAST_WORDS_S + 1.0)
-        if not self._thread.is_alive():
-            os.close(self._bell)
+        with self._lock:
+            if not self._thread.is_alive() and self._bell >= 0:
+                os.close(self._bell)
+                self._bell = -1
+
+    def _ring(self) -> None:
+        """Wakes the thread; a descriptor that is closed may be another file's by now."""
+        with self._lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
         gone_at, pause = time.monotonic(), _FIRST_TRY_S
@@ -103,7 +111,7 @@ class Link:
             self._serve(channel, server.term)
         except UserError:
             raise
-        except FtError as error:
+        except (FtError, ValueError, TypeError, KeyError) as error:
             if not isinstance(error, Broken):
                 print(f"quorum: what the server at {server.where} says makes no sense: {error}", file=sys.stderr)
         finally:

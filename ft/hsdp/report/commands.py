@@ -9,6 +9,9 @@ from ft.hsdp.report.record import load
 from ft.hsdp.report.status import as_text, as_values, status
 from ft.report.files import replace
 
+_RECENT = 1 << 18
+"""Bytes of each file of commits that tell how a run stands: some hundreds of steps."""
+
 NOT_CLEAN = 1
 """Exit code of a report whose audit found samples twice or lost, or a record that does not prove otherwise."""
 
@@ -44,6 +47,6 @@ def now(folder: str | Path) -> tuple[str, dict[str, Any], bool]:
     Raises:
         UserError: there is no such run.
     """
-    record = load(folder)
+    record = load(folder, _RECENT)
     found = status(record, time.time())
     return as_text(found, str(record.folder)), as_values(found), found.ended

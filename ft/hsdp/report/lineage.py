@@ -8,6 +8,7 @@ before it; what is not on that chain was superseded. After a full restart that i
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ft.hsdp.commits import Commit
 
@@ -24,7 +25,7 @@ class Step:
 
     by: Mapping[int, Commit]
 
-    @property
+    @cached_property
     def commit(self) -> Commit:
         """A line of a healthy member, where one is on record."""
         healthy = [number for number in sorted(self.by) if number in self.by[number].healthy]
@@ -34,10 +35,15 @@ class Step:
     def number(self) -> int:
         return self.commit.step
 
-    @property
+    @cached_property
     def when(self) -> float:
         """Wall time of the commit."""
         return statistics.median(commit.wall for commit in self.by.values())
+
+    @cached_property
+    def digests(self) -> dict[int, int]:
+        """Replica -> digest of its state after the step, of those that made one."""
+        return {replica: commit.digest for replica, commit in self.by.items() if commit.digest is not None}
 
     @property
     def loss(self) -> float | None:
@@ -50,7 +56,7 @@ class Lineage:
 
     Attributes:
         missing: numbers (first, last) of steps that are in the state and on nobody's record.
-        conflicts: sentences about members of one quorum that say different things of a step.
+        conflicts: sentences about members of one quorum that say different things of a step, or whose states differ.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -137,6 +143,8 @@ def _conflicts(step: Step) -> list[str]:
         names = [name for name in _SHARED if getattr(commit, name) != getattr(first, name)]
         if replica in commit.healthy and replica in first.members and commit.before != first.before:
             names.append("before")
+        if replica in step.digests and step.digests[replica] != next(iter(step.digests.values())):
+            names.append("state, bit for bit,")
         if names:
             found.append(
                 f"step {first.step} of quorum {first.quorum}: replica {replica} has another {', '.join(names)}"

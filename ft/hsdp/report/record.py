@@ -78,8 +78,11 @@ def is_hsdp(folder: str | Path) -> bool:
     return bool(_folders(Path(folder)))
 
 
-def load(folder: str | Path) -> Record:
+def load(folder: str | Path, most: int | None = None) -> Record:
     """Reads the run's folder; torn lines are left out.
+
+    Args:
+        most: bytes to read from the end of each file of commits; None: all.
 
     Raises:
         UserError: there is nothing of such a run, or it cannot be read.
@@ -89,7 +92,7 @@ def load(folder: str | Path) -> Record:
     if not found:
         raise UserError(f"{folder} holds no folder replica-0, replica-1, ...", _FIX)
     try:
-        replicas = {number: _replica(path) for number, path in sorted(found.items())}
+        replicas = {number: _replica(path, most) for number, path in sorted(found.items())}
         history = sorted(events.read(folder / run.EVENTS), key=lambda event: event.wall)
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error}", _FIX) from error
@@ -105,12 +108,12 @@ def replica_of(event: Event) -> int | None:
     return number if isinstance(number, int) and number >= 0 else None
 
 
-def _replica(folder: Path) -> ReplicaRecord:
+def _replica(folder: Path, most: int | None) -> ReplicaRecord:
     try:
         own = run.load(folder)
     except UserError:
         own = run.Run(folder)
-    return ReplicaRecord(commits.read(folder), own.events, own.metrics)
+    return ReplicaRecord(commits.read(folder, most), own.events, own.metrics)
 
 
 def _folders(folder: Path) -> dict[int, Path]:

@@ -39,8 +39,14 @@ def facts(story: Story) -> list[tuple[str, str]]:
         ("rejoins", stall_told(story.of_kind(REJOIN))),
         ("effective", effective_told(story.effective)),
     ]
+    compared = [step for step in story.steps if len(step.digests) > 1]
+    if compared:
+        equal = sum(len(set(step.digests.values())) == 1 for step in compared)
+        found.insert(3, ("replicas", f"equal bit for bit after {equal} of {len(compared)} steps compared"))
     if restarts:
-        found.insert(5, ("restarts", f"{len(restarts)} of all, {seconds(sum(one.stall_s for one in restarts))} in all"))
+        found.insert(
+            -1, ("restarts", f"{len(restarts)} of all, {seconds(sum(one.stall_s for one in restarts))} in all")
+        )
     return found
 
 

@@ -71,11 +71,12 @@ def _draw_steps(axes, story: Story) -> None:
         return
     times = [step.when - story.zero for step in story.steps]
     axes.step(times, story.pace.took, where="pre", color=palette.QUIET, linewidth=0.9, zorder=2)
-    for one in story.incidents:
-        inside = [index for index, step in enumerate(story.steps) if one.first <= step.number <= one.last]
-        for index in inside:
-            begin, took = times[index] - story.pace.took[index], story.pace.took[index]
-            axes.bar(begin, took, width=took, align="edge", color=INCIDENT[one.kind], alpha=0.75, zorder=3)
+    at = {step.number: index for index, step in enumerate(story.steps)}
+    for kind, colour in INCIDENT.items():
+        inside = sorted({i for one in story.of_kind(kind) for i in range(at[one.first], at[one.last] + 1)})
+        took = [story.pace.took[index] for index in inside]
+        begins = [times[index] - story.pace.took[index] for index in inside]
+        axes.bar(begins, took, width=took, align="edge", color=colour, alpha=0.75, zorder=3)
     axes.set_xlim(0, max(times[-1], max((lane.end for lane in story.lanes), default=0.0)))
     axes.set_ylim(bottom=0)
     axes.set_ylabel("seconds", **STYLE)

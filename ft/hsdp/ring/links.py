@@ -84,8 +84,10 @@ class Links:
     def lost(self, link: Link, how: str) -> Broken:
         """Why the data of ``link`` ended: it may have said so, or be the cause itself."""
         deadline = time.monotonic() + _GRACE_S
+        words = select.poll()
+        words.register(link.control, select.POLLIN)
         while self.broken is None and link.gone is None and (left := deadline - time.monotonic()) > 0:
-            if select.select([link.control], [], [], left)[0]:
+            if words.poll(left * 1e3):
                 self._hear(link)
         return self.broken or link.gone or Broken(f"{link.name()} is lost: {how}", link.index)
 

@@ -1,0 +1,323 @@
+"""What fault tolerance between replicas adds to a step, against the same training with gloo across the replicas.
+
+    python tools/bench/hsdp_step.py --replicas 2 --ranks 1
+
+Prints one JSON line. Blocks of steps of the two sides alternate in the same processes of one run. "ours" is the step of
+FT-HSDP as a run has it: quorum, FTAR, vote, state on offer, records. "gloo" is ordinary data parallelism of the same
+ranks: the same model, data, batch and bucket groups, reduced inside the replica as core does it, and then summed over
+the replicas by a gloo all-reduce, in a thread, overlapped with the backward alike; nothing of it survives a fault.
+`added_ms` is the median over pairs of blocks of what a step of ours takes longer; the goal is `goal_ms`, 1 ms + 1 %.
+`parts_ms`: where a step of ours spends its time in the thread that trains, mean; parts may lie inside one another.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from ft.worker.plain import Unguarded  # noqa: E402
+
+LIMIT_S = 230
+WARM_UP = 2
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="of a replica, all data-parallel")
+    parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks that count")
+    parser.add_argument("--block-steps", type=int, default=5, help="steps in a block")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--rank-batch", type=int, default=4, help="samples of a rank in a step")
+    parser.add_argument("--no-overlap", action="store_true", help="without --overlap-grad-reduce")
+    arguments = parser.parse_args(argv)
+    if "FT_AGENT" in os.environ:
+        measure(arguments)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left behind
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(run(arguments, argv, Path(folder))))
+    return 0
+
+
+def run(arguments: argparse.Namespace, argv: list[str], folder: Path) -> dict:
+    """The whole benchmark in a run of its own."""
+    import small_runs as runs
+
+    from megatron import patches
+
+    patches.apply()
+    runs.make_corpus(folder)
+    command = [sys.executable, "-m", "ft", "run", "--quiet", "--ft-hsdp-replicas", str(arguments.replicas)]
+    command += ["--nproc-per-node", str(arguments.replicas * arguments.ranks), "--run-dir", str(folder / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
+    log = folder / "console.log"
+    with open(log, "wb") as console:
+        job = subprocess.Popen(
+            [*command, __file__, *argv], env=environment, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT
+        )
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(LIMIT_S)
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait(30)
+    found = folder / "result.json"
+    if job.returncode or not found.exists():
+        logs = [log.read_text(errors="replace")[-1500:] for log in sorted(folder.glob("run/replica-*/logs/*"))]
+        raise SystemExit("\n".join([f"exit code {job.returncode}", log.read_text(errors="replace")[-3000:], *logs]))
+    return json.loads(found.read_text())
+
+
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+
+class GlooExchange:
+    """Gradients on their way to the other replicas as ordinary data parallelism sends them.
+
+    See :class:`megatron.patches.replicas.Exchange`.
+    """
+
+    def __init__(self, group, replicas: int, groups: int):
+        self._group, self._replicas, self._groups = group, replicas, groups
+        self._thread = ThreadPoolExecutor(1, "gloo")
+        self._pending, self._unfinished = [], groups
+
+    def started(self, group, parts, reduced) -> None:
+        self._pending.append(self._thread.submit(self._reduce, parts, reduced))
+
+    def finished(self, group) -> None:
+        self._unfinished -= 1
+        if not self._unfinished:
+            pending, self._pending, self._unfinished = self._pending, [], self._groups
+            for one in pending:
+                one.result()
+
+    def add_up(self, tensor) -> None:
+        self._group.allreduce([tensor]).wait()
+
+    def _reduce(self, parts, reduced) -> None:
+        if reduced is not None:
+            reduced()
+        for work in [self._group.allreduce([part]) for part in parts]:
+            work.wait()
+        for part in parts:
+            part.mul_(1.0 / self._replicas)
+
+
+class PlainReplica(Unguarded):
+    """Data parallelism over replicas that nothing happens to."""
+
+    def __init__(self, exchange: GlooExchange, replicas: int):
+        self._exchange, self._replicas = exchange, replicas
+
+    def share(self, samples: int) -> int:
+        return samples // self._replicas
+
+    def over_replicas(self, reported):
+        import torch
+
+        total = torch.stack(reported).sum(dim=0)
+        self._exchange.add_up(total)
+        return [total]
+
+
+class Watch:
+    """How long calls take, by name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def over(self, name: str, owner: object, method: str) -> None:
+        """Times ``owner.method`` from now on."""
+        original = getattr(owner, method)
+
+        def timed(*args, **kwargs):
+            began = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.perf_counter() - began
+
+        setattr(owner, method, timed)
+
+
+class Side:
+    """What the blocks of one side run with, put in place by ``enter``."""
+
+    def __init__(self, job, guard, exchange, step):
+        self._job, self._guard, self._exchange, self._step = job, guard, exchange, step
+
+    def enter(self) -> None:
+        from megatron.patches import replicas
+
+        self._job.guard, self._job.trainee.optimizer.step = self._guard, self._step
+        replicas.exchange_through(self._job.trainee.chunks, self._exchange)
+
+    def block(self, steps: int) -> None:
+        from megatron.training.step import train_step
+
+        for _ in range(steps):
+            train_step(self._job)
+            self._job.exits.answer(self._job.state.step)
+            self._guard.committed()
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    from megatron import patches
+    from megatron.patches.manifest import WITH_REPLICAS
+
+    patches.apply(WITH_REPLICAS)
+    from ft.hsdp.place import Place
+    from ft.worker.session import attach
+    from megatron.patches import replicas
+    from megatron.training.initialize import init_model_parallel
+    from megatron.training.pretrain import assemble, replica
+
+    options, layout = options_of(arguments)
+    place, session = Place.from_environment(), attach()
+    session.init_process_group(patches.platform().backend)
+    init_model_parallel(options.parallel, layout)
+    job = assemble(options, layout, time.monotonic(), place=place)
+    chunks, optimizer = job.trainee.chunks, job.trainee.optimizer
+    plain_step = optimizer.step
+    guard = replica(job, session, place)
+    parts = guard._parts
+    cross = gloo_group(Path(os.environ["BENCH_FOLDER"]), place, session.rank)
+    gloo = GlooExchange(cross, place.replicas, len(replicas.groups_of(chunks)))
+    sides = {
+        "ours": Side(job, guard, parts.exchange, optimizer.step),
+        "gloo": Side(job, PlainReplica(gloo, place.replicas), gloo, plain_step),
+    }
+    watch = watched(guard, parts, gloo)
+    times = {name: [] for name in sides}
+    guard.carry_through(lambda: alternate(arguments, job, session, cross, sides, times, watch))
+    if place.replica == 0 and session.rank == 0:
+        found = result(arguments, job, times, watch)
+        temporary = Path(os.environ["BENCH_FOLDER"]) / "result.part"
+        temporary.write_text(json.dumps(found))
+        temporary.rename(temporary.with_name("result.json"))
+    session.close()
+
+
+def options_of(arguments: argparse.Namespace):
+    import small_runs as runs
+
+    from megatron.training.arguments import check, parse
+
+    overlap = "" if arguments.no_overlap else "--overlap-grad-reduce"
+    flags = (
+        f"{runs.BASE} --hidden-size {arguments.hidden_size} --num-layers {arguments.layers} "
+        f"--num-attention-heads 8 --seq-length {arguments.seq_length} --data-path {os.environ['BENCH_FOLDER']}/corpus "
+        f"--micro-batch-size {arguments.rank_batch} "
+        f"--global-batch-size {arguments.rank_batch * arguments.ranks * arguments.replicas} --train-iters 100000 "
+        f"--lr 1e-4 --use-distributed-optimizer {overlap}"
+    )
+    options = parse(flags)
+    return options, check(options, arguments.ranks, has_te=False)
+
+
+def gloo_group(folder: Path, place, rank: int):
+    """A gloo group of this rank with the same rank of all replicas."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    store = dist.PrefixStore(f"rank{rank}", dist.FileStore(str(folder / f"meeting{rank}"), place.replicas))
+    return dist.ProcessGroupGloo(store, place.replica, place.replicas, options)
+
+
+def watched(guard, parts, gloo: GlooExchange) -> Watch:
+    """Times what a step of ours consists of beside the training itself."""
+    watch = Watch()
+    watch.over("begin", guard, "begins")
+    watch.over("wait_for_ftar", parts.exchange, "_wait_for_all")
+    watch.over("vote_and_withdraw", guard, "_vote")
+    watch.over("withdraw", parts.server, "withdraw")
+    watch.over("committed", guard, "committed")
+    watch.over("offer", guard, "_offer")
+    watch.over("records", parts.records, "committed")
+    watch.over("gloo_wait", gloo, "finished")
+    watch.over("gloo_loss", gloo, "add_up")
+    ask = parts.agreement.ask
+
+    def timed_ask(report, then):
+        began = time.perf_counter()
+
+        def agreed(answer):
+            watch.seconds["until_quorum"] += time.perf_counter() - began
+            then(answer)
+
+        ask(report, agreed)
+
+    parts.agreement.ask = timed_ask
+    return watch
+
+
+def alternate(arguments, job, session, cross, sides: dict, times: dict, watch: Watch) -> None:
+    """Pairs of blocks, the first ones to warm up. ``times``: name -> (wall, CPU) seconds of a step, by block."""
+    import torch.distributed as dist
+
+    steps = arguments.block_steps
+    for number in range(arguments.blocks + WARM_UP):
+        for name in ("ours", "gloo") if number % 2 else ("gloo", "ours"):
+            if number == WARM_UP and not times["ours"] and not times["gloo"]:
+                watch.seconds.clear()
+            before = job.state.step, job.state.consumed_train_samples
+            sides[name].enter()
+            with session.progress.at("aside", "the benchmark"):
+                cross.barrier().wait()
+                dist.barrier()
+            began, cpu = time.perf_counter(), time.process_time()
+            sides[name].block(steps)
+            took, used = (time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps
+            if name == "gloo":  # to the replicas' eyes these steps were not
+                job.state.step, job.state.consumed_train_samples = before
+            if number >= WARM_UP:
+                times[name].append((took, used))
+    sides["ours"].enter()
+
+
+def result(arguments: argparse.Namespace, job, times: dict, watch: Watch) -> dict:
+    from megatron.training.logging.summary import count_parameters
+
+    wall = {name: [one[0] for one in blocks] for name, blocks in times.items()}
+    cpu = {name: statistics.median(one[1] for one in blocks) for name, blocks in times.items()}
+    added = [1e3 * (ours - gloo) for ours, gloo in zip(wall["ours"], wall["gloo"], strict=True)]
+    gloo_ms = 1e3 * statistics.median(wall["gloo"])
+    counted = arguments.blocks * arguments.block_steps
+    return {
+        "bench": "hsdp_step",
+        "added_ms": round(statistics.median(added), 3),
+        "added_quartiles_ms": [round(q, 3) for q in statistics.quantiles(added, n=4)],
+        "goal_ms": round(1.0 + 0.01 * gloo_ms, 3),
+        "ours_ms": round(1e3 * statistics.median(wall["ours"]), 3),
+        "gloo_ms": round(gloo_ms, 3),
+        "fastest_ms": {name: round(1e3 * min(each), 3) for name, each in wall.items()},
+        "added_cpu_ms": round(1e3 * (cpu["ours"] - cpu["gloo"]), 3),
+        "parts_ms": {name: round(1e3 * seconds / counted, 3) for name, seconds in sorted(watch.seconds.items())},
+        "parameters": count_parameters(job.trainee.chunks),
+        "pairs": len(added),
+        "cores": os.cpu_count(),
+        "load": [round(one, 1) for one in os.getloadavg()],
+        **vars(arguments),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
