@@ -138,13 +138,18 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
     """The training data of this replica, from where ``state`` stands.
 
     Raises:
-        UserError: the global batch cannot be divided among the replicas, or it grows (--rampup-batch-size).
+        UserError: the global batch cannot be divided among the replicas, or a flag does not go with them.
     """
     from ft.hsdp.resume import where_replicas_stood
 
     training = options.training
     if training.rampup_batch_size is not None:
         raise UserError("--rampup-batch-size does not go with replicas", "drop it, or --ft-hsdp-replicas")
+    if options.moe.moe_router_enable_expert_bias:
+        raise UserError(
+            "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
+            "drop it, or --ft-hsdp-replicas",
+        )
     own_batch(training.global_batch_size, place.replicas, training.micro_batch_size, layout.dp)
     block = training.micro_batch_size * layout.dp
     deal, positions = where_replicas_stood(place, state.extra, state.step, state.consumed_train_samples, block)

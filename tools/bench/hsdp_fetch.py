@@ -10,6 +10,7 @@ while it serves without pause, divided by that while it does not (`step_ms`: bot
 meanwhile: with the one who fetches on the same cores (`beside`), and with that one at the lowest priority, as if it
 were on another host (`apart`). `withdraw_ms`: longest withdrawal in the middle of a fetch. `offer_us`: an offer of 1000
 tensors, which every committed step pays. `checksum_GB_s`: what a block of 1 MiB could be checked with, ours first.
+`load` tells whether the machine was busy with other things, which serving, at low priority, then waits for.
 """
 
 import argparse
@@ -55,11 +56,18 @@ def main(argv: list[str]) -> int:
         (Path(folder) / "state").write_bytes(os.urandom(1 << 20) * arguments.mib)
         sources = [Source(arguments.mib, folder) for _ in range(2)]
         try:
-            print(json.dumps(result(sources, arguments.mib, arguments.rounds) | {"rounds": arguments.rounds}))
+            print(
+                json.dumps(result(sources, arguments.mib, arguments.rounds) | {"rounds": arguments.rounds} | machine())
+            )
         finally:
             for source in sources:
                 source.close()
     return 0
+
+
+def machine() -> dict:
+    """Its cores, and the mean number of processes that wanted one in the last minute, these here among them."""
+    return {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
 
 
 def result(sources: list["Source"], mib: int, rounds: int) -> dict:

@@ -21,7 +21,7 @@ class RingOptions:
     """
 
     chunk_bytes: int = 1 << 20
-    chunks: int = 4
+    chunks: int = 2
     wide_sums: bool = True
     streams: int = 1
     limit_s: float = 60.0

@@ -60,32 +60,32 @@ def cases(job: Job, ours: Stalls) -> list[Case]:
 def read(path: str) -> Stalls:
     """The stalls in the lines of ``tools/bench/hsdp_recovery.py``; of several of a kind, the median.
 
-    A line has bench, kind ("kill" or "hang"), and stall_s and rejoin_stall_s, seconds, itself or under "ours"; lines
-    whose system is another one's are passed over.
+    Of a kill's line are read, in milliseconds, ``stall_ms``, and ``rejoin_longest_ms`` less ``step_ms``. A hang is
+    noticed after so many steps: what it costs with steps of milliseconds says nothing of longer ones.
 
     Raises:
-        UserError: the file cannot be read, or has no line of a kill in which both stalls are numbers.
+        UserError: the file cannot be read, or has no line of a kill in which these are numbers.
     """
-    kills, hangs = [], []
     try:
         lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise UserError(f"--results {path}: {error}", _FIX) from error
+    kills = []
     for line in lines:
-        if not isinstance(line, dict) or line.get("bench") != BENCH or line.get("system", "ours") != "ours":
-            continue
-        own = line["ours"] if isinstance(line.get("ours"), dict) else line
-        found = [own.get("stall_s"), own.get("rejoin_stall_s")]
-        if all(_is_seconds(value) for value in found):
-            (hangs if line.get("kind") == "hang" else kills).append(found)
+        if isinstance(line, dict) and line.get("bench") == BENCH and line.get("kind") == "kill":
+            if line.get("system", "ours") != "ours":
+                continue
+            found = [line.get(name) for name in ("stall_ms", "rejoin_longest_ms", "step_ms")]
+            if all(_is_time(value) for value in found):
+                stall, longest, step = (value / 1e3 for value in found)
+                kills.append((stall, max(0.0, longest - step)))
     if not kills:
-        raise UserError(f"--results {path} holds no line of {BENCH} with stall_s and rejoin_stall_s of a kill", _FIX)
+        raise UserError(f"--results {path} holds no line of {BENCH} with the stalls of a kill", _FIX)
     killed, rejoin = (statistics.median(values) for values in zip(*kills, strict=True))
-    hung = statistics.median(stall for stall, _ in hangs) if hangs else None
-    return Stalls(killed, rejoin, hung, f"measured, {len(kills)} + {len(hangs)} lines of {Path(path).name}")
+    return Stalls(killed, rejoin, None, f"measured: {Path(path).name}")
 
 
-def _is_seconds(value) -> bool:
+def _is_time(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < float("inf")
 
 

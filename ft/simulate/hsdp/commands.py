@@ -38,7 +38,7 @@ def add_parser(simulations) -> None:
     group.add_argument("--stall", type=_time0, metavar="TIME", help=f"after a kill (default: {_KILLED_S} s, the goal)")
     group.add_argument("--hang-stall", type=_time0, metavar="TIME", help="after a hang (default: 3 steps + 1 s)")
     group.add_argument("--rejoin-stall", type=_time0, metavar="TIME", help="at a return (default: 0.3 steps, the goal)")
-    group.add_argument("--results", metavar="FILE", help="all three from lines of tools/bench/hsdp_recovery.py")
+    group.add_argument("--results", metavar="FILE", help="kill and return from lines of tools/bench/hsdp_recovery.py")
     group = parser.add_argument_group("simulation")
     group.add_argument("--days", type=_days, default=365.0, metavar="N", help="of each history (default: 365)")
     group.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")

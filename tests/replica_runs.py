@@ -1,0 +1,144 @@
+"""Runs of `ft run --ft-hsdp-replicas` with the real trainer, and how they are judged: of tests and the campaign."""
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import small_runs
+from ft_runs import Finished, Running
+
+from ft import events
+from ft.hsdp import commits
+from ft.hsdp.commits import Commit
+from ft.hsdp.report import record
+from ft.hsdp.report.audit import Audit, audit
+from ft.hsdp.report.lineage import Lineage, lineage
+
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the records of a run, ended or not, prove."""
+
+    folder: Path
+    lines: dict[int, list[Commit]]
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        return lineage(self.lines)
+
+    @cached_property
+    def audit(self) -> Audit:
+        return audit(self.lineage)
+
+    @property
+    def steps(self) -> list[int]:
+        return [step.number for step in self.lineage.steps]
+
+    def unequal(self) -> list[str]:
+        """Replicas that committed a step in one quorum and are not bit for bit equal, or do not say."""
+        by: dict[tuple[int, int], dict[int, int | None]] = {}
+        for replica, lines in self.lines.items():
+            for commit in lines:
+                by.setdefault((commit.step, commit.quorum), {})[replica] = commit.digest
+        return [
+            f"step {step} of quorum {quorum}: digests {digests}"
+            for (step, quorum), digests in sorted(by.items())
+            if len(set(digests.values())) > 1 or None in digests.values()
+        ]
+
+    def problems(self, steps: int, most_superseded: int) -> list[str]:
+        """All that is wrong with a run that was to train ``steps`` steps.
+
+        Args:
+            most_superseded: commits that may have been done anew: one for each failure.
+        """
+        found = self.unequal()
+        if self.steps != list(range(1, steps + 1)):
+            found.append(f"surviving steps {_shortened(self.steps)}, not 1 to {steps}")
+        if not self.audit.is_clean:
+            found += ["the audit is not clean", *self.audit.problems[:5], *self.audit.examples]
+        if len(self.lineage.superseded) > most_superseded:
+            superseded = [(step.number, step.commit.quorum) for step in self.lineage.superseded]
+            found.append(f"superseded (step, quorum): {superseded}; at most {most_superseded} may be")
+        return found
+
+
+def proof(folder: Path) -> Proof:
+    """What is on record in a run's folder."""
+    folders = {int(path.name.rpartition("-")[2]): path for path in folder.glob("replica-*")}
+    return Proof(folder, {replica: commits.read(path) for replica, path in sorted(folders.items())})
+
+
+@dataclass
+class Done(Finished):
+    """A run of replicas that has ended."""
+
+    @property
+    def proof(self) -> Proof:
+        return proof(self.folder)
+
+    def of(self, replica: int, name: str) -> list[events.Event]:
+        history = events.read(self.folder / f"replica-{replica}" / "events.jsonl")
+        return [event for event in history if event.name == name]
+
+    def losses_of(self, replica: int) -> list[float]:
+        return small_runs.losses(self.folder / f"replica-{replica}" / "metrics.jsonl")
+
+    def injected(self) -> list[events.Event]:
+        """Faults that happened, in order of time."""
+        found = record.load(self.folder)
+        return [event for _, event in found.history if event.name == events.FAULT_INJECTED]
+
+    def explain(self) -> str:
+        logs = sorted(self.folder.glob("logs/*.log")) + sorted(self.folder.glob("replica-*/logs/*"))
+        tails = "".join(f"\n--- {log.relative_to(self.folder)}\n{log.read_text()[-1500:]}" for log in logs)
+        history = (self.folder / "events.jsonl").read_text()[-6000:] if (self.folder / "events.jsonl").exists() else ""
+        return f"exit code {self.code}\n{self.output[-4000:]}\n--- quorum server\n{history}{tails}"
+
+
+class Replicas(Running):
+    """A run of replicas under way."""
+
+    def __init__(self, folder: Path, flags: str, *, replicas: int, nproc: int, options: str = ""):
+        options = f"--ft-hsdp-replicas {replicas} {options}"
+        os.environ["FT_HSDP_DIGESTS"] = "1"
+        try:
+            super().__init__(folder, "pretrain_gpt.py", flags, nproc=nproc, standby=0, options=options)
+        finally:
+            del os.environ["FT_HSDP_DIGESTS"]
+
+    def wait(self, limit_s: float = LIMIT_S) -> Done:
+        done = super().wait(limit_s)
+        return Done(done.code, done.output, done.folder)
+
+    def stop(self) -> Done:
+        done = super().stop()
+        return Done(done.code, done.output, done.folder)
+
+    def step(self) -> int:
+        """The newest step that any replica has committed."""
+        return max((lines[-1].step for lines in proof(self.folder).lines.values() if lines), default=0)
+
+    def server(self) -> int:
+        """Process id of the quorum server."""
+        return json.loads((self.folder / "quorum.json").read_text())["pid"]
+
+
+def flags(corpus: str, extra: str = "", steps: int = 12, batch: int = 12) -> str:
+    """A tiny run's flags. ``batch``: the global one."""
+    base = small_runs.BASE.replace("--global-batch-size 8", f"--global-batch-size {batch}")
+    return f"{base} --train-iters {steps} --data-path {corpus} {extra}"
+
+
+def train(folder: Path, flags: str, *, limit_s: float = LIMIT_S, **how) -> Done:
+    """A run from start to end."""
+    return Replicas(folder, flags, **how).wait(limit_s)
+
+
+def _shortened(steps: list[int]) -> str:
+    text = str(steps)
+    return text if len(text) < 300 else f"{text[:150]} ... {text[-150:]}"

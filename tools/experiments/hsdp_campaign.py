@@ -1,0 +1,290 @@
+"""Faults of random kind, time and victim in seeded runs of replicas: does training go on, equal and without a gap?
+
+    python tools/experiments/hsdp_campaign.py --seeds 0..9 --into FOLDER     runs them, one line each in FOLDER
+    python tools/experiments/hsdp_campaign.py --report --into FOLDER          table and picture of what is there
+
+Each run has 3 replicas of 2 ranks (distributed optimizer) and saves a checkpoint every 10 steps. It is sound if it
+reached its last step, replicas of a quorum were bit for bit equal after every step, every sample was trained once,
+each failure cost one step at most (where a replica was left), and no process is left. Seeds that FOLDER has already
+are passed over, so a campaign can be run in pieces.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+
+from fault_campaign import corpus, read  # noqa: E402
+
+REPLICAS, RANKS = 3, 2
+LAYOUT = "--use-distributed-optimizer"
+SAVE_INTERVAL = 10
+FAULTS, FIRST, SPACING = 20, 5, 14
+STEPS = FIRST + FAULTS * SPACING + 5
+LIMIT_S = 220.0
+PHASES = ("between", "forward", "backward", "reduce", "optimizer")
+SERVER = "kill-server"
+"""Of the quorum: no worker can do it, so the campaign does."""
+
+WORKER = (
+    *("kill", "kill", "kill", "hang", "drop", "segfault", "exit", "gil", "stall", "slow", "disk-full"),
+    *("out-of-memory", "out-of-files", "io-error", "lose-device"),
+    *("exception:error=recoverable", "exception:error=timeout", "exception:error=node", "exception:error=software"),
+    *("lose-reports", "lose-reports:for=5s", "duplicate-reports", "reorder-reports", "delay-reports"),
+)
+OF_REPLICA = ("kill-control", "kill-agent")
+TOGETHER = {
+    "two replicas": ("kill", "kill"),
+    "all replicas": ("kill", "kill", "kill"),
+    "kill, hang": ("kill", "hang"),
+}
+"""In different replicas, in one step."""
+IN_RETURN = ("returning: restore", "returning: resume", "healthy: restore", "healthy: resume")
+"""A replica is killed; when it returns, it or another one is."""
+KINDS = (*WORKER, *OF_REPLICA, SERVER, SERVER, *TOGETHER, *IN_RETURN)
+BRIEF = {"slow": "for=300ms", "disk-full": "for=300ms"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One entry of a run: ``specs`` for ``--inject``; none where the campaign itself does it. ``replicas``: victims."""
+
+    kind: str
+    step: int
+    replicas: tuple[int, ...]
+    specs: tuple[str, ...]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", metavar="A..B", help="run these seeds")
+    parser.add_argument("--into", type=Path, required=True, help="folder for results and what the runs write")
+    parser.add_argument("--stop-after", type=float, default=1e9, metavar="S", help="begin no run after so many seconds")
+    parser.add_argument("--report", action="store_true", help="write table and picture from what is in --into")
+    given = parser.parse_args(argv)
+    given.into.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    first, _, last = (given.seeds or "0..-1").partition("..")
+    for seed in range(int(first), int(last or first) + 1):
+        if seed in {entry["seed"] for entry in read(given.into)} or time.monotonic() - began > given.stop_after:
+            continue
+        entry = run_one(seed, given.into, corpus(given.into))
+        with open(given.into / "runs.jsonl", "a") as file:
+            file.write(json.dumps(entry) + "\n")
+        print(summary(entry), flush=True)
+    if given.report:
+        from hsdp_campaign_report import write
+
+        print(write(read(given.into), ROOT))
+    return 0 if not any(entry["problems"] for entry in read(given.into)) else 1
+
+
+# --- what is injected ------------------------------------------------------------------------------------------------
+
+
+def plan(seed: int, faults: int = FAULTS) -> list[Planned]:
+    """The faults of one run. Over the seeds every kind comes as often as it is in ``KINDS``."""
+    rng = random.Random(f"replicas {seed}")
+    return [
+        _planned(_kind(seed * FAULTS + number), FIRST + number * SPACING + rng.randrange(3), rng)
+        for number in range(faults)
+    ]
+
+
+def _kind(number: int) -> str:
+    """Number ``number`` of an endless row of shuffled tables."""
+    order = list(KINDS)
+    random.Random(f"order {number // len(KINDS)}").shuffle(order)
+    return order[number % len(KINDS)]
+
+
+def _planned(kind: str, step: int, rng: random.Random) -> Planned:
+    victims = rng.sample(range(REPLICAS), REPLICAS)
+    if kind == SERVER:
+        return Planned(kind, step, (), ())
+    if kind in OF_REPLICA:
+        return Planned(kind, step, (victims[0],), (f"{kind}@replica={victims[0]}:step={step}",))
+    if kind in TOGETHER:
+        hit = tuple(zip(TOGETHER[kind], victims, strict=False))
+        specs = tuple(_spec(one, replica, step, rng) for one, replica in hit)
+        return Planned(kind, step, tuple(replica for _, replica in hit), specs)
+    if kind in IN_RETURN:
+        who, _, phase = kind.partition(": ")
+        second = victims[0] if who == "returning" else victims[1]
+        rank = rng.randrange(RANKS)
+        return Planned(
+            kind,
+            step,
+            tuple(dict.fromkeys((victims[0], second))),
+            (
+                _spec("kill", victims[0], step, rng),
+                f"kill@replica={second}:step={step}:rank={rank}:phase={phase}",
+            ),
+        )
+    return Planned(kind, step, (victims[0],), (_spec(kind, victims[0], step, rng),))
+
+
+def _spec(kind: str, replica: int, step: int, rng: random.Random) -> str:
+    name, _, how = kind.partition(":")
+    keys = [f"replica={replica}", f"step={step}", f"rank={rng.randrange(RANKS)}", f"phase={rng.choice(PHASES)}"]
+    return f"{name}@" + ":".join([*keys, *filter(None, (how, BRIEF.get(name)))])
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def run_one(seed: int, into: Path, data: str) -> dict:
+    """One run; what came of it and of each of its faults, as JSON values. "problems": all that is wrong."""
+    from replica_runs import Replicas, flags
+
+    planned = plan(seed)
+    specs = ",".join(spec for one in planned for spec in one.specs)
+    folder, saved = into / f"seed-{seed}", into / f"seed-{seed}.save"
+    for path in (folder, saved):
+        shutil.rmtree(path, ignore_errors=True)
+    wanted = flags(data, f"{LAYOUT} --save {saved} --save-interval {SAVE_INTERVAL}", STEPS)
+    entry = {"seed": seed, "inject": specs, "faults": [], "problems": []}
+    began = time.monotonic()
+    try:
+        run = Replicas(folder, wanted, replicas=REPLICAS, nproc=REPLICAS * RANKS, options=f"--inject {specs}")
+        kills = _kill_servers(run, [one for one in planned if one.kind == SERVER], began + LIMIT_S)
+        done = run.wait(max(1.0, began + LIMIT_S - time.monotonic()))
+    except AssertionError as hang:
+        (into / f"seed-{seed}.problem").write_text(str(hang))
+        return entry | {"problems": ["hangs, or leaves processes"], "wall_s": round(time.monotonic() - began, 1)}
+    entry["wall_s"] = round(time.monotonic() - began, 1)
+    entry["problems"] = judge(done, len(done.injected()) + len(kills))
+    entry["faults"] = what_came(done, planned, kills)
+    if entry["problems"]:
+        (into / f"seed-{seed}.problem").write_text("\n".join([*entry["problems"], done.explain()]))
+    else:
+        shutil.rmtree(folder)
+        shutil.rmtree(saved, ignore_errors=True)
+    return entry
+
+
+def _kill_servers(run, planned: list[Planned], until: float) -> list[float]:
+    """Kills the quorum server in each of these steps; returns the wall times."""
+    found = []
+    for one in planned:
+        while run.step() < one.step and run.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        if run.process.poll() is None:
+            found.append(time.time())
+            os.kill(run.server(), signal.SIGKILL)
+    return found
+
+
+def judge(done, failures: int) -> list[str]:
+    """All that is wrong with a run that has ended."""
+    loads = reloads(done)
+    found = [] if done.code == 0 else [f"exit code {done.code}"]
+    found += done.proof.problems(STEPS, failures if not loads else 10**6)
+    for step, wall, holders in loads:
+        lost = [replica for replica in holders if _has_begun_again(done, replica, wall)]
+        if set(lost) != set(holders):
+            found.append(f"step {step} was loaded while replicas {sorted(set(holders) - set(lost))} lived")
+    return found
+
+
+def reloads(done) -> list[tuple[int, float, tuple[int, ...]]]:
+    """(step, wall time, who committed the step before it) of each state from a checkpoint that the run went on from."""
+    lines = sorted(
+        (commit for some in done.proof.lines.values() for commit in some), key=lambda c: (c.quorum, c.step, c.wall)
+    )
+    found, last = [], None
+    for commit in lines:
+        if commit.before == 0 and last is not None and commit.quorum > last.quorum:
+            holders = {c.step: c for c in lines if c.quorum == last.quorum}[last.step].members
+            if not found or found[-1][0] != commit.step:
+                found.append((commit.step, commit.wall, holders))
+        last = commit
+    return found
+
+
+def _has_begun_again(done, replica: int, before: float) -> bool:
+    """Its workers were started anew between its last commit before that wall time and then."""
+    from ft import events
+
+    walls = [commit.wall for commit in done.proof.lines[replica] if commit.wall < before and commit.before]
+    return any(max(walls, default=0.0) < event.wall < before for event in done.of(replica, events.WORKER_STARTED))
+
+
+# --- what came of it -------------------------------------------------------------------------------------------------
+
+
+def what_came(done, planned: list[Planned], server_kills: list[float]) -> list[dict]:
+    """For each planned entry that happened: its kind, whether its replicas were left out for a while, how much longer
+    than normal the step took that it fell into, and after how many seconds the last of its replicas was back."""
+    from ft.hsdp.report.record import load
+    from ft.hsdp.report.stalls import find
+
+    steps = done.proof.lineage.steps
+    pace, _ = find(steps, load(done.folder).events)
+    walls = _walls(done, planned, server_kills)
+    order = sorted(walls.values())
+    found = []
+    for number, wall in walls.items():
+        one = planned[number]
+        until = next((w for w in order if w > wall), float("inf"))
+        after = [index for index, step in enumerate(steps) if step.when > wall]
+        near = [index for index in after if steps[index].when - pace.took[index] < min(until, wall + 60.0)]
+        stall = max((pace.stall(index) for index in near[:3]), default=0.0)
+        back = [_back(steps, after, near, replica, wall) for replica in one.replicas]
+        left = [seconds for is_left, seconds in back if is_left]
+        is_reload = any(steps[index].commit.before == 0 for index in near if steps[index].number > 1)
+        found.append(
+            {
+                "kind": one.kind,
+                "left": bool(left),
+                "reload": is_reload,
+                "stall_s": round(stall, 3),
+                "back_s": round(max(left), 3) if left and None not in left else None,
+            }
+        )
+    return found
+
+
+def _walls(done, planned: list[Planned], server_kills: list[float]) -> dict[int, float]:
+    """Number of each planned entry -> when (the first part of) it happened."""
+    from ft import inject
+    from ft.hsdp.launch import faults
+    from ft.hsdp.launch.places import Part
+
+    specs = inject.parse(",".join(spec for one in planned for spec in one.specs))
+    of_run = [fault for some in faults.plan(specs, REPLICAS, Part(0, 1, 0, RANKS), 0).values() for fault in some]
+    steps = {one.step: number for number, one in enumerate(planned)}
+    numbers = {fault.number: steps[fault.step] for fault in of_run}
+    found: dict[int, float] = {}
+    for event in done.injected():
+        found.setdefault(numbers[event.detail["number"]], event.wall)
+    of_server = [number for number, one in enumerate(planned) if one.kind == SERVER]
+    return {**found, **dict(zip(of_server, server_kills, strict=False))}
+
+
+def _back(steps, after, near, replica: int, wall: float) -> tuple[bool, float | None]:
+    """(whether the replica was left out, seconds until a step to which it contributed begins, None: it did not)."""
+    gone = next((index for index in near if replica not in steps[index].commit.healthy), None)
+    if gone is None:
+        return False, None
+    again = next((i for i in after if i > gone and replica in steps[i].commit.healthy), None)
+    return True, None if again is None else max(0.0, steps[again - 1].when - wall)
+
+
+def summary(entry: dict) -> str:
+    verdict = "; ".join(entry["problems"]) or "ok"
+    left = sum(fault["left"] for fault in entry["faults"])
+    return f"seed {entry['seed']}: {verdict} in {entry['wall_s']} s; {len(entry['faults'])} faults, {left} left out"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
