@@ -188,3 +188,22 @@ def test_a_store_that_lets_in_and_then_says_nothing_is_an_error(server, monkeypa
         monkeypatch.setattr(client, "_enter", lambda *_: socket.create_connection(silent.getsockname()))
         with pytest.raises(ConnectionError, match="does not answer"):
             StoreConnection(server.address, TOKEN, 0.3)
+
+
+def test_a_store_that_ends_while_a_client_makes_itself_known_is_an_error(server, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as dying:
+
+        def enter(*_):
+            own = socket.create_connection(dying.getsockname())
+            threading.Thread(target=end_once_spoken_to, args=(dying,), daemon=True).start()
+            return own
+
+        monkeypatch.setattr(client, "_enter", enter)
+        with pytest.raises(ConnectionError, match="does not answer"):
+            StoreConnection(server.address, TOKEN, LIMIT_S)
+
+
+def end_once_spoken_to(listener):
+    own, _ = listener.accept()
+    own.recv(1)
+    own.close()
