@@ -81,9 +81,9 @@ class StoreConnection:
         if near is not None:
             introduction = _Introduction(self._timeout_s)
             _carry(near, self._own, lambda: not maker.is_alive() or introduction.fails(), introduction.moved)
-            if maker.is_alive():  # no answer, or no store any more: its client would wait for either for ever
-                with contextlib.suppress(OSError):
-                    near.shutdown(socket.SHUT_RDWR)
+            if maker.is_alive():  # no answer, or no store any more; it would try again, and is left to find nobody here
+                near.close()
+                raise ConnectionError(f"the store at {self._address} does not answer")
         maker.join()
         if isinstance(made[0], Exception):
             raise ConnectionError(f"the store at {self._address} does not answer: {str(made[0]).splitlines()[0]}")
