@@ -116,7 +116,8 @@ def test_a_killed_worker_costs_its_replica_a_warm_restart_and_a_killed_quorum_se
         os.kill(run.worker(1), signal.SIGKILL)
         run.wait_trains(1, restarts=number)
     assert not run.events(0, events.RESTARTED) and run.agent(0) and run.logs(0).count("FT_RESTART") == EACH
-    assert "ft: replica 1: warm restart 4" in run.text() and "replica 1 rank" not in run.text()
+    run.wait_for(lambda: "ft: replica 1: warm restart 4" in run.text(), "the news of the last restart")
+    assert "replica 1 rank" not in run.text()
     first = run.server()
     os.kill(first, signal.SIGKILL)
     run.wait_for(lambda: run.server() != first, "another quorum server")
