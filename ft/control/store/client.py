@@ -80,7 +80,8 @@ class StoreConnection:
         near = _accept_own(self._gate, lambda: not maker.is_alive())
         if near is not None:
             introduction = _Introduction(self._timeout_s)
-            _carry(near, self._own, lambda: not maker.is_alive() or introduction.fails(), introduction.moved)
+            with contextlib.suppress(OSError):  # an end of one of the two, which shows below
+                _carry(near, self._own, lambda: not maker.is_alive() or introduction.fails(), introduction.moved)
             if maker.is_alive():  # no answer, or no store any more; it would try again, and is left to find nobody here
                 near.close()
                 raise ConnectionError(f"the store at {self._address} does not answer")
