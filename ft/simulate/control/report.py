@@ -1,7 +1,6 @@
 """What many histories come to, as text."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from textwrap import wrap
 
@@ -39,10 +38,10 @@ class Summary:
         if history.violation:
             self.failed[history.seed] = history.violation
 
-    def text(self, seconds: float) -> str:
-        """``seconds``: real ones, that it took."""
+    def text(self, took_s: float) -> str:
+        """``took_s``: real seconds."""
         lines = [
-            f"{self.histories} histories in {seconds:.1f} s: {self.histories / max(seconds, 1e-9):.0f} seeds/s, "
+            f"{self.histories} histories in {took_s:.1f} s: {self.histories / max(took_s, 1e-9):.0f} seeds/s, "
             f"{self.virtual_s / 3600:.1f} h of virtual time",
             f"{sum(self.struck.values())} faults, {self.epochs} epochs, {self.restarts} warm restarts, "
             f"{self.crashes} deaths of the control plane, {self.redone} committed steps done again",
@@ -74,20 +73,3 @@ def _faults(struck: Counter) -> list[str]:
     for kind in sorted({kind for kind, _ in struck}):
         lines.append(f"{kind:{width}s}  " + "".join(f"{struck[kind, phase]:11d}" for phase in phases))
     return lines
-
-
-def of_failure(history: History) -> str:
-    """A history that went wrong, for whoever has to understand it."""
-    again = f"again, alone: ft simulate control --seed {history.seed}"
-    return "\n".join([*history.lines, "", f"seed {history.seed} violates: {history.violation}", again])
-
-
-def of_plants(found: Iterable[tuple[str, int, History | None]]) -> str:
-    """(bug, seeds tried, the history that gave it away or None) as a table."""
-    lines = [f"{'found by seed':>14s}  {'planted bug':50s}  given away by"]
-    for title, tried, history in found:
-        if history is None:
-            lines.append(f"{'-':>14s}  {title:50s}  not found in {tried} seeds")
-        else:
-            lines.append(f"{history.seed:14d}  {title:50s}  {history.violation.splitlines()[0][:110]}")
-    return "\n".join(lines)

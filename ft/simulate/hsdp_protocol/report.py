@@ -1,7 +1,6 @@
 """What many histories come to, as text."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ft.report.text import seconds
@@ -63,20 +62,3 @@ class Summary:
     def _pause(self, kind: str) -> str:
         found = sorted(self.pauses.get(kind, []))
         return f"{seconds(found[-1])}, {seconds(found[len(found) // 2])}" if found else "-"
-
-
-def of_failure(history: History) -> str:
-    """A history that went wrong, for whoever has to understand it."""
-    again = f"again, alone: ft simulate hsdp-protocol --seed {history.seed}"
-    return "\n".join([*history.lines, "", f"seed {history.seed} violates: {history.violation}", again])
-
-
-def of_plants(found: Iterable[tuple[str, int, History | None]]) -> str:
-    """(bug, seeds tried, the history that gave it away or None) as a table."""
-    lines = [f"{'found by seed':>14s}  {'planted bug':56s}  given away by"]
-    for title, tried, history in found:
-        if history is None:
-            lines.append(f"{'-':>14s}  {title:56s}  not found in {tried} seeds")
-        else:
-            lines.append(f"{history.seed:14d}  {title:56s}  {history.violation.splitlines()[0][:120]}")
-    return "\n".join(lines)
