@@ -81,8 +81,11 @@ class World:
     def lose(self, replica, life=0):
         self.notes += reactions.lost(self.state, self.now, replica, life)
 
-    def offline(self, replica, life=0, reason="a worker died"):
-        self.notes += reactions.offline(self.state, self.now, replica, life, reason)
+    def aside(self, replica):
+        reactions.aside(self.state, self.now, replica)
+
+    def give_up(self, replica, life=0, reason="its input cannot work"):
+        self.notes += reactions.given_up(self.state, self.now, replica, life, reason)
 
     def arriving(self, replica, life):
         self.notes += reactions.arriving(self.state, self.now, replica, life)

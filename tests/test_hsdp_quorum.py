@@ -89,7 +89,7 @@ def test_of_two_that_did_the_same_step_in_different_quorums_the_newer_wins():
 def test_a_quorum_says_why_these():
     world = World(3)
     quorum = world.start()
-    world.offline(2, reason="rank 5 was killed")
+    world.leave(2, reason="rank 5 was killed")
     reason = world.commits(quorum, 0, 1).quorum.reason
     assert "replica 2 is offline: rank 5 was killed" in reason
     world.hello(2, life=1)
@@ -103,12 +103,12 @@ def test_a_quorum_says_why_these():
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_member_is_left_out_at_once_when_its_agent_says_so():
+def test_a_member_that_leaves_is_left_out_at_once():
     world = World(3)
     quorum = world.start()
     world.retries(quorum, 0, 2)
     world.retries(quorum, 1, 2)
-    world.offline(2)
+    world.leave(2)
     assert world.decide().quorum.members == (0, 1)
 
 
@@ -127,7 +127,7 @@ def test_a_slow_member_is_waited_for_up_to_the_limit_of_its_steps():
     world = World(2)
     quorum = world.start(step_s=2.0)
     assert world.commits(quorum, 0, step_s=2.0).until == pytest.approx(3.0), "unless it beats"
-    decision = world.wait(15.9)
+    decision = world.wait(6.9)
     assert decision.quorum is None and "slower" in decision.reason
     assert world.wait(0.2).quorum.members == (0,)
     behind = world.commits(quorum, 1, step_s=2.0)
@@ -136,10 +136,34 @@ def test_a_slow_member_is_waited_for_up_to_the_limit_of_its_steps():
     assert (quorum.healthy, quorum.behind) == ((0,), (1,))
 
 
-def test_one_that_does_not_beat_is_waited_for_no_longer():
+def test_a_member_that_saves_or_evaluates_is_waited_for_with_patience_once():
+    world = World(2)
+    quorum = world.start(step_s=2.0)
+    world.aside(1)
+    world.retries(quorum, 0, 1, step_s=2.0)
+    decision = world.wait(60)
+    assert decision.quorum is None and "busy" in decision.reason, "though a ring could not reach it"
+    quorum = world.retries(quorum, 1, step_s=2.0).quorum
+    assert quorum.members == (0, 1)
+    world.commits(quorum, 0, step_s=2.0)
+    assert world.wait(7.1).quorum.members == (0,), "it has reported since, so it is slow now"
+    world.aside(1)
+    assert world.commits(world.given[0, 0], 0, step_s=2.0).quorum.members == (0,), "it is no member any more"
+
+
+def test_one_that_is_aside_and_does_not_beat_is_waited_for_no_longer():
     world = World(2)
     quorum = world.start()
+    world.aside(1)
     world.commits(quorum, 0)
+    assert world.wait(2.9, beating=False).quorum is None
+    assert world.wait(0.2, beating=False).quorum.members == (0,)
+
+
+def test_one_that_does_not_beat_is_waited_for_no_longer():
+    world = World(2)
+    quorum = world.start(step_s=2.0)
+    world.commits(quorum, 0, step_s=2.0)
     assert world.wait(2.9, beating=False).quorum is None
     assert world.wait(0.2, beating=False).quorum.members == (0,)
 
@@ -157,7 +181,7 @@ def test_newcomers_wait_for_those_that_are_at_work():
     """Else they would be a quorum of their own, and go back to a checkpoint while the others train."""
     world = World(3)
     quorum = world.start()
-    world.offline(2)
+    world.leave(2)
     quorum = world.commits(quorum, 0, 1).quorum
     world.hello(2, life=1)
     decision = world.report(2, life=1)
@@ -168,9 +192,9 @@ def test_newcomers_wait_for_those_that_are_at_work():
 
 
 def test_one_about_to_arrive_is_waited_for_once_and_not_in_each_step():
-    world = World(3, limits={"wait_s": 2.0})
+    world = World(3, limits={"wait_s": 2.0, "arrive_s": 2.0})
     quorum = world.start()
-    world.offline(2)
+    world.leave(2)
     world.arriving(2, life=1)
     decision = world.commits(quorum, 0, 1)
     assert decision.until - world.now == pytest.approx(2.0)
@@ -183,11 +207,33 @@ def test_one_about_to_arrive_is_waited_for_once_and_not_in_each_step():
     assert world.report(2, life=1).quorum.behind == (2,)
 
 
+def test_one_whose_processes_have_just_begun_is_waited_for_only_if_that_was_asked_for():
+    world = World(3)
+    quorum = world.start()
+    world.leave(2)
+    world.arriving(2, life=1)
+    assert world.commits(quorum, 0, 1).quorum.members == (0, 1)
+
+
+def test_the_first_quorum_does_not_wait_for_one_that_was_given_up_and_takes_it_back():
+    world = World(3)
+    for replica in range(2):
+        world.hello(replica)
+        decision = world.report(replica, 0, 0)
+    assert decision.quorum is None
+    world.give_up(2, life=-1)
+    quorum = world.decide().quorum
+    assert quorum.members == (0, 1)
+    world.hello(2)
+    world.report(2)
+    assert world.commits(quorum, 0, 1).quorum.behind == (2,)
+
+
 def test_when_all_members_have_died_the_newcomers_load():
     world = World(2)
     world.start()
     for replica in range(2):
-        world.offline(replica)
+        world.leave(replica)
         world.arriving(replica, 1)
     world.hello(0, life=1)
     assert world.report(0, life=1).quorum is None, "the other one is being built, and nobody has a state"
@@ -199,7 +245,7 @@ def test_a_further_replica_that_was_cut_off_is_waited_for_before_its_steps_are_d
     world = World(2)
     quorum = world.start()
     quorum = world.commits(quorum, 0, 1).quorum
-    world.offline(1)
+    world.leave(1)
     world.lose(0)
     world.wait(1.0)
     world.hello(1, life=1)
@@ -208,17 +254,17 @@ def test_a_further_replica_that_was_cut_off_is_waited_for_before_its_steps_are_d
     assert world.wait(6.0).quorum.load
     world = World(2)
     world.commits(world.start(), 0, 1)
-    world.offline(1)
-    world.offline(0)
+    world.leave(1)
+    world.leave(0)
     world.hello(1, life=1)
-    assert world.report(1, life=1).quorum.load, "its agent says that it is gone"
+    assert world.report(1, life=1).quorum.load, "it has said that it goes"
 
 
 def test_below_the_minimum_there_is_no_quorum_and_in_the_end_a_word():
     world = World(3, min_replicas=2)
     quorum = world.start()
-    world.offline(1)
-    world.offline(2)
+    world.leave(1)
+    world.leave(2)
     decision = world.commits(quorum, 0)
     assert decision.quorum is None and "1 of at least 2" in decision.reason and decision.until == 1800.0
     refused = world.wait(1801)
@@ -312,7 +358,7 @@ def test_a_lost_member_explains_a_failure():
     for _ in range(2):
         for replica in quorum.members[:-1]:
             decision = world.retries(quorum, replica, (replica + 1) % len(quorum.members))
-        world.offline(quorum.members[-1])
+        world.leave(quorum.members[-1])
         decision = world.decide()
         assert set(quorum.members) - set(decision.quorum.members) == {quorum.members[-1]}
         quorum = decision.quorum
@@ -358,8 +404,8 @@ def test_a_life_that_is_over_is_refused():
     world.hello(1, life=3)
     with pytest.raises(NoQuorum, match="life 0 of replica 1 is over"):
         world.hello(1, life=0)
-    world.offline(1, life=2)
-    assert world.state.of(1).phase == "here", "the agent's word about an earlier life comes late"
+    world.give_up(1, life=2)
+    assert world.state.of(1).phase == "here", "a word about an earlier life comes late"
     assert world.events("replica_offline")[0]["replica"] == 1
 
 

@@ -56,7 +56,7 @@ class Game:
         """A server, in the place of another."""
         self.term += 1
         limits = {"start_s": 30.0, "load_s": 60.0, "stall_s": 40.0, "member_s": 6.0, "minimum_s": MOST_S - 1}
-        limits |= {"wait_s": self.draw.choice([0.0, 0.1, 2.0]), "ban_most_s": 60.0}
+        limits |= {"aside_s": 20.0, "wait_s": self.draw.choice([0.0, 0.1, 2.0]), "ban_most_s": 60.0}
         end = self.world.state.end if self.term else None
         self.world = World(self.count, self.term, self.now, min_replicas=self.least, limits=limits)
         self.world.state.end = end
@@ -237,12 +237,12 @@ class Game:
             player.is_connected, player.back_at = False, self.now + self.draw.choice([0.02, 0.5, 8.0])
             reactions.lost(self.world.state, self.now, replica, player.life)
         elif chance < 0.025:
-            self.world.offline(replica, player.life - 1, "its agent has said so long ago")
+            self.world.give_up(replica, player.life - 1, "said long ago")
 
     def kills(self, replica, player):
         reactions.lost(self.world.state, self.now, replica, player.life)
         if self.draw.random() < 0.8:
-            self.world.offline(replica, player.life)
+            self.world.leave(replica, player.life)
         back = self.now + self.draw.choice([0.3, 1.0, 10.0])
         self.players[replica] = Player(player.life + 1, False, back_at=back)
         if self.draw.random() < 0.8:

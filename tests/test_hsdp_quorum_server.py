@@ -17,7 +17,7 @@ import pytest
 from ft import events
 from ft.control.tenure import SUCCEEDED
 from ft.errors import FtError, RecoverableError, UserError
-from ft.hsdp.quorum import Limits, NoQuorum, QuorumClient, ReplicaNotices, Report, standing, wire
+from ft.hsdp.quorum import Limits, NoQuorum, Obituary, QuorumClient, Report, standing, wire
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 30.0
@@ -202,9 +202,6 @@ def test_a_killed_leader_is_left_out(service):
     while 1 in quorum.members:  # it was killed with a report under way
         quorum = ask(client, (quorum.step, quorum.lineage), suspects=(1,)).result(LIMIT_S)
     assert "connection to its leader broke" in quorum.reason
-    notices = ReplicaNotices(service.folder, 1, TOKEN)
-    service.ends.append(notices)
-    notices.arriving(1)
     service.leader(1, life=1)
     while 1 not in quorum.members:
         quorum = ask(client, after(quorum)).result(LIMIT_S)
@@ -227,18 +224,48 @@ def test_one_that_leaves_waits_for_nothing_more_and_nobody_for_it(service):
         ask(clients[1], (0, 0)).result(LIMIT_S)
 
 
-def test_what_an_agent_says_ends_the_wait(service):
+def test_one_that_is_given_up_is_waited_for_no_more(service):
     service.serve(2)
     clients = [service.client(replica) for replica in range(2)]
     quorum = both(clients, [(0, 0)] * 2)
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 0.2).done
-    notices = ReplicaNotices(service.folder, 1, TOKEN)
-    service.ends.append(notices)
-    notices.offline(0, "rank 3 was killed")
-    assert "replica 1 is offline: rank 3 was killed" in waits.result(LIMIT_S).reason
+    service.ends.append(Obituary(service.folder, 1, 0, "its input cannot work", TOKEN))
+    assert "replica 1 is offline: its input cannot work" in waits.result(LIMIT_S).reason
     with pytest.raises(NoQuorum, match="life 0"):
         ask(clients[1], after(quorum)).result(LIMIT_S)
+
+
+def test_one_that_has_begun_is_waited_for_and_then_says_hello_on_the_same_connection(service):
+    service.serve(2, limits={"arrive_s": LIMIT_S, "wait_s": LIMIT_S, "start_s": 2 * LIMIT_S})
+    clients = [service.client(replica) for replica in range(2)]
+    quorum = both(clients, [(0, 0)] * 2)
+    clients[1].leave("rank 3 was killed")
+    comes = QuorumClient(service.folder, 1, 1, TOKEN)
+    service.ends.append(comes)
+    comes.arriving()
+    while True:  # until it was heard of
+        waits = ask(clients[0], after(quorum))
+        if not wait([waits], 0.5).done:
+            break
+        quorum = waits.result()
+    comes.hello([{"ring": "x:1", "fetch": "x:2"}])
+    quorum = both([comes], [(0, -1)])
+    assert quorum == waits.result(LIMIT_S) and quorum.lives[1] == 1 and quorum.behind == (1,)
+
+
+def test_one_that_is_busy_with_something_else_is_waited_for_by_the_next_server_too(service):
+    first = service.serve(2, limits={"member_s": 0.6, "blamed_s": 0.5})
+    clients = [service.client(replica) for replica in range(2)]
+    quorum = both(clients, [(0, 0)] * 2)
+    clients[1].aside()
+    waits = ask(clients[0], after(quorum))
+    assert not wait([waits], 1.0).done
+    first.kill()
+    service.serve(2, limits={"member_s": 0.6, "blamed_s": 0.5})
+    assert not wait([waits], 2.0).done
+    assert both([clients[1]], [after(quorum)]) == waits.result(LIMIT_S)
+    assert waits.result().members == (0, 1)
 
 
 def test_a_stopped_leader_is_waited_for_no_longer_than_it_beats_and_comes_back_behind(service):
@@ -325,7 +352,7 @@ def test_no_message_of_a_member_s_however_wrong_ends_the_server(service):
     sound = [
         {"kind": "hello", "replica": 7, "life": 0, "rows": [{"ring": "a"}], "known": {"1": 0}, "last": quorum},
         {"kind": "report", "report": report},
-        {"kind": "notice", "replica": 7, "life": 0, "what": "offline", "reason": "x"},
+        {"kind": "notice", "replica": 7, "life": 0, "what": "given up", "reason": "x"},
         {"kind": "leave", "reason": "x"},
         {"kind": "beat"},
     ]

@@ -147,14 +147,23 @@ class ReplicaGuard:
         self._aside = True
         healthy = self._agreed.quorum.healthy if self._agreed else (self._place.replica,)
         turn = 0 if ends else step // (self._parts.save_interval or 1)
-        return healthy[turn % len(healthy)] == self._place.replica
+        is_mine = healthy[turn % len(healthy)] == self._place.replica
+        if is_mine:
+            self._goes_aside()
+        return is_mine
 
     def at(self, phase: str) -> None:
         """A point of the step under way where faults can be injected; costs nothing when none is planned."""
         if phase in ("evaluate", "save"):
             self.session.progress.aside(phase)
-            self._aside = True
+            self._goes_aside()
         self._parts.injector.at(phase, self._position.step + 1)
+
+    def _goes_aside(self) -> None:
+        """What comes now is no step: the others may wait for this replica longer than for a slow one."""
+        self._aside = True
+        if self._parts.client is not None:
+            self._parts.client.aside()
 
     def _at_return(self, phase: str) -> None:
         """A point of a replica's return, on those that come back as on those that they come back to."""
@@ -200,7 +209,7 @@ class ReplicaGuard:
         position = self._position
         return Report(
             replica=self._place.replica,
-            life=self._parts.life,
+            life=self._place.life,
             next_step=position.step if self._has_state else 0,
             lineage=position.lineage if self._has_state else -1,
             suspects=self._suspects,
@@ -273,6 +282,7 @@ class ReplicaGuard:
         replica whose fetch takes more than a step would never come back otherwise."""
         is_wanted = bool(self._agreed.quorum.behind)
         if is_wanted:
+            self._goes_aside()
             with self.session.progress.at("aside", "a replica that fetches"):
                 was_cut = bool(self._parts.server.withdraw(self._wait_s))
             self._wait_s = min(_LONGEST_WAIT_S, 2.0 * self._wait_s) if was_cut else self._place.wait_s

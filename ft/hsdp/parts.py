@@ -56,7 +56,6 @@ class Parts:
     batch: int
     save_interval: int | None
     per_token: bool
-    life: int
 
     @property
     def optimizer(self) -> Any:
@@ -91,14 +90,14 @@ def put_together(
     scheduler: Any,
     position: ReplicaPosition,
     *,
+    client: QuorumClient | None,
     batch: int,
-    life: int,
     save_interval: int | None = None,
 ) -> Parts:
     """The parts of one rank, after model and optimizer are built; collective inside the replica.
 
     Args:
-        batch: samples that a replica takes in a step. life: number of this life of the replica, on the leader.
+        client: of the quorum server, on the leader. batch: samples that a replica takes in a step.
         save_interval: steps between checkpoints.
     """
     subject = Subject(chunks, optimizer, scheduler)
@@ -111,7 +110,6 @@ def put_together(
     replicas.exchange_through(subject.chunks, exchange)
     per_token = _exchange_tokens(subject.chunks[0].config, exchange)
     is_leader = session.rank == 0
-    client = QuorumClient(place.run_dir, place.replica, life, place.token) if is_leader else None
     votes = dist.new_group(backend="gloo")
     row = {"ring": ring.address, "fetch": server.address}
     injector = make_injector(session, ReplicaBreakage(subject, ring))
@@ -136,7 +134,6 @@ def put_together(
         batch=batch,
         save_interval=save_interval,
         per_token=per_token,
-        life=life,
     )
 
 

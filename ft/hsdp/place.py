@@ -8,6 +8,7 @@ from pathlib import Path
 from ft import token
 from ft.errors import UserError
 from ft.hsdp.lr import MODES
+from ft.hsdp.quorum import QuorumClient
 
 REPLICA = "FT_HSDP_REPLICA"
 
@@ -18,7 +19,8 @@ class Place:
 
     ``lr_scaling``: how the learning rate follows the healthy replicas. ``wait_s``: for so long a replica that is
     fetching state is waited for before an update makes its fetch void. ``comes_back``: it was there before, or comes
-    late, so its state is to be had from the others. ``digests``: of the state, into the record of every step.
+    late, so its state is to be had from the others. ``life``: number of this world of workers of it. ``digests``: of
+    the state, into the record of every step.
     """
 
     replica: int
@@ -28,12 +30,20 @@ class Place:
     lr_scaling: str = "sqrt"
     wait_s: float = 1.0
     comes_back: bool = False
+    life: int = 0
     digests: bool = False
 
     @property
     def token(self) -> str:
         """Of the whole run; that of the replica's own processes is another one."""
         return token.find(self.run_dir, 0.0)
+
+    def announce(self) -> QuorumClient:
+        """The leader's end of the quorum. Of one that comes back the others hear now that it does."""
+        client = QuorumClient(self.run_dir, self.replica, self.life, self.token)
+        if self.comes_back:
+            client.arriving()
+        return client
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place | None":
@@ -53,6 +63,7 @@ class Place:
                 lr_scaling=environment.get("FT_HSDP_LR_SCALING", "sqrt"),
                 wait_s=float(environment.get("FT_HSDP_WAIT", "1.0")),
                 digests=bool(environment.get("FT_HSDP_DIGESTS")),
+                life=int(environment.get("FT_RESTART", "0")),
                 comes_back=any(int(environment.get(name, "0")) > 0 for name in ("FT_HSDP_LIFE", "FT_RESTART")),
             )
         except (KeyError, ValueError) as error:

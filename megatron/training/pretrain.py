@@ -31,6 +31,7 @@ from megatron.training.step import rehearse
 if TYPE_CHECKING:
     from ft.hsdp.guard import ReplicaGuard
     from ft.hsdp.place import Place
+    from ft.hsdp.quorum import QuorumClient
     from ft.worker.guard import Guard
     from ft.worker.session import Session
 
@@ -50,9 +51,10 @@ def pretrain(
     started = time.monotonic()
     init_model_parallel(options.parallel, layout)
     joins = session is not None and session.joins if place is None else place.comes_back
+    client = place.announce() if place is not None and session.rank == 0 else None
     job = assemble(options, layout, started, joins=joins, place=place)
     if place is not None:
-        job.guard = replica(job, session, place)
+        job.guard = replica(job, session, place, client)
     elif session is not None:
         job.guard = hot_swap(job, session)
     with job.log, job.exits:
@@ -156,8 +158,8 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
     return Share(place.replica, deal, positions)
 
 
-def replica(job: Job, session: "Session", place: "Place") -> "ReplicaGuard":
-    """A guard that takes ``job`` through the quorums of all replicas."""
+def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient | None") -> "ReplicaGuard":
+    """A guard that takes ``job`` through the quorums of all replicas. ``client``: on the replica's rank 0."""
     from ft.hsdp.guard import ReplicaGuard
     from ft.hsdp.parts import put_together
     from ft.hsdp.position import KEY, ReplicaPosition
@@ -176,7 +178,7 @@ def replica(job: Job, session: "Session", place: "Place") -> "ReplicaGuard":
         trainee.scheduler,
         position,
         batch=options.training.global_batch_size // place.replicas,
-        life=time.time_ns() // 1_000_000,
+        client=client,
         save_interval=options.checkpoint.save_interval if options.checkpoint.save else None,
     )
 

@@ -40,7 +40,7 @@ class Replicas:
 
     def server_options(self, host: str) -> dict[str, Any]:
         """For the quorum server's ``--options``. ``host``: where it is to listen."""
-        limits = {} if self.wait_s is None else {"wait_s": self.wait_s}
+        limits = {} if self.wait_s is None else {"wait_s": self.wait_s, "arrive_s": self.wait_s}
         values = {"replicas": self.count, "min_replicas": self.min_count, "limits": limits}
         return {**values, "where": f"tcp://{host}:0"}
 
@@ -59,7 +59,8 @@ def add_flags(flag: Callable[..., None]) -> None:
         "ft-hsdp-wait",
         type=float,
         metavar="SECONDS",
-        help="a step waits so long for a replica that is about to arrive, or fetches state (default: 0.1, and 1)",
+        help="a step waits so long for a replica that comes back: while its processes start (default: 0), until it "
+        "reports (default: 0.1), while it fetches state (default: 1)",
     )
     flag(
         "ft-hsdp-lr-scaling",

@@ -6,13 +6,15 @@ import signal
 import time
 from pathlib import Path
 
+from ft import token
 from ft.agent import processes
 from ft.agent.parts import Wake
 from ft.hsdp.launch import marks, policy
 from ft.hsdp.launch.console import MergedConsole
 from ft.hsdp.launch.host import QuorumHost
-from ft.hsdp.launch.member import Member, strangers
+from ft.hsdp.launch.member import Member, next_life, strangers
 from ft.hsdp.launch.watch import Seen, Watch
+from ft.hsdp.quorum import Obituary
 
 _TICK_S, _RETRY_S = 0.1, 5.0
 _REPEAT_S = 2.0
@@ -48,6 +50,7 @@ class Launcher:
         self._have_trained: set[int] = set()
         self._strangers_since: float | None = None
         self._verdict: policy.Verdict | None = None
+        self._obituaries: list[Obituary] = []
 
     def run(self) -> int:
         """Runs to the end of the run; returns the exit code. No process of it is left then."""
@@ -132,6 +135,12 @@ class Launcher:
         else:
             self._console.complain(f"{name} is given up: {answer.reason}; {self._way_back(member.replica)}")
             self._mark(member.replica, marks.GIVEN_UP)
+            self._obituaries.append(self._obituary(member, answer.reason))
+
+    def _obituary(self, member: Member, reason: str) -> Obituary:
+        """Who waits for all replicas, at the beginning, waits for this one no more."""
+        life = next_life(member.setup.folder, 0) - 1
+        return Obituary(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
 
     def _mark(self, replica: int, mark: str) -> None:
         try:
@@ -248,6 +257,8 @@ class Launcher:
         for member in self._members.values():
             member.send(signal.SIGKILL)
         self._watch.close()
+        for obituary in self._obituaries:
+            obituary.close()
         self._host.close()
         processes.end_descendants()
         self._console.poll(to_the_end=True)

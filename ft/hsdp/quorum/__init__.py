@@ -4,8 +4,8 @@
 ``client`` a leader's end of the wire, ``spread`` the way from a leader to the ranks of its replica.
 """
 
-from ft.hsdp.quorum.client import QuorumClient, ReplicaNotices
+from ft.hsdp.quorum.client import Obituary, QuorumClient
 from ft.hsdp.quorum.limits import Limits
 from ft.hsdp.quorum.values import NoQuorum, Quorum, Report
 
-__all__ = ["Limits", "NoQuorum", "Quorum", "QuorumClient", "ReplicaNotices", "Report"]
+__all__ = ["Limits", "NoQuorum", "Obituary", "Quorum", "QuorumClient", "Report"]

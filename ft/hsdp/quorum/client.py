@@ -1,4 +1,4 @@
-"""A replica's end of the quorum: its leader's, and its agent's."""
+"""A replica's end of the quorum: its leader's, and what is said of one that is given up."""
 
 import threading
 from concurrent.futures import Future
@@ -32,11 +32,15 @@ class QuorumClient:
         self._last: Quorum | None = None
         self._asked: tuple[Report, Future[Quorum]] | None = None
         self._never: FtError | None = None
-        self._left = b""
+        self._left = self._aside = b""
         self._link = Link(Path(run_dir), token, self._limits, self._greet, self._take, self._away)
 
+    def arriving(self) -> None:
+        """This life has begun, and will say hello soon. First of all; returns at once."""
+        self._link.start()
+
     def hello(self, rows: Rows) -> None:
-        """Begins the conversation: this life is there. Once, and first of all; returns at once.
+        """This life is there. Once, before it asks; returns at once.
 
         Args:
             rows: one of strings for each rank of the replica, in their order, for the other replicas: {"ring": address,
@@ -45,7 +49,11 @@ class QuorumClient:
         if self._own_rows is not None:
             raise FtError("hello is said once in a life")
         self._own_rows = rows
-        self._link.start()
+        if not self._link.is_started:
+            self._link.start()
+            return
+        for frame in self._greet():
+            self._link.send(frame)
 
     def ask(self, report: Report) -> "Future[Quorum]":
         """Asks for the quorum of the next step; returns at once, whatever the network does.
@@ -59,6 +67,7 @@ class QuorumClient:
         with self._lock:
             report = replace(report, number=self._last.number if self._last else 0)
             previous, self._asked = self._asked, (report, future)
+            self._aside = b""
             never = self._never
             if never is not None:
                 self._asked = None
@@ -84,6 +93,12 @@ class QuorumClient:
             raise FtError(f"the addresses of life {life} of replica {replica} are not known: it is in no quorum")
         return found[1]
 
+    def aside(self) -> None:
+        """The next question will take longer than steps do: until then this replica is waited for with patience."""
+        with self._lock:
+            self._aside = wire.pack({"kind": "aside"})
+        self._link.send(self._aside)
+
     def leave(self, reason: str) -> None:
         """This life of the replica is over: it asks no more, and the others need not wait for it. What it has asked
         fails."""
@@ -100,15 +115,17 @@ class QuorumClient:
     # --- in the link's thread ---------------------------------------------------------------------------------------
 
     def _greet(self) -> list[bytes]:
+        if self._own_rows is None:
+            return [_notice(self.replica, what="arriving", life=self.life)]
         with self._lock:
             last = to_json(self._last) if self._last is not None else None
             known = {str(replica): life for replica, (life, _) in self._rows.items()}
-            asked = self._asked
+            asked, said = self._asked, (self._aside, self._left)
         hello = {"kind": "hello", "replica": self.replica, "life": self.life, "rows": self._own_rows}
         frames = [wire.pack(hello | {"last": last, "known": known})]
         if asked is not None:
             frames.append(_report_frame(asked[0]))
-        return [*frames, self._left] if self._left else frames
+        return [*frames, *filter(None, said)]
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -143,39 +160,29 @@ class QuorumClient:
             asked[1].set_exception(error)
 
 
-class ReplicaNotices:
-    """The agent's: says what becomes of its replica, which its leader, when dead, cannot.
+class Obituary:
+    """Says that a replica is given up, to every server of the run: nobody should wait for another life of it.
 
     Args:
-        run_dir: of the whole run. replica: the agent's. token: of the run.
+        run_dir: of the whole run. replica: which. life: its last one, -1 if it never had one. token: of the run.
     """
 
-    def __init__(self, run_dir: str | Path, replica: int, token: str, limits: Limits | None = None):
-        self._replica, self._notice = replica, b""
-        self._link = Link(
-            Path(run_dir), token, limits or Limits(), lambda: [self._notice] if self._notice else [], _ignore, _ignore
-        )
+    def __init__(self, run_dir: str | Path, replica: int, life: int, reason: str, token: str):
+        notice = _notice(replica, what="given up", life=life, reason=reason)
+        self._link = Link(Path(run_dir), token, Limits(), lambda: [notice], _ignore, _ignore)
         self._link.start()
-
-    def offline(self, life: int, reason: str) -> None:
-        """Life ``life`` is over, or about to be: nobody should wait for it. Returns at once."""
-        self._say({"what": "offline", "life": life, "reason": reason})
-
-    def arriving(self, life: int) -> None:
-        """Life ``life`` is being built. Returns at once."""
-        self._say({"what": "arriving", "life": life})
 
     def close(self) -> None:
         """Ends the conversation."""
         self._link.close()
 
-    def _say(self, values: dict[str, Any]) -> None:
-        self._notice = wire.pack({"kind": "notice", "replica": self._replica, **values})
-        self._link.send(self._notice)
-
 
 def _report_frame(report: Report) -> bytes:
     return wire.pack({"kind": "report", "report": to_json(report)})
+
+
+def _notice(replica: int, **values: Any) -> bytes:
+    return wire.pack({"kind": "notice", "replica": replica, **values})
 
 
 def _ignore(*_values: Any) -> None:

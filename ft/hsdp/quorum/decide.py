@@ -112,7 +112,8 @@ def _began(state: State, candidates: Mapping[int, Report]) -> float:
 
 def _await(round_: _Round, number: int, one: Replica) -> Awaited | None:
     state, limits = round_.state, round_.limits
-    if round_.is_first and (number < state.options.replicas or one.phase in (HERE, ARRIVING)):
+    is_expected = number < state.options.replicas and not one.is_given_up
+    if round_.is_first and (is_expected or one.phase in (HERE, ARRIVING)):
         return Awaited(number, state.began_at + limits.start_s, f"is {one.phase} and the run begins with all")
     if state.is_member(number):
         return _await_member(round_, number, one)
@@ -120,7 +121,7 @@ def _await(round_: _Round, number: int, one: Replica) -> Awaited | None:
         return None
     if round_.is_load:
         return Awaited(number, max(round_.began, one.since) + limits.start_s, f"is {one.phase}, and nobody has a state")
-    left = max(0.0, limits.wait_s - one.waited_s)
+    left = max(0.0, (limits.wait_s if one.phase == HERE else limits.arrive_s) - one.waited_s)
     return Awaited(number, round_.began + left, f"is {one.phase}, about to join")
 
 
@@ -138,6 +139,8 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
     if not returned:
         span = limits.load_s if state.last.load else limits.stall_s
         return Awaited(number, min(silent, state.formed_at + span), "is at work in the last quorum")
+    if one.is_aside:
+        return Awaited(number, min(silent, round_.began + limits.aside_s), "is busy with something else than a step")
     if any(number in report.suspects for report in returned.values()):
         return Awaited(number, min(silent, round_.began + limits.blamed_s), "could not be reached by a ring")
     span = limits.load_s if state.last.load else limits.member_s

@@ -48,6 +48,10 @@ class Link:
         self._lock, self._is_closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft-quorum", daemon=True)
 
+    @property
+    def is_started(self) -> bool:
+        return self._thread.ident is not None
+
     def start(self) -> None:
         self._thread.start()
 

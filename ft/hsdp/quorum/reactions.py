@@ -25,7 +25,7 @@ def hello(state: State, now: float, replica: int, life: int, last: Quorum | None
     """A leader is connected, for the first time or again; ``last`` is the last quorum it was given.
 
     Raises:
-        NoQuorum: this life is over: a later one was here already, or its agent has said so.
+        NoQuorum: this life is over: a later one was here already, or its end was made known.
     """
     one = state.of(replica)
     if life < one.life:
@@ -39,7 +39,7 @@ def hello(state: State, now: float, replica: int, life: int, last: Quorum | None
         one.waited_s = 0.0
     if one.phase != HERE:
         one.becomes(HERE, now, "its leader is connected")
-    one.heard_at, one.answered = now, None
+    one.heard_at, one.answered, one.is_aside = now, None, False
     one.is_online |= last is not None  # it has come back to a server that was started meanwhile: no news
     heard_of(state, now, last, 0)
     return notes
@@ -57,7 +57,7 @@ def report(state: State, now: float, given: Report) -> list[Note]:
     one.heard_at, one.step_s = now, given.step_s
     if given in (one.report, one.answered):  # sent twice, when a connection began just as it was asked
         return []
-    one.report, one.reported_at = given, now
+    one.report, one.reported_at, one.is_aside = given, now, False
     state.highest = max(state.highest, given.number, given.lineage)
     if given.finished:
         one.has_finished, state.end = True, max(state.end or given.state, given.state)
@@ -65,6 +65,12 @@ def report(state: State, now: float, given: Report) -> list[Note]:
         return []
     one.is_online = True
     return [Note(events.REPLICA_ONLINE, {"replica": given.replica, "life": given.life, "step": given.next_step})]
+
+
+def aside(state: State, now: float, replica: int) -> None:
+    """Its next report will take longer than steps do."""
+    one = state.of(replica)
+    one.heard_at, one.is_aside = now, True
 
 
 def beat(state: State, now: float, replica: int) -> None:
@@ -90,26 +96,27 @@ def leaves(state: State, now: float, replica: int, life: int, reason: str) -> li
     return _ended(state, replica, reason)
 
 
-def offline(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
-    """Its agent says that life ``life`` of it is over."""
+def given_up(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
+    """It is said that life ``life`` of it is over, and no other one is to come."""
     one = state.of(replica)
     if life < one.life or one.has_finished:
         return []
     if life > one.life:
         started(one, life, now)
     one.becomes(OFFLINE, now, reason)
-    one.over = life
+    one.over, one.is_given_up = life, True
     return _ended(state, replica, reason)
 
 
 def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
-    """Its agent builds life ``life`` of it. Agents say it again to every new server, long after that life was here."""
+    """Processes of life ``life`` of it have begun. They say it again to every new server, also when that life was here
+    long ago."""
     one = state.of(replica)
     if life <= max(one.life, one.over):
         return []
-    notes = _ended(state, replica, "its agent builds it anew")
+    notes = _ended(state, replica, "it begins anew")
     started(one, life, now)
-    one.becomes(ARRIVING, now, "its agent builds it")
+    one.becomes(ARRIVING, now, "its processes have begun")
     return notes
 
 

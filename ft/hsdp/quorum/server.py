@@ -125,6 +125,8 @@ class Server:
             raise BadMessage(f"{kind[:20]!r} without a hello")
         elif kind == "report":
             self._asked(guest, now, message)
+        elif kind == "aside":
+            reactions.aside(self._state, now, guest.replica)
         elif kind == "leave":
             reason = str(message.get("reason", ""))[:200]
             self._write(reactions.leaves(self._state, now, guest.replica, guest.life, reason))
@@ -164,11 +166,12 @@ class Server:
 
     def _noted(self, now: float, message: dict[str, Any]) -> None:
         replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
-        if not _is_count(replica) or not _is_count(life) or what not in ("offline", "arriving"):
+        is_known = _is_count(replica) and what in ("given up", "arriving")
+        if not is_known or not (_is_count(life) or (life == -1 and what == "given up")):
             raise BadMessage("a notice without replica, life or what")
-        if what == "offline":
+        if what == "given up":
             reason = str(message.get("reason", ""))[:200]
-            self._write(reactions.offline(self._state, now, replica, life, reason))
+            self._write(reactions.given_up(self._state, now, replica, life, reason))
         else:
             self._write(reactions.arriving(self._state, now, replica, life))
 

@@ -57,13 +57,14 @@ class Replica:
     """One replica.
 
     Attributes:
-        phase: EXPECTED: nothing was heard of it; ARRIVING: its agent rebuilds it; HERE: its leader is connected; LOST:
-            that connection broke; OFFLINE. since: when that began. reason: of the last change.
-        life: the newest. over: the newest that has left, or that its agent has ended. heard_at: last sign of life.
+        phase: EXPECTED: nothing was heard of it; ARRIVING: its processes have begun; HERE: its leader is connected;
+            LOST: that connection broke; OFFLINE. since: when that began. reason: of the last change.
+        life: the newest. over: the newest that has left, or that was given up. heard_at: last sign of life.
         report: the one that waits for an answer, at reported_at; answered: the last one that got it on this connection.
         waited_s: how long the others have waited for this arrival. step_s: its usual step. is_online: it has reported
-        in this life. has_finished: it has done the last step. is_cut_off: OFFLINE by its broken connection alone: its
-        agent has not said so.
+        in this life. has_finished: it has done the last step. is_aside: it has said that its next report will take
+        longer than steps do. is_cut_off: OFFLINE by its broken connection alone: nobody has said so. is_given_up: no
+        other life of it is to come.
     """
 
     phase: str = EXPECTED
@@ -79,7 +80,9 @@ class Replica:
     step_s: float | None = None
     is_online: bool = False
     has_finished: bool = False
+    is_aside: bool = False
     is_cut_off: bool = False
+    is_given_up: bool = False
     ban: Ban = field(default_factory=Ban)
 
     def becomes(self, phase: str, now: float, reason: str = "") -> None:
@@ -171,5 +174,5 @@ def heard_of(state: State, now: float, quorum: Quorum | None, number: int) -> No
 def started(replica: Replica, life: int, now: float) -> None:
     """A new life of it: what was held against the old one is not forgotten, but tried out."""
     replica.life, replica.report, replica.waited_s, replica.step_s = life, None, 0.0, None
-    replica.has_finished = False
+    replica.has_finished = replica.is_aside = replica.is_given_up = False
     replica.ban = replace(replica.ban, until=now)

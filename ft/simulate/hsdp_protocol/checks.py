@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ft.hsdp.quorum.state import HERE
 from ft.hsdp.quorum.values import Quorum
 from ft.simulate.hsdp_protocol.held import Contribution, Held, first
 
@@ -67,6 +68,7 @@ class Checks:
         if quorum.finished:
             return
         self._check_load(quorum)
+        self._check_patience(server, quorum)
         self.loads += quorum.load and self._newest.step > 0
         self._check_regress(server, quorum)
         server.furthest = quorum.step
@@ -78,6 +80,21 @@ class Checks:
             life = self._world.agents[replica].life
             if quorum.load and life is not None and life.number == number and life.ranks[0].held.lineage >= 0:
                 self.fail(f"all are to load a checkpoint, and replica {replica} holds {life.ranks[0].held.name}")
+
+    def _check_patience(self, server: "Server", quorum: Quorum) -> None:
+        """Who has said that it does something else than a step is waited for, as long as it can be heard."""
+        now, state = self._world.time.now, server.state
+        for life in self._world.lives():
+            replica, limits = life.agent.replica, self._world.limits
+            is_here = (
+                state.is_member(replica) and state.of(replica).phase == HERE and state.of(replica).ban.until <= now
+            )
+            is_heard = state.of(replica).heard_at > now - limits.silent_s
+            since = life.aside_since
+            if since is None or replica in quorum.lives or life.number != state.of(replica).life:
+                continue
+            if since + 0.1 < now < since + limits.aside_s and is_here and is_heard:
+                self.fail(f"quorum {quorum.number} does not wait for replica {replica}, which saves since {since:.1f}")
 
     def _check_regress(self, server: "Server", quorum: Quorum) -> None:
         """More than the step that was interrupted is lost only with all who have it, or who are unheard of for long."""

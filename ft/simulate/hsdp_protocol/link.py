@@ -1,4 +1,4 @@
-"""The connections between leaders, agents and the quorum server, in the place of the client's own link and its thread.
+"""The connections between leaders and the quorum server, in the place of the client's own link and its thread.
 
 Within one connection what is sent arrives in order; a cut holds it up, a break loses what is on its way and the next
 connection begins with the client's greeting, so that things arrive twice, late, and at another server.
@@ -21,10 +21,10 @@ def body(frame: bytes) -> dict[str, Any]:
 
 
 class Link:
-    """Of one leader or agent; the interface of ``ft.hsdp.quorum.link.Link``.
+    """Of one leader; the interface of ``ft.hsdp.quorum.link.Link``.
 
     Args:
-        replica: whose, for the networks. rank: the leader's, None for an agent, which never pauses.
+        replica: whose, for the networks. rank: its leader.
     """
 
     def __init__(self, world: "World", replica: int, rank, _run_dir, _token, limits, greet, take, away):
@@ -32,8 +32,10 @@ class Link:
         self._limits, self._greet, self._take, self._away = limits, greet, take, away
         self._connection: Connection | None = None
         self._closed, self._heard_at, self._gone_at = False, 0.0, 0.0
+        self.is_started = False
 
     def start(self) -> None:
+        self.is_started = True
         self._gone_at = self.world.time.now
         self._dial()
 

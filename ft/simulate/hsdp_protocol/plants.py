@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from ft.errors import UserError
-from ft.hsdp.quorum import blame, decide
+from ft.hsdp.quorum import blame, decide, reactions
 from ft.hsdp.quorum.values import NO_STATE
 from ft.simulate.hsdp_protocol.shape import Habits
 
@@ -58,6 +58,7 @@ PLANTS = (
     Plant("ignores the lineage", decide, "_quorum", _steps_alone_count),
     Plant("numbers quorums anew after a restart of the server", decide, "_quorum", _numbers_begin_anew),
     Plant("does not wait for one that is further", decide, "_further", lambda right: lambda *arguments: None),
+    Plant("does not wait for one that saves", reactions, "aside", lambda right: lambda *arguments: None),
     Plant("leaves nobody out", blame, "judge", lambda right: lambda *arguments: {}),
     Plant("loads a checkpoint as soon as one has no state", decide, "_quorum", _one_without_state_is_enough),
     Plant("one rank ignores the vote", habit="votes"),

@@ -20,7 +20,7 @@ _SPREAD_S, _NOTICED_S, _LOAD_S, _POLL_S = (0.0005, 0.004), (0.01, 0.05), (0.02, 
 
 
 class Agent:
-    """Starts the lives of a replica, sees them end, and tells the quorum server.
+    """Starts the lives of a replica and sees them end.
 
     Attributes:
         life: the one that is there, None while it is rebuilt. has_ended: the run is over for it.
@@ -31,18 +31,17 @@ class Agent:
         self.life: Life | None = None
         self.has_ended = False
         self._number = -1
-        with _links(world, replica, None):
-            self._notices = clients.ReplicaNotices(Path("."), replica, "token", world.limits)
 
     def build(self, seconds: float) -> None:
         self._number += 1
-        self._notices.arriving(self._number)
-        self.world.time.after(seconds, self._start)
+        coming = Life(self, self._number)
+        self.world.time.after(seconds * self.world.lots.random(), coming.client.arriving)
+        self.world.time.after(seconds, self._start, coming)
 
-    def _start(self) -> None:
-        self.life = Life(self, self._number)
-        self.world.note("replica {}: life {} is there", self.replica, self._number)
-        self.life.start()
+    def _start(self, life: "Life") -> None:
+        self.life = life
+        self.world.note("replica {}: life {} is there", self.replica, life.number)
+        life.start()
 
     def lost(self, life: "Life", reason: str) -> None:
         """A rank of it has ended: the others are ended too, and all are built anew."""
@@ -55,13 +54,17 @@ class Agent:
             return
         life.end()
         self.life = None
-        self._notices.offline(life.number, reason)
         self.world.note("replica {}: life {} is over: {}", self.replica, life.number, reason)
         self.build(self.world.shape.build_s * self.world.lots.uniform(0.7, 1.3))
 
 
 class Life:
-    """One world of worker processes. ``quorum``: the one that its leader was given last."""
+    """One world of worker processes.
+
+    Attributes:
+        quorum: the one that its leader was given last. aside_since: when it began to do something else than steps,
+            None while it does steps.
+    """
 
     def __init__(self, agent: Agent, number: int):
         self.agent, self.world, self.number = agent, agent.world, number
@@ -69,6 +72,7 @@ class Life:
         self.ranks = [Rank(self, index) for index in range(self.world.shape.ranks)]
         self.quorum: Quorum | None = None
         self.suspects: set[int] = set()
+        self.aside_since: float | None = None
         self._votes: dict[int, tuple[bool, bool]] = {}
         self._ready: set[int] = set()
         with _links(self.world, agent.replica, self.ranks[0]):
@@ -90,6 +94,7 @@ class Life:
         report = Report(
             self.agent.replica, self.number, *held.name, tuple(sorted(self.suspects)), step_s, finished=finished
         )
+        self.aside_since = None
         self.suspects.clear()
         self._votes.clear()
         self._ready.clear()
@@ -125,12 +130,26 @@ class Life:
         if len(self._ready) == len(self.ranks):
             self._votes.clear()
             self.world.checks.replica_at_rest(self)
-            if self.world.habits.asks_again or self.ranks[0].has_done_it or self.quorum.load:
+            if self._saves():
+                self._go_aside()
+            elif self.world.habits.asks_again or self.ranks[0].has_done_it or self.quorum.load:
                 self.ask()
             else:
                 self._ready.clear()
                 for each in self.ranks:
                     each.do(self.world.lots.uniform(*_SPREAD_S), each.begin, self.quorum, None)
+
+    def _saves(self) -> bool:
+        """This replica writes the checkpoint of the step that it has just done."""
+        step, every = self.ranks[0].held.step, self.world.shape.save_steps
+        is_due = every > 0 and step > 0 and step % every == 0 and self.ranks[0].has_done_it
+        return is_due and self.quorum.healthy[step // every % len(self.quorum.healthy)] == self.agent.replica
+
+    def _go_aside(self) -> None:
+        self.aside_since = self.world.time.now
+        self.world.note("replica {}: saves", self.agent.replica)
+        self.client.aside()
+        self.ranks[0].do(self.world.shape.save_s, self.ask)
 
 
 class Rank:

@@ -63,15 +63,14 @@ class Server:
         elif kind == "hello":
             self._welcome(connection, now, message)
         elif kind == "notice":
-            if message["what"] == "offline":
-                reactions.offline(self.state, now, message["replica"], message["life"], message["reason"])
-            else:
-                reactions.arriving(self.state, now, message["replica"], message["life"])
+            reactions.arriving(self.state, now, message["replica"], message["life"])
         elif kind == "report":
             try:
                 reactions.report(self.state, now, Report.parse(message["report"]))
             except NoQuorum as error:
                 connection.to_client(wire.pack({"kind": "none", "reason": str(error)}))
+        elif kind == "aside":
+            reactions.aside(self.state, now, connection.replica)
         elif kind == "leave":
             reactions.leaves(self.state, now, connection.replica, connection.life, message["reason"])
         if connection.replica is not None and self._leaders.get(connection.replica) is connection:

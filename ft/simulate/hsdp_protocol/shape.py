@@ -10,6 +10,7 @@ LIMITS = Limits(
     contact_s=1.0,
     regress_s=3.0,
     member_s=3.0,
+    aside_s=9.0,
     back_s=2.0,
     away_s=30.0,
     start_s=6.0,
@@ -30,6 +31,7 @@ class Shape:
         ranks: of a replica. minimum: replicas needed for a step. step_s: forward and backward. fetch_s: of a state.
         let_finish_s: how long a rank that commits waits for those who are fetching its state (``withdraw``).
         aside: a state is fetched into memory of its own; otherwise over the one that was there, which is lost by that.
+        save_steps: so often a replica saves, each in its turn; 0: never. save_s: how long that takes it.
         hang_s: until an agent ends a rank that does nothing. build_s: of a replica's next life.
     """
 
@@ -40,6 +42,8 @@ class Shape:
     fetch_s: float
     let_finish_s: float
     aside: bool
+    save_steps: int
+    save_s: float
     hang_s: float
     build_s: float
 
@@ -90,6 +94,8 @@ def draw_shape(lots: random.Random) -> Shape:
         fetch_s=fetch_s,
         let_finish_s=2.0 * fetch_s + 0.5,
         aside=lots.random() < 0.5,
+        save_steps=lots.choice((0, 0, 5, 9)),
+        save_s=lots.uniform(0.1, 8.0),
         hang_s=lots.uniform(2.0, 5.0),
         build_s=lots.uniform(0.3, 1.5),
     )
