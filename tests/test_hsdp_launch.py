@@ -103,7 +103,7 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "nan"], "--ft-hsdp-wait nan"),
         (["--ft-hsdp-replicas", "2", "--standby", "1"], "--standby 1"),
         (["--ft-hsdp-replicas", "2", "--standby-nodes", "1"], "--standby-nodes 1"),
-        (["--ft-hsdp-replicas", "2", "--ft-transport", "mpi"], "mpi"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-replica", "1", "--ft-transport", "mpi"], "one MPI job"),
     ],
 )
 def test_bad_flags_are_refused(words, says):

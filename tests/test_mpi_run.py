@@ -6,8 +6,11 @@ import subprocess
 import sys
 
 import psutil
+import replica_runs
 from ft_runs import ROOT, Finished, Running, flags
 from networks import mpirun
+
+from ft.hsdp import commits
 
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
@@ -30,14 +33,36 @@ def test_a_worker_and_then_a_node_are_replaced_over_mpi(corpus, reference, tmp_p
     assert done.losses == reference(4, LAYOUT, STEPS)
 
 
-class MpiRun(Running):
-    """Three nodes on this machine, the last of which carries standbys, and one standby beside the others' workers."""
+def test_replicas_exchange_over_mpi_and_go_on_without_the_one_whose_node_dies(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("FT_HSDP_DIGESTS", "1")
+    steps = 60
+    run = MpiRun(
+        tmp_path, replica_runs.flags(corpus, steps=steps), 1, "--standby 0 --ft-transport mpi --ft-hsdp-replicas 3"
+    )
+    run.wait_for(lambda: len(commits.read(run.folder / "replica-0")) >= 5)
+    [launcher] = run.relays()["n1"].children()
+    launcher.kill()
+    done = run.wait(90)
+    proof = replica_runs.proof(run.folder)
+    assert done.code == 0 and not proof.problems(steps, 1), f"{proof.problems(steps, 1)}\n{done.explain()}"
+    assert proof.lineage.steps[-1].commit.healthy == (0, 2), done.explain()
 
-    def __init__(self, tmp_path, script_flags: str):
+
+class MpiRun(Running):
+    """Three nodes on this machine. As it is, the last carries standbys, and there is one beside the others' workers."""
+
+    def __init__(self, tmp_path, script_flags: str, nproc: int = 2, options: str = "--standby-nodes 1 --standby 1"):
         self.folder = tmp_path / "run"
         self._log = tmp_path / "mpirun.out"
-        command = [*mpirun(3), sys.executable, "-m", "ft", "run", "--standby-nodes", "1", "--standby", "1"]
-        command += ["--nproc-per-node", "2", "--run-dir", str(self.folder), "pretrain_gpt.py", *script_flags.split()]
+        command = [*mpirun(3), sys.executable, "-m", "ft", "run", *options.split()]
+        command += [
+            "--nproc-per-node",
+            str(nproc),
+            "--run-dir",
+            str(self.folder),
+            "pretrain_gpt.py",
+            *script_flags.split(),
+        ]
         with open(self._log, "w") as log:
             self.process = subprocess.Popen(
                 command,

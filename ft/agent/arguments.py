@@ -64,7 +64,8 @@ def _ours(group) -> None:
     flag(
         "ft-transport",
         choices=["tcp", "mpi"],
-        help="what snapshots go over; mpi: start with mpirun --with-ft ulfm, or srun (default: the script's, else tcp)",
+        help="what snapshots, and gradients between replicas, go over; mpi: start with mpirun --with-ft ulfm, or srun "
+        "(default: the script's, else tcp)",
     )
     flag("run-dir", metavar="DIR", help="events, metrics and logs go here (default: runs/<date-time>)")
     flag(

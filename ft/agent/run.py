@@ -47,9 +47,9 @@ def main(given: argparse.Namespace) -> NoReturn:
     Raises:
         UserError: the flags cannot work; nothing has been started.
     """
-    if launch.wanted(given):
-        launch.main(given)
     job = mpirun.take_part(given) if mpirun.wanted(given) else None
+    if launch.wanted(given):
+        launch.main(given, job)
     options = resolve(given, os.environ, job)
     faults = plan_faults(options)
     code = carry_out(options, faults, _announcement(options, faults))

@@ -21,6 +21,7 @@ from ft.hsdp.records import NoRecords, Records
 from ft.hsdp.ring import Ring
 from ft.hsdp.state import ReplicaState
 from ft.inject.worker import Injector
+from ft.snapshot import network
 from ft.worker.faults import make_injector, plant_phases
 from ft.worker.session import Session
 from ft.worker.subject import Subject
@@ -102,7 +103,7 @@ def put_together(
     """
     subject = Subject(chunks, optimizer, scheduler)
     state = ReplicaState(subject, position)
-    ring = Ring(place.host, place.token)
+    ring = Ring(network.of(), place.token)
     server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
     exchange = Exchange(
         ring, replicas.groups_of(subject.chunks), lambda: session.progress.at("aside", "the other replicas")

@@ -116,5 +116,8 @@ def _refuse(given: argparse.Namespace) -> None:
                 "started from its warm pool, none stands by",
                 "drop one of the two",
             )
-    if given.ft_transport == "mpi":
-        raise UserError("--ft-transport mpi and --ft-hsdp-replicas: replicas reach one another over TCP", "drop it")
+    if given.ft_transport == "mpi" and given.ft_hsdp_replica is not None:
+        raise UserError(
+            "--ft-transport mpi and --ft-hsdp-replica: one MPI job carries all replicas from its start to its end",
+            "start all replicas in one job, or drop --ft-transport",
+        )

@@ -10,7 +10,9 @@ from typing import NoReturn
 
 from ft import token
 from ft.agent import allocation, network, options
+from ft.agent.mpirun import MpiJob
 from ft.agent.options import Cluster, RunOptions
+from ft.agent.slurm import SlurmJob
 from ft.control import tenure
 from ft.errors import UserError
 from ft.hsdp.launch import faults, flags
@@ -29,8 +31,10 @@ _RESTARTS = 1000
 """Warm restarts of each replica: a long run has many, and each costs the others nothing."""
 
 
-def main(given: argparse.Namespace) -> NoReturn:
+def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     """Runs the launcher of this node and ends the process with the run's exit code.
+
+    ``job``: what this node is part of, None: what the environment says.
 
     0 the run has finished, 2 the input cannot work, 128+N ended by signal N, others: what ended the last replica.
 
@@ -40,7 +44,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     asked = flags.read(given)
     if given.max_restarts is None:
         given.max_restarts = _RESTARTS
-    whole = reachable(options.resolve(given, os.environ, lease=FOLDER), asked)
+    whole = reachable(options.resolve(given, os.environ, job, lease=FOLDER), asked)
     parts = parts_here(whole, asked)
     specs, seed = faults.read_specs(whole.inject, whole.scenario, whole.seed)
     planned = faults.plan(specs, asked.count, parts[0], seed)
