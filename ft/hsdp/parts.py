@@ -18,7 +18,7 @@ from ft.hsdp.place import Place
 from ft.hsdp.position import ReplicaPosition
 from ft.hsdp.quorum import QuorumClient, Report
 from ft.hsdp.records import NoRecords, Records
-from ft.hsdp.ring import Ring
+from ft.hsdp.ring import Ring, RingOptions
 from ft.hsdp.state import ReplicaState
 from ft.hsdp.work import Work
 from ft.inject.worker import Injector
@@ -106,7 +106,7 @@ def put_together(
     """
     subject = Subject(chunks, optimizer, scheduler)
     state = ReplicaState(subject, position)
-    ring = Ring(network.of(), place.token)
+    ring = Ring(network.of(), place.token, RingOptions(streams=place.streams))
     server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
     exchange = Exchange(
         ring, replicas.groups_of(subject.chunks), lambda: session.progress.at("aside", "the other replicas")

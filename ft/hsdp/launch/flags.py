@@ -10,6 +10,7 @@ from ft.hsdp.quorum.limits import Limits
 
 LR_SCALING = ("none", "linear", "sqrt")
 _DEFAULT_LR_SCALING = "sqrt"
+MOST_STREAMS = 16
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Replicas:
         min_count: so many at least, or nobody trains. wait_s: a step waits so long for a replica about to arrive or
             fetching state; None: as long as those who wait think right.
         lr_scaling: of the learning rate over healthy / all replicas. redundancy: of shard types stacked on replicas as
-            groups (SPARe), None: there are none.
+            groups (SPARe), None: there are none. streams: connections between two ranks.
     """
 
     count: int
@@ -30,6 +31,7 @@ class Replicas:
     wait_s: float | None = None
     lr_scaling: str = _DEFAULT_LR_SCALING
     redundancy: int | None = None
+    streams: int = 1
 
     def environment(self) -> dict[str, str]:
         """What agents and workers of every replica find."""
@@ -37,6 +39,7 @@ class Replicas:
             "FT_HSDP_REPLICAS": str(self.count),
             "FT_HSDP_MIN_REPLICAS": str(self.min_count),
             "FT_HSDP_LR_SCALING": self.lr_scaling,
+            "FT_HSDP_STREAMS": str(self.streams),
             **({} if self.wait_s is None else {"FT_HSDP_WAIT": f"{self.wait_s:g}"}),
             **({} if self.redundancy is None else {"FT_SPARE_REDUNDANCY": str(self.redundancy)}),
         }
@@ -69,6 +72,12 @@ def add_flags(flag: Callable[..., None]) -> None:
         "ft-hsdp-lr-scaling",
         choices=LR_SCALING,
         help=f"of the learning rate, over healthy / all replicas (default: {_DEFAULT_LR_SCALING})",
+    )
+    flag(
+        "ft-hsdp-streams",
+        type=int,
+        metavar="N",
+        help="connections between neighbours in the ring of gradients, where one does not fill the network (default: 1)",
     )
     flag(
         "ft-spare-redundancy",
@@ -111,8 +120,11 @@ def read(given: argparse.Namespace) -> Replicas:
         from ft.spare.ruler import ruler
 
         ruler(count, given.ft_spare_redundancy)  # says what can be placed
+    streams = 1 if given.ft_hsdp_streams is None else given.ft_hsdp_streams
+    if not 1 <= streams <= MOST_STREAMS:
+        raise UserError(f"--ft-hsdp-streams {streams} is not between 1 and {MOST_STREAMS}", "give fewer")
     scaling = given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING
-    return Replicas(count, only, least, wait_s, scaling, given.ft_spare_redundancy)
+    return Replicas(count, only, least, wait_s, scaling, given.ft_spare_redundancy, streams)
 
 
 def _refuse(given: argparse.Namespace) -> None:
