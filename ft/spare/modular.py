@@ -1,0 +1,122 @@
+"""Rulers whose ordered differences are all distinct modulo a special number: Singer's, Bose's and Ruzsa's.
+
+They hold more marks than a Golomb ruler that has to stay distinct without wrapping round. Each is sorted and starts
+at 0; so does every part of one, and a part is as distinct as the whole.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import count, product
+
+Multiply = list[list[int]]
+
+
+@cache
+def singer(q: int) -> tuple[int, ...]:
+    """A perfect difference set: q + 1 marks mod q^2 + q + 1, q a prime power.
+
+    The powers of a generator of GF(q^3) over GF(q) that lie in one plane.
+    """
+    modulus = q * q + q + 1
+    for powers in _generators(q, 3):
+        plane = [i for i, power in zip(range(modulus), powers, strict=False) if power[2] == 0]
+        if len(plane) == q + 1 and _distinct(plane, modulus):
+            return _from_zero(plane)
+    raise ValueError(f"{q} is no prime power")
+
+
+@cache
+def bose(q: int) -> tuple[int, ...]:
+    """q marks mod q^2 - 1, q a prime power: the powers of a generator t of GF(q^2) that differ from t by a constant."""
+    modulus = q * q - 1
+    for powers in _generators(q, 2):
+        line = [i for i, power in zip(range(modulus), powers, strict=False) if power[1] == 1]
+        if len(line) == q and _distinct(line, modulus):
+            return _from_zero(line)
+    raise ValueError(f"{q} is no prime power")
+
+
+@cache
+def ruzsa(p: int) -> tuple[int, ...]:
+    """p - 1 marks mod p (p - 1), p a prime."""
+    modulus = p * (p - 1)
+    for root in range(1, p):
+        marks = [(p * i + (p - 1) * pow(root, i, p)) % modulus for i in range(1, p)]
+        if _distinct(marks, modulus):
+            return _from_zero(sorted(marks))
+    raise ValueError(f"{p} is no prime")
+
+
+def prime_power(number: int) -> tuple[int, int] | None:
+    """(p, k) where ``number`` is p^k with p prime and k >= 1."""
+    if number < 2:
+        return None
+    p = next(d for d in count(2) if number % d == 0 or d * d > number)
+    p = p if number % p == 0 else number
+    k = 0
+    while number % p == 0:
+        number //= p
+        k += 1
+    return (p, k) if number == 1 else None
+
+
+def _generators(q: int, degree: int) -> Iterator[Iterator[tuple[int, ...]]]:
+    """For each monic polynomial over GF(q) the powers of its root t: 1, t, t^2, ... as coefficients of 1, t, ..."""
+    factors = prime_power(q)
+    if factors is None:
+        return
+    plus, times = _field(*factors)
+    for tail in product(range(q), repeat=degree):
+        if tail[0]:
+            yield _powers(tail, plus, times)
+
+
+def _powers(tail: tuple[int, ...], plus: Multiply, times: Multiply) -> Iterator[tuple[int, ...]]:
+    """Ends before a power that is 1 again; for degree 3, where only planes matter, before one in GF(q)."""
+    power = (1,) + (0,) * (len(tail) - 1)
+    one = power
+    while True:
+        yield power
+        top = power[-1]  # t^degree = tail, so what grows out at the top comes back as top * tail
+        power = tuple(plus[lower][times[top][here]] for lower, here in zip((0, *power[:-1]), tail, strict=True))
+        if power == one or (len(tail) == 3 and not any(power[1:])):
+            return
+
+
+@cache
+def _field(p: int, k: int) -> tuple[Multiply, Multiply]:
+    """Tables of + and * in GF(p^k); an element is the number whose digits to base p are its coefficients."""
+    q = p**k
+    digits = [tuple(number // p**i % p for i in range(k)) for number in range(q)]
+    plus = [[_number([(x + y) % p for x, y in zip(a, b, strict=True)], p) for b in digits] for a in digits]
+    for tail in digits:
+        times = [[_number(_product(a, b, tail, p), p) for b in digits] for a in digits]
+        if all(0 not in row[1:] for row in times[1:]):
+            return plus, times
+    raise ValueError(f"no field of {p}^{k} elements")
+
+
+def _product(a: tuple[int, ...], b: tuple[int, ...], tail: tuple[int, ...], p: int) -> list[int]:
+    """a * b modulo x^k = tail and p."""
+    k = len(tail)
+    found = [0] * (2 * k - 1)
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            found[i + j] += x * y
+    for i in range(2 * k - 2, k - 1, -1):
+        for j, c in enumerate(tail):
+            found[i - k + j] += found[i] * c
+    return [x % p for x in found[:k]]
+
+
+def _number(digits: list[int], p: int) -> int:
+    return sum(digit * p**i for i, digit in enumerate(digits))
+
+
+def _distinct(marks: list[int], modulus: int) -> bool:
+    differences = {(a - b) % modulus for a in marks for b in marks if a != b}
+    return len(differences) == len(marks) * (len(marks) - 1)
+
+
+def _from_zero(marks: list[int]) -> tuple[int, ...]:
+    return tuple(mark - marks[0] for mark in marks)

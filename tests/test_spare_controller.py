@@ -1,0 +1,165 @@
+"""The reordering controller against solvers of another kind, over whole histories of losses and returns."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from spare_flow import least_cost, least_stack
+
+from ft.errors import UserError
+from ft.spare.controller import Controller
+from ft.spare.placement import Placement
+from ft.spare.ruler import ruler
+
+SIZES = [(3, 2), (6, 2), (7, 3), (13, 4), (20, 4), (21, 5), (31, 6), (40, 5)]
+
+
+def controller(groups: int, redundancy: int) -> Controller:
+    return Controller(Placement(groups, ruler(groups, redundancy)))
+
+
+def missing(orders: np.ndarray, alive: np.ndarray, stack: int) -> set[int]:
+    return set(range(len(orders))) - {int(kind) for group in np.flatnonzero(alive) for kind in orders[group, :stack]}
+
+
+def check_layout(kept: Controller) -> None:
+    """Nobody misses a type, and no group holds anything that is not its own."""
+    assert not missing(kept.orders, kept.alive, kept.stack)
+    assert np.array_equal(np.sort(kept.orders), np.sort(kept.placement.orders()))
+
+
+def check_step(before: Controller, after: Controller, done, free: int | None = None) -> None:
+    """One call against the independent solver: the least stack, the least movement, and the moves that are told."""
+    check_layout(after)
+    assert done.stack == after.stack == least_stack(before.orders, after.alive)
+    cost = sum(move.from_position is not None for move in done.moves)
+    base = before.orders.copy()
+    if free is not None:
+        base[free] = before.placement.order(free)
+    assert cost == least_cost(base, after.alive, done.stack, free)
+    for move in done.moves:
+        assert after.orders[move.group, move.to_position] == move.kind and move.to_position < done.stack
+        if move.from_position is not None:
+            assert base[move.group, move.from_position] == move.kind and move.from_position >= done.stack
+    assert done.phase == (2 if done.moves else 1 if after.stack != before.stack else 0)
+
+
+def copy(kept: Controller) -> Controller:
+    return Controller.restore(kept.state())
+
+
+@pytest.mark.parametrize(("groups", "redundancy"), SIZES)
+def test_every_loss_up_to_the_wipe_out_has_the_least_stack_and_the_least_movement(groups, redundancy):
+    for seed in range(4):
+        rng, kept = random.Random(seed), controller(groups, redundancy)
+        print(f"seed {seed}")
+        for group in rng.sample(range(groups), groups):
+            before = copy(kept)
+            done = kept.lose([group])
+            survivors = before.alive.copy()
+            survivors[group] = False
+            assert set(done.patch_types) == missing(before.orders, survivors, before.stack)
+            if done.wipe_out:
+                assert least_stack(before.orders, survivors) is None
+                assert np.array_equal(kept.orders, before.orders) and np.array_equal(kept.alive, before.alive)
+                assert set(done.wipe_out) == missing(before.orders, survivors, redundancy)
+                break
+            check_step(before, kept, done)
+        else:
+            pytest.fail("the last group was lost without a wipe-out")
+
+
+@pytest.mark.parametrize(("groups", "redundancy"), SIZES)
+def test_several_losses_at_once_and_returns_between_them(groups, redundancy):
+    for seed in range(4):
+        rng, kept = random.Random(100 + seed), controller(groups, redundancy)
+        print(f"seed {100 + seed}")
+        for _ in range(12):
+            before = copy(kept)
+            away = np.flatnonzero(~kept.alive).tolist()
+            if away and rng.random() < 0.5:
+                group = rng.choice(away)
+                check_step(before, kept, kept.bring_back(group), free=group)
+                continue
+            living = np.flatnonzero(kept.alive).tolist()
+            done = kept.lose(rng.sample(living, min(len(living), rng.choice((1, 2, 3)))))
+            if not done.wipe_out:
+                check_step(before, kept, done)
+
+
+def test_the_first_loss_makes_the_stack_two():
+    for groups, redundancy in SIZES:
+        done = controller(groups, redundancy).lose([1])
+        assert done.stack == 2
+        assert done.patch_types == (1,)
+
+
+def test_when_all_are_back_the_stack_is_one_again():
+    kept = controller(13, 4)
+    kept.lose([3, 4, 9])
+    for group in (4, 9, 3):
+        done = kept.bring_back(group)
+    assert done.stack == kept.stack == 1
+    check_layout(kept)
+
+
+def test_a_reset_forgets_everything():
+    kept = controller(13, 4)
+    kept.lose([3, 4])
+    kept.reset()
+    assert kept.state() == controller(13, 4).state()
+
+
+def test_the_same_losses_give_the_same_layout_and_a_saved_state_goes_on_alike():
+    one, two = controller(31, 6), controller(31, 6)
+    losses = random.Random(3).sample(range(31), 12)
+    for i, group in enumerate(losses):
+        if i == 6:
+            two = Controller.restore(json.loads(json.dumps(two.state())))
+        assert one.lose([group]) == two.lose([group])
+    assert one.state() == two.state()
+
+
+def test_losing_nobody_changes_nothing():
+    kept = controller(7, 3)
+    done = kept.lose([])
+    assert (done.stack, done.phase, done.moves, done.patch_types) == (1, 0, (), ())
+
+
+@pytest.mark.parametrize("lost", [[13], [-1], [2, 2]])
+def test_losses_that_cannot_be_are_refused_and_change_nothing(lost):
+    kept = controller(13, 4)
+    with pytest.raises(UserError) as refused:
+        kept.lose(lost)
+    assert refused.value.fix and kept.state() == controller(13, 4).state()
+
+
+def test_a_group_is_lost_once_and_returns_once():
+    kept = controller(13, 4)
+    kept.lose([5])
+    with pytest.raises(UserError, match="lost already"):
+        kept.lose([5])
+    kept.bring_back(5)
+    with pytest.raises(UserError, match="not lost"):
+        kept.bring_back(5)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: state.pop("orders"),
+        lambda state: state["orders"].pop(),
+        lambda state: state["orders"][0].reverse() or state.update(stack=1),
+        lambda state: state["orders"][0].__setitem__(0, 99),
+        lambda state: state.update(alive=[]),
+        lambda state: state.update(stack="two"),
+        lambda state: state.update(stack=0),
+        lambda state: state.update(stack=9),
+    ],
+)
+def test_a_state_that_contradicts_itself_is_refused(spoil):
+    state = controller(13, 4).state()
+    spoil(state)
+    with pytest.raises(UserError, match="saved state"):
+        Controller.restore(state)

@@ -1,0 +1,143 @@
+"""Rulers and placements: what fits is placed, two types share at most one host, and what does not fit is refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft.errors import UserError
+from ft.spare import modular
+from ft.spare.golomb import OPTIMAL
+from ft.spare.placement import Placement
+from ft.spare.ruler import check, is_distinct, largest_redundancy, most_marks, ruler
+
+LENGTHS = [1, 3, 6, 11, 17, 25, 34, 44, 55, 72, 85, 106, 127, 151, 177, 199, 216, 246, 283, 333, 356, 372, 425, 480]
+LENGTHS += [492, 553, 585]
+
+LEAST_MODULUS = {2: 3, 3: 7, 4: 13, 5: 21, 6: 31, 7: 48, 8: 57, 9: 73, 10: 91, 11: 120, 12: 133}
+"""The fewest groups on which so many marks can be placed at all."""
+
+
+@st.composite
+def sizes(draw) -> tuple[int, int]:
+    """(groups, redundancy) of every kind that can be placed."""
+    groups = draw(st.integers(3, 1100))
+    return groups, draw(st.integers(2, largest_redundancy(groups)))
+
+
+def shared(placement: Placement) -> np.ndarray:
+    """The number of groups that each two types share, int [N, N]."""
+    holds = np.zeros((placement.groups, placement.groups), dtype=np.float32)
+    np.put_along_axis(holds, placement.orders(), 1, axis=1)
+    both = holds.T @ holds
+    np.fill_diagonal(both, 0)
+    return both
+
+
+def test_the_table_holds_golomb_rulers_of_the_known_optimal_lengths():
+    assert [OPTIMAL[r][-1] for r in range(2, 29)] == LENGTHS
+    assert all(is_distinct(marks, 2 * marks[-1] + 1) for marks in OPTIMAL.values())
+    assert not any(is_distinct(marks, 2 * marks[-1]) for marks in OPTIMAL.values())
+
+
+@pytest.mark.parametrize("q", [2, 3, 4, 5, 7, 8, 9, 11, 13, 16])
+def test_the_constructions_have_the_marks_that_they_promise(q):
+    assert len(modular.singer(q)) == q + 1 and is_distinct(modular.singer(q), q * q + q + 1)
+    assert len(modular.bose(q)) == q and is_distinct(modular.bose(q), q * q - 1)
+    if modular.prime_power(q)[1] == 1 and q > 2:
+        assert len(modular.ruzsa(q)) == q - 1 and is_distinct(modular.ruzsa(q), q * (q - 1))
+
+
+def test_prime_powers_are_told_from_other_numbers():
+    assert [q for q in range(33) if modular.prime_power(q)] == [
+        *(2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 19, 23, 25, 27, 29, 31, 32)
+    ]
+    for build in (modular.singer, modular.bose):
+        with pytest.raises(ValueError, match="no prime power"):
+            build(6)
+
+
+@pytest.mark.parametrize(("groups", "redundancy"), [(200, 12), (600, 20), (1000, 26)])
+def test_the_tables_of_the_paper_end_where_rulers_do(groups, redundancy):
+    assert largest_redundancy(groups) == redundancy
+
+
+@pytest.mark.parametrize(("groups", "redundancy"), [(273, 17), (1057, 33), (342, 18), (80, 9)])
+def test_perfect_difference_sets_and_their_kin_reach_further_than_the_table(groups, redundancy):
+    assert largest_redundancy(groups) == redundancy
+    assert 2 * OPTIMAL.get(redundancy, (10**9,))[-1] + 1 > groups
+    assert is_distinct(ruler(groups, redundancy), groups)
+
+
+def test_small_numbers_of_groups_get_all_marks_that_are_possible_at_the_least_modulus():
+    for redundancy, groups in LEAST_MODULUS.items():
+        assert largest_redundancy(groups) == redundancy
+        assert largest_redundancy(groups - 1) < redundancy
+
+
+def test_more_marks_than_the_table_has_are_cut_from_longer_rulers():
+    marks = ruler(5000, 40)
+    assert len(marks) == 40 and is_distinct(marks, 5000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes())
+def test_every_size_is_placed_with_an_overlap_of_at_most_one(size):
+    groups, redundancy = size
+    placement = Placement(groups, ruler(groups, redundancy))
+    assert placement.redundancy == redundancy <= most_marks(groups)
+    orders = placement.orders()
+    assert all(sorted(column) == list(range(groups)) for column in orders.T)  # each stack is a permutation
+    assert all(len(set(order)) == redundancy for order in orders.tolist())
+    assert shared(placement).max() <= 1
+    assert placement.max_overlap == 1
+    assert check(placement.ruler, groups) == placement.ruler
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes())
+def test_hosts_and_orders_say_the_same(size):
+    placement = Placement(size[0], ruler(*size))
+    for kind in range(0, size[0], max(1, size[0] // 7)):
+        for position, group in enumerate(placement.hosts(kind)):
+            assert placement.order(group)[position] == kind
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 600), st.lists(st.integers(0, 599), min_size=2, max_size=9))
+def test_a_ruler_is_believed_exactly_where_two_types_share_at_most_one_group(groups, marks):
+    marks = [0, *marks]
+    fits = len({mark % groups for mark in marks}) == len(marks) and max(marks) < groups
+    fits = fits and shared(Placement(groups, tuple(marks))).max() <= 1
+    if fits:
+        assert check(marks, groups) == tuple(marks)
+    else:
+        with pytest.raises(UserError):
+            check(marks, groups)
+
+
+@pytest.mark.parametrize(
+    ("groups", "redundancy", "said"),
+    [
+        (200, 13, "is 12"),
+        (6, 3, "is 2"),
+        (2, 2, "3 groups or more"),
+        (10, 1, "give 2 or more"),
+        (10, 11, "at most 10"),
+        (1, 2, "2 groups or more"),
+        (0, 2, "2 groups or more"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_naming_what_can(groups, redundancy, said):
+    with pytest.raises(UserError, match=said):
+        ruler(groups, redundancy)
+
+
+@pytest.mark.parametrize("marks", [(0, 1, 2), (0, 1, 12), (1, 2, 4), (0, -1), (0, 0), (0,), (0, 2, 7, 8, 11)])
+def test_a_ruler_that_is_none_is_refused(marks):
+    with pytest.raises(UserError):
+        check(marks, 12)
+
+
+def test_whether_a_ruler_works_is_not_monotone_in_the_number_of_groups():
+    assert [groups for groups in range(10, 20) if is_distinct((0, 1, 3, 9), groups)] == [13, 19]
