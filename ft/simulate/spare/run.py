@@ -166,8 +166,10 @@ class _Run:
         self._compute(scheme.stack)
         reduce = jitter.one(job.all_reduce_s)
         kept = True
-        while kept and self._clocks.next <= self._now + reduce:
-            kept = self._lose(self._clocks.failed(self._now + reduce), reduce)
+        # A group that fails in the second half has sent what it had to: the next all-reduce finds out.
+        while kept and self._clocks.next <= self._now + reduce / 2:
+            self._now += reduce / 2
+            kept = self._lose(self._clocks.failed(self._now))
             reduce = jitter.one(job.all_reduce_s)
         if kept:
             self._now += reduce
@@ -179,9 +181,8 @@ class _Run:
             found.rework_s += spent
         return kept
 
-    def _lose(self, groups: list[int], reduce: float) -> bool:
+    def _lose(self, groups: list[int]) -> bool:
         job, found = self._job, self._found
-        self._now += reduce / 2
         found.failures += len(groups)
         found.losses += 1
         self._left -= len(groups)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from scipy import special
 
 from ft.simulate.spare.layout import Loss, QuickLayout
 
@@ -72,14 +73,13 @@ def block_sizes(groups: int, degree: int) -> list[int]:
 
 
 def replication_endurance(groups: int, degree: int) -> float:
-    """Expected failures up to and including the one that takes the last group of a block.
+    """Expected failures of random groups up to and including the one that takes the last group of a block. Exact.
 
-    Blocks are taken as independent: the probability that none is gone after k failures is the product over blocks of
-    1 - C(N - b, k - b) / C(N, k), b being the block's size. Exact for degree 1.
+    With failure times uniform in 0..1 no block of size b is gone at p with probability 1 - p^b, and integrating the
+    product over all blocks weighs each number of failures alike, by 1 / (N + 1). The integral is one of beta functions.
     """
-    failures = np.arange(groups)
-    survive = np.ones(groups)
-    for size, number in zip(*np.unique(block_sizes(groups, degree), return_counts=True), strict=True):
-        gone = np.prod([np.clip(failures - i, 0, None) / (groups - i) for i in range(size)], axis=0)
-        survive *= (1.0 - gone) ** number
-    return float(survive.sum())
+    full, rest = divmod(groups, degree)
+    found = special.beta(1 / degree, full + 1)
+    if rest:
+        found -= special.beta((rest + 1) / degree, full + 1)
+    return float((groups + 1) * found / degree)
