@@ -3,7 +3,7 @@
 import argparse
 
 from ft.errors import UserError
-from ft.plan.spare import optimize, simulate
+from ft.plan.spare import cross_check, optimize, simulate
 
 
 def add_parser(questions) -> None:
@@ -11,7 +11,7 @@ def add_parser(questions) -> None:
     parser = questions.add_parser("spare", help="SPARe: how long a run takes with it, and with which redundancy")
     parser.set_defaults(main=_ask)
     subparsers = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
-    for module in (optimize, simulate):
+    for module in (optimize, simulate, cross_check):
         module.add_parser(subparsers)
 
 

@@ -16,21 +16,17 @@ Ready = Callable[[int], np.ndarray]
 def extend(begin: float, clocks: Clocks, ready: Ready) -> float:
     """Clocks run on. A group that fails within its restart begins it again, and all wait for the last one.
 
-    Groups that were lost are new when they are ready. All that are ready early age while they wait; those that fail
-    then are lost in the first step. Returns the second of the end.
+    Groups that were lost, then or before, are new when they are ready. All that are ready early age while they wait;
+    those that fail then are lost in the first step. Returns the second of the end.
     """
     lost = clocks.out()
     at = begin + ready(len(clocks.due))
     clocks.renew(lost, at[lost])
-    end = float(at.max())
     again = np.flatnonzero(clocks.due <= at)
-    while len(again):
-        at = clocks.due[again] + ready(len(again))
-        clocks.renew(again, at)
-        end = max(end, float(at.max()))
-        again = again[clocks.due[again] <= at]
+    at[again] = clocks.due[again] + ready(len(again))
+    clocks.renew(again, at[again])
     clocks.sort()
-    return end
+    return float(at.max())
 
 
 def replace(begin: float, clocks: Clocks, ready: Ready) -> float:

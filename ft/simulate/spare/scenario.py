@@ -18,8 +18,6 @@ from ft.simulate.spare.run import JITTERED, Job
 
 SCHEMES = ("spare", "replication", "checkpoint")
 LAWS = ("weibull", "exponential", "trace", "none")
-_HOPELESS = 0.01
-"""A group that lives through a restart less often than this is never back: all have to be ready at once."""
 
 
 @dataclass(frozen=True)
@@ -261,11 +259,3 @@ def _check(asked: Scenario) -> None:
     for least, name, given in ((2, "redundancy", asked.redundancy), (1, "degree", asked.degree)):
         if wrong := [number for number in given if not least <= number <= job.groups]:
             raise UserError(f"{name} {wrong[0]} with {job.groups} groups", f"give {least} to {job.groups}")
-    if asked.trace is None and job.restart == "extend":
-        group_s = asked.mtbf_s * job.groups
-        scale = group_s / math.gamma(1.0 + 1.0 / asked.shape)
-        if math.exp(-((job.restart_s / scale) ** asked.shape)) < _HOPELESS:
-            raise UserError(
-                f"a group fails every {group_s:g} s and takes {job.restart_s:g} s to restart: it is never ready",
-                "give a longer --mtbf or a shorter --restart, or other --clocks than extend",
-            )
