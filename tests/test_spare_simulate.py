@@ -2,24 +2,21 @@
 
 import json
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import sparse
-from scipy.sparse import csgraph
 
 from ft import cli
 from ft.simulate.spare.clocks import Clocks, Trace, Weibull
-from ft.simulate.spare.layout import QuickLayout
 from ft.simulate.spare.restart import extend, ignore
 from ft.simulate.spare.restart import replace as replace_dead
 from ft.simulate.spare.run import PARTS, Jitter, Job, run
 from ft.simulate.spare.scenario import read_file, scenario
-from ft.simulate.spare.schemes import Replication, Spare, block_sizes, replication_endurance
+from ft.simulate.spare.schemes import Replication, block_sizes, replication_endurance
 from ft.simulate.spare.study import build, estimate, row, study
+from ft.spare.controller import Controller
 from ft.spare.placement import Placement
 from ft.spare.ruler import ruler
 
@@ -38,10 +35,6 @@ def refused(words: str, capsys) -> str:
     said = capsys.readouterr().err
     assert "fix:" in said
     return said
-
-
-def orders(groups: int, redundancy: int) -> np.ndarray:
-    return Placement(groups, ruler(groups, redundancy)).orders()
 
 
 # --- the published results --------------------------------------------------------------------------------------------
@@ -113,14 +106,14 @@ def test_the_slowest_group_is_drawn_from_the_distribution_of_the_maximum(stacks)
 
 
 def test_the_parts_add_up_to_the_whole():
-    found = run(replace(WEEK, steps=2000), Spare(orders(200, 4)), Weibull(60_000.0, 0.78), 1500.0, 4)
+    found = run(replace(WEEK, steps=2000), build(200, "spare", 4), Weibull(60_000.0, 0.78), 1500.0, 4)
     assert found.restarts > 0 and found.patches > 0
     assert sum(getattr(found, part) for part in PARTS) == pytest.approx(found.total_s)
     assert found.steps == 2000
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
-    crew, law = Spare(orders(200, 5)), Weibull(60_000.0, 0.78)
+    crew, law = build(200, "spare", 5), Weibull(60_000.0, 0.78)
     found = []
     for seed in (7, 7, 8):
         crew.reset()
@@ -213,51 +206,19 @@ def test_failures_of_a_trace_strike_when_it_says(tmp_path, capsys):
 # --- schemes ----------------------------------------------------------------------------------------------------------
 
 
-def feasible(table: np.ndarray, alive: list[int], stack: int) -> bool:
-    """Do all types fit at that depth? By a maximum flow that has nothing to do with the layout under test."""
-    groups = len(table)
-    edges = [(0, 1 + shard, 1) for shard in range(groups)]
-    edges += [(1 + int(shard), 1 + groups + group, 1) for group in alive for shard in table[group]]
-    edges += [(1 + groups + group, 1 + 2 * groups, stack) for group in alive]
-    rows, columns, capacity = zip(*edges, strict=True)
-    graph = sparse.csr_matrix((np.array(capacity, dtype=np.int32), (rows, columns)), shape=(2 * groups + 2,) * 2)
-    return csgraph.maximum_flow(graph, 0, 2 * groups + 1).flow_value == groups
-
-
-@pytest.mark.parametrize(("groups", "redundancy"), [(13, 3), (31, 6), (60, 5)])
-def test_the_quick_layout_has_the_smallest_feasible_stack_after_every_loss(groups, redundancy):
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
-    rng, table = random.Random(seed), orders(groups, redundancy)
-    for _ in range(4):
-        layout, alive, stack = QuickLayout(table), list(range(groups)), 1
-        while True:
-            lost = rng.sample(alive, min(len(alive), rng.choice((1, 1, 1, 2))))
-            alive = [group for group in alive if group not in lost]
-            hosted = {int(shard) for group in alive for shard in table[group]}
-            wiped, _ = layout.lose(lost)
-            assert wiped == (len(hosted) < groups)
-            if wiped:
-                break
-            while not feasible(table, alive, stack):
-                stack += 1
-            assert layout.stack == stack
-            computed = {shard for group in alive for shard in layout._orders[group][:stack]}
-            assert len(computed) == groups
-            assert all(sorted(layout._orders[group]) == sorted(table[group].tolist()) for group in alive)
-
-
-def test_a_patch_is_computed_exactly_where_the_old_layout_has_lost_a_type():
-    layout = QuickLayout(orders(24, 4))
-    assert layout.lose([5]) == (False, True)  # at S = 1 nobody else computes type 5
-    before = [list(order) for order in layout._orders]
-    computed = [{shard for g in range(24) if g not in (5, gone) for shard in before[g][:2]} for gone in range(24)]
-    spared = [gone for gone in range(24) if gone != 5 and len(computed[gone]) == 24]
-    needed = [gone for gone in range(24) if gone != 5 and len(computed[gone]) < 24]
-    for gone in [*spared[:1], *needed[:1]]:
-        layout = QuickLayout(orders(24, 4))
-        layout.lose([5])
-        assert layout.lose([gone]).patch == (gone in needed)
+def test_what_spare_loses_is_for_the_controller_to_say():
+    crew, controller = build(24, "spare", 3), Controller(Placement(24, ruler(24, 3)))
+    hosts = controller.placement.hosts(7)
+    assert crew.lose([5]) == (False, True) and crew.stack == 2  # at S = 1 nobody else computes type 5
+    controller.lose([5])
+    for lost in ([0, 1], [int(hosts[0])], [int(group) for group in hosts[1:]]):
+        lost = [group for group in lost if controller.alive[group]]
+        found = controller.lose(lost)
+        assert crew.lose(lost) == (bool(found.wipe_out), bool(found.patch_types))
+        assert crew.stack == controller.stack
+    assert found.wipe_out
+    crew.reset()
+    assert crew.stack == 1 and not crew.lose([5]).wiped
 
 
 def test_blocks_of_replication_and_the_short_one():

@@ -1,15 +1,22 @@
-"""What keeps a run going when groups are lost: SPARe's layout, replicas, or nothing.
+"""What keeps a run going when groups are lost: SPARe's controller, replicas, or nothing.
 
 A scheme answers: how many stacks does a step compute, does the run survive this loss, must something be computed again.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
 from scipy import special
 
-from ft.simulate.spare.layout import Loss, QuickLayout
+from ft.spare.controller import Controller
+from ft.spare.placement import Placement
+
+
+class Loss(NamedTuple):
+    """What came of lost groups. ``wiped``: a type has no host left; ``patch``: a type of this step must be computed."""
+
+    wiped: bool
+    patch: bool
 
 
 class Scheme(Protocol):
@@ -26,21 +33,21 @@ class Scheme(Protocol):
 
 
 class Spare:
-    """SPARe with the quick layout.
-
-    Args:
-        orders: type at each stack position of each group, int [N, r].
-    """
+    """SPARe, with the controller that the trainer has."""
 
     reorders = True
 
-    def __init__(self, orders: np.ndarray):
-        self._layout = QuickLayout(orders)
-        self.lose, self.reset = self._layout.lose, self._layout.reset
+    def __init__(self, placement: Placement):
+        self._controller = Controller(placement)
+        self.reset = self._controller.reset
 
     @property
     def stack(self) -> int:
-        return self._layout.stack
+        return self._controller.stack
+
+    def lose(self, groups: Sequence[int]) -> Loss:
+        found = self._controller.lose(groups)
+        return Loss(bool(found.wipe_out), bool(found.patch_types))
 
 
 class Replication:

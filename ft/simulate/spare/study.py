@@ -88,7 +88,7 @@ def row(asked: Scenario, law: Law, scheme: str, redundancy: int) -> Row:
 def build(groups: int, scheme: str, redundancy: int) -> Scheme:
     """Raises UserError where SPARe cannot place that redundancy."""
     if scheme == "spare":
-        return Spare(Placement(groups, ruler(groups, redundancy)).orders())
+        return Spare(Placement(groups, ruler(groups, redundancy)))
     return Replication(groups, redundancy)
 
 
