@@ -1,5 +1,6 @@
 """The reordering controller against solvers of another kind, over whole histories of losses and returns."""
 
+import importlib.util
 import json
 import random
 
@@ -8,15 +9,17 @@ import pytest
 from spare_flow import least_cost, least_stack
 
 from ft.errors import UserError
-from ft.spare.controller import Controller
+from ft.spare.controller import Controller, flow
 from ft.spare.placement import Placement
 from ft.spare.ruler import ruler
+
+NUMBA = importlib.util.find_spec("numba") is not None
 
 SIZES = [(3, 2), (6, 2), (7, 3), (13, 4), (20, 4), (21, 5), (31, 6), (40, 5)]
 
 
-def controller(groups: int, redundancy: int) -> Controller:
-    return Controller(Placement(groups, ruler(groups, redundancy)))
+def controller(groups: int, redundancy: int, accelerate: bool | None = False) -> Controller:
+    return Controller(Placement(groups, ruler(groups, redundancy)), accelerate)
 
 
 def missing(orders: np.ndarray, alive: np.ndarray, stack: int) -> set[int]:
@@ -24,7 +27,10 @@ def missing(orders: np.ndarray, alive: np.ndarray, stack: int) -> set[int]:
 
 
 def check_layout(kept: Controller) -> None:
-    """Nobody misses a type, and no group holds anything that is not its own."""
+    """Nobody misses a type, its owner has it in time, and no group holds anything that is not its own."""
+    owners = kept.owners
+    assert kept.alive[owners].all()
+    assert all(kind in kept.orders[owners[kind], : kept.stack] for kind in range(kept.groups))
     assert not missing(kept.orders, kept.alive, kept.stack)
     assert np.array_equal(np.sort(kept.orders), np.sort(kept.placement.orders()))
 
@@ -86,6 +92,45 @@ def test_several_losses_at_once_and_returns_between_them(groups, redundancy):
             done = kept.lose(rng.sample(living, min(len(living), rng.choice((1, 2, 3)))))
             if not done.wipe_out:
                 check_step(before, kept, done)
+
+
+@pytest.mark.parametrize(("groups", "redundancy"), [(200, 8), (1000, 26)])
+def test_at_the_size_of_the_paper_scipy_finds_the_same_stack_and_the_same_cost(groups, redundancy):
+    seed = 11
+    print(f"seed {seed}")
+    rng, kept = random.Random(seed), controller(groups, redundancy, None)
+    hosts = kept.placement.host_table
+    for i, group in enumerate(rng.sample(range(groups), groups)):
+        before = kept.orders if i % 17 == 0 else None
+        done = kept.lose([group])
+        if before is not None or done.wipe_out:
+            alive = kept.alive
+            alive[group] = False
+            assert flow.smallest_stack(hosts, alive, 1) == (None if done.wipe_out else done.stack)
+        if done.wipe_out:
+            break
+        if before is not None:
+            _, cost = flow.min_cost(hosts, before, kept.alive, done.stack)
+            assert cost == len(done.moves)
+    check_layout(kept)
+
+
+@pytest.mark.skipif(not NUMBA, reason="numba is not installed")
+@pytest.mark.parametrize(("groups", "redundancy"), [(13, 4), (100, 7)])
+def test_compiled_and_interpreted_make_the_same_layouts(groups, redundancy):
+    for seed in range(3):
+        print(f"seed {seed}")
+        rng = random.Random(seed)
+        one, two = controller(groups, redundancy, True), controller(groups, redundancy, False)
+        for _ in range(60):
+            away = np.flatnonzero(~one.alive).tolist()
+            if away and rng.random() < 0.2:
+                group = rng.choice(away)
+                assert one.bring_back(group) == two.bring_back(group)
+            else:
+                lost = rng.sample(np.flatnonzero(one.alive).tolist(), rng.choice((1, 1, 2)))
+                assert one.lose(lost) == two.lose(lost)
+            assert one.state() == two.state()
 
 
 def test_the_first_loss_makes_the_stack_two():
@@ -156,6 +201,10 @@ def test_a_group_is_lost_once_and_returns_once():
         lambda state: state.update(stack="two"),
         lambda state: state.update(stack=0),
         lambda state: state.update(stack=9),
+        lambda state: state["owners"].pop(),
+        lambda state: state["owners"].__setitem__(0, 1),
+        lambda state: state["owners"].__setitem__(0, -1),
+        lambda state: state["alive"].remove(5),
     ],
 )
 def test_a_state_that_contradicts_itself_is_refused(spoil):

@@ -2,17 +2,29 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ft.errors import UserError
+from ft.spare.controller import core, saved
 from ft.spare.controller.cover import covered, wiped_out
-from ft.spare.controller.flow import min_cost, smallest_stack
-from ft.spare.controller.layout import Move, rearrange
+from ft.spare.controller.engine import engine, initial, state_of
 from ft.spare.placement import Placement
 
-HELD, DEEPENED, MOVED = 0, 1, 2
+
+class Move(NamedTuple):
+    """A type that comes among the first S of a group; the one in its place goes where it was.
+
+    Attributes:
+        group: whose stack. kind: the type. from_position: None in a group that returns, which had no order to keep.
+        to_position: below S.
+    """
+
+    group: int
+    kind: int
+    from_position: int | None
+    to_position: int
 
 
 @dataclass(frozen=True)
@@ -37,26 +49,54 @@ class Reordering:
 class Controller:
     """Keeps S and every group's order such that the survivors collect all types in their first S positions.
 
-    S is always the least possible. The same losses and returns in the same order give the same orders everywhere.
+    S is always the least possible, and as few types as possible move. The same losses and returns in the same order
+    give the same orders on every machine, compiled or not.
 
     Args:
         placement: where it starts, with all groups alive and S = 1.
+        accelerate: whether numba compiles it. None: where it is installed and the placement is large enough to pay.
 
     Attributes:
-        groups: N. redundancy: r. stack: S. alive: bool [N]. orders: the type at each stack position, int64 [N, r];
-        a lost group keeps its last one. Read them, and change them by the methods alone.
+        groups: N. redundancy: r. placement: as given.
     """
 
-    def __init__(self, placement: Placement):
+    def __init__(self, placement: Placement, accelerate: bool | None = None):
         self.placement = placement
         self.groups, self.redundancy = placement.groups, placement.redundancy
-        self.reset()
+        self._engine = engine(placement, accelerate)
+        self._state = state_of(placement, self._engine)
+
+    @property
+    def stack(self) -> int:
+        """S: after so many types of its order a group takes part in the all-reduce."""
+        return int(self._state.size[core.STACK])
+
+    @property
+    def alive(self) -> np.ndarray:
+        """Which groups are in, bool [N]; a copy."""
+        return np.array(self._state.alive, dtype=bool)
+
+    @property
+    def orders(self) -> np.ndarray:
+        """The type at each stack position, int64 [N, r]; a copy. A lost group keeps its last order."""
+        return np.array(self._state.orders, dtype=np.int64).reshape(self.groups, self.redundancy)
+
+    @property
+    def owners(self) -> np.ndarray:
+        """The surviving group that has to compute each type, int64 [N]; a copy.
+
+        It has the type among its first S; other groups may have it there too.
+        """
+        return np.array(self._state.owner, dtype=np.int64)
+
+    def order(self, group: int) -> tuple[int, ...]:
+        """The types of a group in the order of its stack."""
+        first = group * self.redundancy
+        return _as_tuple(self._state.orders[first : first + self.redundancy])
 
     def reset(self) -> None:
         """As at the start: every group alive, in its initial order, S = 1."""
-        self.stack = 1
-        self.alive = np.ones(self.groups, dtype=bool)
-        self.orders = self.placement.orders()
+        self._engine.start(self._state, *initial(self.placement, self._engine))
 
     def lose(self, groups: Iterable[int]) -> Reordering:
         """Takes out groups that were lost at once.
@@ -64,18 +104,14 @@ class Controller:
         Raises:
             UserError: a group is out of range, given twice, or lost already.
         """
-        lost = self._checked(groups, alive=True)
-        alive = self.alive.copy()
-        alive[lost] = False
-        missing = _as_tuple(np.flatnonzero(~covered(self.orders, alive, self.stack)))
-        gone = _as_tuple(wiped_out(self.placement.host_table, alive))
-        if gone:
-            return Reordering(self.stack, (), gone, DEEPENED, missing)
-        self.alive = alive
-        if not missing:
-            return Reordering(self.stack, (), (), HELD, ())
-        stack = smallest_stack(self.placement.host_table, alive, self.stack)
-        return self._commit(stack, missing)
+        lost = self._checked(groups, lost=False)
+        if not lost:
+            return Reordering(self.stack, (), (), core.HELD, ())
+        phase = int(self._engine.lose(self._state, self._engine.numbers(lost)))
+        if phase == core.WIPED_OUT:
+            return self._wipe_out(lost)
+        missing = self._state.seekers[: self._state.size[core.SEEKERS]]
+        return Reordering(self.stack, self._moves(), (), phase, _as_tuple(missing))
 
     def bring_back(self, group: int) -> Reordering:
         """Takes a lost group in again: S falls where it can, and as few types as possible move in the other groups.
@@ -85,13 +121,11 @@ class Controller:
         Raises:
             UserError: the group is out of range, or not lost.
         """
-        [group] = self._checked([group], alive=False)
-        self.alive[group] = True
-        self.orders[group] = self.placement.order(group)
-        stack = smallest_stack(self.placement.host_table, self.alive, 1)
-        if stack == self.stack:
-            return Reordering(stack, (), (), HELD, ())
-        return self._commit(stack, (), returned=group)
+        [group] = self._checked([group], lost=True)
+        order = self._engine.numbers(self.placement.order(group))
+        depth = self._engine.numbers(range(self.redundancy))
+        phase = int(self._engine.bring_back(self._state, group, order, depth))
+        return Reordering(self.stack, self._moves(), (), phase, ())
 
     def state(self) -> dict[str, Any]:
         """All of it, in JSON's types, for :meth:`restore`."""
@@ -101,51 +135,50 @@ class Controller:
             "stack": self.stack,
             "alive": [int(group) for group in np.flatnonzero(self.alive)],
             "orders": self.orders.tolist(),
+            "owners": self.owners.tolist(),
         }
 
     @classmethod
-    def restore(cls, state: dict[str, Any]) -> "Controller":
+    def restore(cls, state: dict[str, Any], accelerate: bool | None = None) -> "Controller":
         """The controller whose ``state`` this was.
 
         Raises:
             UserError: it is none that a controller can be in.
         """
-        try:
-            made = cls(Placement(int(state["groups"]), tuple(state["ruler"])))
-            made.stack = int(state["stack"])
-            made.alive = np.isin(np.arange(made.groups), np.array(state["alive"], dtype=np.int64))
-            made.orders = np.array(state["orders"], dtype=np.int64)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"the saved state of the controller cannot be read: {error!r}", _STATE_FIX) from error
-        same_types = made.orders.shape == (made.groups, made.redundancy) and np.array_equal(
-            np.sort(made.orders), np.sort(made.placement.orders())
-        )
-        in_range = 1 <= made.stack <= made.redundancy
-        if not (same_types and in_range and covered(made.orders, made.alive, made.stack).all()):
-            raise UserError("the saved state of the controller contradicts itself", _STATE_FIX)
+        read = saved.read(state)
+        made = cls(read.placement, accelerate)
+        saved.fill(made._state, read)
         return made
 
-    def _commit(self, stack: int, missing: tuple[int, ...], returned: int | None = None) -> Reordering:
-        owner, _ = min_cost(self.placement.host_table, self.orders, self.alive, stack, returned)
-        moves = rearrange(self.orders, owner, stack, returned)
-        self.stack = stack
-        return Reordering(stack, moves, (), MOVED if moves else DEEPENED, missing)
+    def _wipe_out(self, lost: list[int]) -> Reordering:
+        alive = self.alive
+        alive[lost] = False
+        missing = np.flatnonzero(~covered(self.orders, alive, self.stack))
+        gone = wiped_out(self.placement.host_table, alive)
+        return Reordering(self.stack, (), _as_tuple(gone), core.DEEPENED, _as_tuple(missing))
 
-    def _checked(self, groups: Iterable[int], alive: bool) -> list[int]:
+    def _moves(self) -> tuple[Move, ...]:
+        numbers = _as_tuple(self._state.moves[: 4 * self._state.size[core.MOVES]])
+        return tuple(
+            Move(group, kind, None if start == core.NONE else start, end)
+            for group, kind, start, end in zip(*(numbers[i::4] for i in range(4)), strict=True)
+        )
+
+    def _checked(self, groups: Iterable[int], lost: bool) -> list[int]:
         groups = [int(group) for group in groups]
         for group in groups:
             if not 0 <= group < self.groups:
-                raise UserError(f"group {group} is not in 0 to {self.groups - 1}", "number groups from 0")
-            if self.alive[group] != alive:
-                raise UserError(f"group {group} is {'lost already' if alive else 'not lost'}", "name each group once")
+                raise UserError(f"group {group} is not in 0 to {self.groups - 1}", "groups are numbered from 0")
+            if bool(self._state.alive[group]) == lost:
+                raise UserError(
+                    f"group {group} is {'not lost' if lost else 'lost already'}",
+                    "name each group once" if not lost else "name one that is",
+                )
         if len(set(groups)) < len(groups):
             twice = next(group for group in groups if groups.count(group) > 1)
-            raise UserError(f"group {twice} is there more than once", "name each group once")
+            raise UserError(f"group {twice} is named more than once", "name each group once")
         return groups
 
 
-_STATE_FIX = "start from a state that this version has saved, or from a new controller"
-
-
-def _as_tuple(array: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(item) for item in array)
+def _as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(number) for number in numbers)
