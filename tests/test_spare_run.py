@@ -67,3 +67,15 @@ def test_all_groups_lost_begin_again_from_the_checkpoint_with_new_stacks(corpus,
     )
     judge(done, whole, 12)
     assert done.proof.lineage.steps[-1].commit.stack == 1
+
+
+def test_gradients_by_tokens_and_over_stages_are_the_same_too(ranks, corpus, tmp_path):
+    layout = "--pipeline-model-parallel-size 2 --calculate-per-token-loss --eod-mask-loss"
+    file = tmp_path / "reference.jsonl"
+    ranks(small_runs.run, 2, flags(corpus, f"{layout} --metrics-file {file}", STEPS), timeout=120)
+    inject = "kill@replica=1:step=10:rank=1:phase=backward"
+    done = train(
+        tmp_path / "run", flags(corpus, layout, STEPS), replicas=3, nproc=6, options=f"{SPARE} --inject {inject}"
+    )
+    happened(done, 1)
+    judge(done, small_runs.losses(file), 1)

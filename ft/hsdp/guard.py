@@ -136,10 +136,6 @@ class ReplicaGuard:
         """This replica's part of a global batch, in this attempt at its step."""
         return self._work.share(samples)
 
-    def contributed(self, samples: int) -> int:
-        """What of a global batch was trained on in this step."""
-        return self._work.contributed(samples, self._agreed.quorum)
-
     def over_replicas(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
         """[loss sum, tokens] of all replicas, from those of this one's microbatches; on last stages only."""
         if not self._parts.is_last_stage:

@@ -43,10 +43,6 @@ class Work(ABC):
         """
 
     @abstractmethod
-    def contributed(self, samples: int, quorum: Quorum) -> int:
-        """Samples of a global batch that are trained on in the step."""
-
-    @abstractmethod
     def scale(self, quorum: Quorum) -> float:
         """What the sum of the replicas' mean gradients is multiplied with."""
 
@@ -100,9 +96,6 @@ class OwnStream(Work):
 
     def problem(self, quorum: Quorum, is_planned: bool) -> str:
         return ""
-
-    def contributed(self, samples: int, quorum: Quorum) -> int:
-        return self.share(samples) * len(quorum.healthy)
 
     def scale(self, quorum: Quorum) -> float:
         return 1.0 / len(quorum.healthy)

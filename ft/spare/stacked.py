@@ -128,9 +128,6 @@ class StackedWork(Work):
             return f"groups are lost, others compute the shard types {_listed(shares.patch)}"
         return ""
 
-    def contributed(self, samples: int, quorum: Quorum) -> int:
-        return samples
-
     def scale(self, quorum: Quorum) -> float:
         return 1.0 / self._controller.groups
 

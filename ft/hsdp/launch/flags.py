@@ -77,7 +77,7 @@ def add_flags(flag: Callable[..., None]) -> None:
         "ft-hsdp-streams",
         type=int,
         metavar="N",
-        help="connections between neighbours in the ring of gradients, where one does not fill the network (default: 1)",
+        help="connections between neighbours in a ring of gradients, where one cannot fill the network (default: 1)",
     )
     flag(
         "ft-spare-redundancy",
