@@ -1,18 +1,39 @@
 """``ft plan spare``: one subcommand for each question about SPARe."""
 
 import argparse
+import importlib
 
 from ft.errors import UserError
-from ft.plan.spare import cross_check, optimize, simulate
+
+_SUBCOMMANDS = (
+    "ft.plan.spare.theory",
+    "ft.plan.spare.place",
+    "ft.plan.spare.reorder",
+    "ft.plan.spare.montecarlo",
+    "ft.plan.spare.optimize",
+    "ft.plan.spare.simulate",
+    "ft.plan.spare.cross_check",
+)
+"""Modules with an ``add_parser`` each, in the order in which help shows them."""
+
+_DESCRIPTION = """\
+SPARe: each of N shard types is hosted by r of N groups (the redundancy), and the survivors of failures reorder their
+stacks so that all types are collected in as few stacks as possible.
+Numbers of groups and redundancies may be ranges (2..12) and lists (200,600): there is one answer for each pair."""
 
 
-def add_parser(questions) -> None:
-    """Adds ``spare``; each of its subcommands sets ``main`` as all of ``ft`` do."""
-    parser = questions.add_parser("spare", help="SPARe: how long a run takes with it, and with which redundancy")
+def add_parser(subparsers) -> None:
+    """Adds ``spare`` with its subcommands; each of them sets ``main`` as all of ``ft`` do."""
+    parser = subparsers.add_parser(
+        "spare",
+        help="redundancy for SPARe: failures endured, stacks computed, placement, reordering",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.set_defaults(main=_ask)
-    subparsers = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
-    for module in (optimize, simulate, cross_check):
-        module.add_parser(subparsers)
+    questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
+    for name in _SUBCOMMANDS:
+        importlib.import_module(name).add_parser(questions)
 
 
 def _ask(arguments: argparse.Namespace) -> int:
