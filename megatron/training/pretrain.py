@@ -195,6 +195,7 @@ def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient 
         begins = own_share(options, job.layout, replace(place, comes_back=False), state)
         position.restart(begins.deal, dict(begins.positions))
         work.restart()
+        job.log.rewind(state.step)
         return is_loaded
 
     return ReplicaGuard(parts, load_last, lambda: rehearse(job, batch))
