@@ -120,6 +120,8 @@ def test_what_was_never_exchanged_is_kept_too():
     first, second = torch.ones(4), torch.full((4,), 2.0)
     ledger.entering(0, [first], lambda: waited.append(0))()
     ledger.entering(1, [second], lambda: waited.append(1))
+    ledger.take_all()
+    second.mul_(0.5)  # as core does where it divides by tokens
     ledger.settle()
     assert ledger.types == (3,) and waited == [0, 1]
     ledger.begin([5], 1.0)

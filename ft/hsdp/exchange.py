@@ -83,9 +83,9 @@ class Exchange:
             if self._unfinished:
                 return
         self._wait_for_all()
+        if self.work is not None:
+            self.work.reduced(self.tokens)
         if self.tokens is not None:
-            if self.work is not None:
-                self.work.add_kept_tokens(self.tokens)
             self.add_up(self.tokens)
 
     def add_up(self, tensor: torch.Tensor) -> None:

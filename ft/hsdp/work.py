@@ -66,8 +66,11 @@ class Work(ABC):
         """[loss sum, tokens] of all that this replica has computed of the step; ``sums``: of this attempt."""
 
     @abstractmethod
-    def add_kept_tokens(self, tokens: torch.Tensor) -> None:
-        """As ``add_kept``, for the tokens that core divides by, in their place."""
+    def reduced(self, tokens: torch.Tensor | None) -> None:
+        """All gradients of the attempt are reduced inside the replica, exchanged or not; core goes on with them now.
+
+        ``tokens``: that core divides by; becomes the number of all that this replica has computed of the step.
+        """
 
     @abstractmethod
     def restart(self) -> None:
@@ -112,7 +115,7 @@ class OwnStream(Work):
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
         return sums
 
-    def add_kept_tokens(self, tokens: torch.Tensor) -> None:
+    def reduced(self, tokens: torch.Tensor | None) -> None:
         """Nothing is kept."""
 
     def restart(self) -> None:

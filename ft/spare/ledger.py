@@ -69,10 +69,13 @@ class Ledger:
             tokens.add_(self._tokens)
         self._tokens = tokens.clone()
 
-    def settle(self) -> None:
-        """The attempt is over, committed or not: all that it computed is in, also what was never exchanged."""
+    def take_all(self) -> None:
+        """What was never exchanged is taken, too: now, before core divides it, or adds up over model-parallel ranks."""
         for place in list(self._open):
             self._take(place)
+
+    def settle(self) -> None:
+        """The attempt is over, and what it has computed is in."""
         self.types, self._adding = (*self.types, *self._adding), ()
 
     def _take(self, place: int) -> None:

@@ -143,8 +143,10 @@ class StackedWork(Work):
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
         return self._ledger.add_sums(sums)
 
-    def add_kept_tokens(self, tokens: torch.Tensor) -> None:
-        self._ledger.add_tokens(tokens)
+    def reduced(self, tokens: torch.Tensor | None) -> None:
+        self._ledger.take_all()
+        if tokens is not None:
+            self._ledger.add_tokens(tokens)
 
     def failed(self) -> None:
         self._ledger.settle()
