@@ -143,3 +143,13 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="0 replicas"):
         Deal(0, 1)
     assert Past(1, 1, (0,), 0) == Past(1, 1, (0,), 0)
+
+
+def test_streams_are_leveled_without_a_sample_lost_or_doubled():
+    deal, positions = Deal(3, 2), {0: 8, 1: 4, 2: 8}
+    level, begin = deal.leveled(positions, 4)
+    assert begin == {0: 0, 1: 0, 2: 0} and deal.leveled({0: 4, 1: 4, 2: 4}, 2) == (deal, {0: 4, 1: 4, 2: 4})
+    taken = [deal.stream(replica).index(at) for replica, count in positions.items() for at in range(count)]
+    to_come = [level.stream(replica).index(at) for replica in range(3) for at in range(12)]
+    assert len({*taken, *to_come}) == len(taken) + len(to_come)
+    assert set(range(20 + 3 * 8)) <= {*taken, *to_come}

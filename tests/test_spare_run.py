@@ -7,8 +7,8 @@ from test_hsdp_run import DISTRIBUTED, SLOWLY, check, happened
 
 SPARE = "--ft-spare-redundancy 2"
 STEPS = 30
-BOUND = 2e-2
-"""Of losses: sums in another order, and what training makes of that in some steps."""
+CLOSE, BOUND = 1e-3, 2e-2
+"""Of losses, of the first steps and of all: sums in another order, and what training makes of that."""
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def whole(ranks, corpus, tmp_path):
 def judge(done: Done, whole: list[float], failures: int) -> None:
     check(done, STEPS, failures)
     found = done.losses_of(0)
-    assert found[:9] == pytest.approx(whole[:9], abs=1e-5), done.explain()
+    assert found[:20] == pytest.approx(whole[:20], abs=CLOSE), done.explain()
     assert found == pytest.approx(whole, abs=BOUND), done.explain()
     trained = {step.commit.streams for step in done.proof.lineage.steps}
     assert trained == {(0, 1, 2)}, "a step that has not trained all shard types"
@@ -70,12 +70,13 @@ def test_all_groups_lost_begin_again_from_the_checkpoint_with_new_stacks(corpus,
 
 
 def test_gradients_by_tokens_and_over_stages_are_the_same_too(ranks, corpus, tmp_path):
+    """What core does with gradients once they are reduced, division by tokens and the sum of tied embeddings' copies,
+    must not get into what is kept of an attempt that fails."""
     layout = "--pipeline-model-parallel-size 2 --calculate-per-token-loss --eod-mask-loss"
     file = tmp_path / "reference.jsonl"
-    ranks(small_runs.run, 2, flags(corpus, f"{layout} --metrics-file {file}", STEPS), timeout=120)
-    inject = "kill@replica=1:step=10:rank=1:phase=backward"
-    done = train(
-        tmp_path / "run", flags(corpus, layout, STEPS), replicas=3, nproc=6, options=f"{SPARE} --inject {inject}"
-    )
+    wanted = flags(corpus, layout, STEPS).replace("--untie-embeddings-and-output-weights", "")
+    ranks(small_runs.run, 2, f"{wanted} --metrics-file {file}", timeout=120)
+    inject = "kill@replica=1:step=10:rank=1:phase=optimizer"  # the others compute the next step whole, exchange nothing
+    done = train(tmp_path / "run", wanted, replicas=3, nproc=6, options=f"{SPARE} --inject {inject}")
     happened(done, 1)
     judge(done, small_runs.losses(file), 1)

@@ -5,6 +5,9 @@ import itertools
 import pytest
 import torch
 
+from ft.hsdp.commits import Commit
+from ft.hsdp.report.audit import audit
+from ft.hsdp.report.lineage import lineage
 from ft.hsdp.samples import Deal
 from ft.spare.controller import Controller
 from ft.spare.ledger import Ledger
@@ -110,6 +113,43 @@ def attempt(shares, gradients, ledgers):
     return given
 
 
+# --- the audit -------------------------------------------------------------------------------------------------------
+
+
+def commit(computed, positions, step=1, **values):
+    """Of a step of 3 groups with shards of 4 samples, in which group 1 is away and group 0 has its type."""
+    shown = {"healthy": (0, 2), "behind": (), "owners": (0, 0, 2), "patch": (1,), "stack": 1, **values}
+    return Commit(
+        step=step,
+        quorum=step,
+        before=step - 1,
+        batch=4,
+        deal=Deal(3, 2),
+        positions=positions,
+        wall=float(step),
+        computed=computed,
+        **shown,
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "duplicates", "gaps"),
+    [
+        ({0: 0, 1: 0}, {2: 0}, 0, 0),
+        ({0: 0}, {2: 0}, 0, 4),
+        ({0: 0, 1: 0}, {2: 0, 1: 0}, 4, 0),
+        ({0: 0, 1: 0}, None, 0, 0),
+    ],
+    ids=["right", "a type that nobody has computed", "a type that two have", "a line that is missing"],
+)
+def test_the_audit_believes_what_groups_have_read_and_not_what_was_planned(first, second, duplicates, gaps):
+    positions = {0: 4, 1: 4, 2: 4}
+    lines = {0: [commit(first, positions)], 2: [] if second is None else [commit(second, positions)]}
+    found = audit(lineage(lines))
+    assert (found.duplicates, found.gaps) == (duplicates, gaps)
+    assert found.is_clean == (not duplicates and not gaps)
+
+
 # --- the ledger ------------------------------------------------------------------------------------------------------
 
 
@@ -201,3 +241,24 @@ def test_all_groups_together_read_each_sample_once():
             seen += [stream.index(position) for position in range(len(types) * shard)] if types else []
         rearrange(made, list(here))
     assert sorted(seen) == list(range(5 * 7 * shard))
+
+
+def test_a_host_that_has_just_come_back_ends_a_wipe_out():
+    """Planned were 0 and 1; 1 is lost, and 2 is here again before a step without 1 could be committed."""
+    made = controller(3, 2)
+    rearrange(made, [0, 1])
+    for here in ([0, 2], [1, 2]):
+        shares = shares_of(made, here)
+        check(made, shares, here)
+        assert not shares.lost and shares.patch
+        committed = controller(3, 2)
+        rearrange(committed, [0, 1])
+        rearrange(committed, here)
+        assert sorted(group for group in range(3) if committed.alive[group]) == here
+
+
+def test_who_was_only_behind_is_not_planned_with_yet():
+    made = controller(7, 3)
+    rearrange(made, [0, 1, 2, 3, 4, 5])
+    rearrange(made, [0, 1, 2, 3, 4])
+    assert not made.alive[5] and not made.alive[6]

@@ -74,9 +74,10 @@ class Agreement:
             report, then = item
             try:
                 agreed = self._agree(report)
+                then(agreed)
             except Exception as error:  # the replica falls apart, which its own control plane deals with
                 agreed = Agreed(None, {}, f"{type(error).__name__}: {error}")
-            then(agreed)
+                then(agreed)
             with self._told:
                 self._answer = agreed
                 self._told.notify_all()

@@ -37,7 +37,8 @@ class Commit:
         at: position of the writer's stream from which it read its samples, None where it read none (behind).
         stack: of the groups in the step, where they have stacks (SPARe); every shard type was trained then, whoever was
             there. owners: who has computed each type. patch: types that others than planned have, their groups being
-            lost.
+            lost. computed: types that the writer itself has computed, and from which position of its stream each was
+            read.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Commit:
     stack: int | None = None
     owners: tuple[int, ...] = ()
     patch: tuple[int, ...] = ()
+    computed: Mapping[int, int] | None = None
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -89,6 +91,9 @@ class Commit:
             "stack": self.stack,
             "owners": list(self.owners) or None,
             "patch": list(self.patch) or None,
+            "computed": None
+            if self.computed is None
+            else {str(kind): at for kind, at in sorted(self.computed.items())},
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -141,6 +146,7 @@ def _parse(line: bytes, deals: dict[str, Deal]) -> Commit | None:
             positions={int(replica): _whole(position) for replica, position in values["positions"].items()},
             healthy=tuple(_whole(replica) for replica in values["healthy"]),
             behind=tuple(_whole(replica) for replica in values["behind"]),
+            computed=_places(values.get("computed")),
             **{name: tuple(_whole(one) for one in values.get(name, ())) for name in ("owners", "patch")},
             **{name: _whole(values[name]) for name in ("step", "quorum", "before", "batch")},
             **{
@@ -152,6 +158,10 @@ def _parse(line: bytes, deals: dict[str, Deal]) -> Commit | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _places(values: Any) -> dict[int, int] | None:
+    return None if values is None else {int(kind): _whole(at) for kind, at in values.items()}
 
 
 def _whole(value: Any) -> int:

@@ -26,6 +26,7 @@ _UNKNOWN_STEP_S = 60.0
 _ASIDE_S = 120.0
 _LEAVE_S = 2.0
 _LONGEST_WAIT_S = 60.0
+_LONGEST_PAUSE_S = 1800.0
 _STEPS_REMEMBERED = 20
 
 
@@ -50,6 +51,7 @@ class ReplicaGuard:
         self._is_sure = self._is_catching_up = False
         self._is_untouched = True
         self._wait_s, self._said = parts.place.wait_s, ""
+        self._pausing_since: float | None = None
         self._aside = True  # the first step may take its time everywhere
         self._step_times: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._began = time.monotonic()
@@ -315,8 +317,8 @@ class ReplicaGuard:
         """Nothing of the step is left, on this rank as on the others of the replica."""
         self._is_sure = False
         suspect = self._exchange.suspect
-        if suspect is not None and self._agreed.quorum is not None:
-            self._suspects = (self._agreed.quorum.members[suspect],)
+        is_known = suspect is not None and self._agreed.quorum is not None
+        self._suspects = (self._agreed.quorum.members[suspect],) if is_known else ()
         said = f"step {self._position.step + 1} is done anew: {retry}"
         if self.session.rank == 0 and said != self._said:
             print(said, flush=True)
@@ -327,9 +329,24 @@ class ReplicaGuard:
         self._is_catching_up = False
         if self._has_state:
             self._parts.state.apply(self._start)
+        self._pause()
+        self.session.progress.begins(self._position.step)
+
+    def _pause(self) -> None:
+        """Where another attempt is of no use yet.
+
+        Raises:
+            SystemExit: it has not been for very long; what there is to begin from is a checkpoint then.
+        """
+        now = time.monotonic()
+        if not self._work.pause_s:
+            self._pausing_since = None
+            return
+        self._pausing_since = self._pausing_since or now
+        if now - self._pausing_since > _LONGEST_PAUSE_S:
+            raise SystemExit(f"{self._said}, for {now - self._pausing_since:.0f} s")
         with self.session.progress.at("aside", "another attempt"):
             time.sleep(self._work.pause_s)
-        self.session.progress.begins(self._position.step)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

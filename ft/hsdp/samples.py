@@ -183,6 +183,14 @@ class Deal:
         past = (*self.past, Past(self.replicas, self.block, counts, step)) if any(counts) else self.past
         return Deal(replicas, block, past), dict.fromkeys(range(replicas), 0)
 
+    def leveled(self, positions: Mapping[int, int], step: int) -> tuple["Deal", dict[int, int]]:
+        """As ``after``, for steps that take as much of every stream: dealt anew where one has come further."""
+        counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
+        if len(set(counts)) == 1:
+            return self, dict(enumerate(counts))
+        past = (*self.past, Past(self.replicas, self.block, counts, step))
+        return Deal(self.replicas, self.block, past), dict.fromkeys(range(self.replicas), 0)
+
     def needed(self, steps: int, batch: int) -> int:
         """How many samples the data must have for a run of ``steps`` steps: the furthest that any stream can get.
 

@@ -1,7 +1,7 @@
 """What a replica computes in a step, and what that stands for among the others."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -18,7 +18,8 @@ class Work(ABC):
     Attributes:
         units: own batches that the slowest replica computes in the attempt under way: how long it may take.
         pause_s: before another attempt is of use.
-        stack, owners, patch: for the record of the step, where there are any: see :class:`ft.hsdp.commits.Commit`.
+        stack, owners, patch, computed: of the step for its record, where there are any
+            (:class:`ft.hsdp.commits.Commit`).
     """
 
     units: float = 1.0
@@ -26,6 +27,7 @@ class Work(ABC):
     stack: int | None = None
     owners: tuple[int, ...] = ()
     patch: tuple[int, ...] = ()
+    computed: Mapping[int, int] | None = None
 
     @abstractmethod
     def plan(self, quorum: Quorum | None) -> None:

@@ -39,6 +39,11 @@ class Ledger:
         self._open: dict[int, _Entry] = {}
         self._lock = threading.Lock()
 
+    @property
+    def all_types(self) -> tuple[int, ...]:
+        """Those of the attempt under way among them."""
+        return (*self.types, *self._adding)
+
     def clear(self) -> None:
         """A step begins, or what was kept of it is of no use any more."""
         self.types, self._adding, self._sums, self._tokens = (), (), None, None

@@ -34,31 +34,36 @@ def divide(orders: Sequence[Sequence[int]], stack: int, planned: Collection[int]
     """Divides a step's types among the groups that are ``here``.
 
     Every type of the committed layout has one owner among the ``planned`` groups: the one that has it earliest in its
-    stack. What a lost group owned goes to those that would come to it next, or else to any host of it; what others own
-    stays theirs. So a group that is through with its own part never finds a part of that in another one's hands.
+    stack. What a lost group owned goes to those that would come to it next, or else to any host of it, or else to a
+    host that has just come back and was not planned with; what others own stays theirs. So a group that is through with
+    its own part never finds a part of that in another one's hands.
 
     Args:
         orders: (N, r) types by group and stack position. stack: S, all-reduce after so many.
     """
-    hosts: dict[int, list[tuple[int, int]]] = {}
-    for group in sorted(planned):
-        for position, kind in enumerate(orders[group]):
-            hosts.setdefault(kind, []).append((position, group))
+    hosts, returned = _hosts(orders, planned), _hosts(orders, set(here) - set(planned))
     own: dict[int, list[int]] = {group: [] for group in sorted(here)}
     orphans, lost = [], []
     for kind in range(len(orders)):
-        places = sorted(hosts.get(kind, ()))
-        owner = places[0][1] if places else None
+        places = hosts.get(kind, [])
+        owner = min(places)[1] if places else None
         if owner in own:
             own[owner].append(kind)
-        elif any(group in own for _, group in places):
+        elif kind in returned or any(group in own for _, group in places):
             orphans.append(kind)
         else:
             lost.append(kind)
     for kind in orphans:
-        able = [
-            (position >= stack, len(own[group]), position, group) for position, group in hosts[kind] if group in own
-        ]
-        own[min(able)[-1]].append(kind)
+        able = [place for place in hosts.get(kind, []) if place[1] in own] or returned[kind]
+        own[min((position >= stack, len(own[group]), position, group) for position, group in able)[-1]].append(kind)
     ordered = {group: tuple(sorted(types, key=list(orders[group]).index)) for group, types in own.items()}
     return Shares(ordered, tuple(orphans), tuple(lost))
+
+
+def _hosts(orders: Sequence[Sequence[int]], groups: Collection[int]) -> dict[int, list[tuple[int, int]]]:
+    """Type -> (stack position, group) of those of ``groups`` that host it."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for group in groups:
+        for position, kind in enumerate(orders[group]):
+            found.setdefault(kind, []).append((position, group))
+    return found

@@ -31,7 +31,7 @@ class StackLoaders:
     """
 
     def __init__(self, loaders: Sequence[Any], shard: int):
-        self._loaders, self._shard = [loader for loader in loaders if loader is not None], shard
+        self._loaders, self.shard = [loader for loader in loaders if loader is not None], shard
         self._stream: StackStream | None = None
         self._due: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -47,7 +47,7 @@ class StackLoaders:
         """The step under way reads these types from there on, and so do those after it until this is called again."""
         if not self._loaders or not types or self._is_next(tuple(types), tuple(starts)):
             return
-        self._stream = StackStream(deal, types, starts, self._shard)
+        self._stream = StackStream(deal, types, starts, self.shard)
         self._due = tuple(types), tuple(starts)
         for loader in self._loaders:
             loader.dataset.follow(self._stream)
@@ -63,7 +63,7 @@ class StackLoaders:
         if self._stream is None or self._due is None or self._due[0] != types:
             return False
         steps, rest = divmod(self._loaders[0].consumed_samples, self._stream.step_samples)
-        return rest == 0 and starts == tuple(first + steps * self._shard for first in self._due[1])
+        return rest == 0 and starts == tuple(first + steps * self.shard for first in self._due[1])
 
 
 class StackedWork(Work):
@@ -75,6 +75,8 @@ class StackedWork(Work):
     Args:
         group: this one. controller: as it is at the beginning of a run. position: of the trainer. extra: of its state,
             the live mapping. loaders: of this rank. per_token: core divides by tokens, not by samples.
+        reseed: gives the generators the seeds of a step: groups draw differently often from them, and what they are
+            after a step is part of the state that all share.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class StackedWork(Work):
         extra: Callable[[], dict[str, Any]],
         loaders: StackLoaders,
         per_token: bool,
+        reseed: Callable[[int], None],
     ):
         self._group, self._controller, self._position, self._extra = group, controller, position, extra
-        self._loaders, self._per_token = loaders, per_token
+        self._loaders, self._per_token, self._reseed = loaders, per_token, reseed
         self._ledger = Ledger()
         self._of: tuple[int, int] | None = None  # the (step, lineage) that the ledger is of
         self._todo: tuple[int, ...] = ()
+        self._read_from: dict[int, int] = {}
         self._noted: dict[str, Any] | None = None
         self.restart()
 
@@ -104,10 +108,11 @@ class StackedWork(Work):
         of = (self._position.step, self._position.lineage)
         if of != self._of:
             self._ledger.clear()
+            self._read_from.clear()
             self._of = of
         mine = () if shares.lost else shares.types.get(self._group, ())
-        if not set(self._ledger.types) <= set(mine):  # others have some of it since: one sum cannot be taken apart
-            self._ledger.clear()
+        if not shares.lost and not set(self._ledger.types) <= set(mine):
+            self._ledger.clear()  # others have some of it since, and one sum cannot be taken apart
         self._todo = tuple(kind for kind in mine if kind not in self._ledger.types)
         if not mine:
             self._loaders.rest()
@@ -122,6 +127,8 @@ class StackedWork(Work):
     def problem(self, quorum: Quorum, is_planned: bool) -> str:
         shares = self._divided(quorum)
         self.pause_s = _WIPED_OUT_S if shares.lost else 0.0
+        if not is_planned:
+            self.units = float(max(1, shares.most))
         if shares.lost:
             return f"wipe-out: no group that is here hosts the shard types {_listed(shares.lost)}"
         if is_planned and shares.patch:
@@ -145,6 +152,8 @@ class StackedWork(Work):
 
     def reduced(self, tokens: torch.Tensor | None) -> None:
         self._ledger.take_all()
+        if self._todo and (read_to := self._loaders.position) is not None:
+            self._read_from |= dict.fromkeys(self._todo, read_to - self._loaders.shard)
         if tokens is not None:
             self._ledger.add_tokens(tokens)
 
@@ -152,11 +161,13 @@ class StackedWork(Work):
         self._ledger.settle()
 
     def committed(self, quorum: Quorum) -> None:
+        self.computed = {kind: at for kind, at in self._read_from.items() if kind in self._ledger.all_types}
         self._ledger.clear()
         shares = self._divided(quorum)
         self.stack, self.owners, self.patch = self._controller.stack, shares.owners, shares.patch
-        rearrange(self._controller, quorum.members)
+        rearrange(self._controller, quorum.healthy)
         self._note()
+        self._reseed(self._position.step + 1)
 
     def _divided(self, quorum: Quorum | None) -> Shares:
         self._follow_state()
@@ -180,6 +191,7 @@ def work(
     extra: Callable[[], dict[str, Any]],
     loaders: StackLoaders,
     per_token: bool,
+    reseed: Callable[[int], None],
 ) -> StackedWork:
     """The work of the replica at ``place``, as one of the groups.
 
@@ -187,24 +199,26 @@ def work(
         UserError: types cannot be placed with that redundancy.
     """
     placement = Placement(place.replicas, ruler(place.replicas, place.redundancy))
-    return StackedWork(place.replica, Controller(placement), position, extra, loaders, per_token)
+    return StackedWork(place.replica, Controller(placement), position, extra, loaders, per_token, reseed)
 
 
-def rearrange(controller: Controller, members: Sequence[int]) -> None:
-    """The controller's answer to who was in the step that is committed; pure but for its state.
+def rearrange(controller: Controller, healthy: Sequence[int]) -> None:
+    """The controller's answer to who gave gradients in the step that is committed; pure but for its state.
+
+    Who was behind in it is planned with once it has given some: a state that takes several steps to fetch would have
+    each of them tried twice otherwise.
 
     Raises:
-        UserError: a member is no group.
+        UserError: one of them is no group.
     """
     planned = set(numpy.flatnonzero(controller.alive).tolist())
-    lost, returned = planned - set(members), sorted(set(members) - planned)
-    if lost:
-        controller.lose(sorted(lost))
-    if len(members) == controller.groups and not controller.alive.all():
+    if len(healthy) == controller.groups and len(planned) < controller.groups:
         controller.reset()
         return
-    for group in returned:
+    for group in sorted(set(healthy) - planned):
         controller.bring_back(group)
+    if lost := sorted(planned - set(healthy)):
+        controller.lose(lost)
 
 
 def _listed(types: Sequence[int]) -> str:

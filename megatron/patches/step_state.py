@@ -37,6 +37,14 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
             timer.reset()
 
 
+def expect_no_backward(chunks: Iterable) -> None:
+    """The next synchronisation of gradients comes without a backward pass that would start it, and starts itself, as
+    that of a first batch does. On all ranks of a model alike."""
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            _set(group, is_first_batch=True, golden_per_param_grad_ready_counts={})
+
+
 def publish_parameters(chunks: Iterable, optimizer) -> None:
     """Gives the model the parameters of the optimizer's main copies, everywhere. Collective.
 

@@ -95,12 +95,15 @@ def init_model_parallel(options: ParallelOptions, layout: Layout) -> None:
     )
 
 
-def seed_everything(options: TrainingOptions) -> None:
+_STEP_SEEDS = 1_000_003
+
+
+def seed_everything(options: TrainingOptions, step: int = 0) -> None:
     """Seeds Python, numpy and torch: by pipeline stage, within it by tensor-parallel rank for dropout and weights.
 
-    Data-parallel ranks share their seeds unless --data-parallel-random-init.
+    Data-parallel ranks share their seeds unless --data-parallel-random-init. ``step``: for seeds of its own.
     """
-    seed = options.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    seed = options.seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _STEP_SEEDS * step
     if options.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()
     random.seed(seed)

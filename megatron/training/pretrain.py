@@ -4,6 +4,7 @@ import gc
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -155,6 +156,8 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
     own_batch(training.global_batch_size, place.replicas, training.micro_batch_size, layout.dp)
     block = training.micro_batch_size * layout.dp
     deal, positions = where_replicas_stood(place, state.extra, state.step, state.consumed_train_samples, block)
+    if place.redundancy is not None:
+        deal, positions = deal.leveled(positions, state.step)
     return Share(place.replica, deal, positions)
 
 
@@ -174,7 +177,8 @@ def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient 
         JobPosition(job), lambda: state.extra, place.replica, follow, share.deal, dict(share.positions)
     )
     per_token = trainee.chunks[0].config.calculate_per_token_loss
-    work = stacked.work(place, position, lambda: state.extra, follow, per_token) if stacks else OwnStream(place)
+    reseed = partial(seed_everything, options.training)
+    work = stacked.work(place, position, lambda: state.extra, follow, per_token, reseed) if stacks else OwnStream(place)
     parts = put_together(
         session,
         place,

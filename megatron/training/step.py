@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.patches import step_state
 from megatron.training.arguments.batch import global_batch_size
 from megatron.training.forward import make_forward_step
 from megatron.training.job import Job
@@ -88,6 +89,7 @@ def _catch_up(job: Job) -> Update:
 def _give_nothing(job: Job) -> list[torch.Tensor]:
     """The exchange of a step of which nothing is computed here: gradients are zero."""
     config = job.trainee.config
+    step_state.expect_no_backward(job.trainee.chunks)
     tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
     config.finalize_model_grads_func(job.trainee.chunks, tokens if config.calculate_per_token_loss else None)
     return []

@@ -69,10 +69,10 @@ def audit(found: Lineage) -> Audit:
         problems += _misread(step, before)
         strangers = [replica for replica in commit.streams if replica >= deal.replicas]
         problems += [f"step {commit.step}: replica {replica} has no samples, and trained" for replica in strangers]
-        for replica in set(commit.streams).difference(strangers):
-            own = step.by.get(replica)
-            reads.add(commit, replica, own.at if own is not None and own.at is not None else before.get(replica, 0))
-            replicas[replica] = replicas.get(replica, 0) + commit.batch
+        for replica, stream, begin in _read(step, before):
+            if stream not in strangers:
+                reads.add(commit, stream, begin)
+                replicas[replica] = replicas.get(replica, 0) + commit.batch
         last = commit
     taken = last.deal.taken(last.positions)
     counted = numpy.concatenate([earlier, *unproven, *reads.ranges()])
@@ -88,6 +88,24 @@ def audit(found: Lineage) -> Audit:
         problems=problems,
         examples=[text for name, ranges in kinds.items() for text in _examples(name, ranges)],
     )
+
+
+def _read(step: Step, before: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """(replica, stream, position it was read from) of all that a step trained, as those that read it say themselves;
+    of one whose line is missing, as it should have been."""
+    commit = step.commit
+    if commit.stack is None:
+        ats = {replica: own.at for replica, own in step.by.items() if own.at is not None}
+        return [(replica, replica, ats.get(replica, before.get(replica, 0))) for replica in set(commit.healthy)]
+    found = [
+        (replica, kind, at)
+        for replica, own in step.by.items()
+        if replica in commit.healthy and own.computed is not None
+        for kind, at in own.computed.items()
+    ]
+    told = {replica for replica, own in step.by.items() if own.computed is not None}
+    silent = [(group, kind) for kind, group in enumerate(commit.owners) if group not in told]
+    return found + [(group, kind, before.get(kind, 0)) for group, kind in silent]
 
 
 class _Reads:
@@ -143,6 +161,12 @@ def _misread(step: Step, before: Mapping[int, int]) -> list[str]:
         should = before.get(replica, 0)
         if replica in commit.healthy and commit.at is not None and commit.at != should:
             found.append(f"step {commit.step}: replica {replica} read from {commit.at} on, its position was {should}")
+        for kind, at in (commit.computed or {}).items() if replica in commit.healthy else ():
+            if at != before.get(kind, 0):
+                found.append(
+                    f"step {commit.step}: group {replica} read type {kind} from {at} on, its position was "
+                    f"{before.get(kind, 0)}"
+                )
     return found
 
 

@@ -296,8 +296,10 @@ class Driver:
         return Staged(tensor, scale, count, wide, self._staging(tensor.device))
 
     def _staging(self, device: torch.device) -> Staging:
+        """Of a device, when one of its tensors is to be worked on."""
         if device not in self._stagings:
             self._stagings[device] = Staging(device, self._buffers, self._options.streams)
+        self._stagings[device].follow()
         return self._stagings[device]
 
     def _scale_alone(self, tensor: torch.Tensor, scale: float) -> None:

@@ -56,6 +56,11 @@ class Staging:
     def on_stream(self) -> contextlib.AbstractContextManager:
         return torch.cuda.stream(self.stream) if self.is_cuda else contextlib.nullcontext()
 
+    def follow(self) -> None:
+        """What is asked of the device here comes after what the present stream was asked for: the tensor's making."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
     def wait(self) -> None:
         """Until what was asked of the device here is done."""
         if self.stream is not None:
