@@ -75,16 +75,18 @@ def _recommended(choices: Sequence[Choice], best: Choice, star: int, by_theory: 
     alike = [one for one in choices if _simulated(one) <= _simulated(best) + margin]
     found = min(alike, key=lambda one: one.redundancy)
     said = f"simulated, it trains in {_simulated(found):.2f} times the time without failures"
-    if found is not best:
-        said += (
-            f"; R = {best.redundancy} with {_simulated(best):.2f} is no better than chance has it (+- {margin:.2f}), "
-            "and a smaller redundancy keeps less data on each group"
-        )
-    else:
+    by_redundancy, named = {one.redundancy: one for one in choices}, {found.redundancy}
+    if found is best:
         said += ", less than with any other redundancy"
-    by_redundancy = {one.redundancy: one for one in choices}
+    else:
+        named.add(best.redundancy)
+        said += (
+            f"; R = {best.redundancy} comes to {_simulated(best):.2f}, which chance (+- {margin:.2f}) cannot tell "
+            "apart, and the smaller redundancy keeps less data on each group"
+        )
     others = []
     for name, redundancy in (("the rule of thumb (8)", star), ("formula (7)", by_theory)):
-        if redundancy != found.redundancy and redundancy in by_redundancy:
+        if redundancy not in named and redundancy in by_redundancy:
+            named.add(redundancy)
             others.append(f"R = {redundancy} of {name} comes to {_simulated(by_redundancy[redundancy]):.2f}")
     return found.redundancy, "; ".join([said, *others])
