@@ -37,7 +37,7 @@ def test_the_formulas_alone(capsys):
     assert found["argmin_theory"] == found["recommended"] == min(by_formula, key=by_formula.get)
     assert "nothing was simulated" in found["reason"]
     period = theory.checkpoint_period(60.0, theory.mu(200, found["recommended"]) * 300.0, 3600.0)
-    assert found["checkpoint_period"] == pytest.approx(period)
+    assert found["checkpoint_period_s"] == pytest.approx(period)
 
 
 def test_the_simulation_has_the_last_word(capsys):

@@ -86,7 +86,7 @@ def as_values(asked: Scenario, found: Optimum) -> dict[str, Any]:
         "argmin_simulated": found.argmin_simulated,
         "recommended": found.recommended,
         "reason": found.reason,
-        "checkpoint_period": found.period_s,
+        "checkpoint_period_s": found.period_s,
         "choices": [_values(one) for one in found.choices],
     }
 
@@ -96,7 +96,7 @@ def _values(one: Choice) -> dict[str, Any]:
         "redundancy": one.redundancy,
         "ttt_norm": one.ttt_norm,
         "availability": one.availability,
-        "checkpoint_period": one.period_s,
+        "checkpoint_period_s": one.period_s,
     }
     if one.simulated is not None:
         for name, each in one.simulated.found.items():
