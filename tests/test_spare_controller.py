@@ -98,10 +98,10 @@ def test_several_losses_at_once_and_returns_between_them(groups, redundancy):
 def test_at_the_size_of_the_paper_scipy_finds_the_same_stack_and_the_same_cost(groups, redundancy):
     seed = 11
     print(f"seed {seed}")
-    rng, kept = random.Random(seed), controller(groups, redundancy, None)
+    rng, kept = random.Random(seed), controller(groups, redundancy)
     hosts = kept.placement.host_table
     for i, group in enumerate(rng.sample(range(groups), groups)):
-        before = kept.orders if i % 17 == 0 else None
+        before = kept.orders if i % (groups // 12) == 0 else None
         done = kept.lose([group])
         if before is not None or done.wipe_out:
             alive = kept.alive

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ft.errors import UserError
-from ft.spare.controller import core, saved
+from ft.spare.controller import core, saved, state
 from ft.spare.controller.cover import covered, wiped_out
 from ft.spare.controller.engine import engine, initial, state_of
 from ft.spare.placement import Placement
@@ -54,22 +54,23 @@ class Controller:
 
     Args:
         placement: where it starts, with all groups alive and S = 1.
-        accelerate: whether numba compiles it. None: where it is installed and the placement is large enough to pay.
+        accelerate: whether numba compiles it, None where it is installed. Interpreted calls take a fraction of a
+            millisecond at 1000 groups, so that this is for whoever makes thousands of them.
 
     Attributes:
         groups: N. redundancy: r. placement: as given.
     """
 
-    def __init__(self, placement: Placement, accelerate: bool | None = None):
+    def __init__(self, placement: Placement, accelerate: bool | None = False):
         self.placement = placement
         self.groups, self.redundancy = placement.groups, placement.redundancy
-        self._engine = engine(placement, accelerate)
+        self._engine = engine(accelerate)
         self._state = state_of(placement, self._engine)
 
     @property
     def stack(self) -> int:
         """S: after so many types of its order a group takes part in the all-reduce."""
-        return int(self._state.size[core.STACK])
+        return int(self._state.size[state.STACK])
 
     @property
     def alive(self) -> np.ndarray:
@@ -96,7 +97,7 @@ class Controller:
 
     def reset(self) -> None:
         """As at the start: every group alive, in its initial order, S = 1."""
-        self._engine.start(self._state, *initial(self.placement, self._engine))
+        self._engine.start(self._state, initial(self.placement, self._engine))
 
     def lose(self, groups: Iterable[int]) -> Reordering:
         """Takes out groups that were lost at once.
@@ -110,7 +111,7 @@ class Controller:
         phase = int(self._engine.lose(self._state, self._engine.numbers(lost)))
         if phase == core.WIPED_OUT:
             return self._wipe_out(lost)
-        missing = self._state.seekers[: self._state.size[core.SEEKERS]]
+        missing = self._state.seekers[: self._state.size[state.SEEKERS]]
         return Reordering(self.stack, self._moves(), (), phase, _as_tuple(missing))
 
     def bring_back(self, group: int) -> Reordering:
@@ -123,8 +124,7 @@ class Controller:
         """
         [group] = self._checked([group], lost=True)
         order = self._engine.numbers(self.placement.order(group))
-        depth = self._engine.numbers(range(self.redundancy))
-        phase = int(self._engine.bring_back(self._state, group, order, depth))
+        phase = int(self._engine.bring_back(self._state, group, order))
         return Reordering(self.stack, self._moves(), (), phase, ())
 
     def state(self) -> dict[str, Any]:
@@ -139,13 +139,13 @@ class Controller:
         }
 
     @classmethod
-    def restore(cls, state: dict[str, Any], accelerate: bool | None = None) -> "Controller":
-        """The controller whose ``state`` this was.
+    def restore(cls, values: dict[str, Any], accelerate: bool | None = False) -> "Controller":
+        """The controller whose ``state`` these were.
 
         Raises:
             UserError: it is none that a controller can be in.
         """
-        read = saved.read(state)
+        read = saved.read(values)
         made = cls(read.placement, accelerate)
         saved.fill(made._state, read)
         return made
@@ -158,9 +158,9 @@ class Controller:
         return Reordering(self.stack, (), _as_tuple(gone), core.DEEPENED, _as_tuple(missing))
 
     def _moves(self) -> tuple[Move, ...]:
-        numbers = _as_tuple(self._state.moves[: 4 * self._state.size[core.MOVES]])
+        numbers = _as_tuple(self._state.moves[: 4 * self._state.size[state.MOVES]])
         return tuple(
-            Move(group, kind, None if start == core.NONE else start, end)
+            Move(group, kind, None if start == state.NONE else start, end)
             for group, kind, start, end in zip(*(numbers[i::4] for i in range(4)), strict=True)
         )
 

@@ -1,19 +1,19 @@
 """The core as it is run: compiled where numba is installed and the state is large enough to pay, else interpreted."""
 
+import hashlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ft.errors import UserError
-from ft.spare.controller import core
+from ft.spare.controller import core, search, state
 from ft.spare.placement import Placement
-
-WORTH_IT = 2000
-"""Types that all groups hold together, from which on loading compiled code pays off in a controller's first calls."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,12 @@ class Engine:
     numbers: Callable[[Any], Any]
 
 
-def engine(placement: Placement, accelerate: bool | None = None) -> Engine:
-    """The engine for a placement; the layouts are the same with either.
+def engine(accelerate: bool | None = None) -> Engine:
+    """The engine to use; the layouts are the same with either.
 
     Args:
-        accelerate: whether to use numba. None: where it is installed and the placement is large.
+        accelerate: whether to use numba. None: where it is installed. It takes seconds to compile for the first time,
+            and a good part of one to load ever after.
 
     Raises:
         UserError: numba is asked for and not installed.
@@ -40,32 +41,29 @@ def engine(placement: Placement, accelerate: bool | None = None) -> Engine:
     there = importlib.util.find_spec("numba") is not None
     if accelerate and not there:
         raise UserError("numba is not installed", "pip install 'megatron-ft[fast]', or leave it out")
-    if accelerate is None:
-        accelerate = there and placement.groups * placement.redundancy >= WORTH_IT
-    return _compiled() if accelerate else INTERPRETED
+    return _compiled() if there and accelerate is not False else INTERPRETED
 
 
-def state_of(placement: Placement, chosen: Engine) -> core.State:
+def state_of(placement: Placement, chosen: Engine) -> state.State:
     """A state at its start."""
     n, r = placement.groups, placement.redundancy
-    mark = np.full(n, core.NONE)
+    mark = np.full(n, state.NONE)
     mark[np.array(placement.ruler) % n] = np.arange(r)
-    lengths = {"orders": n * r, "depth": n * r, "moves": 4 * n, "changed": n + 1, "later": n * r, "stamp": n + 1}
-    given = {"size": [n, r, 1, n, 0, 0], "hosts": placement.host_table.ravel(), "mark": mark}
-    made = core.State(
+    lengths = {"orders": n * r, "depth": n * r, "moves": 4 * n, "later": n * r, "shifted": 2 * n}
+    given = {"size": [n, r, 1, n, *[0] * 9], "hosts": placement.host_table.ravel(), "mark": mark}
+    made = state.State(
         **{
             name: chosen.numbers(given[name] if name in given else np.zeros(lengths.get(name, n), dtype=np.int64))
-            for name in core.State._fields
+            for name in state.State._fields
         }
     )
-    chosen.start(made, *initial(placement, chosen))
+    chosen.start(made, initial(placement, chosen))
     return made
 
 
-def initial(placement: Placement, chosen: Engine) -> tuple[Any, Any]:
-    """(orders, depth) at the start, as ``core.start`` takes them."""
-    depth = np.tile(np.arange(placement.redundancy), placement.groups)
-    return chosen.numbers(placement.orders().ravel()), chosen.numbers(depth)
+def initial(placement: Placement, chosen: Engine) -> Any:
+    """The orders of the start, as ``core.start`` takes them."""
+    return chosen.numbers(placement.orders().ravel())
 
 
 def _list(numbers: Any) -> list[int]:
@@ -79,18 +77,27 @@ def _array(numbers: Any) -> np.ndarray:
 INTERPRETED = Engine("interpreted", core.lose, core.bring_back, core.trial, core.start, _list)
 
 
+_SOURCES = (__file__, core.__file__, search.__file__, state.__file__)
+
+
 @cache
 def _compiled() -> Engine:
     import numba
     from numba.extending import register_jitable
 
-    for name in ("settle", "add_seeker", "count_loads", "assign", "assign_all", "note", "augment", "reach", "nearest"):
-        register_jitable(getattr(core, name))
-    for name in ("shift", "hand_over", "arrange", "sort", "start", "lose"):
-        register_jitable(getattr(core, name))
-    entries = [getattr(core, name) for name in ("lose", "bring_back", "trial", "start")]
+    names = ("lose", "bring_back", "trial", "start")
+    for module in (core, search):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ == module.__name__:
+                register_jitable(_nrt=False)(getattr(module, name))
+    # Numba looks for changes in the file of the compiled function alone, so the files have a folder by their contents.
+    digest = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _SOURCES)).hexdigest()[:16]
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(Path(before or Path.home() / ".cache" / "megatron-ft") / f"spare-{digest}")
     try:
-        compiled = [numba.njit(cache=True)(entry) for entry in entries]
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        compiled = [numba.njit(entry) for entry in entries]
+        compiled = [numba.njit(cache=True, _nrt=False)(getattr(core, name)) for name in names]
+    except (RuntimeError, OSError):  # no folder can be written
+        compiled = [numba.njit(getattr(core, name)) for name in names]
+    finally:
+        numba.config.CACHE_DIR = before
     return Engine("numba", *compiled, _array)

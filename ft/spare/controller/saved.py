@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ft.errors import UserError
-from ft.spare.controller import core
 from ft.spare.controller.cover import covered
+from ft.spare.controller.state import FOREVER, STACK, SURVIVORS, State
 from ft.spare.placement import Placement
 
 
@@ -20,20 +20,20 @@ class Saved(NamedTuple):
     owners: np.ndarray
 
 
-def read(state: dict[str, Any]) -> Saved:
+def read(values: dict[str, Any]) -> Saved:
     """What ``Controller.state`` gave.
 
     Raises:
         UserError: something is missing or of the wrong kind, or it is no state that a controller can be in.
     """
     try:
-        placement = Placement(int(state["groups"]), tuple(state["ruler"]))
+        placement = Placement(int(values["groups"]), tuple(values["ruler"]))
         found = Saved(
             placement,
-            int(state["stack"]),
-            np.isin(np.arange(placement.groups), np.array(state["alive"], dtype=np.int64)),
-            np.array(state["orders"], dtype=np.int64),
-            np.array(state["owners"], dtype=np.int64),
+            int(values["stack"]),
+            np.isin(np.arange(placement.groups), np.array(values["alive"], dtype=np.int64)),
+            np.array(values["orders"], dtype=np.int64),
+            np.array(values["owners"], dtype=np.int64),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"the saved state of the controller cannot be read: {error!r}", _FIX) from error
@@ -42,13 +42,13 @@ def read(state: dict[str, Any]) -> Saved:
     return found
 
 
-def fill(s: core.State, found: Saved) -> None:
+def fill(s: State, found: Saved) -> None:
     """Turns a state at its start into the saved one."""
     n, r = found.orders.shape
     mark = np.zeros(n, dtype=np.int64)
     mark[np.array(found.placement.ruler) % n] = np.arange(r)
     depth = np.zeros((n, r), dtype=np.int64)
-    np.put_along_axis(depth, mark[(found.orders - np.arange(n)[:, None]) % n], np.arange(r)[None, :], axis=1)
+    depth[found.orders, mark[(found.orders - np.arange(n)[:, None]) % n]] = np.arange(r)
     cover = np.bincount(found.orders[found.alive, : found.stack].ravel(), minlength=n)
     values = {
         "orders": found.orders.ravel(),
@@ -57,11 +57,12 @@ def fill(s: core.State, found: Saved) -> None:
         "depth": depth.ravel(),
         "load": np.bincount(found.owners, minlength=n),
         "cover": cover,
+        "reached": np.where(found.alive, 0, FOREVER),
         "living": found.alive[found.placement.host_table].sum(axis=1),
     }
     for name, numbers in values.items():
         getattr(s, name)[:] = numbers if isinstance(s.owner, np.ndarray) else numbers.tolist()
-    s.size[core.STACK], s.size[core.SURVIVORS] = found.stack, int(found.alive.sum())
+    s.size[STACK], s.size[SURVIVORS] = found.stack, int(found.alive.sum())
 
 
 def _sound(found: Saved) -> bool:
