@@ -3,7 +3,8 @@
     python tools/experiments/spare_figures.py [--seeds 3]
 
 Scenarios: examples/spare/table1_n*.toml. The paper's points: its Table 2 (figures 6 and 7), and tables 4 to 6 of its
-appendix C (figures 4 and 5). Results: results/spare_figures.txt and .png beside this file. About a minute with numba.
+appendix C beside the same Monte Carlo here (figures 4 and 5). Results: results/spare_figures.txt and .png beside this
+file. About a minute with numba.
 """
 
 import argparse
@@ -19,8 +20,12 @@ from spare_figures_report import Case, write  # noqa: E402
 
 from ft.simulate.spare.scenario import read_file, scenario  # noqa: E402
 from ft.simulate.spare.study import study  # noqa: E402
+from ft.spare.montecarlo import Outcome, run  # noqa: E402
+from ft.spare.placement import Placement  # noqa: E402
+from ft.spare.ruler import ruler  # noqa: E402
 
 GROUPS = (200, 600, 1000)
+TRIALS = 300
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,15 @@ def simulate(options: Options) -> list[Case]:
             asked = replace(asked, seeds=options.seeds)
         began = time.monotonic()
         for row in study(asked):
-            found.append(Case.of(asked, row))
+            trials = montecarlo(groups, row.redundancy) if row.scheme == "spare" else None
+            found.append(Case.of(asked, row, trials))
             sys.stderr.write(f"N = {groups}: {row.scheme} {row.redundancy}, {time.monotonic() - began:.0f} s\n")
     return found
+
+
+def montecarlo(groups: int, redundancy: int) -> Outcome:
+    """Trials of random failures to the first wipe-out."""
+    return run(Placement(groups, ruler(groups, redundancy)), TRIALS, seed=0)
 
 
 if __name__ == "__main__":

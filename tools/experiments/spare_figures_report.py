@@ -15,6 +15,7 @@ from ft.report.text import percent, table
 from ft.simulate.spare.scenario import Scenario
 from ft.simulate.spare.study import Estimate, Row
 from ft.spare import theory
+from ft.spare.montecarlo import Outcome
 
 RESULTS = "tools/experiments/results/spare_figures"
 TABLE_2 = {
@@ -35,7 +36,7 @@ _SIZE_IN, _DPI = (12.0, 15.0), 90
 
 @dataclass(frozen=True)
 class Case:
-    """What was simulated of one redundancy, beside the formulas; times in seconds."""
+    """What was simulated of one redundancy, beside the formulas; ``trials``: Monte Carlo to the first wipe-out."""
 
     groups: int
     scheme: str
@@ -44,17 +45,18 @@ class Case:
     progress: float
     ttt_theory: float | None
     availability_theory: float | None
+    trials: Outcome | None
 
     @classmethod
-    def of(cls, asked: Scenario, row: Row) -> "Case":
+    def of(cls, asked: Scenario, row: Row, trials: Outcome | None) -> "Case":
         groups, redundancy = asked.job.groups, row.redundancy
         if row.scheme != "spare":
-            return cls(groups, row.scheme, redundancy, row.found, row.progress, None, None)
+            return cls(groups, row.scheme, redundancy, row.found, row.progress, None, None, None)
         job = asked.job
         interval = theory.restart_interval(groups, redundancy, asked.mtbf_s)
         share = theory.best_availability(job.save_s, interval, job.restart_s)
         norm = theory.time_to_train(groups, redundancy, asked.mtbf_s, job.save_s, job.restart_s)
-        return cls(groups, row.scheme, redundancy, row.found, row.progress, norm, share)
+        return cls(groups, row.scheme, redundancy, row.found, row.progress, norm, share, trials)
 
 
 def write(cases: Sequence[Case], root: Path) -> str:
@@ -149,17 +151,19 @@ def picture(cases: Sequence[Case], path: Path) -> None:
 def _figure_4(axes, groups: int, cases: Sequence[Case]) -> None:
     axes.set_title("4: failures up to a wipe-out", loc="left")
     _formula(axes, cases, lambda r: theory.mu(groups, r), "formula (3)")
+    _trials(axes, cases, "failures_mean")
     printed = [(row.redundancy, row.failures_simulated) for row in ROWS if row.groups == groups]
     axes.plot(*zip(*printed, strict=True), "x", label="the paper's Monte Carlo", markersize=4, **_PAPER)
 
 
 def _figure_5(axes, groups: int, cases: Sequence[Case]) -> None:
-    axes.set_title("5: stacks per step", loc="left")
+    axes.set_title("5: stacks (Monte Carlo: no patches)", loc="left")
     _formula(axes, cases, lambda r: theory.stack_mean(groups, r), "formula (5)")
     _formula(axes, cases, lambda r: theory.stack_lower_bound(groups, r), "formula (6)", linestyle="--")
     _formula(axes, cases, float, "replication", color=_COLOUR["replication"])
+    _trials(axes, cases, "stack_mean")
     printed = [(row.redundancy, row.stack_simulated) for row in ROWS if row.groups == groups]
-    axes.plot(*zip(*printed, strict=True), "x", label="the paper's Monte Carlo, no patches", markersize=4, **_PAPER)
+    axes.plot(*zip(*printed, strict=True), "x", label="the paper's Monte Carlo", markersize=4, **_PAPER)
     axes.set_ylim(0.9, 6)
 
 
@@ -190,6 +194,12 @@ def _figure_8(axes, groups: int, cases: Sequence[Case]) -> None:
 def _formula(axes, cases: Sequence[Case], of: Callable[[int], float], label: str, **style) -> None:
     places = [case.redundancy for case in cases if case.scheme == "spare"]
     axes.plot(places, [of(r) for r in places], label=label, **{"color": palette.QUIET, "linewidth": 1.2, **style})
+
+
+def _trials(axes, cases: Sequence[Case], name: str) -> None:
+    points = [(case.redundancy, getattr(case.trials, name)) for case in cases if case.trials is not None]
+    style = {"color": _COLOUR["spare"], "markersize": 5, "fillstyle": "none"}
+    axes.plot(*zip(*points, strict=True), "o", label="Monte Carlo here", **style)
 
 
 def _theory(axes, cases: Sequence[Case], name: str, label: str) -> None:
