@@ -6,10 +6,10 @@ import math
 import pytest
 
 from ft import cli
-from ft.plan.spare.optimum import Choice, optimum
 from ft.simulate.spare.scenario import scenario
 from ft.simulate.spare.study import Estimate, Row
 from ft.spare import theory
+from ft.spare.plan.optimum import Choice, optimum
 
 FOUR = "--groups 200 --mtbf 5m --restart 1h --save 1m"
 
@@ -98,7 +98,7 @@ def test_the_picture_is_drawn(tmp_path, capsys):
         ("--groups 24", "the time between two failures is not said"),
         ("--groups 24 --mtbf=-5m", "--mtbf -5m"),
         ("--groups 24 --mtbf 5m --save 0", "--save 0"),
-        ("--groups 24 --mtbf 5m --redundancy 9..4", "holds nothing"),
+        ("--groups 24 --mtbf 5m --redundancy 9..4", "is empty"),
         ("--groups 24 --mtbf 5m --redundancy 2..12", "cannot be placed"),
         ("--groups 2 --mtbf 5m", "no room"),
         ("--groups 24 --law none", "nothing to optimize"),

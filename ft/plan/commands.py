@@ -6,12 +6,14 @@ import importlib.util
 
 from ft.errors import UserError
 
-_SUBCOMMANDS = ("ft.plan.disruption.commands", "ft.plan.snapshot.commands", "ft.plan.spare.commands")
+_SUBCOMMANDS = ("ft.plan.disruption.commands", "ft.plan.snapshot.commands", "ft.spare.plan.commands")
 
 
 def add_parser(subparsers) -> None:
     """Adds ``plan``; each of its subcommands sets ``main`` as all of ``ft`` do."""
-    parser = subparsers.add_parser("plan", help="what failures cost a run, and what its memory can hold")
+    parser = subparsers.add_parser(
+        "plan", help="what failures cost a run, what its memory can hold, and how SPARe shares work"
+    )
     parser.set_defaults(main=_ask)
     questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
     for name in _SUBCOMMANDS:

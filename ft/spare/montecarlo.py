@@ -27,7 +27,7 @@ class Outcome:
     patch_rate: float | None
 
 
-def run(placement: Placement, trials: int, seed: int, accelerate: bool | None = None) -> Outcome:
+def run_trials(placement: Placement, trials: int, seed: int, accelerate: bool | None = None) -> Outcome:
     """Runs the controller through so many trials.
 
     Args:

@@ -20,7 +20,7 @@ from spare_figures_report import Case, write  # noqa: E402
 
 from ft.simulate.spare.scenario import read_file, scenario  # noqa: E402
 from ft.simulate.spare.study import study  # noqa: E402
-from ft.spare.montecarlo import Outcome, run  # noqa: E402
+from ft.spare.montecarlo import Outcome, run_trials  # noqa: E402
 from ft.spare.placement import Placement  # noqa: E402
 from ft.spare.ruler import ruler  # noqa: E402
 
@@ -61,7 +61,7 @@ def simulate(options: Options) -> list[Case]:
 
 def montecarlo(groups: int, redundancy: int) -> Outcome:
     """Trials of random failures to the first wipe-out."""
-    return run(Placement(groups, ruler(groups, redundancy)), TRIALS, seed=0)
+    return run_trials(Placement(groups, ruler(groups, redundancy)), TRIALS, seed=0)
 
 
 if __name__ == "__main__":

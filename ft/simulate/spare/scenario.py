@@ -3,6 +3,7 @@
 A scenario file is TOML with the sections and keys of :data:`FIELDS`; times are seconds, or text such as "5m".
 """
 
+import argparse
 import math
 import tomllib
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from ft.inject.distributions import parse_duration
 from ft.simulate.spare.clocks import Law, Weibull, read_trace
 from ft.simulate.spare.restart import SEMANTICS
 from ft.simulate.spare.run import JITTERED, Job
+from ft.spare.plan import flags
 
 SCHEMES = ("spare", "replication", "checkpoint")
 LAWS = ("weibull", "exponential", "trace", "none")
@@ -120,17 +122,10 @@ def numbers(value: Any) -> tuple[int, ...]:
     Raises:
         ValueError: it is none of these, or a range holds nothing.
     """
-    found = []
-    for part in (",".join(map(str, value)) if isinstance(value, list) else str(value)).split(","):
-        first, dots, last = part.partition("..")
-        if not first.strip().isdecimal() or (dots and not last.strip().isdecimal()):
-            raise ValueError("no number, and no range such as 2..12")
-        span = range(int(first), int(last if dots else first) + 1)
-        if not span:
-            raise ValueError(f"the range {part.strip()} holds nothing")
-        if len(span) > 1000:
-            raise ValueError("more than 1000 numbers")
-        found.extend(span)
+    try:
+        found = flags.numbers(",".join(map(str, value)) if isinstance(value, list) else str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from error
     return tuple(dict.fromkeys(found))
 
 

@@ -7,10 +7,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from ft.plan.spare.optimum import Choice, Optimum
 from ft.report import palette
 from ft.report.text import seconds
 from ft.simulate.spare.scenario import Scenario
+from ft.spare.plan.optimum import Choice, Optimum
 
 _SIZE_IN, _DPI = (10.0, 4.4), 100
 _HIGHEST = 2.0

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
-from ft.plan.spare.optimum import Choice, Optimum, choice, optimum
-from ft.plan.spare.simulate import add_flags, asked_for
 from ft.report.text import percent, seconds, table
 from ft.simulate.spare.scenario import Scenario
 from ft.simulate.spare.study import row
 from ft.spare import theory
+from ft.spare.plan.optimum import Choice, Optimum, choice, optimum
+from ft.spare.plan.simulate import add_flags, asked_for
 from ft.spare.ruler import largest_redundancy, ruler
 
 _DESCRIPTION = """\
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(json.dumps(as_values(asked, found)) if arguments.json else as_text(asked, found))
     if arguments.plot is not None:
         # Matplotlib takes longer to import than all else here.
-        from ft.plan.spare.picture import draw
+        from ft.spare.plan.picture import draw
 
         try:
             draw(asked, found, Path(arguments.plot))

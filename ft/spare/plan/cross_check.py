@@ -4,10 +4,10 @@ import argparse
 import json
 from dataclasses import asdict
 
-from ft.plan.spare.simulate import add_flags, asked_for
 from ft.report.text import seconds, table
 from ft.simulate.spare.cross_check import TOLERANCE, Comparison, compare
 from ft.simulate.spare.scenario import FIELDS
+from ft.spare.plan.simulate import add_flags, asked_for
 
 _DESCRIPTION = """\
 The step-level simulation beside a model of the same scenario in SimGrid, of its own processes and events: the same

@@ -1,0 +1,126 @@
+"""``ft plan spare``: the keys that programs get, tables for people, and input that cannot work."""
+
+import json
+
+import pytest
+from spare_tables import ROWS
+
+from ft import cli
+
+
+def plan(words: str, capsys):
+    assert cli.main(["plan", "spare", *words.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(words: str, capsys) -> str:
+    """What is said about it; the exit code is 2, whoever finds the fault."""
+    try:
+        code = cli.main(["plan", "spare", *words.split()])
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert code == 2 and not said.out
+    return said.err
+
+
+def test_theory_answers_with_the_paper_s_figures_and_these_keys(capsys):
+    found = plan("theory --groups 600 --redundancy 8", capsys)
+    assert set(found) == {"mu", "stack_lower_bound", "stack_mean", "r_star"}
+    [row] = [row for row in ROWS if row[:2] == (600, 8)]
+    assert f"{found['mu']:.1f}" == row.failures and f"{found['stack_lower_bound']:.2f}" == row.stack
+    assert found["r_star"] == 10
+    assert set(plan("theory --groups 600 --redundancy 8 --failures 300", capsys)) == {*found, "rho"}
+
+
+def test_a_range_gets_a_list_of_answers_in_its_order(capsys):
+    found = plan("theory --groups 200,600 --redundancy 2..4", capsys)
+    printed = [row.failures for row in ROWS if row.groups in (200, 600) and row.redundancy <= 4]
+    assert [f"{answer['mu']:.1f}" for answer in found] == printed
+
+
+def test_place_answers_with_a_ruler_and_writes_the_layout(capsys, tmp_path):
+    path = tmp_path / "layout.json"
+    found = plan(f"place --groups 21 --redundancy 5 --out {path}", capsys)
+    assert set(found) == {"ruler", "max_overlap"} and found["max_overlap"] == 1 and len(found["ruler"]) == 5
+    layout = json.loads(path.read_text())
+    assert layout["ruler"] == found["ruler"] and len(layout["orders"]) == 21
+    assert all(order == [(w + mark) % 21 for mark in found["ruler"]] for w, order in enumerate(layout["orders"]))
+
+
+def test_place_takes_a_ruler_that_is_one(capsys):
+    assert plan("place --groups 13 --redundancy 4 --ruler 0,1,3,9", capsys)["ruler"] == [0, 1, 3, 9]
+
+
+def test_reorder_answers_with_the_decision(capsys):
+    found = plan("reorder --groups 20 --redundancy 4 --failed 1,2,5", capsys)
+    assert set(found) == {"stack", "moves", "wipe_out", "phase", "patch_types", "time_ms"}
+    assert (found["stack"], found["phase"], found["wipe_out"], found["patch_types"]) == (2, 2, [], [1, 2, 5])
+    assert [set(move) for move in found["moves"]] == [{"group", "type", "from", "to"}]
+    lost = plan("reorder --groups 7 --redundancy 3 --failed 0..4", capsys)
+    assert lost["wipe_out"] == [3, 4] and lost["moves"] == []
+
+
+@pytest.mark.parametrize("failed", ["0", "0,1,2,3,10", "5..11", "0..39:2"])
+def test_reorder_is_what_scipy_finds(failed, capsys):
+    if ":" in failed:
+        failed = ",".join(str(group) for group in range(0, 40, 2))
+    assert cli.main(f"plan spare reorder --groups 40 --redundancy 5 --failed {failed} --check".split()) == 0
+    assert "SciPy finds the same" in capsys.readouterr().out
+
+
+def test_montecarlo_answers_with_means(capsys):
+    found = plan("montecarlo --groups 20 --redundancy 4 --trials 200 --seed 3", capsys)
+    assert set(found) == {"failures_mean", "failures_sem", "stack_mean", "patch_rate"}
+    assert 9 < found["failures_mean"] < 10.5 and 0 < found["patch_rate"] < 1
+    assert found == plan("montecarlo --groups 20 --redundancy 4 --trials 200 --seed 3", capsys)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "theory --groups 200 --redundancy 2..12 --failures 10",
+        "place --groups 200 --redundancy 12",
+        "reorder --groups 20 --redundancy 4 --failed 1,2,5",
+        "reorder --groups 7 --redundancy 3 --failed 0..4",
+        "montecarlo --groups 13 --redundancy 3..4 --trials 5",
+    ],
+)
+def test_people_get_text(words, capsys):
+    assert cli.main(["plan", "spare", *words.split()]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "none was asked"),
+        ("theory --groups 10 --redundancy 11", "at most 10"),
+        ("theory --groups 10 --redundancy 1", "redundancy 1"),
+        ("theory --groups 1 --redundancy 2", "1 groups"),
+        ("theory --groups 10 --redundancy 5..2", "empty"),
+        ("theory --groups 10 --redundancy two", "neither a number"),
+        ("theory --groups 10 --redundancy ", "expected one argument"),
+        ("theory --groups 9999999 --redundancy 2", "beyond"),
+        ("theory --groups 10 --redundancy 3 --failures 10", "10 failures"),
+        ("theory --groups 10 --redundancy 3 --failures -1", "-1 failures"),
+        ("place --groups 200 --redundancy 13", "is 12"),
+        ("place --groups 2 --redundancy 2", "3 groups"),
+        ("place --groups 13 --redundancy 3 --ruler 0,1,2", "two types would share"),
+        ("place --groups 13 --redundancy 4 --ruler 0,1,3", "3 marks"),
+        ("place --groups 13 --redundancy 3 --ruler 0,1,14", "mark 14"),
+        ("place --groups 13 --redundancy 3 --out /nowhere/at/all", "cannot be written"),
+        ("place --groups 13 --redundancy 2..3 --out layout", "one layout"),
+        ("reorder --groups 13 --redundancy 4 --failed 13", "group 13"),
+        ("reorder --groups 13 --redundancy 4 --failed -1", "group -1"),
+        ("reorder --groups 13 --redundancy 4 --failed 1,2,1", "group 1 is named more than once"),
+        ("reorder --groups 13 --redundancy 4 --failed 4..2", "empty"),
+        ("reorder --groups 13 --redundancy 4", "--failed"),
+        ("montecarlo --groups 13 --redundancy 5", "is 4"),
+        ("montecarlo --groups 13 --redundancy 4 --trials 0", "0 trials"),
+        ("montecarlo --groups 13 --redundancy 4 --seed -1", "negative"),
+        ("montecarlo --groups 13 --redundancy 4 --trials 1.5", "no whole number"),
+    ],
+)
+def test_input_that_cannot_work_is_refused(words, said, capsys):
+    assert said in refused(words, capsys)
