@@ -53,6 +53,6 @@ def test_both_are_given_the_same_failures():
 
 def test_answers_that_differ_do_not_agree():
     seen = Seen(total_s=1000.0, steps=10, failures=3)
-    assert Comparison("spare", 4, 0, seen, replace(seen, total_s=1000.01)).agrees
-    assert not Comparison("spare", 4, 0, seen, replace(seen, total_s=1001.0)).agrees
-    assert not Comparison("spare", 4, 0, seen, replace(seen, failures=2)).agrees
+    assert Comparison(24, "spare", 4, 0, seen, replace(seen, total_s=1000.01)).agrees
+    assert not Comparison(24, "spare", 4, 0, seen, replace(seen, total_s=1001.0)).agrees
+    assert not Comparison(24, "spare", 4, 0, seen, replace(seen, failures=2)).agrees

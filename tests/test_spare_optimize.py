@@ -101,6 +101,7 @@ def test_the_picture_is_drawn(tmp_path, capsys):
         ("--groups 24 --mtbf 5m --redundancy 9..4", "is empty"),
         ("--groups 24 --mtbf 5m --redundancy 2..12", "cannot be placed"),
         ("--groups 2 --mtbf 5m", "no room"),
+        ("--groups 24,30 --mtbf 5m --plot p.png", "a picture shows one number of groups"),
         ("--groups 24 --law none", "nothing to optimize"),
         ("--groups 24 --mtbf 5m --steps 5 --seeds 1 --plot {folder}/none/p.png", "the picture cannot be written"),
     ],

@@ -179,6 +179,11 @@ def test_failures_of_a_trace_strike_when_it_says(tmp_path, capsys):
     assert ask(f"--groups 24 --law trace --trace {trace} --mtbf 1h --steps 50 --redundancy 4", capsys)["restarts"] == 1
 
 
+def test_several_numbers_of_groups_are_asked_for_at_once(capsys):
+    found = ask("--groups 24,30 --mtbf 5m --steps 20 --redundancy 3..4 --seeds 1", capsys)
+    assert [(one["groups"], one["redundancy"]) for one in found] == [(24, 3), (24, 4), (30, 3), (30, 4)]
+
+
 @pytest.mark.parametrize("groups", [200, 600, 1000])
 def test_the_examples_are_table_1(groups):
     asked = scenario(read_file(EXAMPLES / f"table1_n{groups}.toml"))
@@ -195,6 +200,8 @@ def test_the_examples_are_table_1(groups):
         ("", "how many groups there are is not said"),
         ("--groups 24", "the time between two failures is not said"),
         ("--groups 1 --mtbf 5m", "--groups 1"),
+        ("--groups 30..24 --mtbf 5m", "is empty"),
+        ("--groups many --mtbf 5m", "neither a number nor a range"),
         ("--groups 24 --mtbf=-5", "--mtbf -5"),
         ("--groups 24 --mtbf 0", "--mtbf 0"),
         ("--groups 24 --mtbf 5m --restart=-1h", "--restart -1h"),

@@ -23,6 +23,7 @@ _MOST = 200_000
 class Comparison:
     """One case of one seed by both. ``step_level`` and ``simgrid`` have the same names."""
 
+    groups: int
     scheme: str
     redundancy: int
     seed: int
@@ -78,7 +79,7 @@ def compare(asked: Scenario) -> list[Comparison]:
             # SimGrid allows one engine in each process.
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 simgrid = pool.submit(_by_simgrid, job, scheme, redundancy, law, period).result()
-            found.append(Comparison(scheme, redundancy, seed, step_level, simgrid))
+            found.append(Comparison(job.groups, scheme, redundancy, seed, step_level, simgrid))
     return found
 
 

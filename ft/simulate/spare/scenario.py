@@ -75,7 +75,7 @@ class Scenario:
 
 def _whole(least: int, most: int = 10**9) -> Callable[[Any], int]:
     def read(value: Any) -> int:
-        text = str(value).strip().replace(",", "")
+        text = str(value).strip()
         if isinstance(value, bool) or not text.lstrip("-").isdecimal() or not least <= int(text) <= most:
             raise ValueError(f"no whole number from {least} to {most}")
         return int(text)
@@ -130,7 +130,7 @@ def numbers(value: Any) -> tuple[int, ...]:
 
 
 FIELDS = {
-    "groups": Field("job", _whole(2, 20_000), None, "N", "groups"),
+    "groups": Field("job", _whole(2, 20_000), None, "N", "groups, and shard types"),
     "steps": Field("job", _whole(1, 10_000_000), 10_000, "N", "steps of the training"),
     "stack": Field("job", _time(1e-3), 64.0, "TIME", "compute of one stack"),
     "all-reduce": Field("job", _time(0.0), None, "TIME", "between the groups (default: N / 100 seconds, a ring)"),
