@@ -35,9 +35,7 @@ def add_parser(questions) -> None:
     add_flags(parser, _FLAGS)
     parser.add_argument("--no-simulation", action="store_true", help="formulas only")
     parser.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
-    parser.add_argument(
-        "--json", action="store_true", help="JSON: an object, or a list for several --groups"
-    )
+    parser.add_argument("--json", action="store_true", help="JSON: an object, or a list for several --groups")
     parser.set_defaults(main=run)
 
 
