@@ -1,0 +1,90 @@
+"""SPARe's controller: how long its calls take, and how long the trials of the paper's tables 4 to 6.
+
+    python tools/bench/spare.py
+    python tools/bench/spare.py --rows 55 --trials 1000
+
+Prints one JSON line. ``compiled`` (where numba is installed) and ``interpreted``: one call of ``Controller.lose`` for
+each failure of whole trials at (1000, 26), state and answer included: mean, median, 99th percentile, longest, in
+milliseconds. ``table_s``: ``--trials`` Monte Carlo trials of each of the first ``--rows`` rows of the tables, on one
+core, compiled where numba is installed; ``table_cpu_s`` is that core's own time.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from spare_tables import ROWS  # noqa: E402
+
+from ft.spare.controller import Controller  # noqa: E402
+from ft.spare.montecarlo import run_trials  # noqa: E402
+from ft.spare.placement import Placement  # noqa: E402
+from ft.spare.ruler import ruler  # noqa: E402
+
+NUMBA = importlib.util.find_spec("numba") is not None
+SEED = 1
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=1000)
+    parser.add_argument("--redundancy", type=int, default=26)
+    parser.add_argument("--whole-trials", type=int, default=10, help="whose calls are timed one by one")
+    parser.add_argument("--rows", type=int, default=len(ROWS), help="of the tables")
+    parser.add_argument("--trials", type=int, default=100, help="of each row")
+    given = parser.parse_args(argv)
+    placement = Placement(given.groups, ruler(given.groups, given.redundancy))
+    found = {"bench": "spare", **vars(given)}
+    if NUMBA:
+        found["compiled"] = figures(calls(placement, given.whole_trials, accelerate=True))
+    found["interpreted"] = figures(calls(placement, given.whole_trials, accelerate=False))
+    print(json.dumps(found | table(ROWS[: given.rows], given.trials)))
+    return 0
+
+
+def calls(placement: Placement, trials: int, accelerate: bool) -> list[float]:
+    """Seconds of each call, over so many trials after one that does not count."""
+    controller, rng, found = Controller(placement, accelerate), np.random.default_rng(SEED), []
+    for trial in range(trials + 1):
+        controller.reset()
+        for group in rng.permutation(placement.groups).tolist():
+            began = time.perf_counter()
+            done = controller.lose([group])
+            if trial > 0:
+                found.append(time.perf_counter() - began)
+            if done.wipe_out:
+                break
+    return found
+
+
+def table(rows: list, trials: int) -> dict[str, float]:
+    """Seconds for the Monte Carlo of these rows; rulers and compilation are out of the way first."""
+    placements = [Placement(row.groups, ruler(row.groups, row.redundancy)) for row in rows]
+    run_trials(placements[0], 1, SEED)
+    wall, core = time.perf_counter(), time.process_time()
+    for placement in placements:
+        run_trials(placement, trials, SEED)
+    wall, core = time.perf_counter() - wall, time.process_time() - core
+    return {"table_s": round(wall, 2), "table_cpu_s": round(core, 2)}
+
+
+def figures(seconds: list[float]) -> dict[str, float]:
+    values = {
+        "mean_ms": statistics.fmean(seconds),
+        "median_ms": statistics.median(seconds),
+        "p99_ms": statistics.quantiles(seconds, n=100)[98],
+        "max_ms": max(seconds),
+    }
+    return {"calls": len(seconds), **{name: round(value * 1e3, 4) for name, value in values.items()}}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
