@@ -8,7 +8,8 @@ from ft.simulate.spare.scenario import Scenario
 from ft.simulate.spare.study import Row, checkpoint_period, endurance
 from ft.spare import theory
 
-_ALIKE = 0.005
+_ALIKE = 0.01
+"""Times to train that differ by no more than this part are taken as equal."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def _simulated(one: Choice) -> float:
 
 def _recommended(choices: Sequence[Choice], best: Choice, star: int, by_theory: int) -> tuple[int, str]:
     """The smallest redundancy that is as good as the best: it holds the least data and loses the fewest stacks."""
-    margin = max(_ALIKE * _simulated(best), best.simulated.found["ttt_norm"].half_width or 0.0)
-    alike = [one for one in choices if _simulated(one) <= _simulated(best) + margin]
+    alike = [one for one in choices if _simulated(one) <= _simulated(best) * (1 + _ALIKE)]
     found = min(alike, key=lambda one: one.redundancy)
     said = f"simulated, it trains in {_simulated(found):.2f} times the time without failures"
     by_redundancy, named = {one.redundancy: one for one in choices}, {found.redundancy}
@@ -81,8 +81,8 @@ def _recommended(choices: Sequence[Choice], best: Choice, star: int, by_theory: 
     else:
         named.add(best.redundancy)
         said += (
-            f"; R = {best.redundancy} comes to {_simulated(best):.2f}, which chance (+- {margin:.2f}) cannot tell "
-            "apart, and the smaller redundancy keeps less data on each group"
+            f"; R = {best.redundancy} comes to {_simulated(best):.2f}, less than {100 * _ALIKE:g} % better, "
+            "and the smaller redundancy keeps less data on each group"
         )
     others = []
     for name, redundancy in (("the rule of thumb (8)", star), ("formula (7)", by_theory)):
