@@ -6,12 +6,14 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from spare_flow import least_cost, least_stack
 
 from ft.errors import UserError
-from ft.spare.controller import Controller, flow
+from ft.spare.controller import Controller, engine, flow
 from ft.spare.placement import Placement
-from ft.spare.ruler import ruler
+from ft.spare.ruler import largest_redundancy, ruler
 
 NUMBA = importlib.util.find_spec("numba") is not None
 
@@ -94,6 +96,45 @@ def test_several_losses_at_once_and_returns_between_them(groups, redundancy):
                 check_step(before, kept, done)
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_groups_of_any_size_lost_at_once_and_brought_back(data):
+    groups = data.draw(st.integers(3, 60), label="groups")
+    redundancy = data.draw(st.integers(2, largest_redundancy(groups)), label="redundancy")
+    lost = data.draw(st.lists(st.integers(0, groups - 1), unique=True, max_size=groups // 2 + 1), label="lost")
+    kept = controller(groups, redundancy)
+    before = copy(kept)
+    done = kept.lose(lost)
+    if done.wipe_out:
+        assert all(set(kept.placement.hosts(kind)) <= set(lost) for kind in done.wipe_out)
+        assert kept.state() == before.state()
+        return
+    check_step(before, kept, done)
+    for group in lost:
+        before = copy(kept)
+        check_step(before, kept, kept.bring_back(group), free=group)
+    assert kept.stack == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "marks"), [(2, (0, 1)), (4, (0, 1, 2, 3)), (6, (0, 2, 3)), (5, (3, 0)), (9, (4, 1, 7))]
+)
+def test_a_placement_whose_types_share_more_groups_is_reordered_as_exactly(groups, marks):
+    for seed in range(5):
+        print(f"seed {seed}")
+        rng, kept = random.Random(seed), Controller(Placement(groups, marks))
+        for _ in range(10):
+            before = copy(kept)
+            away = np.flatnonzero(~kept.alive).tolist()
+            if away and rng.random() < 0.4:
+                group = rng.choice(away)
+                check_step(before, kept, kept.bring_back(group), free=group)
+            else:
+                done = kept.lose([rng.choice(np.flatnonzero(kept.alive).tolist())])
+                if not done.wipe_out:
+                    check_step(before, kept, done)
+
+
 @pytest.mark.parametrize(("groups", "redundancy"), [(200, 8), (1000, 26)])
 def test_at_the_size_of_the_paper_scipy_finds_the_same_stack_and_the_same_cost(groups, redundancy):
     seed = 11
@@ -131,6 +172,16 @@ def test_compiled_and_interpreted_make_the_same_layouts(groups, redundancy):
                 lost = rng.sample(np.flatnonzero(one.alive).tolist(), rng.choice((1, 1, 2)))
                 assert one.lose(lost) == two.lose(lost)
             assert one.state() == two.state()
+
+
+def test_numba_that_cannot_be_imported_is_missed_only_where_it_is_asked_for(monkeypatch):
+    def fail():
+        raise ImportError("no module named numba")
+
+    monkeypatch.setattr(engine, "_compiled", fail)
+    with pytest.raises(UserError, match="no module named numba"):
+        controller(13, 4, True)
+    assert controller(13, 4, None).lose([1]).stack == 2
 
 
 def test_the_first_loss_makes_the_stack_two():

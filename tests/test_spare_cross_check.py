@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ft import cli
@@ -44,12 +45,14 @@ def test_both_are_given_the_same_failures():
     law = recorded(asked, 3)
     assert isinstance(law, Trace)
     same = recorded(asked, 3)
-    assert [law._next(0.0, group) for group in range(24)] == [same._next(0.0, group) for group in range(24)]
+    rng, groups = np.random.default_rng(0), np.arange(24)
+    first, again = (each.after(np.zeros(24), groups, rng) for each in (law, same))
+    assert np.array_equal(first, again) and np.isfinite(first).all()
     assert recorded(replace(asked, mtbf_s=float("inf"), law="none"), 3) is not None
 
 
 def test_answers_that_differ_do_not_agree():
     seen = Seen(total_s=1000.0, steps=10, failures=3)
-    assert Comparison("spare", 4, 0, seen, replace(seen, total_s=1000.01)).agrees
-    assert not Comparison("spare", 4, 0, seen, replace(seen, total_s=1001.0)).agrees
-    assert not Comparison("spare", 4, 0, seen, replace(seen, failures=2)).agrees
+    assert Comparison(24, "spare", 4, 0, seen, replace(seen, total_s=1000.01)).agrees
+    assert not Comparison(24, "spare", 4, 0, seen, replace(seen, total_s=1001.0)).agrees
+    assert not Comparison(24, "spare", 4, 0, seen, replace(seen, failures=2)).agrees

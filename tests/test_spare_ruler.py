@@ -40,7 +40,7 @@ def test_the_table_holds_golomb_rulers_of_the_known_optimal_lengths():
     assert not any(is_distinct(marks, 2 * marks[-1]) for marks in OPTIMAL.values())
 
 
-@pytest.mark.parametrize("q", [2, 3, 4, 5, 7, 8, 9, 11, 13, 16])
+@pytest.mark.parametrize("q", [2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 25, 27, 49, 64])
 def test_the_constructions_have_the_marks_that_they_promise(q):
     assert len(modular.singer(q)) == q + 1 and is_distinct(modular.singer(q), q * q + q + 1)
     assert len(modular.bose(q)) == q and is_distinct(modular.bose(q), q * q - 1)
@@ -78,6 +78,8 @@ def test_small_numbers_of_groups_get_all_marks_that_are_possible_at_the_least_mo
 def test_more_marks_than_the_table_has_are_cut_from_longer_rulers():
     marks = ruler(5000, 40)
     assert len(marks) == 40 and is_distinct(marks, 5000)
+    assert largest_redundancy(5000) > 50
+    assert largest_redundancy(10**6) == 28  # from the table alone
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 
 from ft import cli
-from ft.simulate.spare.clocks import Clocks, Trace, Weibull
-from ft.simulate.spare.restart import extend, ignore
-from ft.simulate.spare.restart import replace as replace_dead
+from ft.simulate.spare.clocks import Weibull
 from ft.simulate.spare.run import PARTS, Jitter, Job, run
 from ft.simulate.spare.scenario import read_file, scenario
-from ft.simulate.spare.schemes import Replication, block_sizes, replication_endurance
-from ft.simulate.spare.study import build, estimate, row, study
-from ft.spare.controller import Controller
-from ft.spare.placement import Placement
-from ft.spare.ruler import ruler
+from ft.simulate.spare.study import build, row, study
 
 EXAMPLES = Path(__file__).parent.parent / "examples/spare"
 WEEK = Job(groups=200, steps=10_000, stack_s=64.0, all_reduce_s=2.0, restart_s=3600.0, save_s=60.0)
@@ -147,106 +141,6 @@ def test_what_is_published_needs_clocks_that_run_on_in_a_restart():
     assert 5000 > restart["ignore"] > 3600
 
 
-# --- failure clocks ---------------------------------------------------------------------------------------------------
-
-
-def test_the_mean_time_between_failures_is_what_was_asked_for():
-    rng = np.random.default_rng(5)
-    for shape in (0.78, 1.0, 2.0):
-        times = Weibull(500.0, shape).after(np.zeros(40_000), np.arange(40_000), rng)
-        assert times.mean() == pytest.approx(500.0, rel=0.03)
-
-
-def clocks(times: list[tuple[float, int]], groups: int) -> Clocks:
-    return Clocks(Trace(times), groups, np.random.default_rng(0))
-
-
-def hour(groups: int) -> np.ndarray:
-    return np.full(groups, 3600.0)
-
-
-def test_extend_waits_for_a_group_that_fails_in_its_restart():
-    found = clocks([(10.0, 0), (1000.0, 1)], 3)
-    assert found.failed(20.0) == [0]
-    assert extend(20.0, found, hour) == 1000.0 + 3600.0
-    assert found.next == math.inf
-
-
-def test_extend_lets_a_group_that_is_ready_fail_while_it_waits():
-    found = clocks([(10.0, 0), (1000.0, 1), (4000.0, 2)], 3)
-    found.failed(20.0)
-    end = extend(20.0, found, hour)
-    assert end == 4600.0
-    assert found.failed(end) == [2]
-
-
-def test_replace_has_all_groups_at_the_end_of_one_restart():
-    found = clocks([(10.0, 0), (1000.0, 1), (3700.0, 2)], 3)
-    found.failed(20.0)
-    assert replace_dead(20.0, found, hour) == 3620.0
-    assert found.failed(3620.0) == [] and found.next == 3700.0
-
-
-def test_ignore_stops_the_clocks():
-    found = clocks([(10.0, 0), (1000.0, 1)], 3)
-    found.failed(20.0)
-    assert ignore(20.0, found, hour) == 3620.0
-    assert found.next == 1000.0 + 3600.0
-
-
-def test_failures_of_a_trace_strike_when_it_says(tmp_path, capsys):
-    trace = tmp_path / "trace.txt"
-    trace.write_text("# second, group\n100, 3\n150 5\n\n100000000 4  # never\n")
-    found = ask(f"--groups 24 --law trace --trace {trace} --mtbf 1h --steps 50 --jitter 0 --redundancy 4", capsys)
-    assert found["restarts"] == 0 and found["parts_s"]["shrink_s"] > 0
-    trace.write_text("".join(f"100 {group}\n" for group in range(24)))
-    assert ask(f"--groups 24 --law trace --trace {trace} --mtbf 1h --steps 50 --redundancy 4", capsys)["restarts"] == 1
-
-
-# --- schemes ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_spare_loses_is_for_the_controller_to_say():
-    crew, controller = build(24, "spare", 3), Controller(Placement(24, ruler(24, 3)))
-    hosts = controller.placement.hosts(7)
-    assert crew.lose([5]) == (False, True) and crew.stack == 2  # at S = 1 nobody else computes type 5
-    controller.lose([5])
-    for lost in ([0, 1], [int(hosts[0])], [int(group) for group in hosts[1:]]):
-        lost = [group for group in lost if controller.alive[group]]
-        found = controller.lose(lost)
-        assert crew.lose(lost) == (bool(found.wipe_out), bool(found.patch_types))
-        assert crew.stack == controller.stack
-    assert found.wipe_out
-    crew.reset()
-    assert crew.stack == 1 and not crew.lose([5]).wiped
-
-
-def test_blocks_of_replication_and_the_short_one():
-    assert block_sizes(200, 3) == [3] * 66 + [2]
-    crew = Replication(8, 3)
-    assert not crew.lose([0, 1, 3, 6]).wiped
-    assert crew.lose([7]).wiped
-    crew.reset()
-    assert not crew.lose([7]).wiped
-
-
-@pytest.mark.parametrize(("groups", "degree"), [(40, 1), (40, 2), (200, 3), (50, 4)])
-def test_the_endurance_of_replication_is_that_of_random_failures(groups, degree):
-    rng, counts = np.random.default_rng(6), []
-    crew = Replication(groups, degree)
-    for _ in range(1500):
-        crew.reset()
-        order = rng.permutation(groups).tolist()
-        counts.append(next(k for k in range(1, groups + 1) if crew.lose([order[k - 1]]).wiped))
-    assert np.mean(counts) == pytest.approx(replication_endurance(groups, degree), rel=0.04)
-
-
-def test_confidence_is_students():
-    found = estimate([1.0, 2.0, 3.0])
-    assert found.mean == 2.0 and found.half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
-    assert estimate([5.0]).half_width is None and math.isinf(estimate([1.0, math.inf]).mean)
-
-
 # --- the command and its input ----------------------------------------------------------------------------------------
 
 
@@ -276,6 +170,20 @@ def test_flags_count_more_than_the_scenario_file(tmp_path):
     assert len(list(study(replace(asked, seeds=1)))) == 2
 
 
+def test_failures_of_a_trace_strike_when_it_says(tmp_path, capsys):
+    trace = tmp_path / "trace.txt"
+    trace.write_text("# second, group\n100, 3\n150 5\n\n100000000 4  # never\n")
+    found = ask(f"--groups 24 --law trace --trace {trace} --mtbf 1h --steps 50 --jitter 0 --redundancy 4", capsys)
+    assert found["restarts"] == 0 and found["parts_s"]["shrink_s"] > 0
+    trace.write_text("".join(f"100 {group}\n" for group in range(24)))
+    assert ask(f"--groups 24 --law trace --trace {trace} --mtbf 1h --steps 50 --redundancy 4", capsys)["restarts"] == 1
+
+
+def test_several_numbers_of_groups_are_asked_for_at_once(capsys):
+    found = ask("--groups 24,30 --mtbf 5m --steps 20 --redundancy 3..4 --seeds 1", capsys)
+    assert [(one["groups"], one["redundancy"]) for one in found] == [(24, 3), (24, 4), (30, 3), (30, 4)]
+
+
 @pytest.mark.parametrize("groups", [200, 600, 1000])
 def test_the_examples_are_table_1(groups):
     asked = scenario(read_file(EXAMPLES / f"table1_n{groups}.toml"))
@@ -292,12 +200,14 @@ def test_the_examples_are_table_1(groups):
         ("", "how many groups there are is not said"),
         ("--groups 24", "the time between two failures is not said"),
         ("--groups 1 --mtbf 5m", "--groups 1"),
+        ("--groups 30..24 --mtbf 5m", "is empty"),
+        ("--groups many --mtbf 5m", "neither a number nor a range"),
         ("--groups 24 --mtbf=-5", "--mtbf -5"),
         ("--groups 24 --mtbf 0", "--mtbf 0"),
         ("--groups 24 --mtbf 5m --restart=-1h", "--restart -1h"),
         ("--groups 24 --mtbf 5m --steps 0", "--steps 0"),
-        ("--groups 24 --mtbf 5m --redundancy 5..3", "the range 5..3 holds nothing"),
-        ("--groups 24 --mtbf 5m --redundancy x", "no number, and no range"),
+        ("--groups 24 --mtbf 5m --redundancy 5..3", "the range '5..3' is empty"),
+        ("--groups 24 --mtbf 5m --redundancy x", "neither a number nor a range"),
         ("--groups 24 --mtbf 5m --redundancy 1", "redundancy 1"),
         ("--groups 24 --mtbf 5m --redundancy 25", "redundancy 25 with 24 groups"),
         ("--groups 24 --mtbf 5m --redundancy 12", "largest redundancy"),

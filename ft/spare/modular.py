@@ -66,9 +66,9 @@ def _generators(q: int, degree: int) -> Iterator[Iterator[tuple[int, ...]]]:
     if factors is None:
         return
     plus, times = _field(*factors)
-    for tail in product(range(q), repeat=degree):
-        if tail[0]:
-            yield _powers(tail, plus, times)
+    for coefficients in product(range(q), repeat=degree):
+        if coefficients[-1]:  # the constant one changes fastest: with some values of it no root is a generator
+            yield _powers(coefficients[::-1], plus, times)
 
 
 def _powers(tail: tuple[int, ...], plus: Multiply, times: Multiply) -> Iterator[tuple[int, ...]]:

@@ -18,6 +18,9 @@ from ft.spare.theory import check_size
 SEARCH_GROUPS = 150
 """Up to so many groups a ruler is searched for where no table and no construction has one."""
 
+BUILD_GROUPS = 20_000
+"""Up to so many groups a ruler is constructed; with more there are the optimal ones, of up to 28 marks."""
+
 SEARCH_NODES = 20_000
 """Marks that one search tries: a number, not a time, so that the answer is the same on every machine."""
 
@@ -109,7 +112,9 @@ def _known(groups: int, redundancy: int) -> Iterator[tuple[int, ...]]:
     """Rulers with so many marks that are worth a check, shortest first."""
     if redundancy in OPTIMAL:
         yield OPTIMAL[redundancy]
-    else:
+    if groups > BUILD_GROUPS:
+        return
+    if redundancy not in OPTIMAL:
         yield from _cut(redundancy, groups)
     for marks, modulus in _special(groups):
         if modulus == groups and len(marks) >= redundancy:
@@ -131,8 +136,8 @@ def _special(groups: int) -> Iterator[tuple[tuple[int, ...], int]]:
 
 def _cut(redundancy: int, groups: int) -> Iterator[tuple[int, ...]]:
     """The shortest pieces of Bose's and Ruzsa's rulers with so many marks, for more marks than the table has."""
-    if redundancy**2 > groups:
-        return  # they are some r^2 long, and those more than half as long as there are groups fit by luck alone
+    if 3 * redundancy**2 > 2 * groups:
+        return  # their length is 0.75 r^2 and more, and beyond half the number of groups they fit by luck alone
     for q in range(redundancy, redundancy + 12):
         factors = prime_power(q)
         if factors is None or factors[1] > 1:

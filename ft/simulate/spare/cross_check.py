@@ -23,6 +23,7 @@ _MOST = 200_000
 class Comparison:
     """One case of one seed by both. ``step_level`` and ``simgrid`` have the same names."""
 
+    groups: int
     scheme: str
     redundancy: int
     seed: int
@@ -72,11 +73,13 @@ def compare(asked: Scenario) -> list[Comparison]:
     for seed in range(asked.seed, asked.seed + asked.seeds):
         law = recorded(asked, seed)
         for scheme, redundancy in cases(asked):
-            given = (job, build(job.groups, scheme, redundancy), law, checkpoint_period(asked, scheme, redundancy))
-            result = run(*given, seed)
+            period = checkpoint_period(asked, scheme, redundancy)
+            result = run(job, build(job.groups, scheme, redundancy), law, period, seed)
             step_level = Seen(**{field.name: getattr(result, field.name) for field in fields(Seen)})
-            given[1].reset()
-            found.append(Comparison(scheme, redundancy, seed, step_level, _apart(given)))
+            # SimGrid allows one engine in each process.
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                simgrid = pool.submit(_by_simgrid, job, scheme, redundancy, law, period).result()
+            found.append(Comparison(job.groups, scheme, redundancy, seed, step_level, simgrid))
     return found
 
 
@@ -95,7 +98,5 @@ def recorded(asked: Scenario, seed: int) -> Law:
     return Trace(failures)
 
 
-def _apart(given: tuple[Job, object, Law, float]) -> Seen:
-    """SimGrid in a process of its own: it allows one engine in each."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(simulate, *given).result()
+def _by_simgrid(job: Job, scheme: str, redundancy: int, law: Law, period_s: float) -> Seen:
+    return simulate(job, build(job.groups, scheme, redundancy), law, period_s)

@@ -3,6 +3,7 @@
 A scenario file is TOML with the sections and keys of :data:`FIELDS`; times are seconds, or text such as "5m".
 """
 
+import argparse
 import math
 import tomllib
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from ft.inject.distributions import parse_duration
 from ft.simulate.spare.clocks import Law, Weibull, read_trace
 from ft.simulate.spare.restart import SEMANTICS
 from ft.simulate.spare.run import JITTERED, Job
+from ft.spare.plan import flags
 
 SCHEMES = ("spare", "replication", "checkpoint")
 LAWS = ("weibull", "exponential", "trace", "none")
@@ -73,7 +75,7 @@ class Scenario:
 
 def _whole(least: int, most: int = 10**9) -> Callable[[Any], int]:
     def read(value: Any) -> int:
-        text = str(value).strip().replace(",", "")
+        text = str(value).strip()
         if isinstance(value, bool) or not text.lstrip("-").isdecimal() or not least <= int(text) <= most:
             raise ValueError(f"no whole number from {least} to {most}")
         return int(text)
@@ -120,22 +122,15 @@ def numbers(value: Any) -> tuple[int, ...]:
     Raises:
         ValueError: it is none of these, or a range holds nothing.
     """
-    found = []
-    for part in (",".join(map(str, value)) if isinstance(value, list) else str(value)).split(","):
-        first, dots, last = part.partition("..")
-        if not first.strip().isdecimal() or (dots and not last.strip().isdecimal()):
-            raise ValueError("no number, and no range such as 2..12")
-        span = range(int(first), int(last if dots else first) + 1)
-        if not span:
-            raise ValueError(f"the range {part.strip()} holds nothing")
-        if len(span) > 1000:
-            raise ValueError("more than 1000 numbers")
-        found.extend(span)
+    try:
+        found = flags.numbers(",".join(map(str, value)) if isinstance(value, list) else str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from error
     return tuple(dict.fromkeys(found))
 
 
 FIELDS = {
-    "groups": Field("job", _whole(2, 20_000), None, "N", "groups"),
+    "groups": Field("job", _whole(2, 20_000), None, "N", "groups, and shard types"),
     "steps": Field("job", _whole(1, 10_000_000), 10_000, "N", "steps of the training"),
     "stack": Field("job", _time(1e-3), 64.0, "TIME", "compute of one stack"),
     "all-reduce": Field("job", _time(0.0), None, "TIME", "between the groups (default: N / 100 seconds, a ring)"),

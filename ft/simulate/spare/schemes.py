@@ -33,12 +33,12 @@ class Scheme(Protocol):
 
 
 class Spare:
-    """SPARe, with the controller that the trainer has."""
+    """SPARe, with the controller that the trainer has; ``accelerate`` as there."""
 
     reorders = True
 
-    def __init__(self, placement: Placement):
-        self._controller = Controller(placement)
+    def __init__(self, placement: Placement, accelerate: bool | None = None):
+        self._controller = Controller(placement, accelerate)
         self.reset = self._controller.reset
 
     @property

@@ -27,7 +27,6 @@ def start(s: State, orders: Numbers) -> None:
     n, r = s.size[GROUPS], s.size[REDUNDANCY]
     for i in range(n * r):
         s.orders[i] = orders[i]
-        s.depth[i] = i % r
     s.size[STACK] = 1
     s.size[SURVIVORS] = n
     for t in range(n):
@@ -36,6 +35,8 @@ def start(s: State, orders: Numbers) -> None:
         s.cover[t] = 1
         s.living[t] = r
         s.owner[t] = s.hosts[t * r]
+        for j in range(r):
+            s.depth[t * r + j] = j
         s.reached[t] = 0
 
 

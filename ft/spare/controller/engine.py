@@ -1,7 +1,6 @@
 """The core as it is run: compiled where numba is installed and the state is large enough to pay, else interpreted."""
 
 import hashlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,12 +35,16 @@ def engine(accelerate: bool | None = None) -> Engine:
             and a good part of one to load ever after.
 
     Raises:
-        UserError: numba is asked for and not installed.
+        UserError: numba is asked for and cannot be imported.
     """
-    there = importlib.util.find_spec("numba") is not None
-    if accelerate and not there:
-        raise UserError("numba is not installed", "pip install 'megatron-ft[fast]', or leave it out")
-    return _compiled() if there and accelerate is not False else INTERPRETED
+    if accelerate is False:
+        return INTERPRETED
+    try:
+        return _compiled()
+    except ImportError as error:
+        if accelerate:
+            raise UserError(f"numba cannot be used: {error}", "pip install 'megatron-ft[fast]'") from error
+        return INTERPRETED
 
 
 def state_of(placement: Placement, chosen: Engine) -> state.State:
@@ -76,7 +79,6 @@ def _array(numbers: Any) -> np.ndarray:
 
 INTERPRETED = Engine("interpreted", core.lose, core.bring_back, core.trial, core.start, _list)
 
-
 _SOURCES = (__file__, core.__file__, search.__file__, state.__file__)
 
 
@@ -85,19 +87,22 @@ def _compiled() -> Engine:
     import numba
     from numba.extending import register_jitable
 
-    names = ("lose", "bring_back", "trial", "start")
+    # Without reference counts: the caller holds the two dozen arrays of a state, and every call of a helper would count
+    # each of them up and down.
+    options = {"_nrt": False}
     for module in (core, search):
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__:
-                register_jitable(_nrt=False)(getattr(module, name))
+                register_jitable(**options)(getattr(module, name))
     # Numba looks for changes in the file of the compiled function alone, so the files have a folder by their contents.
     digest = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _SOURCES)).hexdigest()[:16]
+    entries = (core.lose, core.bring_back, core.trial, core.start)
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(Path(before or Path.home() / ".cache" / "megatron-ft") / f"spare-{digest}")
     try:
-        compiled = [numba.njit(cache=True, _nrt=False)(getattr(core, name)) for name in names]
+        numba.config.CACHE_DIR = str(Path(before or Path.home() / ".cache" / "megatron-ft") / f"spare-{digest}")
+        compiled = [numba.njit(cache=True, **options)(entry) for entry in entries]
     except (RuntimeError, OSError):  # no folder can be written
-        compiled = [numba.njit(getattr(core, name)) for name in names]
+        compiled = [numba.njit(**options)(entry) for entry in entries]
     finally:
         numba.config.CACHE_DIR = before
     return Engine("numba", *compiled, _array)

@@ -110,7 +110,8 @@ def augment(s: State, root: int, stack: int, free: int) -> bool:
     s.size[TAIL] = 1
     s.queue[0] = root
     s.kind_distance[root] = 0
-    head, end = 0, NONE
+    head = 0
+    end = NONE if free != NONE else next_door(s, root, stack)
     while end == NONE:
         if head < s.size[TAIL]:
             end = look_from(s, s.queue[head], stack, free)
@@ -128,6 +129,21 @@ def augment(s: State, root: int, stack: int, free: int) -> bool:
         hand(s, t, end)
         end = last
     return True
+
+
+def next_door(s: State, root: int, stack: int) -> int:
+    """The first host of a type without an owner that has room for it, or NONE.
+
+    No path is shorter: no host has the type among its first ``stack``, and no potential is above 0. Most paths are so.
+    """
+    r = s.size[REDUNDANCY]
+    for j in range(r):
+        h = s.hosts[root * r + j]
+        if s.load[h] < stack and s.alive[h]:
+            s.before[h] = root
+            s.size[LEVEL] = 1
+            return h
+    return NONE
 
 
 def look_from(s: State, t: int, stack: int, free: int) -> int:

@@ -7,12 +7,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from ft.plan.spare.optimum import Optimum
 from ft.report import palette
 from ft.report.text import seconds
 from ft.simulate.spare.scenario import Scenario
+from ft.spare.plan.optimum import Choice, Optimum
 
 _SIZE_IN, _DPI = (10.0, 4.4), 100
+_HIGHEST = 2.0
+"""Times the best: what is worse is cut off, for its distance would hide how little the good ones differ."""
+
 _THEORY, _SIMULATED = palette.QUIET, palette.LATER_WORKERS[0]
 
 
@@ -30,9 +33,11 @@ def draw(asked: Scenario, found: Optimum, path: Path) -> None:
     _curves(times, found, "ttt_norm", "time to train, times that without failures")
     _curves(shares, found, "availability", "share of the time in steps that were kept")
     shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    low = min(min(one.ttt_norm, _simulated(one)) for one in found.choices)
+    times.set_ylim(0.95 * low, _HIGHEST * low)
     times.axvline(found.recommended, color=palette.LOSS, linewidth=1, linestyle=":")
     times.annotate(
-        f"recommended: {found.recommended}",
+        f"recommended: R = {found.recommended}",
         (found.recommended, 0.97),
         xycoords=("data", "axes fraction"),
         xytext=(4, 0),
@@ -43,6 +48,10 @@ def draw(asked: Scenario, found: Optimum, path: Path) -> None:
     )
     times.legend(frameon=False, fontsize=9, loc="center right")
     figure.savefig(path, dpi=_DPI, format="png")
+
+
+def _simulated(one: Choice) -> float:
+    return math.inf if one.simulated is None else one.simulated.found["ttt_norm"].mean
 
 
 def _curves(axes, found: Optimum, name: str, title: str) -> None:

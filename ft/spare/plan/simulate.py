@@ -3,14 +3,16 @@
 import argparse
 import json
 
+from ft.errors import UserError
 from ft.simulate.spare.scenario import FIELDS, Scenario, read_file, read_flags, scenario
 from ft.simulate.spare.study import study
 from ft.simulate.spare.table import as_text, as_values
+from ft.spare.plan.flags import numbers
 
 _DESCRIPTION = """\
 Trains step by step under failures, as a simulation: SPARe, replication, or checkpoints alone.
 The question is a scenario file, or flags, or both: flags count more. Times are seconds, or a number with ms, s, m, h
-or d; redundancies are numbers, lists and ranges: 9, 2..12, 2..4,8."""
+or d; groups and redundancies are numbers, lists and ranges: 9, 2..12, 2..4,8."""
 _TITLES = {
     "job": "what is trained",
     "failures": "failures of groups",
@@ -47,14 +49,23 @@ def add_flags(parser: argparse.ArgumentParser, names) -> None:
         groups[field.section].add_argument(f"--{name}", metavar=field.metavar, help=field.about.replace("%", "%%"))
 
 
-def asked_for(given: argparse.Namespace, names, file: str | None = None) -> Scenario:
-    """The scenario of a file, where there is one, and of the flags ``names``.
+def asked_for(given: argparse.Namespace, names, file: str | None = None) -> list[Scenario]:
+    """The scenario of a file, where there is one, and of the flags ``names``: one for each of ``--groups``.
 
     Raises:
         UserError: one of them does not make sense.
     """
-    flags = read_flags({name: getattr(given, name.replace("-", "_")) for name in names})
-    return scenario({**(read_file(file) if file is not None else {}), **flags})
+    values = read_file(file) if file is not None else {}
+    flags = {name: getattr(given, name.replace("-", "_")) for name in names}
+    several = [None] if flags["groups"] is None else map(str, _groups(flags["groups"]))
+    return [scenario({**values, **read_flags({**flags, "groups": each})}) for each in several]
+
+
+def _groups(text: str) -> list[int]:
+    try:
+        return numbers(text)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--groups {text}: {error}", "give a number of groups, or several: 200,600,1000") from error
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,11 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the scenario makes no sense, or a redundancy cannot be placed.
     """
-    asked = asked_for(arguments, FIELDS, arguments.scenario)
-    rows = list(study(asked))
+    found = [(asked, list(study(asked))) for asked in asked_for(arguments, FIELDS, arguments.scenario)]
     if arguments.json:
-        values = [as_values(asked, row) for row in rows]
+        values = [as_values(asked, row) for asked, rows in found for row in rows]
         print(json.dumps(values[0] if len(values) == 1 else values))
     else:
-        print(as_text(asked, rows))
+        print("\n\n".join(as_text(asked, rows) for asked, rows in found))
     return 0

@@ -4,16 +4,16 @@ import argparse
 import json
 from dataclasses import asdict
 
-from ft.plan.spare.simulate import add_flags, asked_for
 from ft.report.text import seconds, table
 from ft.simulate.spare.cross_check import TOLERANCE, Comparison, compare
 from ft.simulate.spare.scenario import FIELDS
+from ft.spare.plan.simulate import add_flags, asked_for
 
 _DESCRIPTION = """\
 The step-level simulation beside a model of the same scenario in SimGrid, of its own processes and events: the same
 failures, no jitter. Exit code 1 if they do not agree. For small scenarios, where SimGrid is installed ([simgrid])."""
 _NAMES = tuple(name for name in FIELDS if name not in ("jitter", "jitter-per"))
-_HEAD = ("scheme", "R", "seed", "step level", "SimGrid", "restarts", "failures", "patches", "stacks", "agree")
+_HEAD = ("N", "scheme", "R", "seed", "step level", "SimGrid", "restarts", "failures", "patches", "stacks", "agree")
 
 
 def add_parser(questions) -> None:
@@ -36,11 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: SimGrid is not installed, or the scenario makes no sense or is not small.
     """
-    found = compare(asked_for(arguments, _NAMES, arguments.scenario))
+    found = [one for asked in asked_for(arguments, _NAMES, arguments.scenario) for one in compare(asked)]
     if arguments.json:
         print(json.dumps([_values(one) for one in found]))
     else:
-        print(table(_HEAD, [_cells(one) for one in found], right=range(1, 9)))
+        print(table(_HEAD, [_cells(one) for one in found], right=(0, *range(2, 10))))
         print(
             f"\nagree: the same events, and times within {TOLERANCE:g} of each other; two figures: step level, SimGrid"
         )
@@ -58,4 +58,12 @@ def _cells(one: Comparison) -> list[str]:
         for name in ("restarts", "failures", "patches", "stacks")
     ]
     times = [seconds(ours.total_s), seconds(theirs.total_s)]
-    return [one.scheme, str(one.redundancy), str(one.seed), *times, *both, "yes" if one.agrees else "NO"]
+    return [
+        str(one.groups),
+        one.scheme,
+        str(one.redundancy),
+        str(one.seed),
+        *times,
+        *both,
+        "yes" if one.agrees else "NO",
+    ]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
-from ft.plan.spare.optimum import Choice, Optimum, choice, optimum
-from ft.plan.spare.simulate import add_flags, asked_for
 from ft.report.text import percent, seconds, table
 from ft.simulate.spare.scenario import Scenario
 from ft.simulate.spare.study import row
 from ft.spare import theory
+from ft.spare.plan.optimum import Choice, Optimum, choice, optimum
+from ft.spare.plan.simulate import add_flags, asked_for
 from ft.spare.ruler import largest_redundancy, ruler
 
 _DESCRIPTION = """\
@@ -35,7 +35,7 @@ def add_parser(questions) -> None:
     add_flags(parser, _FLAGS)
     parser.add_argument("--no-simulation", action="store_true", help="formulas only")
     parser.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text, times in seconds")
+    parser.add_argument("--json", action="store_true", help="JSON: an object, or a list for several --groups")
     parser.set_defaults(main=run)
 
 
@@ -46,17 +46,23 @@ def run(arguments: argparse.Namespace) -> int:
         UserError: the question makes no sense, a redundancy cannot be placed, or the picture cannot be written.
     """
     arguments.scheme = None
-    asked = asked_for(arguments, _FLAGS)
-    if math.isinf(asked.mtbf_s):
+    several = asked_for(arguments, _FLAGS)
+    if math.isinf(several[0].mtbf_s):
         raise UserError("without failures there is nothing to optimize", "choose another law, and give --mtbf")
-    found = _answer(asked, not arguments.no_simulation)
-    print(json.dumps(as_values(asked, found)) if arguments.json else as_text(asked, found))
+    if arguments.plot is not None and len(several) > 1:
+        raise UserError("a picture shows one number of groups, and there are several", "give one, or no --plot")
+    found = [(asked, _answer(asked, not arguments.no_simulation)) for asked in several]
+    if arguments.json:
+        values = [as_values(*each) for each in found]
+        print(json.dumps(values[0] if len(values) == 1 else values))
+    else:
+        print("\n\n".join(as_text(*each) for each in found))
     if arguments.plot is not None:
         # Matplotlib takes longer to import than all else here.
-        from ft.plan.spare.picture import draw
+        from ft.spare.plan.picture import draw
 
         try:
-            draw(asked, found, Path(arguments.plot))
+            draw(*found[0], Path(arguments.plot))
         except (OSError, ValueError) as error:
             raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error
     return 0
@@ -86,7 +92,7 @@ def as_values(asked: Scenario, found: Optimum) -> dict[str, Any]:
         "argmin_simulated": found.argmin_simulated,
         "recommended": found.recommended,
         "reason": found.reason,
-        "checkpoint_period": found.period_s,
+        "checkpoint_period_s": found.period_s,
         "choices": [_values(one) for one in found.choices],
     }
 
@@ -96,7 +102,7 @@ def _values(one: Choice) -> dict[str, Any]:
         "redundancy": one.redundancy,
         "ttt_norm": one.ttt_norm,
         "availability": one.availability,
-        "checkpoint_period": one.period_s,
+        "checkpoint_period_s": one.period_s,
     }
     if one.simulated is not None:
         for name, each in one.simulated.found.items():

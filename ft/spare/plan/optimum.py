@@ -8,7 +8,8 @@ from ft.simulate.spare.scenario import Scenario
 from ft.simulate.spare.study import Row, checkpoint_period, endurance
 from ft.spare import theory
 
-_ALIKE = 0.005
+_ALIKE = 0.01
+"""Times to train that differ by no more than this part are taken as equal."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,21 @@ def _simulated(one: Choice) -> float:
 
 def _recommended(choices: Sequence[Choice], best: Choice, star: int, by_theory: int) -> tuple[int, str]:
     """The smallest redundancy that is as good as the best: it holds the least data and loses the fewest stacks."""
-    margin = max(_ALIKE * _simulated(best), best.simulated.found["ttt_norm"].half_width or 0.0)
-    alike = [one for one in choices if _simulated(one) <= _simulated(best) + margin]
+    alike = [one for one in choices if _simulated(one) <= _simulated(best) * (1 + _ALIKE)]
     found = min(alike, key=lambda one: one.redundancy)
     said = f"simulated, it trains in {_simulated(found):.2f} times the time without failures"
-    if found is not best:
-        said += (
-            f"; R = {best.redundancy} with {_simulated(best):.2f} is no better than chance has it (+- {margin:.2f}), "
-            "and a smaller redundancy keeps less data on each group"
-        )
-    else:
+    by_redundancy, named = {one.redundancy: one for one in choices}, {found.redundancy}
+    if found is best:
         said += ", less than with any other redundancy"
-    by_redundancy = {one.redundancy: one for one in choices}
+    else:
+        named.add(best.redundancy)
+        said += (
+            f"; R = {best.redundancy} comes to {_simulated(best):.2f}, less than {100 * _ALIKE:g} % better, "
+            "and the smaller redundancy keeps less data on each group"
+        )
     others = []
     for name, redundancy in (("the rule of thumb (8)", star), ("formula (7)", by_theory)):
-        if redundancy != found.redundancy and redundancy in by_redundancy:
+        if redundancy not in named and redundancy in by_redundancy:
+            named.add(redundancy)
             others.append(f"R = {redundancy} of {name} comes to {_simulated(by_redundancy[redundancy]):.2f}")
     return found.redundancy, "; ".join([said, *others])
