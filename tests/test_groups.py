@@ -20,6 +20,7 @@ from ft.errors import EpochClosed, RecoverableError, UserError
 from ft.groups import Group
 from ft.groups.local import Local
 from ft.groups.registry import check_torch
+from ft.groups.state import EpochState
 
 RELEASE_LIMIT_S = 5.0
 
@@ -712,3 +713,14 @@ def train_through_a_fault(address):
 def test_megatron_core_goes_on_with_the_objects_it_has(ranks, address):
     for rebuilt, kept in ranks(train_through_a_fault, 4, address, init=False, timeout=90):
         assert rebuilt < kept
+
+
+def test_what_other_threads_wait_for_does_not_hide_that_the_training_thread_waits():
+    state = EpochState(0, False, lambda group, error: None)
+    state.begins_to_wait("dp")
+    other = threading.Thread(target=lambda: (state.begins_to_wait("agreement"), state.has_waited()))
+    other.start()
+    other.join()
+    assert state.waiting[0] == "dp"
+    state.has_waited()
+    assert state.waiting is None

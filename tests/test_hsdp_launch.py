@@ -101,6 +101,14 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-min-replicas", "3"], "between 1 and the 2"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "-1"], "--ft-hsdp-wait -1"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "nan"], "--ft-hsdp-wait nan"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-streams", "0"], "between 1 and 16"),
+        (["--ft-spare-redundancy", "2"], "no number of replicas"),
+        (["--ft-hsdp-replicas", "4", "--ft-spare-redundancy", "3"], "redundancy 3 cannot be placed on 4 groups"),
+        (["--ft-hsdp-replicas", "3", "--ft-spare-redundancy", "1"], "redundancy"),
+        (
+            ["--ft-hsdp-replicas", "3", "--ft-spare-redundancy", "2", "--ft-hsdp-lr-scaling", "sqrt"],
+            "--ft-hsdp-lr-scaling sqrt",
+        ),
         (["--ft-hsdp-replicas", "2", "--standby", "1"], "--standby 1"),
         (["--ft-hsdp-replicas", "2", "--standby-nodes", "1"], "--standby-nodes 1"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-replica", "1", "--ft-transport", "mpi"], "one MPI job"),
@@ -127,6 +135,7 @@ def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
         "FT_HSDP_REPLICAS": "3",
         "FT_HSDP_MIN_REPLICAS": "2",
         "FT_HSDP_LR_SCALING": "sqrt",
+        "FT_HSDP_STREAMS": "1",
         "FT_HSDP_WAIT": "0.5",
     }
     given_to_server = server_options(asked)

@@ -22,6 +22,7 @@ from ft.hsdp.place import Place
 from ft.hsdp.records import Records
 from ft.hsdp.resume import where_replicas_stood
 from ft.hsdp.samples import Deal, Past
+from ft.hsdp.work import OwnStream
 
 DEAL = Deal(3, 2, (Past(2, 4, (8, 4), 2),))
 STATE = LoaderState(7, 9, 4, DEAL, {0: 20, 1: 16, 2: 20})
@@ -204,7 +205,7 @@ def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(
     for step in range(1, 101):
         after = SimpleNamespace(step=step, deal=Deal(2, 4), positions={0: 4 * step, 1: 4 * step})
         quorum = SimpleNamespace(number=step, healthy=(0, 1), behind=())
-        records.committed(after, quorum, step - 1, 4 * step - 4, 0.1, 0.0, None)
+        records.committed(after, quorum, OwnStream(None), step - 1, 4 * step - 4, 0.1, 0.0, None)
     records.close()
     assert [commit.step for commit in commits.read(tmp_path)] == list(range(1, 101))
     assert loader_state.read(tmp_path) == LoaderState(100, 100, 4, Deal(2, 4), {0: 400, 1: 400})

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import replica_runs
 import small_runs as runs
 from ft_runs import ROOT, flags
 from slurm.cluster import Cluster, reason_to_skip
@@ -38,7 +39,17 @@ def cluster(request):
 class Job:
     """The example as a job: 2 workers on each node, a tiny model; the file itself is as it is."""
 
-    def __init__(self, cluster: Cluster, tmp_path: Path, corpus: str, example: str, *options: str, standby_nodes: int):
+    def __init__(
+        self,
+        cluster: Cluster,
+        tmp_path: Path,
+        corpus: str,
+        example: str,
+        *options: str,
+        standby_nodes: int = 0,
+        model: str = "",
+        **settings: str,
+    ):
         self.cluster, self.folder = cluster, tmp_path / "runs"
         self._output = tmp_path / "job.out"
         command = tmp_path / "bin" / "ft"
@@ -52,11 +63,19 @@ class Job:
             "FOLDER": str(self.folder),
             "WORKERS_PER_NODE": "2",
             "STANDBY_NODES": str(standby_nodes),
+            **settings,
         }
-        model = flags(corpus, LAYOUT, STEPS).split()
+        self._environment, self._model = environment, (model or flags(corpus, LAYOUT, STEPS)).split()
         script = str(ROOT / "examples" / "slurm" / example)
         sbatch = ["sbatch", "--parsable", f"--nodes={len(cluster.nodes)}", f"--output={self._output}"]
-        self.number = cluster.command(*sbatch, *options, script, *model, environment=environment, cwd=ROOT)
+        self.number = cluster.command(*sbatch, *options, script, *self._model, environment=environment, cwd=ROOT)
+
+    def bring(self, replica: int, replicas: int) -> None:
+        """Another job of one node brings a replica of this one, with the same flags."""
+        own = f"ft run --nproc-per-node 1 --ft-hsdp-replicas {replicas} --ft-hsdp-replica {replica}"
+        command = f"srun {own} --run-dir {self.run()} pretrain_gpt.py {' '.join(self._model)}"
+        sbatch = ["sbatch", "--nodes=1", f"--output={self._output}.{replica}", f"--wrap={command}"]
+        self.cluster.command(*sbatch, environment=self._environment, cwd=ROOT)
 
     def state(self, task: str = "") -> str:
         """Of this job, or of one of its array."""
@@ -163,6 +182,27 @@ def test_the_first_node_with_script_and_control_plane_is_a_node_like_any_other(c
     assert job.events(events.FINISHED), job.explain()
     assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
     assert job.state("_8") == "PENDING", "the array's next job waits for a third node"
+
+
+@pytest.mark.parametrize("cluster", [4], indirect=True)
+def test_replicas_go_on_without_a_node_s_power_and_another_job_brings_its_replica_back(cluster, corpus, tmp_path):
+    steps = 600
+    model = replica_runs.flags(corpus, steps=steps)
+    settings = {"REPLICAS": "3", "WORKERS_PER_NODE": "1", "FT_HSDP_DIGESTS": "1"}
+    job = Job(cluster, tmp_path, corpus, "hsdp.sbatch", "--nodes=3", model=model, **settings)
+
+    def last_step():
+        found = replica_runs.proof(job.run()).lineage.steps if job.run().exists() else []
+        return found[-1] if found else None
+
+    job.wait_for(lambda: last_step() is not None and last_step().number >= 5, START_S, "step 5")
+    cluster.cut_power("n2")
+    job.wait_for(lambda: last_step().commit.healthy == (0, 2), START_S, "steps of the two others")
+    job.bring(1, 3)
+    job.wait_for(lambda: last_step().commit.healthy == (0, 1, 2), START_S, "the third one's return")
+    done = job.wait_for_state("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    found = replica_runs.proof(job.run()).problems(steps, 1)
+    assert done["JobState"] == "COMPLETED" and not found, f"{found}\n{job.explain()}"
 
 
 def told_to_srun(example: str, tmp_path: Path) -> list[str]:

@@ -1,8 +1,8 @@
 """Every timeout of the fault path, in one table."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from ft.errors import UserError
+from ft import ladder
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,7 @@ class Timeouts:
         Raises:
             UserError: one is not positive, or not longer than those it waits for.
         """
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-                raise UserError(f"timeout {entry.name} is {value!r}", "give a positive number of seconds")
-        for shorter, longer in _LADDER:
-            if not getattr(self, shorter) < getattr(self, longer):
-                raise UserError(
-                    f"timeout {longer} = {getattr(self, longer):g} s is not longer than "
-                    f"{shorter} = {getattr(self, shorter):g} s, which has to run out first",
-                    f"make {longer} longer or {shorter} shorter",
-                )
+        ladder.check(self, "timeout", _LADDER)
         return self
 
     def calibrated(self, step_s: float | None) -> "Timeouts":
@@ -122,4 +112,3 @@ _LADDER = (
     ("assemble_s", "join_s"),
     ("ready_s", "join_s"),
 )
-"""(shorter, longer): what has to be noticed first, so that the longer one does not act on its consequences."""

@@ -165,16 +165,16 @@ class Groups:
         return self._builder.submit(job)
 
     def _wait(self, group: Group, job: Job) -> None:
-        self._state.waiting = (group.group_name, time.monotonic())
+        self._state.begins_to_wait(group.group_name)
         try:
             self._builder.wait(job)
         except Cancelled:
             raise EpochClosed(*(self._state.closed or (self._state.epoch, "the groups were destroyed"))) from None
         except RuntimeError as error:
-            self._state.waiting = None
+            self._state.has_waited()
             raise self._state.error_of(group.group_name, group.ranks, error) from error
         finally:
-            self._state.waiting = None
+            self._state.has_waited()
 
     # --- the end of an epoch ------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Groups:
         return hashlib.sha256(json.dumps(self._created).encode()).hexdigest()[:16]
 
     def waiting(self) -> tuple[str, float] | None:
-        """The group that an operation of this worker is blocked in, and since when (monotonic); None if none is."""
+        """The group in whose operation the training thread is blocked, and since when (monotonic), or None."""
         return self._state.waiting
 
 

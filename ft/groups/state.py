@@ -1,5 +1,7 @@
 """What all groups of a worker share: the epoch, whether it is open, and what an operation that failed raises."""
 
+import threading
+import time
 from collections.abc import Callable
 
 from ft.errors import EpochClosed, RecoverableError
@@ -15,7 +17,8 @@ class EpochState:
         closed: (epoch, reason) once that epoch, or one after it, is over; operations raise then.
         alone: this worker assembles while its groups have no connections; operations end here, and always can.
         wake: to be called when ``closed`` has been set: threads that wait for something else leave then.
-        waiting: (name of a group, monotonic time) while a thread of this worker is blocked in an operation.
+        waiting: (name of a group, monotonic time) while the training thread, which has made this, is blocked in an
+            operation. What other threads wait for says nothing of whether training gets on.
     """
 
     def __init__(self, epoch: int, alone: bool, on_failure: OnFailure):
@@ -23,7 +26,15 @@ class EpochState:
         self.closed: tuple[int, str] | None = None
         self.wake: set[Callable[[], None]] = set()
         self.waiting: tuple[str, float] | None = None
-        self._on_failure = on_failure
+        self._on_failure, self._trainer = on_failure, threading.get_ident()
+
+    def begins_to_wait(self, group: str) -> None:
+        if threading.get_ident() == self._trainer:
+            self.waiting = (group, time.monotonic())
+
+    def has_waited(self) -> None:
+        if threading.get_ident() == self._trainer:
+            self.waiting = None
 
     def error_of(self, group: str, ranks: list[int], error: BaseException) -> Exception:
         """The exception for an operation that failed with ``error``; asks for a verdict first if the epoch is open."""

@@ -1,6 +1,5 @@
 """The works that group operations return: ``dist.Work`` whose ``wait`` tells an interruption from a failure."""
 
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -39,16 +38,16 @@ class GroupWork(dist.Work):
         """
         group, inner = self._group, self._started()
         state = group.state
-        state.waiting = (group.group_name, time.monotonic())
+        state.begins_to_wait(group.group_name)
         try:
             if self.on_host:
                 done = self._wait_on_host(inner, timeout)
             else:
                 done = inner.wait() if timeout is None else inner.wait(timeout)
         except Exception as error:
-            state.waiting = None
+            state.has_waited()
             raise group.failure(error) from error
-        state.waiting = None
+        state.has_waited()
         self.ended = True
         group.ended(self)
         return done

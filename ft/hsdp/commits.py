@@ -35,6 +35,9 @@ class Commit:
             contributed, of all of them, None where unknown.
         digest: of the state of all ranks of the writer after the step, None where nobody asked for it.
         at: position of the writer's stream from which it read its samples, None where it read none (behind).
+        stack: of the groups in the step, where they have stacks (SPARe); every shard type was trained then, whoever was
+            there. owners: who has computed each type. patch: types that others than planned have, their groups being
+            lost.
     """
 
     step: int
@@ -52,6 +55,14 @@ class Commit:
     tokens: int | None = None
     at: int | None = None
     digest: int | None = None
+    stack: int | None = None
+    owners: tuple[int, ...] = ()
+    patch: tuple[int, ...] = ()
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Whose samples were trained: replicas, or shard types."""
+        return self.healthy if self.stack is None else tuple(range(self.deal.replicas))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -75,6 +86,9 @@ class Commit:
             "tokens": self.tokens,
             "at": self.at,
             "digest": self.digest,
+            "stack": self.stack,
+            "owners": list(self.owners) or None,
+            "patch": list(self.patch) or None,
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -127,8 +141,13 @@ def _parse(line: bytes, deals: dict[str, Deal]) -> Commit | None:
             positions={int(replica): _whole(position) for replica, position in values["positions"].items()},
             healthy=tuple(_whole(replica) for replica in values["healthy"]),
             behind=tuple(_whole(replica) for replica in values["behind"]),
+            **{name: tuple(_whole(one) for one in values.get(name, ())) for name in ("owners", "patch")},
             **{name: _whole(values[name]) for name in ("step", "quorum", "before", "batch")},
-            **{name: _whole(values[name]) for name in ("tokens", "at", "digest") if values.get(name) is not None},
+            **{
+                name: _whole(values[name])
+                for name in ("tokens", "at", "digest", "stack")
+                if values.get(name) is not None
+            },
             **{name: _figure(values[name]) for name in ("wall", "step_s", "wait_s", "loss") if name in values},
         )
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ft.hsdp.ring import Pending, Ring
+from ft.hsdp.work import Work
 
 
 class Exchange:
@@ -25,6 +26,7 @@ class Exchange:
         problem: why there is no exchange in this step, "" while there is. suspect: index in the ring of who is to
             blame, if known. waited_s: what the training thread has waited here in this step.
         tokens: is added up over the replicas before core divides by it.
+        work: what keeps this replica's part of the gradient, None for a replica that gives none.
 
     Args:
         ring: with the same rank of the other replicas. groups: bucket groups, in the order of all replicas.
@@ -48,6 +50,7 @@ class Exchange:
             self._scale: float | None = None
             self.problem, self.suspect = "", None
             self.tokens = None
+            self.work: Work | None = None
             self.waited_s = 0.0
 
     def open(self, scale: float) -> None:
@@ -66,8 +69,11 @@ class Exchange:
 
     def started(self, group: Any, parts: list[torch.Tensor], reduced: Callable[[], None] | None) -> None:
         """See :class:`megatron.patches.replicas.Exchange`; ``parts``: flat tensors, exchanged in place."""
+        place = self._order[id(group)]
+        if self.work is not None:
+            reduced = self.work.kept(place, parts, reduced)
         with self._known:
-            self._ready[self._order[id(group)]] = (parts, reduced)
+            self._ready[place] = (parts, reduced)
             self._go_on()
 
     def finished(self, group: Any) -> None:
@@ -77,6 +83,8 @@ class Exchange:
             if self._unfinished:
                 return
         self._wait_for_all()
+        if self.work is not None:
+            self.work.reduced(self.tokens)
         if self.tokens is not None:
             self.add_up(self.tokens)
 

@@ -40,7 +40,7 @@ class ReplicaGuard:
     def __init__(self, parts: Parts, load: Callable[[], bool], rehearse: Callable[[], None]):
         self._parts, self._load, self._rehearse = parts, load, rehearse
         self.session, self._place, self._position = parts.session, parts.place, parts.position
-        self._exchange, self._catch_up = parts.exchange, parts.catch_up
+        self._exchange, self._catch_up, self._work = parts.exchange, parts.catch_up, parts.work
         self._has_state = not parts.place.comes_back
         self._agreed: Agreed | None = None
         self._last: Quorum | None = None
@@ -49,7 +49,7 @@ class ReplicaGuard:
         self._suspects: tuple[int, ...] = ()
         self._is_sure = self._is_catching_up = False
         self._is_untouched = True
-        self._wait_s = parts.place.wait_s
+        self._wait_s, self._said = parts.place.wait_s, ""
         self._aside = True  # the first step may take its time everywhere
         self._step_times: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._began = time.monotonic()
@@ -93,6 +93,8 @@ class ReplicaGuard:
         self._began = time.monotonic()
         while True:
             self._exchange.begin()
+            if self._is_sure:
+                self._plan(None)
             self._parts.agreement.ask(self._report(), self._on_agreed)
             if self._is_sure:
                 return True
@@ -106,7 +108,13 @@ class ReplicaGuard:
                 break
             self._begin_from_checkpoint()
         self._is_catching_up = self._place.replica not in agreed.quorum.healthy
+        if not self._is_catching_up:
+            self._plan(agreed.quorum)
         return not self._is_catching_up
+
+    def _plan(self, quorum: Quorum | None) -> None:
+        self._work.plan(quorum)
+        self._exchange.work = self._work
 
     def catching_up(self) -> None:
         """First half of a catch-up step: the state is under way; the trainer exchanges zeros meanwhile."""
@@ -125,18 +133,16 @@ class ReplicaGuard:
         self._has_state, self._start = True, self._parts.state.whole()[1]
 
     def share(self, samples: int) -> int:
-        """This replica's part of a global batch."""
-        return samples // self._place.replicas
-
-    def contributed(self, samples: int) -> int:
-        """What of a global batch was trained on in this step."""
-        return self.share(samples) * len(self._agreed.quorum.healthy)
+        """This replica's part of a global batch, in this attempt at its step."""
+        return self._work.share(samples)
 
     def over_replicas(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
         """[loss sum, tokens] of all replicas, from those of this one's microbatches; on last stages only."""
         if not self._parts.is_last_stage:
             return reported
         total = torch.stack(reported).sum(dim=0) if reported else torch.zeros(2, device=self._parts.device)
+        if not self._is_catching_up:
+            total = self._work.add_kept(total)
         self._exchange.add_up(total)
         return [total]
 
@@ -183,9 +189,11 @@ class ReplicaGuard:
         seconds = time.monotonic() - self._began
         tensors = self._parts.state.tensors() if self._place.digests else None
         proof = None if tensors is None else digest(tensors, self._parts.votes)
-        self._parts.records.committed(position, quorum, *self._before, seconds, self._exchange.waited_s, proof)
+        self._parts.records.committed(
+            position, quorum, self._work, *self._before, seconds, self._exchange.waited_s, proof
+        )
         if not self._is_catching_up:
-            self._step_times.append(seconds)
+            self._step_times.append(seconds / self._work.units)
         self._is_catching_up = False
         self.session.progress.committed(step)
 
@@ -213,7 +221,7 @@ class ReplicaGuard:
             next_step=position.step if self._has_state else 0,
             lineage=position.lineage if self._has_state else -1,
             suspects=self._suspects,
-            step_s=statistics.median(self._step_times) if self._step_times else None,
+            step_s=self._step_s(),
         )
 
     def _on_agreed(self, agreed: Agreed) -> None:
@@ -225,18 +233,26 @@ class ReplicaGuard:
         if self._is_sure and self._place.replica not in quorum.healthy:
             self._exchange.give_up("the others have gone on without this replica")
             return
+        problem = self._work.problem(quorum, self._is_sure) if self._place.replica in quorum.healthy else ""
         self._parts.ring.expect(self._patience())
         if not is_same_ring(self._last, quorum):
             addresses = [agreed.rows[replica][self.session.rank]["ring"] for replica in quorum.members]
             self._parts.ring.reconfigure(quorum.number, addresses, quorum.members.index(self._place.replica))
         self._last = quorum
-        self._exchange.open(1.0 if self._parts.per_token else 1.0 / len(quorum.healthy))
+        if problem:
+            self._exchange.give_up(problem)
+        else:
+            self._exchange.open(1.0 if self._parts.per_token else self._work.scale(quorum))
 
     def _patience(self) -> float:
         """For so long the ring may stand still: a hung peer is to be left behind, a slow one not."""
         if self._aside or not self._step_times:
             return _ASIDE_S if self._aside else _UNKNOWN_STEP_S
-        return 0.75 + 2.5 * statistics.median(self._step_times)
+        return 0.75 + 2.5 * self._step_s()
+
+    def _step_s(self) -> float | None:
+        """How long a step like the one under way takes, None before there was one."""
+        return statistics.median(self._step_times) * self._work.units if self._step_times else None
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
@@ -248,12 +264,12 @@ class ReplicaGuard:
         def voted_step(*args, **kwargs):
             self._vote()
             quorum = self._agreed.quorum
-            by = lr.factor(len(quorum.healthy), self._place.replicas, self._place.lr_scaling)
             at = None if self._is_catching_up else self._position.began_at(self._parts.batch)
             self._before = self._position.lineage, at
-            with lr.scaled(optimizer.param_groups, by):
+            with lr.scaled(optimizer.param_groups, self._work.lr_factor(quorum)):
                 outcome = step(*args, **kwargs)
-            self._position.advance(quorum.healthy, self._parts.batch, quorum.number)
+            self._position.advance(self._work.streams(quorum), self._parts.batch, quorum.number)
+            self._work.committed(quorum)
             return outcome
 
         optimizer.step = voted_step
@@ -301,12 +317,18 @@ class ReplicaGuard:
         suspect = self._exchange.suspect
         if suspect is not None and self._agreed.quorum is not None:
             self._suspects = (self._agreed.quorum.members[suspect],)
-        if self.session.rank == 0:
-            print(f"step {self._position.step + 1} is done anew: {retry}", flush=True)
+        said = f"step {self._position.step + 1} is done anew: {retry}"
+        if self.session.rank == 0 and said != self._said:
+            print(said, flush=True)
+        self._said = said
+        if not self._is_catching_up:
+            self._work.failed()
         self._parts.subject.abandon_step()
         self._is_catching_up = False
         if self._has_state:
             self._parts.state.apply(self._start)
+        with self.session.progress.at("aside", "another attempt"):
+            time.sleep(self._work.pause_s)
         self.session.progress.begins(self._position.step)
 
     # --- the end ------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from ft.hsdp.place import Place
 from ft.hsdp.position import ReplicaPosition
 from ft.hsdp.quorum import QuorumClient, Report
 from ft.hsdp.records import NoRecords, Records
-from ft.hsdp.ring import Ring
+from ft.hsdp.ring import Ring, RingOptions
 from ft.hsdp.state import ReplicaState
+from ft.hsdp.work import Work
 from ft.inject.worker import Injector
 from ft.snapshot import network
 from ft.worker.faults import make_injector, plant_phases
@@ -47,6 +48,7 @@ class Parts:
     state: ReplicaState
     ring: Ring
     exchange: Exchange
+    work: Work
     server: StateServer
     client: QuorumClient | None
     agreement: Agreement
@@ -92,18 +94,19 @@ def put_together(
     position: ReplicaPosition,
     *,
     client: QuorumClient | None,
+    work: Work,
     batch: int,
     save_interval: int | None = None,
 ) -> Parts:
     """The parts of one rank, after model and optimizer are built; collective inside the replica.
 
     Args:
-        client: of the quorum server, on the leader. batch: samples that a replica takes in a step.
-        save_interval: steps between checkpoints.
+        client: of the quorum server, on the leader. work: what this replica computes.
+        batch: samples that a replica takes in a step. save_interval: steps between checkpoints.
     """
     subject = Subject(chunks, optimizer, scheduler)
     state = ReplicaState(subject, position)
-    ring = Ring(network.of(), place.token)
+    ring = Ring(network.of(), place.token, RingOptions(streams=place.streams))
     server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
     exchange = Exchange(
         ring, replicas.groups_of(subject.chunks), lambda: session.progress.at("aside", "the other replicas")
@@ -123,6 +126,7 @@ def put_together(
         state=state,
         ring=ring,
         exchange=exchange,
+        work=work,
         server=server,
         client=client,
         agreement=Agreement(dist.new_group(backend="gloo"), row, client),

@@ -20,7 +20,8 @@ class Place:
     ``lr_scaling``: how the learning rate follows the healthy replicas. ``wait_s``: for so long a replica that is
     fetching state is waited for before an update makes its fetch void. ``comes_back``: it was there before, or comes
     late, so its state is to be had from the others. ``life``: number of this world of workers of it. ``digests``: of
-    the state, into the record of every step.
+    the state, into the record of every step. ``redundancy``: of the shard types that replicas stack as groups (SPARe),
+    None: each trains a part of its own. ``streams``: connections between two ranks that exchange gradients.
     """
 
     replica: int
@@ -31,6 +32,8 @@ class Place:
     wait_s: float = 1.0
     comes_back: bool = False
     life: int = 0
+    redundancy: int | None = None
+    streams: int = 1
     digests: bool = False
 
     @property
@@ -63,6 +66,8 @@ class Place:
                 lr_scaling=environment.get("FT_HSDP_LR_SCALING", "sqrt"),
                 wait_s=float(environment.get("FT_HSDP_WAIT", "1.0")),
                 digests=bool(environment.get("FT_HSDP_DIGESTS")),
+                redundancy=int(environment["FT_SPARE_REDUNDANCY"]) if "FT_SPARE_REDUNDANCY" in environment else None,
+                streams=int(environment.get("FT_HSDP_STREAMS", "1")),
                 life=int(environment.get("FT_RESTART", "0")),
                 comes_back=any(int(environment.get(name, "0")) > 0 for name in ("FT_HSDP_LIFE", "FT_RESTART")),
             )

@@ -9,6 +9,7 @@ from ft.hsdp.commits import Commit, CommitLog
 from ft.hsdp.loader_state import LoaderState
 from ft.hsdp.position import ReplicaPosition
 from ft.hsdp.quorum import Quorum
+from ft.hsdp.work import Work
 
 
 class Records:
@@ -22,6 +23,7 @@ class Records:
         self,
         position: ReplicaPosition,
         quorum: Quorum,
+        work: Work,
         before: int,
         at: int | None,
         step_s: float,
@@ -51,6 +53,9 @@ class Records:
                 wait_s=wait_s,
                 at=at,
                 digest=digest,
+                stack=work.stack,
+                owners=work.owners,
+                patch=work.patch,
             )
         )
         if self._replica == quorum.healthy[0]:

@@ -6,7 +6,7 @@ import importlib.util
 
 from ft.errors import UserError
 
-_SUBCOMMANDS = ("ft.plan.disruption.commands", "ft.plan.snapshot.commands", "ft.spare.plan.commands")
+_SUBCOMMANDS = ("ft.plan.disruption.commands", "ft.plan.snapshot.commands", "ft.plan.spare.commands")
 
 
 def add_parser(subparsers) -> None:

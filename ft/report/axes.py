@@ -2,11 +2,23 @@
 
 from collections.abc import Sequence
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
 from ft.report import palette
 
 WIDTH_IN, DPI = 12.0, 150
 STYLE = {"fontsize": 9, "color": palette.QUIET}
 """Of texts beside what is drawn."""
+
+
+def rows(title: str, heights: Sequence[float]) -> tuple[Figure, Sequence]:
+    """A figure with a title and axes below one another, ``heights`` inches each."""
+    figure = Figure(figsize=(WIDTH_IN, sum(heights) + 1.9), dpi=DPI, facecolor=palette.PAPER, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(h_pad=0.1, hspace=0.04, w_pad=0.12)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=palette.INK, weight="bold")
+    return figure, figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights})
 
 
 def plain(axes, title: str, pad: int = 6) -> None:

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ft.report import palette
-from ft.report.axes import DPI, STYLE, WIDTH_IN, empty, legend, plain
+from ft.report.axes import DPI, STYLE, empty, legend, plain, rows
 from ft.report.lanes import Tenure, end_of_time, origin, tenures
 from ft.report.recoveries import PHASES, Recovery
 from ft.report.run import Run, number
@@ -45,11 +43,7 @@ def draw(run: Run, found: Sequence[Recovery], path: str | Path) -> None:
     productive = sum(number(m, "step_time_s") or 0.0 for m in run.metrics)
     scene = _Scene(run, found, tenures(run.events, found), origin(run.events), end_of_time(run.events, productive))
     heights = [max(1.3, min(4.5, 0.36 * scene.ranks + 0.55)), _phases_height(found), 2.3]
-    figure = Figure(figsize=(WIDTH_IN, sum(heights) + 1.9), dpi=DPI, facecolor=palette.PAPER, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(h_pad=0.1, hspace=0.04, w_pad=0.12)
-    figure.suptitle(_title(scene), x=0.012, ha="left", fontsize=13, color=palette.INK, weight="bold")
-    lanes, phases, loss = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
+    figure, (lanes, phases, loss) = rows(_title(scene), heights)
     _draw_lanes(lanes, scene)
     _draw_phases(phases, found)
     _draw_loss(loss, scene)

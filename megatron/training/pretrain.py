@@ -163,13 +163,18 @@ def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient 
     from ft.hsdp.guard import ReplicaGuard
     from ft.hsdp.parts import put_together
     from ft.hsdp.position import KEY, ReplicaPosition
+    from ft.hsdp.work import OwnStream
+    from ft.spare import stacked
 
     trainee, options, state = job.trainee, job.options, job.state
-    share = own_share(options, job.layout, place, state)
-    follow = follower(job.train_loaders or [], place.replica)
+    share, batch = own_share(options, job.layout, place, state), options.training.global_batch_size // place.replicas
+    loaders, stacks = job.train_loaders or [], place.redundancy is not None
+    follow = stacked.StackLoaders(loaders, batch) if stacks else follower(loaders, place.replica)
     position = ReplicaPosition(
         JobPosition(job), lambda: state.extra, place.replica, follow, share.deal, dict(share.positions)
     )
+    per_token = trainee.chunks[0].config.calculate_per_token_loss
+    work = stacked.work(place, position, lambda: state.extra, follow, per_token) if stacks else OwnStream(place)
     parts = put_together(
         session,
         place,
@@ -177,7 +182,8 @@ def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient 
         trainee.optimizer,
         trainee.scheduler,
         position,
-        batch=options.training.global_batch_size // place.replicas,
+        work=work,
+        batch=batch,
         client=client,
         save_interval=options.checkpoint.save_interval if options.checkpoint.save else None,
     )
@@ -188,9 +194,11 @@ def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient 
         is_loaded = load(job.checkpointer, options, trainee, state)
         begins = own_share(options, job.layout, replace(place, comes_back=False), state)
         position.restart(begins.deal, dict(begins.positions))
+        work.restart()
+        job.log.rewind(state.step)
         return is_loaded
 
-    return ReplicaGuard(parts, load_last, lambda: rehearse(job))
+    return ReplicaGuard(parts, load_last, lambda: rehearse(job, batch))
 
 
 def run(job: Job) -> None:

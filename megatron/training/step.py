@@ -70,28 +70,33 @@ def mean_loss(reported: list[torch.Tensor]) -> float:
 def _update(job: Job) -> Update:
     samples = global_batch_size(job.options.training, job.state.consumed_train_samples)
     _zero_gradients(job)
-    reported = run_schedule(job, job.train_loaders, job.guard.share(samples), forward_only=False)
+    own = job.guard.share(samples)
+    reported = run_schedule(job, job.train_loaders, own, forward_only=False) if own else _give_nothing(job)
     return _apply(job, samples, job.guard.over_replicas(reported))
 
 
 def _catch_up(job: Job) -> Update:
     """The step of a replica that is behind: it exchanges zeros while it takes the others' state, and then updates as
     they do (paper: FT-HSDP, section 4.3)."""
-    config = job.trainee.config
     _zero_gradients(job)
     job.guard.catching_up()
-    tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
-    config.finalize_model_grads_func(job.trainee.chunks, tokens if config.calculate_per_token_loss else None)
-    reported = job.guard.over_replicas([])
+    reported = job.guard.over_replicas(_give_nothing(job))
     job.guard.caught_up()
     return _apply(job, global_batch_size(job.options.training, job.state.consumed_train_samples), reported)
 
 
-def rehearse(job: Job) -> None:
+def _give_nothing(job: Job) -> list[torch.Tensor]:
+    """The exchange of a step of which nothing is computed here: gradients are zero."""
+    config = job.trainee.config
+    tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+    config.finalize_model_grads_func(job.trainee.chunks, tokens if config.calculate_per_token_loss else None)
+    return []
+
+
+def rehearse(job: Job, samples: int) -> None:
     """Forward and backward of a step that nothing comes of: what the first of a process costs more is paid for."""
-    samples = global_batch_size(job.options.training, job.state.consumed_train_samples)
     _zero_gradients(job)
-    run_schedule(job, job.train_loaders, job.guard.share(samples), forward_only=False)
+    run_schedule(job, job.train_loaders, samples, forward_only=False)
 
 
 def _zero_gradients(job: Job) -> None:

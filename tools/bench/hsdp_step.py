@@ -196,7 +196,7 @@ def measure(arguments: argparse.Namespace) -> None:
     job = assemble(options, layout, time.monotonic(), place=place)
     chunks, optimizer = job.trainee.chunks, job.trainee.optimizer
     plain_step = optimizer.step
-    guard = replica(job, session, place)
+    guard = replica(job, session, place, place.announce() if session.rank == 0 else None)
     parts = guard._parts
     cross = gloo_group(Path(os.environ["BENCH_FOLDER"]), place, session.rank)
     gloo = GlooExchange(cross, place.replicas, len(replicas.groups_of(chunks)))

@@ -10,6 +10,7 @@ from ft.hsdp.quorum.limits import Limits
 
 LR_SCALING = ("none", "linear", "sqrt")
 _DEFAULT_LR_SCALING = "sqrt"
+MOST_STREAMS = 16
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Replicas:
         count: replicas of the run. only: the one that this launcher brings alone; None: it has its share of all.
         min_count: so many at least, or nobody trains. wait_s: a step waits so long for a replica about to arrive or
             fetching state; None: as long as those who wait think right.
-        lr_scaling: of the learning rate over healthy / all replicas.
+        lr_scaling: of the learning rate over healthy / all replicas. redundancy: of shard types stacked on replicas as
+            groups (SPARe), None: there are none. streams: connections between two ranks.
     """
 
     count: int
@@ -28,6 +30,8 @@ class Replicas:
     min_count: int = 1
     wait_s: float | None = None
     lr_scaling: str = _DEFAULT_LR_SCALING
+    redundancy: int | None = None
+    streams: int = 1
 
     def environment(self) -> dict[str, str]:
         """What agents and workers of every replica find."""
@@ -35,7 +39,9 @@ class Replicas:
             "FT_HSDP_REPLICAS": str(self.count),
             "FT_HSDP_MIN_REPLICAS": str(self.min_count),
             "FT_HSDP_LR_SCALING": self.lr_scaling,
+            "FT_HSDP_STREAMS": str(self.streams),
             **({} if self.wait_s is None else {"FT_HSDP_WAIT": f"{self.wait_s:g}"}),
+            **({} if self.redundancy is None else {"FT_SPARE_REDUNDANCY": str(self.redundancy)}),
         }
 
     def server_options(self, host: str) -> dict[str, Any]:
@@ -67,11 +73,23 @@ def add_flags(flag: Callable[..., None]) -> None:
         choices=LR_SCALING,
         help=f"of the learning rate, over healthy / all replicas (default: {_DEFAULT_LR_SCALING})",
     )
+    flag(
+        "ft-hsdp-streams",
+        type=int,
+        metavar="N",
+        help="connections between neighbours in a ring of gradients, where one cannot fill the network (default: 1)",
+    )
+    flag(
+        "ft-spare-redundancy",
+        type=int,
+        metavar="R",
+        help="each replica hosts R types of shards: what a lost one would have trained others do, in the same step",
+    )
 
 
 def wanted(given: argparse.Namespace) -> bool:
     """Whether the run is to have replicas."""
-    return any(value is not None for name, value in vars(given).items() if name.startswith("ft_hsdp_"))
+    return any(value is not None for name, value in vars(given).items() if name.startswith(("ft_hsdp_", "ft_spare_")))
 
 
 def read(given: argparse.Namespace) -> Replicas:
@@ -82,7 +100,7 @@ def read(given: argparse.Namespace) -> Replicas:
     """
     count, only = given.ft_hsdp_replicas, given.ft_hsdp_replica
     if count is None:
-        raise UserError("flags of FT-HSDP are given, but no number of replicas", "add --ft-hsdp-replicas R")
+        raise UserError("flags of FT-HSDP or SPARe are given, but no number of replicas", "add --ft-hsdp-replicas R")
     if count < 1:
         raise UserError(f"--ft-hsdp-replicas {count} is less than 1", "give the number of replicas")
     if only is not None and not 0 <= only < count:
@@ -98,7 +116,15 @@ def read(given: argparse.Namespace) -> Replicas:
     if wait_s is not None and not 0.0 <= wait_s < most_s:
         raise UserError(f"--ft-hsdp-wait {wait_s:g} is no number of seconds from 0 to {most_s:g}", "give one")
     _refuse(given)
-    return Replicas(count, only, least, wait_s, given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING)
+    if given.ft_spare_redundancy is not None:
+        from ft.spare.ruler import ruler
+
+        ruler(count, given.ft_spare_redundancy)  # says what can be placed
+    streams = 1 if given.ft_hsdp_streams is None else given.ft_hsdp_streams
+    if not 1 <= streams <= MOST_STREAMS:
+        raise UserError(f"--ft-hsdp-streams {streams} is not between 1 and {MOST_STREAMS}", "give fewer")
+    scaling = given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING
+    return Replicas(count, only, least, wait_s, scaling, given.ft_spare_redundancy, streams)
 
 
 def _refuse(given: argparse.Namespace) -> None:
@@ -116,6 +142,12 @@ def _refuse(given: argparse.Namespace) -> None:
                 "started from its warm pool, none stands by",
                 "drop one of the two",
             )
+    if given.ft_spare_redundancy is not None and given.ft_hsdp_lr_scaling not in (None, "none"):
+        raise UserError(
+            f"--ft-spare-redundancy and --ft-hsdp-lr-scaling {given.ft_hsdp_lr_scaling}: every step trains the whole "
+            "batch, so the learning rate stays as it is",
+            "drop --ft-hsdp-lr-scaling",
+        )
     if given.ft_transport == "mpi" and given.ft_hsdp_replica is not None:
         raise UserError(
             "--ft-transport mpi and --ft-hsdp-replica: one MPI job carries all replicas from its start to its end",

@@ -1,8 +1,8 @@
 """Every timeout of the quorum, in one table."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from ft.errors import UserError
+from ft import ladder
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,7 @@ class Limits:
         Raises:
             UserError: one is no positive number, or not longer than those it waits for.
         """
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not (value > 0 or (value == 0 and entry.name in _MAY_BE_ZERO)):
-                raise UserError(f"limit {entry.name} is {value!r}", "give a positive number of seconds")
-        for shorter, longer in _LADDER:
-            if not getattr(self, shorter) < getattr(self, longer):
-                raise UserError(
-                    f"limit {longer} = {getattr(self, longer):g} s is not longer than "
-                    f"{shorter} = {getattr(self, shorter):g} s, which has to run out first",
-                    f"make {longer} longer or {shorter} shorter",
-                )
+        ladder.check(self, "limit", _LADDER, _MAY_BE_ZERO)
         return self
 
     def calibrated(self, step_s: float | None) -> "Limits":
@@ -106,4 +95,3 @@ _LADDER = (
     ("start_s", "minimum_s"),
     ("ban_s", "ban_most_s"),
 )
-"""(shorter, longer): what has to be noticed first, so that the longer one does not act on its consequences."""

@@ -67,9 +67,9 @@ def audit(found: Lineage) -> Audit:
         else:
             unproven.append(_minus(deal.taken(before), last.deal.taken(last.positions)))
         problems += _misread(step, before)
-        strangers = [replica for replica in commit.healthy if replica >= deal.replicas]
+        strangers = [replica for replica in commit.streams if replica >= deal.replicas]
         problems += [f"step {commit.step}: replica {replica} has no samples, and trained" for replica in strangers]
-        for replica in set(commit.healthy).difference(strangers):
+        for replica in set(commit.streams).difference(strangers):
             own = step.by.get(replica)
             reads.add(commit, replica, own.at if own is not None and own.at is not None else before.get(replica, 0))
             replicas[replica] = replicas.get(replica, 0) + commit.batch

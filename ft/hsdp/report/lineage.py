@@ -13,7 +13,7 @@ from functools import cached_property
 from ft.hsdp.commits import Commit
 
 _MOST_SENTENCES = 50
-_SHARED = ("healthy", "behind", "batch", "deal", "positions")
+_SHARED = ("healthy", "behind", "batch", "deal", "positions", "stack", "owners", "patch")
 
 Key = tuple[int, int]
 """(quorum, step): the greater one is the later one."""
@@ -131,7 +131,7 @@ def _can_lead(earlier: Commit, later: Commit) -> bool:
 def before_of(commit: Commit) -> dict[int, int]:
     """Positions before a commit, in its deal, as its own line says."""
     before = dict(commit.positions)
-    for replica in commit.healthy:
+    for replica in commit.streams:
         before[replica] = max(0, before.get(replica, 0) - commit.batch)
     return before
 

@@ -77,7 +77,7 @@ def _losses(record: Record, steps: Sequence[Step]) -> Losses:
     knows = all(step.commit.tokens is not None for step in steps) or length is not None
     points, at, amount = [], {}, 0.0
     for step in steps:
-        samples = step.commit.batch * len(step.commit.healthy)
+        samples = step.commit.batch * len(step.commit.streams)
         tokens = step.commit.tokens if step.commit.tokens is not None else samples * (length or 0.0)
         amount += tokens if knows else samples
         at[step.number] = amount

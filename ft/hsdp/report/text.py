@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ft.hsdp.report.effective import Effective
 from ft.hsdp.report.lanes import STATES
+from ft.hsdp.report.stacks import has_stacks, stacks_told
 from ft.hsdp.report.stalls import FAILURE, REJOIN, RESTART, Incident
 from ft.hsdp.report.story import Story
 from ft.report.text import count, percent, seconds, shortened, table
@@ -39,6 +40,8 @@ def facts(story: Story) -> list[tuple[str, str]]:
         ("rejoins", stall_told(story.of_kind(REJOIN))),
         ("effective", effective_told(story.effective)),
     ]
+    if has_stacks(story.steps):
+        found.insert(1, ("stacks", stacks_told(story.steps)))
     compared = [step for step in story.steps if len(step.digests) > 1]
     if compared:
         equal = sum(len(set(step.digests.values())) == 1 for step in compared)

@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ft.hsdp.report.colours import INCIDENT, STATE
 from ft.hsdp.report.lanes import STATES
+from ft.hsdp.report.stack_panels import draw_depth, draw_owners
+from ft.hsdp.report.stacks import has_stacks
 from ft.hsdp.report.stalls import FAILURE
 from ft.hsdp.report.story import Story
 from ft.report import palette
-from ft.report.axes import DPI, STYLE, WIDTH_IN, empty, legend, plain
+from ft.report.axes import DPI, STYLE, empty, legend, plain, rows
 from ft.report.text import count, percent, shortened
 
 _MOST_LABELS = 24
@@ -25,15 +25,13 @@ def draw(story: Story, path: str | Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    heights = [max(1.3, min(4.5, 0.42 * story.record.count + 0.5)), 1.7, 2.3]
-    figure = Figure(figsize=(WIDTH_IN, sum(heights) + 1.9), dpi=DPI, facecolor=palette.PAPER, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(h_pad=0.1, hspace=0.04, w_pad=0.12)
-    figure.suptitle(_title(story), x=0.012, ha="left", fontsize=13, color=palette.INK, weight="bold")
-    lanes, steps, loss = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
-    _draw_lanes(lanes, story)
-    _draw_steps(steps, story)
-    _draw_loss(loss, story)
+    height = max(1.3, min(4.5, 0.42 * story.record.count + 0.5))
+    panels = [(height, _draw_lanes), (1.7, _draw_steps), (2.3, _draw_loss)]
+    if has_stacks(story.steps):
+        panels[2:2] = [(1.2, draw_depth), (height, draw_owners)]
+    figure, every = rows(_title(story), [inches for inches, _ in panels])
+    for axes, (_, draw_panel) in zip(every, panels, strict=True):
+        draw_panel(axes, story)
     figure.savefig(path, dpi=DPI, format="png")
 
 

@@ -3,11 +3,11 @@
 import argparse
 from typing import Any
 
+from ft.plan.spare.flags import add_sizes, as_json, number, sizes
 from ft.report.text import table
 from ft.spare import theory
 from ft.spare.montecarlo import Outcome, run_trials
 from ft.spare.placement import Placement
-from ft.spare.plan.flags import add_sizes, as_json, number, sizes
 from ft.spare.ruler import ruler
 
 _DESCRIPTION = """\

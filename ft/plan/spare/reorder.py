@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ft.plan.spare.flags import add_sizes, as_json, numbers, sizes
 from ft.report.text import count, shortened, table
 from ft.spare.controller import Controller, Reordering
 from ft.spare.placement import Placement
-from ft.spare.plan.flags import add_sizes, as_json, numbers, sizes
 from ft.spare.ruler import ruler
 
 _DESCRIPTION = """\

@@ -6,10 +6,13 @@ import importlib
 from ft.errors import UserError
 
 _SUBCOMMANDS = (
-    "ft.spare.plan.theory",
-    "ft.spare.plan.place",
-    "ft.spare.plan.reorder",
-    "ft.spare.plan.montecarlo",
+    "ft.plan.spare.theory",
+    "ft.plan.spare.place",
+    "ft.plan.spare.reorder",
+    "ft.plan.spare.montecarlo",
+    "ft.plan.spare.optimize",
+    "ft.plan.spare.simulate",
+    "ft.plan.spare.cross_check",
 )
 """Modules with an ``add_parser`` each, in the order in which help shows them."""
 

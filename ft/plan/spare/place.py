@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 from ft.errors import UserError
+from ft.plan.spare.flags import add_sizes, as_json, numbers, sizes
 from ft.report.text import table
 from ft.spare.placement import Placement
-from ft.spare.plan.flags import add_sizes, as_json, numbers, sizes
 from ft.spare.ruler import check, largest_redundancy, ruler
 
 _DESCRIPTION = """\

@@ -3,9 +3,9 @@
 import argparse
 from typing import Any
 
+from ft.plan.spare.flags import add_sizes, as_json, number, sizes
 from ft.report.text import table
 from ft.spare import theory
-from ft.spare.plan.flags import add_sizes, as_json, number, sizes
 
 _DESCRIPTION = """\
 The paper's closed forms: failures up to the first wipe-out (3), stacks per step by (5) and by its lower bound (6),

@@ -1,0 +1,64 @@
+"""Who computes which shard types in a step: each type one group, in its sum once (pure)."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of one step.
+
+    Attributes:
+        types: group -> the shard types that it computes, in the order of its stack; a group is there even with none.
+        patch: types that another group than planned computes: patch compute (section 3). lost: types that no group
+            here hosts: wipe-out.
+    """
+
+    types: Mapping[int, tuple[int, ...]]
+    patch: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The group of each type, by type; only without ``lost``."""
+        by = {kind: group for group, types in self.types.items() for kind in types}
+        return tuple(by[kind] for kind in sorted(by))
+
+    @property
+    def most(self) -> int:
+        """Shards of the group that has most of them."""
+        return max((len(types) for types in self.types.values()), default=0)
+
+
+def divide(orders: Sequence[Sequence[int]], stack: int, planned: Collection[int], here: Collection[int]) -> Shares:
+    """Divides a step's types among the groups that are ``here``.
+
+    Every type of the committed layout has one owner among the ``planned`` groups: the one that has it earliest in its
+    stack. What a lost group owned goes to those that would come to it next, or else to any host of it; what others own
+    stays theirs. So a group that is through with its own part never finds a part of that in another one's hands.
+
+    Args:
+        orders: (N, r) types by group and stack position. stack: S, all-reduce after so many.
+    """
+    hosts: dict[int, list[tuple[int, int]]] = {}
+    for group in sorted(planned):
+        for position, kind in enumerate(orders[group]):
+            hosts.setdefault(kind, []).append((position, group))
+    own: dict[int, list[int]] = {group: [] for group in sorted(here)}
+    orphans, lost = [], []
+    for kind in range(len(orders)):
+        places = sorted(hosts.get(kind, ()))
+        owner = places[0][1] if places else None
+        if owner in own:
+            own[owner].append(kind)
+        elif any(group in own for _, group in places):
+            orphans.append(kind)
+        else:
+            lost.append(kind)
+    for kind in orphans:
+        able = [
+            (position >= stack, len(own[group]), position, group) for position, group in hosts[kind] if group in own
+        ]
+        own[min(able)[-1]].append(kind)
+    ordered = {group: tuple(sorted(types, key=list(orders[group]).index)) for group, types in own.items()}
+    return Shares(ordered, tuple(orphans), tuple(lost))

@@ -1,0 +1,211 @@
+"""SPARe in the trainer: FT-HSDP's replicas are the groups, and every step trains every shard type."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from ft.hsdp.place import Place
+from ft.hsdp.position import ReplicaPosition
+from ft.hsdp.quorum import Quorum
+from ft.hsdp.samples import Deal
+from ft.hsdp.work import Work
+from ft.spare.controller import Controller
+from ft.spare.ledger import Ledger
+from ft.spare.placement import Placement
+from ft.spare.ruler import ruler
+from ft.spare.shares import Shares, divide
+from ft.spare.stream import StackStream
+
+KEY = "spare"
+"""Of the controller's state in the trainer's extra state."""
+_WIPED_OUT_S = 0.5
+
+
+class StackLoaders:
+    """This rank's loaders, on the stream of its group's stack; takes the place of FT-HSDP's follower.
+
+    Args:
+        loaders: of a dataset that can ``follow`` a stream. shard: samples of a type in a step.
+    """
+
+    def __init__(self, loaders: Sequence[Any], shard: int):
+        self._loaders, self._shard = [loader for loader in loaders if loader is not None], shard
+        self._stream: StackStream | None = None
+        self._due: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def __call__(self, deal: Deal, position: int) -> None:
+        """The state is another one: where to read is known when the next step's types are."""
+        self.rest()
+
+    def rest(self) -> None:
+        """Nothing is read in the step under way."""
+        self._stream = self._due = None
+
+    def read(self, deal: Deal, types: Sequence[int], starts: Sequence[int]) -> None:
+        """The step under way reads these types from there on, and so do those after it until this is called again."""
+        if not self._loaders or not types or self._is_next(tuple(types), tuple(starts)):
+            return
+        self._stream = StackStream(deal, types, starts, self._shard)
+        self._due = tuple(types), tuple(starts)
+        for loader in self._loaders:
+            loader.dataset.follow(self._stream)
+            loader.seek(0)
+
+    @property
+    def position(self) -> int | None:
+        """Where the streams of the types stand that were read last; None where this rank reads nothing."""
+        return None if self._stream is None else self._stream.level(self._loaders[0].consumed_samples)
+
+    def _is_next(self, types: tuple[int, ...], starts: tuple[int, ...]) -> bool:
+        """Whether that is what the loaders come to anyway: what they have read ahead is of use."""
+        if self._stream is None or self._due is None or self._due[0] != types:
+            return False
+        steps, rest = divmod(self._loaders[0].consumed_samples, self._stream.step_samples)
+        return rest == 0 and starts == tuple(first + steps * self._shard for first in self._due[1])
+
+
+class StackedWork(Work):
+    """One group's part, in its committed order; the same decisions in all groups, from the state that all share.
+
+    Each type has one owner, so slots that the paper computes twice are not computed at all, and on a loss only the
+    lost group's types are: see :mod:`ft.spare.shares` and :mod:`ft.spare.ledger`.
+
+    Args:
+        group: this one. controller: as it is at the beginning of a run. position: of the trainer. extra: of its state,
+            the live mapping. loaders: of this rank. per_token: core divides by tokens, not by samples.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        controller: Controller,
+        position: ReplicaPosition,
+        extra: Callable[[], dict[str, Any]],
+        loaders: StackLoaders,
+        per_token: bool,
+    ):
+        self._group, self._controller, self._position, self._extra = group, controller, position, extra
+        self._loaders, self._per_token = loaders, per_token
+        self._ledger = Ledger()
+        self._of: tuple[int, int] | None = None  # the (step, lineage) that the ledger is of
+        self._todo: tuple[int, ...] = ()
+        self._noted: dict[str, Any] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """A checkpoint was loaded, or the run begins: the stacks are those of the beginning."""
+        self._controller.reset()
+        self._note()
+
+    def plan(self, quorum: Quorum | None) -> None:
+        shares = self._divided(quorum)
+        of = (self._position.step, self._position.lineage)
+        if of != self._of:
+            self._ledger.clear()
+            self._of = of
+        mine = () if shares.lost else shares.types.get(self._group, ())
+        if not set(self._ledger.types) <= set(mine):  # others have some of it since: one sum cannot be taken apart
+            self._ledger.clear()
+        self._todo = tuple(kind for kind in mine if kind not in self._ledger.types)
+        if not mine:
+            self._loaders.rest()
+        self._ledger.begin(self._todo, 1.0 if self._per_token else float(len(self._todo)))
+        positions = self._position.positions
+        self._loaders.read(self._position.deal, self._todo, [positions.get(kind, 0) for kind in self._todo])
+        self.units = float(max(1, shares.most))
+
+    def share(self, samples: int) -> int:
+        return len(self._todo) * (samples // self._controller.groups)
+
+    def problem(self, quorum: Quorum, is_planned: bool) -> str:
+        shares = self._divided(quorum)
+        self.pause_s = _WIPED_OUT_S if shares.lost else 0.0
+        if shares.lost:
+            return f"wipe-out: no group that is here hosts the shard types {_listed(shares.lost)}"
+        if is_planned and shares.patch:
+            return f"groups are lost, others compute the shard types {_listed(shares.patch)}"
+        return ""
+
+    def scale(self, quorum: Quorum) -> float:
+        return 1.0 / self._controller.groups
+
+    def lr_factor(self, quorum: Quorum) -> float:
+        return 1.0
+
+    def streams(self, quorum: Quorum) -> Sequence[int]:
+        return range(self._controller.groups)
+
+    def kept(self, place: int, parts: list[torch.Tensor], reduced: Callable[[], None] | None):
+        return self._ledger.entering(place, parts, reduced)
+
+    def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
+        return self._ledger.add_sums(sums)
+
+    def reduced(self, tokens: torch.Tensor | None) -> None:
+        self._ledger.take_all()
+        if tokens is not None:
+            self._ledger.add_tokens(tokens)
+
+    def failed(self) -> None:
+        self._ledger.settle()
+
+    def committed(self, quorum: Quorum) -> None:
+        self._ledger.clear()
+        shares = self._divided(quorum)
+        self.stack, self.owners, self.patch = self._controller.stack, shares.owners, shares.patch
+        rearrange(self._controller, quorum.members)
+        self._note()
+
+    def _divided(self, quorum: Quorum | None) -> Shares:
+        self._follow_state()
+        planned = numpy.flatnonzero(self._controller.alive).tolist()
+        here = planned if quorum is None else quorum.healthy
+        return divide(self._controller.orders.tolist(), self._controller.stack, planned, here)
+
+    def _follow_state(self) -> None:
+        """The state may have become another replica's, or a checkpoint's."""
+        there = self._extra().get(KEY)
+        if there is not None and there != self._noted:
+            self._controller, self._noted = Controller.restore(there), there
+
+    def _note(self) -> None:
+        self._noted = self._extra()[KEY] = self._controller.state()
+
+
+def work(
+    place: Place,
+    position: ReplicaPosition,
+    extra: Callable[[], dict[str, Any]],
+    loaders: StackLoaders,
+    per_token: bool,
+) -> StackedWork:
+    """The work of the replica at ``place``, as one of the groups.
+
+    Raises:
+        UserError: types cannot be placed with that redundancy.
+    """
+    placement = Placement(place.replicas, ruler(place.replicas, place.redundancy))
+    return StackedWork(place.replica, Controller(placement), position, extra, loaders, per_token)
+
+
+def rearrange(controller: Controller, members: Sequence[int]) -> None:
+    """The controller's answer to who was in the step that is committed; pure but for its state.
+
+    Raises:
+        UserError: a member is no group.
+    """
+    planned = set(numpy.flatnonzero(controller.alive).tolist())
+    lost, returned = planned - set(members), sorted(set(members) - planned)
+    if lost:
+        controller.lose(sorted(lost))
+    if len(members) == controller.groups and not controller.alive.all():
+        controller.reset()
+        return
+    for group in returned:
+        controller.bring_back(group)
+
+
+def _listed(types: Sequence[int]) -> str:
+    return ", ".join(map(str, types[:20])) + (" ..." if len(types) > 20 else "")

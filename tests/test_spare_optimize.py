@@ -1,0 +1,111 @@
+"""ft plan spare optimize: which redundancy it finds, what it recommends and why."""
+
+import json
+import math
+
+import pytest
+
+from ft import cli
+from ft.plan.spare.optimum import Choice, optimum
+from ft.simulate.spare.scenario import scenario
+from ft.simulate.spare.study import Estimate, Row
+from ft.spare import theory
+
+FOUR = "--groups 200 --mtbf 5m --restart 1h --save 1m"
+
+
+def ask(words: str, capsys) -> dict:
+    assert cli.main(["plan", "spare", "optimize", *words.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def of(redundancy: int, by_theory: float, mean: float | None = None, half: float | None = 0.01) -> Choice:
+    """A choice as it comes out of formulas and simulation."""
+    found = {"ttt_norm": Estimate(mean, half)} if mean is not None else {}
+    simulated = None if mean is None else Row("spare", redundancy, 1000.0, (), found, 0, 1.0)
+    return Choice(redundancy, by_theory, 0.9, 1000.0 + redundancy, simulated)
+
+
+ASKED = scenario({"groups": 200, "mtbf": 300.0})
+
+
+def test_the_formulas_alone(capsys):
+    found = ask(f"{FOUR} --no-simulation", capsys)
+    assert found["r_star"] == 8 and found["argmin_simulated"] is None
+    by_formula = {r: theory.time_to_train(200, r, 300.0, 60.0, 3600.0) for r in range(2, 13)}
+    assert {one["redundancy"]: one["ttt_norm"] for one in found["choices"]} == pytest.approx(by_formula)
+    assert found["argmin_theory"] == found["recommended"] == min(by_formula, key=by_formula.get)
+    assert "nothing was simulated" in found["reason"]
+    period = theory.checkpoint_period(60.0, theory.mu(200, found["recommended"]) * 300.0, 3600.0)
+    assert found["checkpoint_period"] == pytest.approx(period)
+
+
+def test_the_simulation_has_the_last_word(capsys):
+    found = ask(f"{FOUR} --redundancy 2..12 --steps 2500 --seeds 2", capsys)
+    assert found["r_star"] == 8
+    assert 6 <= found["recommended"] <= found["argmin_simulated"] <= 12
+    assert f"{found['recommended']}" and "simulated" in found["reason"]
+    assert {"simulated_ttt_norm", "simulated_availability"} <= set(found["choices"][0])
+
+
+def test_redundancies_are_tried_up_to_what_can_be_placed(capsys):
+    found = ask("--groups 20 --mtbf 5m --restart 10m --save 1m --no-simulation", capsys)
+    assert [one["redundancy"] for one in found["choices"]] == [2, 3, 4]
+
+
+def test_the_best_is_recommended_where_it_is_clearly_so():
+    found = optimum(ASKED, [of(7, 3.0, 3.5), of(8, 2.9, 3.2), of(9, 2.8, 3.0), of(10, 2.7, 3.1)])
+    assert (found.argmin_theory, found.argmin_simulated, found.recommended) == (10, 9, 9)
+    assert found.period_s == 1009.0
+    assert "less than with any other" in found.reason
+    assert "R = 8 of the rule of thumb (8) comes to 3.20" in found.reason
+    assert "R = 10 of formula (7) comes to 3.10" in found.reason
+
+
+def test_the_smallest_of_those_that_chance_cannot_tell_apart_is_recommended():
+    found = optimum(ASKED, [of(7, 3.0, 3.5), of(8, 2.9, 3.05), of(9, 2.8, 3.0, 0.1)])
+    assert (found.argmin_simulated, found.recommended) == (9, 8)
+    assert "no better than chance" in found.reason
+
+
+def test_a_redundancy_that_never_trains_is_not_recommended():
+    found = optimum(ASKED, [of(2, 2.0, math.inf, None), of(3, 2.9, 5.0)])
+    assert (found.argmin_theory, found.recommended) == (2, 3)
+    found = optimum(ASKED, [of(2, 2.0, math.inf, None), of(3, 2.9, math.inf, None)])
+    assert (found.argmin_simulated, found.recommended) == (None, 2)
+    assert "no simulated run keeps a step" in found.reason
+
+
+def test_the_table_says_what_to_do(capsys):
+    words = "plan spare optimize --groups 24 --mtbf 5m --restart 10m --save 1m --steps 100 --seeds 2"
+    assert cli.main(words.split()) == 0
+    text = capsys.readouterr().out
+    for word in ("rule of thumb (8): R = 5", "least of (7)", "recommended: R =", "a checkpoint every", "because"):
+        assert word in text
+
+
+def test_the_picture_is_drawn(tmp_path, capsys):
+    picture = tmp_path / "p.png"
+    words = f"plan spare optimize --groups 24 --mtbf 5m --steps 50 --seeds 2 --plot {picture}"
+    assert cli.main(words.split()) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--mtbf 5m", "how many groups"),
+        ("--groups 24", "the time between two failures is not said"),
+        ("--groups 24 --mtbf=-5m", "--mtbf -5m"),
+        ("--groups 24 --mtbf 5m --save 0", "--save 0"),
+        ("--groups 24 --mtbf 5m --redundancy 9..4", "holds nothing"),
+        ("--groups 24 --mtbf 5m --redundancy 2..12", "cannot be placed"),
+        ("--groups 2 --mtbf 5m", "no room"),
+        ("--groups 24 --law none", "nothing to optimize"),
+        ("--groups 24 --mtbf 5m --steps 5 --seeds 1 --plot {folder}/none/p.png", "the picture cannot be written"),
+    ],
+)
+def test_input_that_cannot_work_is_refused_with_a_reason(words, part, tmp_path, capsys):
+    assert cli.main(["plan", "spare", "optimize", *words.format(folder=tmp_path).split()]) == 2
+    said = capsys.readouterr().err
+    assert part in said and "fix:" in said

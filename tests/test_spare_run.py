@@ -1,0 +1,81 @@
+"""SPARe with the real trainer: every step trains the whole batch, whichever groups are lost, and no sample twice."""
+
+import pytest
+import small_runs
+from replica_runs import Done, Replicas, flags, train
+from test_hsdp_run import DISTRIBUTED, SLOWLY, check, happened
+
+SPARE = "--ft-spare-redundancy 2"
+STEPS = 30
+BOUND = 2e-2
+"""Of losses: sums in another order, and what training makes of that in some steps."""
+
+
+@pytest.fixture
+def whole(ranks, corpus, tmp_path):
+    """Losses of ordinary data parallelism with the same global batch."""
+    file = tmp_path / "reference.jsonl"
+    wanted = flags(corpus, f"{DISTRIBUTED} --metrics-file {file}", STEPS)
+    ranks(small_runs.run, 3, wanted, timeout=120)
+    return small_runs.losses(file)
+
+
+def judge(done: Done, whole: list[float], failures: int) -> None:
+    check(done, STEPS, failures)
+    found = done.losses_of(0)
+    assert found[:9] == pytest.approx(whole[:9], abs=1e-5), done.explain()
+    assert found == pytest.approx(whole, abs=BOUND), done.explain()
+    trained = {step.commit.streams for step in done.proof.lineage.steps}
+    assert trained == {(0, 1, 2)}, "a step that has not trained all shard types"
+
+
+def test_lost_groups_cost_no_sample_and_come_back(corpus, whole, tmp_path):
+    inject = f"kill@replica=1:step=10:rank=0:phase=backward,kill@replica=2:step=20:rank=0:phase=optimizer,{SLOWLY}"
+    done = train(
+        tmp_path / "run", flags(corpus, DISTRIBUTED, STEPS), replicas=3, nproc=3, options=f"{SPARE} --inject {inject}"
+    )
+    happened(done, 2)
+    judge(done, whole, 2)
+    steps = done.proof.lineage.steps
+    assert {step.commit.stack for step in steps} == {1, 2}
+    patched = [step.commit for step in steps if step.commit.patch]
+    assert [commit.patch for commit in patched] == [(1,), (2,)], done.explain()
+    assert any(step.commit.behind for step in steps), "nobody has come back"
+
+
+def test_a_wipe_out_waits_for_a_host_and_loses_no_step(corpus, whole, tmp_path):
+    lost = ",".join(f"kill@replica={group}:step=10:rank=0:phase=backward" for group in (1, 2))
+    run = Replicas(
+        tmp_path / "run", flags(corpus, DISTRIBUTED, STEPS), replicas=3, nproc=3, options=f"{SPARE} --inject {lost}"
+    )
+    done = run.wait()
+    happened(done, 2)
+    judge(done, whole, 0)
+    assert "wipe-out: no group that is here hosts the shard types 2" in done.output
+
+
+def test_all_groups_lost_begin_again_from_the_checkpoint_with_new_stacks(corpus, whole, tmp_path):
+    faults = ["kill@replica=1:step=8:rank=0:phase=backward"]
+    faults += [f"kill@replica={group}:step=12:rank=0:phase=backward" for group in range(3)]
+    saves = f"--save {tmp_path}/saved --save-interval 5"
+    done = train(
+        tmp_path / "run",
+        flags(corpus, f"{DISTRIBUTED} {saves}", STEPS),
+        replicas=3,
+        nproc=3,
+        options=f"{SPARE} --inject {','.join(faults)}",
+    )
+    judge(done, whole, 12)
+    assert done.proof.lineage.steps[-1].commit.stack == 1
+
+
+def test_gradients_by_tokens_and_over_stages_are_the_same_too(ranks, corpus, tmp_path):
+    layout = "--pipeline-model-parallel-size 2 --calculate-per-token-loss --eod-mask-loss"
+    file = tmp_path / "reference.jsonl"
+    ranks(small_runs.run, 2, flags(corpus, f"{layout} --metrics-file {file}", STEPS), timeout=120)
+    inject = "kill@replica=1:step=10:rank=1:phase=backward"
+    done = train(
+        tmp_path / "run", flags(corpus, layout, STEPS), replicas=3, nproc=6, options=f"{SPARE} --inject {inject}"
+    )
+    happened(done, 1)
+    judge(done, small_runs.losses(file), 1)

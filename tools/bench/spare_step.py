@@ -1,0 +1,178 @@
+"""What SPARe's machinery adds to a step of FT-HSDP in which nobody is lost, and what keeping gradients costs.
+
+    python tools/bench/spare_step.py
+
+Prints one JSON line. Blocks of steps of the two sides alternate in the same processes of one run, with the same
+compute: "spare" divides the shard types, and keeps what it gives into the exchange; "plain" is FT-HSDP's own stream.
+`added` is the median over pairs of blocks of (spare - plain) / plain; the goal is 0.02.
+
+Two ways to have what a failed exchange needs: one copy of what was reduced inside the group, and the lost types
+computed anew after a failure (`owner`: what the trainer does); or the gradient of every stack kept apart until the
+commit (`apart`). For each `bytes` of a rank with two stacks, and `ms`: of copies in every step; and `patch_ms`, what
+the former pays once per lost type, a forward and backward pass of one shard.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+
+from hsdp_step import LIMIT_S, WARM_UP, gloo_group, options_of  # noqa: E402
+
+RANKS = 1
+COPIES = 20
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--redundancy", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=40, help="pairs of blocks that count")
+    parser.add_argument("--block-steps", type=int, default=5, help="steps in a block")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--rank-batch", type=int, default=4, help="samples of a shard")
+    arguments = parser.parse_args(argv)
+    arguments.replicas, arguments.ranks, arguments.no_overlap = arguments.groups, RANKS, False
+    if "FT_AGENT" in os.environ:
+        measure(arguments)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left behind
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(run(arguments, argv, Path(folder))))
+    return 0
+
+
+def run(arguments: argparse.Namespace, argv: list[str], folder: Path) -> dict:
+    """The whole benchmark in a run of its own."""
+    import small_runs as runs
+
+    from megatron import patches
+
+    patches.apply()
+    runs.make_corpus(folder)
+    command = [sys.executable, "-m", "ft", "run", "--quiet", "--ft-hsdp-replicas", str(arguments.groups)]
+    command += ["--ft-spare-redundancy", str(arguments.redundancy), "--nproc-per-node", str(arguments.groups * RANKS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
+    with open(folder / "console.log", "wb") as console:
+        done = subprocess.run(
+            [*command, "--run-dir", str(folder / "run"), __file__, *argv],
+            env=environment,
+            cwd=ROOT,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    found = folder / "result.json"
+    if done.returncode or not found.exists():
+        raise SystemExit(f"exit code {done.returncode}\n{(folder / 'console.log').read_text(errors='replace')[-3000:]}")
+    return json.loads(found.read_text())
+
+
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    from megatron import patches
+    from megatron.patches.manifest import WITH_REPLICAS
+
+    patches.apply(WITH_REPLICAS)
+    from ft.hsdp.place import Place
+    from ft.hsdp.work import OwnStream
+    from ft.worker.session import attach
+    from megatron.training.initialize import init_model_parallel
+    from megatron.training.pretrain import assemble, replica
+
+    options, layout = options_of(arguments)
+    place, session = Place.from_environment(), attach()
+    session.init_process_group(patches.platform().backend)
+    init_model_parallel(options.parallel, layout)
+    job = assemble(options, layout, time.monotonic(), place=place)
+    guard = job.guard = replica(job, session, place, place.announce())
+    cross = gloo_group(Path(os.environ["BENCH_FOLDER"]), place, session.rank)
+    sides = {"spare": guard._work, "plain": OwnStream(place)}
+    times = {name: [] for name in sides}
+    found = guard.carry_through(lambda: alternate(arguments, job, guard, session, cross, sides, times))
+    if place.replica == 0:
+        temporary = Path(os.environ["BENCH_FOLDER"]) / "result.part"
+        temporary.write_text(json.dumps(found))
+        temporary.rename(temporary.with_name("result.json"))
+    session.close()
+
+
+def alternate(arguments, job, guard, session, cross, sides: dict, times: dict) -> dict:
+    """Pairs of blocks, the first ones to warm up. ``times``: name -> seconds of a step, by block."""
+    from megatron.training.step import train_step
+
+    for number in range(arguments.blocks + WARM_UP):
+        for name in ("spare", "plain") if number % 2 else ("plain", "spare"):
+            guard._work = sides[name]
+            with session.progress.at("aside", "the benchmark"):
+                cross.barrier().wait()
+            began = time.perf_counter()
+            for _ in range(arguments.block_steps):
+                train_step(job)
+                job.exits.answer(job.state.step)
+                guard.committed()
+            if number >= WARM_UP:
+                times[name].append((time.perf_counter() - began) / arguments.block_steps)
+    guard._work = sides["spare"]
+    return result(arguments, job, times)
+
+
+def result(arguments: argparse.Namespace, job, times: dict) -> dict:
+    from megatron.patches import replicas
+    from megatron.training.logging.summary import count_parameters
+
+    added = [(spare - plain) / plain for spare, plain in zip(times["spare"], times["plain"], strict=True)]
+    whole = [bucket.grad_data for group in replicas.groups_of(job.trainee.chunks) for bucket in group.buckets]
+    shard = [part for group in replicas.groups_of(job.trainee.chunks) for part in replicas._parts(group, False)]
+    plain = statistics.median(times["plain"])
+    return {
+        "bench": "spare_step",
+        "added": round(statistics.median(added), 4),
+        "added_quartiles": [round(q, 4) for q in statistics.quantiles(added, n=4)],
+        "goal": 0.02,
+        "spare_ms": round(1e3 * statistics.median(times["spare"]), 3),
+        "plain_ms": round(1e3 * plain, 3),
+        "owner": {"bytes": _bytes(shard), "ms": _copy_ms(shard), "patch_ms": round(1e3 * plain, 1)},
+        "apart": {"bytes": 2 * _bytes(whole), "ms": 2 * _copy_ms(whole)},
+        "parameters": count_parameters(job.trainee.chunks),
+        "pairs": len(added),
+        "cores": os.cpu_count(),
+        "load": [round(one, 1) for one in os.getloadavg()],
+        **{name: value for name, value in vars(arguments).items() if name not in ("replicas", "ranks", "no_overlap")},
+    }
+
+
+def _bytes(tensors: list) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def _copy_ms(tensors: list) -> float:
+    """A copy of all of them, median."""
+    import torch
+
+    copies = [torch.empty_like(each) for each in tensors]
+    took = []
+    for _ in range(COPIES):
+        began = time.perf_counter()
+        for mine, each in zip(copies, tensors, strict=True):
+            mine.copy_(each)
+        took.append(time.perf_counter() - began)
+    return round(1e3 * statistics.median(took[COPIES // 4 :]), 3)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
