@@ -96,6 +96,39 @@ def test_several_losses_at_once_and_returns_between_them(groups, redundancy):
                 check_step(before, kept, done)
 
 
+@pytest.mark.parametrize(("groups", "redundancy"), [(40, 4), (60, 3)])
+def test_survivors_with_slots_enough_may_need_a_deeper_stack_all_the_same(groups, redundancy):
+    """Seldom: some types have their hosts in too few groups. What was tried with fewer stacks leaves no trace then."""
+    met = 0
+    for seed in range(400):
+        rng, kept = random.Random(seed), controller(groups, redundancy)
+        while True:
+            before = copy(kept)
+            living = np.flatnonzero(kept.alive).tolist()
+            done = kept.lose(rng.sample(living, min(len(living), rng.randint(1, groups // 4))))
+            if done.wipe_out:
+                break
+            if done.stack > max(before.stack, -(-groups // int(kept.alive.sum()))):
+                print(f"seed {seed}")
+                met += 1
+                check_step(before, kept, done)
+    assert met
+
+
+@pytest.mark.parametrize(("groups", "redundancy"), [(40, 5), (57, 8), (60, 6)])
+def test_many_losses_at_once_near_the_capacity_of_the_survivors(groups, redundancy):
+    """The first attempts at a stack then fail after some types were assigned, and paths of several moves are needed."""
+    for seed in range(12):
+        print(f"seed {seed}")
+        rng, kept = random.Random(seed), controller(groups, redundancy)
+        kept.lose(rng.sample(range(groups), groups // 2 - 4))
+        for _ in range(3):
+            before = copy(kept)
+            done = kept.lose(rng.sample(np.flatnonzero(kept.alive).tolist(), rng.randint(1, 6)))
+            if not done.wipe_out:
+                check_step(before, kept, done)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_groups_of_any_size_lost_at_once_and_brought_back(data):
