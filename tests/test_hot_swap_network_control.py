@@ -12,6 +12,7 @@ from test_hot_swap_network import LAYOUT, STEPS, alive, judge_losses, opened, wa
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
+@pytest.mark.long
 def test_whichever_node_has_the_control_plane_can_be_lost(corpus, reference, tmp_path):
     with Lab(3) as lab, Fleet(lab, tmp_path / "run", flags(corpus, LAYOUT, STEPS)) as fleet:
         fleet.wait_steps(5)

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 
+import pytest
 from ft_runs import flags, ft_run, leftovers
 from test_hot_swap_nodes import Node
 
@@ -12,6 +13,7 @@ LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 STEPS = 120
 
 
+@pytest.mark.long
 def test_a_node_with_whole_data_parallel_groups_is_recovered_from_copies_elsewhere(corpus, reference, tmp_path):
     topology = tmp_path / "topology"
     topology.write_text("n0 rack=a\nn1 rack=b\nn2 rack=b\n")

@@ -138,6 +138,7 @@ def losses(*parts: list[dict]) -> list[float]:
     return [step["loss"] for step in found]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [4], indirect=True)
 def test_standby_nodes_take_the_places_of_one_without_power_and_one_set_down(cluster, corpus, reference, tmp_path):
     job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=2)
@@ -154,6 +155,7 @@ def test_standby_nodes_take_the_places_of_one_without_power_and_one_set_down(clu
     assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster, corpus, reference, tmp_path):
     here = ("--partition=all", "--cpus-per-task=4", "--gpus-per-node=8")
