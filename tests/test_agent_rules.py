@@ -10,11 +10,12 @@ import pytest
 
 from ft import messages
 from ft.agent import arguments, environment, network, preload, slurm
+from ft.agent.carry_out import first_ranks
 from ft.agent.channel import Channel
 from ft.agent.console import Console, last_lines
 from ft.agent.liveness import Limits, Watch, silent
 from ft.agent.options import resolve
-from ft.agent.run import first_ranks, plan_faults
+from ft.agent.run import plan_faults
 from ft.agent.script import search_path
 from ft.errors import UserError
 

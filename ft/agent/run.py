@@ -5,11 +5,11 @@ import os
 import sys
 from typing import NoReturn
 
-from ft import inject, token
-from ft.agent import allocation, arguments, mpirun, network
+from ft import inject
+from ft.agent import allocation, arguments, mpirun
+from ft.agent.carry_out import carry_out
 from ft.agent.console import Console
 from ft.agent.options import RunOptions, resolve
-from ft.errors import UserError
 from ft.hsdp.launch import run as launch
 from ft.report.run import read_status
 
@@ -60,35 +60,6 @@ def main(given: argparse.Namespace) -> NoReturn:
     os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
 
 
-def carry_out(
-    options: RunOptions, faults: list[inject.Fault], announcement: str = "", began: float | None = None
-) -> int:
-    """Runs the agent of this node to the end of the run; returns the exit code.
-
-    Args:
-        faults: all that are planned. announcement: told at the terminal. began: wall time of the first epoch, from
-            which faults planned for a time count, where it was before this agent's start.
-
-    Raises:
-        UserError: the options cannot work; nothing has been started.
-    """
-    port = options.cluster.port or network.free_port(options.cluster.host)
-    if options.cluster.node_rank == 0:
-        network.check_port(options.cluster.host, port)
-    _make_folders(options)
-    if options.cluster.node_rank == 0:
-        token.make(options.run_dir)
-
-    from ft.agent.agent import Agent
-    from ft.agent.parts import assemble
-
-    parts = assemble(options, port, faults)
-    parts.workforce.training_since = began
-    if announcement:
-        parts.console.say(announcement)
-    return Agent(parts, first_ranks(options), options.life or 0).run()
-
-
 def plan_faults(options: RunOptions) -> list[inject.Fault]:
     """The faults of ``--inject`` and ``--scenario``, the same on every node.
 
@@ -104,23 +75,6 @@ def plan_faults(options: RunOptions) -> list[inject.Fault]:
         specs += scenario.specs
         seed = scenario.seed if seed is None else seed
     return inject.schedule(specs, options.world_size, nodes, seed or 0)
-
-
-def first_ranks(options: RunOptions) -> list[int]:
-    """The logical ranks of this node's first workers: nodes in order, as torchrun."""
-    if not options.cluster.trains:
-        return []
-    first = options.cluster.node_rank * options.nproc
-    return list(range(first, first + options.nproc))
-
-
-def _make_folders(options: RunOptions) -> None:
-    try:
-        (options.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot make the run's directory {options.run_dir}: {error.strerror}", "choose --run-dir"
-        ) from error
 
 
 def _announcement(options: RunOptions, faults: list[inject.Fault]) -> str:

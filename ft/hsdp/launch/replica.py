@@ -29,7 +29,7 @@ def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
 
 def main(arguments: list[str]) -> None:
     """Runs the agent and ends the process with its exit code."""
-    from ft.agent.run import carry_out
+    from ft.agent.carry_out import carry_out
 
     options, faults, began = unpack(arguments[0])
     processes.set_name(f"ft-{options.run_dir.name}")
