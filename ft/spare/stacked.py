@@ -96,6 +96,7 @@ class StackedWork(Work):
         self._todo: tuple[int, ...] = ()
         self._read_from: dict[int, int] = {}
         self._noted: dict[str, Any] | None = None
+        self._answers: dict[tuple[int, ...] | None, Shares] = {}  # of the layout as it is
         self.restart()
 
     def restart(self) -> None:
@@ -161,7 +162,8 @@ class StackedWork(Work):
         self._ledger.settle()
 
     def committed(self, quorum: Quorum) -> None:
-        self.computed = {kind: at for kind, at in self._read_from.items() if kind in self._ledger.all_types}
+        mine = self._ledger.all_types if self._group in quorum.healthy else ()
+        self.computed = {kind: at for kind, at in self._read_from.items() if kind in mine}
         self._ledger.clear()
         shares = self._divided(quorum)
         self.stack, self.owners, self.patch = self._controller.stack, shares.owners, shares.patch
@@ -170,19 +172,27 @@ class StackedWork(Work):
         self._reseed(self._position.step + 1)
 
     def _divided(self, quorum: Quorum | None) -> Shares:
+        """Asked for several times in a step, and in many steps with the same answer."""
         self._follow_state()
-        planned = numpy.flatnonzero(self._controller.alive).tolist()
-        here = planned if quorum is None else quorum.healthy
-        return divide(self._controller.orders.tolist(), self._controller.stack, planned, here)
+        healthy = None if quorum is None else quorum.healthy
+        if healthy not in self._answers:
+            planned = numpy.flatnonzero(self._controller.alive).tolist()
+            here = planned if healthy is None else healthy
+            self._answers[healthy] = divide(self._controller.orders.tolist(), self._controller.stack, planned, here)
+        return self._answers[healthy]
 
     def _follow_state(self) -> None:
         """The state may have become another replica's, or a checkpoint's."""
         there = self._extra().get(KEY)
         if there is not None and there != self._noted:
             self._controller, self._noted = Controller.restore(there), there
+            self._answers = {}
 
     def _note(self) -> None:
-        self._noted = self._extra()[KEY] = self._controller.state()
+        state = self._controller.state()
+        if state != self._noted:
+            self._answers = {}
+        self._noted = self._extra()[KEY] = state
 
 
 def work(
