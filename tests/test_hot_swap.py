@@ -22,7 +22,13 @@ LAYOUTS = {
 PHASES = ("forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+IN_ANOTHER = ("tp1 pp2 dp2", "tp2 pp1 dp2")
+"""Layouts that are part of another one here."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in IN_ANOTHER else ()) for name in LAYOUTS]
+)
 def test_losses_after_faults_in_every_phase_are_those_without(name, corpus, reference, tmp_path):
     nproc, layout = LAYOUTS[name]
     steps = 4 + 4 * len(PHASES)

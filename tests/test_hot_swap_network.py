@@ -17,6 +17,7 @@ LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"  # inside 
 STEPS, ENOUGH = 300, 200
 
 
+@pytest.mark.long
 def test_a_bad_network_is_no_death_and_who_lost_power_comes_back_as_a_standby(corpus, reference, tmp_path):
     ends = flags(corpus, f"{LAYOUT} --exit-interval {ENOUGH}", STEPS)
     with Lab(3, seed=4) as lab, Fleet(lab, tmp_path / "run", ends) as fleet:

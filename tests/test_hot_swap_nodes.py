@@ -15,7 +15,13 @@ LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-
 STEPS = 120
 
 
-@pytest.mark.parametrize("lost", [1, 0], ids=["a node", "the node of the control plane and of rank 0"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param(1, id="a node"),
+        pytest.param(0, id="the node of the control plane and of rank 0", marks=pytest.mark.long),
+    ],
+)
 def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_path):
     port = free_port()
     nodes = [Node(tmp_path, rank, port, flags(corpus, LAYOUT, STEPS)) for rank in range(3)]
@@ -39,6 +45,7 @@ def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_pa
     assert done.losses == reference(4, LAYOUT, STEPS)
 
 
+@pytest.mark.long
 def test_a_node_that_was_lost_comes_back_as_a_standby_and_takes_the_next_ones_place(corpus, reference, tmp_path):
     steps, port = 500, free_port()
     wanted = flags(corpus, LAYOUT, steps)

@@ -186,6 +186,7 @@ def test_the_first_node_with_script_and_control_plane_is_a_node_like_any_other(c
     assert job.state("_8") == "PENDING", "the array's next job waits for a third node"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [4], indirect=True)
 def test_replicas_go_on_without_a_node_s_power_and_another_job_brings_its_replica_back(cluster, corpus, tmp_path):
     steps = 600
