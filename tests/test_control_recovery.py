@@ -219,6 +219,13 @@ def test_a_node_is_lost_with_all_its_workers():
     assert "nothing was heard of its agent" in world.reasons
 
 
+def test_a_lost_node_s_ranks_go_where_fewest_are_at_work():
+    world = World(world_size=4, nodes=2, standbys=2, standby_nodes=1).run()
+    orders = world.wait(LIMITS.agent_lost_s + 1, beats=["n0", "n2"])
+    assert {opened(orders).seats[rank].worker.split(".")[0] for rank in "23"} == {"n2"}
+    assert [opened(orders).seats[rank].local_rank for rank in "23"] == [0, 1]
+
+
 def test_both_copies_are_lost_with_a_node():
     world = World(world_size=4, nodes=2, standbys=2).run()
     orders = world.wait(LIMITS.agent_lost_s + 1, beats=["n0"])

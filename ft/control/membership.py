@@ -1,5 +1,6 @@
 """Who takes an empty seat, where workers are started, and where logical ranks go in a warm restart."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -24,14 +25,16 @@ class Filling:
 
 
 def fill(state: State) -> Filling:
-    """Empty seats go to ready standbys: of the same node first, unless that node is at fault itself."""
+    """Empty seats go to ready standbys: of the same node first, unless that node is at fault itself, then of the node
+    that has fewest workers at work: two on one device would share it, and copies be lost together."""
     filling, ready = Filling(), list(state.standbys())
     taken = {(w.node, w.local_rank) for w in state.seated()}
     for rank, vacancy in sorted(state.vacant.items()):
         if not ready:
             filling.lacking.append(rank)
             continue
-        chosen = min(ready, key=lambda w: _distance(state, w, vacancy))
+        crowd = Counter(node for node, _ in taken)
+        chosen = min(ready, key=lambda w: (*_distance(state, w, vacancy), crowd[w.node]))
         ready.remove(chosen)
         local_rank = _local_rank(chosen.node, vacancy, taken)
         taken.add((chosen.node, local_rank))
