@@ -11,25 +11,21 @@ the replicas by a gloo all-reduce, in a thread, overlapped with the backward ali
 """
 
 import argparse
-import contextlib
-import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+
+import in_replicas  # noqa: E402
 
 from ft.worker.plain import Unguarded  # noqa: E402
 
-LIMIT_S = 230
 WARM_UP = 2
 
 
@@ -37,51 +33,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="of a replica, all data-parallel")
-    parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks that count")
-    parser.add_argument("--block-steps", type=int, default=5, help="steps in a block")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--rank-batch", type=int, default=4, help="samples of a rank in a step")
+    in_replicas.add_flags(parser, blocks=20)
     parser.add_argument("--no-overlap", action="store_true", help="without --overlap-grad-reduce")
     arguments = parser.parse_args(argv)
-    if "FT_AGENT" in os.environ:
-        measure(arguments)
-        return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left behind
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(run(arguments, argv, Path(folder))))
-    return 0
-
-
-def run(arguments: argparse.Namespace, argv: list[str], folder: Path) -> dict:
-    """The whole benchmark in a run of its own."""
-    import small_runs as runs
-
-    from megatron import patches
-
-    patches.apply()
-    runs.make_corpus(folder)
-    command = [sys.executable, "-m", "ft", "run", "--quiet", "--ft-hsdp-replicas", str(arguments.replicas)]
-    command += ["--nproc-per-node", str(arguments.replicas * arguments.ranks), "--run-dir", str(folder / "run")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
-    log = folder / "console.log"
-    with open(log, "wb") as console:
-        job = subprocess.Popen(
-            [*command, __file__, *argv], env=environment, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT
-        )
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.wait(LIMIT_S)
-    finally:
-        if job.poll() is None:
-            job.terminate()
-            job.wait(30)
-    found = folder / "result.json"
-    if job.returncode or not found.exists():
-        logs = [log.read_text(errors="replace")[-1500:] for log in sorted(folder.glob("run/replica-*/logs/*"))]
-        raise SystemExit("\n".join([f"exit code {job.returncode}", log.read_text(errors="replace")[-3000:], *logs]))
-    return json.loads(found.read_text())
+    options = ["--ft-hsdp-replicas", str(arguments.replicas)]
+    options += ["--nproc-per-node", str(arguments.replicas * arguments.ranks)]
+    return in_replicas.main(__file__, argv, options, lambda: measure(arguments))
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
@@ -198,7 +155,7 @@ def measure(arguments: argparse.Namespace) -> None:
     plain_step = optimizer.step
     guard = replica(job, session, place, place.announce() if session.rank == 0 else None)
     parts = guard._parts
-    cross = gloo_group(Path(os.environ["BENCH_FOLDER"]), place, session.rank)
+    cross = gloo_group(in_replicas.folder(), place, session.rank)
     gloo = GlooExchange(cross, place.replicas, len(replicas.groups_of(chunks)))
     sides = {
         "ours": Side(job, guard, parts.exchange, optimizer.step),
@@ -208,10 +165,7 @@ def measure(arguments: argparse.Namespace) -> None:
     times = {name: [] for name in sides}
     guard.carry_through(lambda: alternate(arguments, job, session, cross, sides, times, watch))
     if place.replica == 0 and session.rank == 0:
-        found = result(arguments, job, times, watch)
-        temporary = Path(os.environ["BENCH_FOLDER"]) / "result.part"
-        temporary.write_text(json.dumps(found))
-        temporary.rename(temporary.with_name("result.json"))
+        in_replicas.publish(result(arguments, job, times, watch))
     session.close()
 
 
@@ -223,7 +177,7 @@ def options_of(arguments: argparse.Namespace):
     overlap = "" if arguments.no_overlap else "--overlap-grad-reduce"
     flags = (
         f"{runs.BASE} --hidden-size {arguments.hidden_size} --num-layers {arguments.layers} "
-        f"--num-attention-heads 8 --seq-length {arguments.seq_length} --data-path {os.environ['BENCH_FOLDER']}/corpus "
+        f"--num-attention-heads 8 --seq-length {arguments.seq_length} --data-path {in_replicas.folder()}/corpus "
         f"--micro-batch-size {arguments.rank_batch} "
         f"--global-batch-size {arguments.rank_batch * arguments.ranks * arguments.replicas} --train-iters 100000 "
         f"--lr 1e-4 --use-distributed-optimizer {overlap}"

@@ -14,20 +14,17 @@ the former pays once per lost type, a forward and backward pass of one shard.
 """
 
 import argparse
-import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
-from hsdp_step import LIMIT_S, WARM_UP, gloo_group, options_of  # noqa: E402
+import in_replicas  # noqa: E402
+from hsdp_step import WARM_UP, gloo_group, options_of  # noqa: E402
 
 RANKS = 1
 COPIES = 20
@@ -37,48 +34,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--redundancy", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=40, help="pairs of blocks that count")
-    parser.add_argument("--block-steps", type=int, default=5, help="steps in a block")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--rank-batch", type=int, default=4, help="samples of a shard")
+    in_replicas.add_flags(parser, blocks=40)
     arguments = parser.parse_args(argv)
     arguments.replicas, arguments.ranks, arguments.no_overlap = arguments.groups, RANKS, False
-    if "FT_AGENT" in os.environ:
-        measure(arguments)
-        return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left behind
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(run(arguments, argv, Path(folder))))
-    return 0
-
-
-def run(arguments: argparse.Namespace, argv: list[str], folder: Path) -> dict:
-    """The whole benchmark in a run of its own."""
-    import small_runs as runs
-
-    from megatron import patches
-
-    patches.apply()
-    runs.make_corpus(folder)
-    command = [sys.executable, "-m", "ft", "run", "--quiet", "--ft-hsdp-replicas", str(arguments.groups)]
-    command += ["--ft-spare-redundancy", str(arguments.redundancy), "--nproc-per-node", str(arguments.groups * RANKS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
-    with open(folder / "console.log", "wb") as console:
-        done = subprocess.run(
-            [*command, "--run-dir", str(folder / "run"), __file__, *argv],
-            env=environment,
-            cwd=ROOT,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    found = folder / "result.json"
-    if done.returncode or not found.exists():
-        raise SystemExit(f"exit code {done.returncode}\n{(folder / 'console.log').read_text(errors='replace')[-3000:]}")
-    return json.loads(found.read_text())
+    options = ["--ft-hsdp-replicas", str(arguments.groups), "--ft-spare-redundancy", str(arguments.redundancy)]
+    options += ["--nproc-per-node", str(arguments.groups * RANKS)]
+    return in_replicas.main(__file__, argv, options, lambda: measure(arguments))
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
@@ -101,14 +62,12 @@ def measure(arguments: argparse.Namespace) -> None:
     init_model_parallel(options.parallel, layout)
     job = assemble(options, layout, time.monotonic(), place=place)
     guard = job.guard = replica(job, session, place, place.announce())
-    cross = gloo_group(Path(os.environ["BENCH_FOLDER"]), place, session.rank)
+    cross = gloo_group(in_replicas.folder(), place, session.rank)
     sides = {"spare": guard._work, "plain": OwnStream(place)}
     times = {name: [] for name in sides}
     found = guard.carry_through(lambda: alternate(arguments, job, guard, session, cross, sides, times))
     if place.replica == 0:
-        temporary = Path(os.environ["BENCH_FOLDER"]) / "result.part"
-        temporary.write_text(json.dumps(found))
-        temporary.rename(temporary.with_name("result.json"))
+        in_replicas.publish(found)
     session.close()
 
 
