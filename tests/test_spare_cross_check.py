@@ -11,8 +11,8 @@ from ft import cli
 from ft.simulate.spare import cross_check
 from ft.simulate.spare.clocks import Trace
 from ft.simulate.spare.cross_check import Comparison, recorded
+from ft.simulate.spare.run import Seen
 from ft.simulate.spare.scenario import read_file, scenario
-from ft.simulate.spare.simgrid_model import Seen
 
 SMALL = Path(__file__).parent.parent / "examples/spare/small.toml"
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from ft.errors import UserError
 from ft.simulate.spare.clocks import Law, Trace
-from ft.simulate.spare.run import Job, run
+from ft.simulate.spare.run import Job, Seen, run
 from ft.simulate.spare.scenario import Scenario
-from ft.simulate.spare.simgrid_model import Seen, simulate
+from ft.simulate.spare.simgrid_model import simulate
 from ft.simulate.spare.study import build, cases, checkpoint_period
 
 TOLERANCE = 1e-4

@@ -48,23 +48,15 @@ class Job:
 
 
 @dataclass
-class Result:
-    """Where the time of a run went, in seconds, and what happened in it.
+class Seen:
+    """What anybody who watches a run can count.
 
     Attributes:
-        total_s: all of it. useful_s: steps that were kept. rework_s: steps that a restart undid, and the one it broke.
-        restart_s, shrink_s, controller_s, save_s: the others; they add up to ``total_s``.
-        steps: kept. attempts: steps begun. stacks: computed, patch computes among them. failures, losses: groups lost,
-            and steps in which some were. patches: patch computes. restarts: global ones.
+        total_s: all of its time. steps: kept. attempts: steps begun. stacks: computed, patch computes among them.
+            failures, losses: groups lost, and steps in which some were. patches: patch computes. restarts: global ones.
     """
 
     total_s: float = 0.0
-    useful_s: float = 0.0
-    rework_s: float = 0.0
-    restart_s: float = 0.0
-    shrink_s: float = 0.0
-    controller_s: float = 0.0
-    save_s: float = 0.0
     steps: int = 0
     attempts: int = 0
     stacks: int = 0
@@ -72,6 +64,23 @@ class Result:
     losses: int = 0
     patches: int = 0
     restarts: int = 0
+
+
+@dataclass
+class Result(Seen):
+    """And where its time went, in seconds.
+
+    Attributes:
+        useful_s: steps that were kept. rework_s: steps that a restart undid, and the one it broke. restart_s, shrink_s,
+            controller_s, save_s: the others; they add up to ``total_s``.
+    """
+
+    useful_s: float = 0.0
+    rework_s: float = 0.0
+    restart_s: float = 0.0
+    shrink_s: float = 0.0
+    controller_s: float = 0.0
+    save_s: float = 0.0
 
     @property
     def up_fraction(self) -> float:

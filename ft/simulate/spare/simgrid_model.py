@@ -7,13 +7,12 @@ what a loss means, and the law of failures. Without jitter. SimGrid 3.32 and 4 a
 
 import math
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ft.simulate.spare.clocks import Law
-from ft.simulate.spare.run import Job
+from ft.simulate.spare.run import Job, Seen
 from ft.simulate.spare.schemes import Scheme
 
 _SPEED = 1e9
@@ -26,20 +25,6 @@ _PLATFORM = """<?xml version='1.0'?>
   </zone>
 </platform>
 """
-
-
-@dataclass
-class Seen:
-    """What the coordinator has seen at the end of a run; the names are those of ``ft.simulate.spare.run.Result``."""
-
-    total_s: float = 0.0
-    steps: int = 0
-    attempts: int = 0
-    stacks: int = 0
-    failures: int = 0
-    losses: int = 0
-    patches: int = 0
-    restarts: int = 0
 
 
 def simulate(job: Job, scheme: Scheme, law: Law, period_s: float) -> Seen:
