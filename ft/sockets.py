@@ -8,12 +8,18 @@ import contextlib
 import os
 import socket
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 
 from ft.errors import FtError
 
 Sockets = dict[int, int]  # file descriptor -> inode, which tells a socket from a later one with the same descriptor
 Address = tuple[str, int]
+
+_DUPLICATES = threading.RLock()
+"""Held while a duplicate exists, and while descriptors are listed: a duplicate that another thread is about to close is
+not the descriptor that the socket's owner reads."""
+os.register_at_fork(before=_DUPLICATES.acquire, after_in_parent=_DUPLICATES.release, after_in_child=_DUPLICATES.release)
 
 
 def held() -> Sockets:
@@ -93,7 +99,8 @@ def shut(sockets: Sockets) -> None:
 
 
 def _descriptors() -> set[int]:
-    found = {int(name) for name in os.listdir("/proc/self/fd")}
+    with _DUPLICATES:
+        found = {int(name) for name in os.listdir("/proc/self/fd")}
     listing = os.dup(0)  # the lowest free descriptor, which the listing itself has just had
     os.close(listing)
     return found - {listing}
@@ -112,15 +119,16 @@ def _sockets_among(descriptors: Iterable[int]) -> Sockets:
 def opened(sockets: Sockets) -> Iterator[socket.socket]:
     """A duplicate of each that is still the socket meant, for as long as the loop looks at it."""
     for fd, inode in sockets.items():
-        try:
-            duplicate = os.dup(fd)
-        except OSError:
-            continue
-        if os.fstat(duplicate).st_ino != inode:
-            os.close(duplicate)
-            continue
-        with socket.socket(fileno=duplicate) as own:
-            yield own
+        with _DUPLICATES:
+            try:
+                duplicate = os.dup(fd)
+            except OSError:
+                continue
+            if os.fstat(duplicate).st_ino != inode:
+                os.close(duplicate)
+                continue
+            with socket.socket(fileno=duplicate) as own:
+                yield own
 
 
 def _listens(own: socket.socket) -> bool:
