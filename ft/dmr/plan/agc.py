@@ -38,8 +38,11 @@ def coarse(draft: Draft) -> None:
     if not slots:
         return
     graph = _Graph(draft.ops)
-    for key, ops in groupby(draft.ops, key=_block):
-        runs = [list(run) for free, run in groupby(ops, key=draft.open) if free]
+    blocks: dict[tuple, list[list[Operator]]] = {}
+    for (free, key), run in groupby(draft.ops, key=lambda op: (draft.open(op), _block(op))):
+        if free:
+            blocks.setdefault(key, []).append(list(run))
+    for key, runs in blocks.items():
         _place_best(draft, graph, runs, slots, "agc:" + ".".join(map(str, key)))
 
 
@@ -49,8 +52,6 @@ def _block(op: Operator) -> tuple:
 
 
 def _place_best(draft: Draft, graph: "_Graph", runs: Sequence[list[Operator]], slots: list[int], name: str) -> None:
-    if not runs:
-        return
     earliest = min(run[0].end_us for run in runs)
     behind = [slot for slot in slots if draft.windows[slot].start_us >= earliest]
     longest = max((draft.room[slot] for slot in behind), default=0.0)
@@ -60,8 +61,8 @@ def _place_best(draft: Draft, graph: "_Graph", runs: Sequence[list[Operator]], s
             if draft.holdings.fits(candidate.tensors, slot):
                 ids = tuple(op.id for op in candidate.ops)
                 where = draft.windows[slot].id
-                segment = AgcSegment(f"{name}@{draft.stage}", ids, where, candidate.load_us, candidate.regenerated_us)
-                draft.defer_segment(segment, slot, candidate.tensors)
+                costs = (candidate.load_us, candidate.regenerated_us)
+                draft.defer_segment(AgcSegment(f"{name}@{draft.stage}", ids, where, candidate.tensors, *costs), slot)
                 return
         if tries == MOST_TRIES:
             return
