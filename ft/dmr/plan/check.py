@@ -5,6 +5,7 @@ Memory is computed here operator by operator and instant by instant, not as the 
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import groupby
 
 from ft.dmr.plan.assign import D_INTER, D_INTRA, PIGGYBACK, Plan, deferred_set
 from ft.dmr.plan.draft import CLOSE_US
@@ -124,6 +125,18 @@ def _too_much_memory(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
 
 def peaks(plan: Plan, windows: dict[str, Window]) -> dict[int, float]:
     """Stage -> the most bytes in use at any time, with what the plan keeps."""
+    changes = _memory_changes(plan, windows)
+    return {stage: max((level for _, level in _levels(each)), default=0.0) for stage, each in changes.items()}
+
+
+def memory_over_time(plan: Plan, stage: int) -> list[tuple[float, float]]:
+    """(from when, bytes in use with what the plan keeps) of one stage, in order of time."""
+    windows = {window.id: window for window in plan.trace.windows}
+    return list(_levels(_memory_changes(plan, windows).get(stage, [])))
+
+
+def _memory_changes(plan: Plan, windows: dict[str, Window]) -> dict[int, list[tuple[float, float]]]:
+    """Stage -> (when, by how many bytes)."""
     until: dict[tuple[int, str], float] = {}
     for op in plan.trace.ops:
         how = plan.assign.get(op.id)
@@ -142,17 +155,16 @@ def peaks(plan: Plan, windows: dict[str, Window]) -> dict[int, float]:
         for at, live in plan.trace.memory.timeline.get(stage, ()):
             changes[stage].append((at, live - before))
             before = live
-    return {stage: _highest(each) for stage, each in changes.items()}
+    return changes
 
 
 def _kept(plan: Plan, segment: str) -> tuple[str, ...]:
     return plan.segments[segment].keeps if segment in plan.segments else ()
 
 
-def _highest(changes: list[tuple[float, float]]) -> float:
-    level = most = 0.0
-    # What is freed at an instant is freed before something else is kept.
-    for _, change in sorted(changes):
-        level += change
-        most = max(most, level)
-    return most
+def _levels(changes: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What is in use after each instant at which something changes: of one instant, only the end counts."""
+    level = 0.0
+    for at, together in groupby(sorted(changes), key=lambda change: change[0]):
+        level += sum(change for _, change in together)
+        yield at, level
