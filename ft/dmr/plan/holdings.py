@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ft.dmr.plan.trace import Tensor, Trace, Window
+from ft.dmr.plan.trace import CLOSE_US, Tensor, Trace, Window
 
 
 class Holdings:
@@ -54,16 +54,18 @@ class Holdings:
         spans = []
         for name in dict.fromkeys(tensors):
             tensor: Tensor = self._tensors[name]
-            if tensor.free_us is None or not tensor.bytes:
-                continue
             # Kept before: from then on it is new. Else from where training lets go of it.
-            begin = self._until[name] + 1 if name in self._until else self._after(tensor.free_us)
+            begin = self._until[name] + 1 if name in self._until else self.first_slot(name)
             if begin <= slot:
                 spans.append((begin, tensor.bytes, name))
         return spans
 
-    def _after(self, at_us: float) -> int:
-        return int(np.searchsorted(self._ends, at_us, side="right"))
+    def first_slot(self, name: str) -> int:
+        """The slot in which training lets go of a tensor; beyond the last one where that costs nothing."""
+        tensor = self._tensors[name]
+        if tensor.free_us is None or not tensor.bytes:
+            return len(self._ends)
+        return int(np.searchsorted(self._ends, tensor.free_us + CLOSE_US, side="right"))
 
     def free(self, slot: int) -> float:
         """Bytes that the budget leaves in one slot."""
