@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from dmr_traces import pipeline_trace, random_trace, wider
 
-from ft.dmr.plan import planner
+from ft.dmr.plan import attempts
 from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, SETS, UNCHECKED
 from ft.dmr.plan.check import peaks, problems
 from ft.dmr.plan.planner import Options, plan
@@ -202,12 +202,38 @@ def test_a_longer_window_never_hurts():
             assert exposed(wider(trace, random.Random(seed)), budget) <= exposed(trace, budget) + 1e-6, seed
 
 
+def test_with_a_known_plan_that_is_exact_for_large_stages_and_run_time_decisions_too(monkeypatch):
+    monkeypatch.setattr(attempts, "SMALL", 0)
+    for seed in seeds():
+        trace, budget = some(seed, dynamic=seed % 2 == 0)
+        less = plan(trace, budget)
+        more = plan(trace, budget + random.Random(seed).uniform(0, 80), known=[less])
+        assert more.predicted.t_plan <= less.predicted.t_plan and not list(problems(more)), seed
+        if trace.windows:
+            longer = plan(wider(trace, random.Random(seed)), budget, known=[less])
+            assert longer.predicted.exposed_us <= less.predicted.exposed_us + 1e-6, seed
+            assert not list(problems(longer)), seed
+
+
+def test_a_known_plan_that_cannot_be_followed_here_changes_nothing():
+    trace = pipeline_trace(Pipeline(2, 4, comm_us=5.0), tp_us=12.0)
+    ample, tight = plan(trace, 1e6), plan(trace, 1500.0)
+    assert ample.predicted.t_plan < tight.predicted.t_plan
+    assert plan(trace, 1500.0, known=[ample]) == tight
+    assert plan(trace, 1e6, known=[tight]).predicted == ample.predicted
+
+
+def test_nothing_to_do_is_a_plan_too():
+    found = plan(Trace({}, (), {}, (), Memory({})), 0.0)
+    assert not found.assign and found.predicted.overhead == 0.0
+
+
 def test_the_greedy_planner_hides_nearly_all_that_can_be_hidden(monkeypatch):
     hidden = {0: 0.0, 100: 0.0}
     for seed in seeds()[:FEWER]:
         trace, budget = some(seed)
         for small in hidden:
-            monkeypatch.setattr(planner, "SMALL", small)
+            monkeypatch.setattr(attempts, "SMALL", small)
             naive, *_, last = plan(trace, budget).phases
             hidden[small] += naive.exposed_us - last.exposed_us
     print("of the most that can be hidden:", hidden[0] / hidden[100])
