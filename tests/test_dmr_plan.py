@@ -11,7 +11,7 @@ from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, SETS, UNCHECK
 from ft.dmr.plan.check import peaks, problems
 from ft.dmr.plan.planner import Options, plan
 from ft.dmr.plan.schedule import Pipeline
-from ft.dmr.plan.summary import loads
+from ft.dmr.plan.summary import loads, reasons
 from ft.dmr.plan.trace import INTER, INTRA, OPTIMIZER, Checking, Memory, Operator, Place, Segment, Tensor, Trace, Window
 from ft.errors import UserError
 
@@ -87,6 +87,24 @@ def test_in_a_pipeline_nothing_is_overrun_either_and_bubbles_hide_what_else_is_n
     if shape[0] > 1:
         assert found.predicted.t_plan < without.predicted.t_plan
         assert found.predicted.t_plan < 1.4 * found.predicted.t_none
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 6), (2, 4, 2)])
+def test_without_dmr_the_iteration_takes_what_it_took_in_the_trace(shape):
+    trace = pipeline_trace(Pipeline(*shape, comm_us=5.0))
+    found = plan(trace, 1e6)
+    assert found.predicted.t_none == pytest.approx(max(each.end_us for each in (*trace.ops, *trace.windows)))
+    assert not any("played through" in reason for reason in reasons(found))
+    half = tuple(replace(op, t_us=op.t_us / 2) for op in trace.ops)
+    assert any("played through" in reason for reason in reasons(plan(replace(trace, ops=half, windows=()), 1e6)))
+
+
+def test_naive_dmr_costs_what_is_executed_and_the_bubbles_that_grow_with_it():
+    trace = pipeline_trace(Pipeline(4, 8), tp_us=0.0)
+    found = plan(trace, 1e6, Options(phases=0)).predicted
+    compared = sum(op.checking.compare_us for op in trace.ops) / 4
+    assert 2 * found.t_none < found.t_naive < 2 * found.t_none + 2 * compared
+    assert found.t_plan == found.t_naive and found.gain == 0.0
 
 
 def test_windows_as_long_as_all_work_hide_everything():
