@@ -159,6 +159,10 @@ def test_a_segment_s_last_operator_costs_one_execution_where_recomputation_stops
     quiet = replace(ops[1], checking=Checking(segment=Segment("s", last=True)))
     found = plan(replace(early, ops=(ops[0], quiet, ops[2])), 0.0)
     assert found.assign["forward1"].set == PIGGYBACK and found.predicted.exposed_us == 10.0
+    windows = (Window("w", 0, 40.0, 10.0, "tp"),)
+    found = plan(replace(found.trace, windows=windows), 0.0)
+    assert found.assign["forward1"].set == D_INTRA and found.predicted.exposed_us == 0.0
+    assert plan(found.trace, 0.0, Options(phases=1)).assign["forward1"].set == PIGGYBACK
 
 
 def test_without_a_recomputation_a_segment_is_no_second_execution():
