@@ -15,8 +15,8 @@ from ft.dmr.plan.summary import loads, reasons
 from ft.dmr.plan.trace import INTER, INTRA, OPTIMIZER, Checking, Memory, Operator, Place, Segment, Tensor, Trace, Window
 from ft.errors import UserError
 
-TRACES = 60
-FEWER = 30
+TRACES = 40
+FEWER = 15
 
 
 def some(seed: int, **how) -> tuple[Trace, float]:
