@@ -1,1 +1,1 @@
-"""DMR: every operator executed twice and compared, at the cost of a few per cent (SpareTrain)."""
+"""DMR (SpareTrain, ICLR 2026): every operator is executed twice and compared, in time that a run leaves idle."""

@@ -212,10 +212,13 @@ def _added(steps: Sequence[Step], output: str) -> tuple[str, ...]:
 
 
 def _sizes(steps: Sequence[Step]) -> dict[str, int]:
+    """Bytes of every tensor by name; a norm's input is as large as what it makes."""
     sizes: dict[str, int] = {}
     for step in steps:
         sizes |= {step.target: step.size, step.source: step.back} if isinstance(step, Transfer) else step.outputs
-    return sizes | {"x": sizes[next(iter(steps)).name]} if "norm" in next(iter(steps)).name else sizes
+        if isinstance(step, Work) and step.inputs == ("x",):
+            sizes["x"] = step.outputs[step.name]
+    return sizes
 
 
 def _product_backward(step: Work, sizes: dict[str, int]) -> list[Step]:

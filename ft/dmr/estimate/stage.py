@@ -39,12 +39,11 @@ class Placed:
 @dataclass
 class StageWork:
     """Of one microbatch: steps of its forward and of its backward (recomputation included), and sizes of tensors in
-    bytes by name. ``gradients``: the buffers that steps accumulate into, bytes by name."""
+    bytes by name."""
 
     forward: list[Placed] = field(default_factory=list)
     backward: list[Placed] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    gradients: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def duration_us(steps: Sequence[Placed]) -> float:
@@ -60,6 +59,8 @@ def stage_work(model: Model, layout: Layout, cluster: Cluster, stage: int) -> St
     again = _recomputed(one_layer, layout.early_stop)
     last = again[-1] if not layout.early_stop else one_layer[len(again)]
     lay = _Lay(cluster)
+    part = model.sequence * layout.micro * model.hidden * block.BF16 // layout.tp
+    lay.work.sizes |= {"x0": part, f"d{layers}": part}
     if stage == 0:
         lay.put(lay.work.forward, block.embedding(model, layout), -1, FORWARD, "f")
     for layer in range(layers):
@@ -122,8 +123,6 @@ class _Lay:
                 made[one] = name
                 self.work.sizes[name] = size
                 outputs.append(name)
-            if phase == FORWARD and layer == 0 and "x" in given:
-                self.work.sizes.setdefault("x0", step.outputs["norm1"])
             t_us = self._time(step)
             inside = id(step) in members and isinstance(step, Work)
             place = (step, layer, phase, start, t_us, inputs, tuple(outputs), inside, inside and step is last)
