@@ -1,4 +1,4 @@
-"""Trace files: read, checked, written. The format is that of science/dmr.md, "Plan file", without its last two parts."""
+"""Trace files: read, checked, written. The format is that of science/dmr.md, "Plan file", without its plan."""
 
 import math
 from collections.abc import Mapping

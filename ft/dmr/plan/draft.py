@@ -1,0 +1,97 @@
+"""One stage's plan while it is made: what is assigned, what room the windows have left, and what memory is kept."""
+
+import bisect
+from collections.abc import Iterable
+
+from ft.dmr.plan.assign import NAIVE, UNCHECKED, AgcSegment, Assignment, deferred_set
+from ft.dmr.plan.holdings import Holdings
+from ft.dmr.plan.trace import OPTIMIZER, Operator, Trace
+
+CLOSE_US = 1e-3
+"""An operator that ends this little after a window begins has ended before it: sums of times are not exact."""
+
+
+class Draft:
+    """The operators and windows of one stage, and every decision so far.
+
+    Args:
+        trace: what is planned.
+        stage: whose part this is.
+        budget: bytes the stage may use.
+        kinds: of windows that may be used.
+    """
+
+    def __init__(self, trace: Trace, stage: int, budget: float, kinds: Iterable[str]):
+        self.trace, self.stage = trace, stage
+        self.ops = [op for op in trace.ops if op.place.stage == stage]
+        usable = [window for window in trace.windows if window.stage == stage and window.kind in set(kinds)]
+        self.windows = sorted(usable, key=lambda window: window.end_us)
+        self.room = [window.dur_us for window in self.windows]
+        self.holdings = Holdings(trace, stage, self.windows, budget)
+        self.assign: dict[str, Assignment] = {}
+        self.segments: dict[str, AgcSegment] = {}
+        self._changes = _changes(self.ops)
+        self._drained = min((op.start_us for op in self.ops if op.place.phase == OPTIMIZER), default=float("inf"))
+
+    def at_once(self, op: Operator) -> bool:
+        """It has to be verified when it is executed: it changes its inputs, or is the optimizer's."""
+        return bool(op.checking.mutates) or op.place.phase == OPTIMIZER
+
+    def open(self, op: Operator) -> bool:
+        """Not decided yet, and free to be deferred."""
+        return op.id not in self.assign and op.checking.deterministic and not self.at_once(op)
+
+    def deadline(self, op: Operator) -> float:
+        """Until when it must be verified: one of its tensors is changed then, or the optimizer begins."""
+        latest = self._drained
+        for name in op.tensors:
+            times = self._changes.get(name)
+            if times is not None:
+                next_change = bisect.bisect_left(times, op.end_us - CLOSE_US)
+                if next_change < len(times):
+                    latest = min(latest, times[next_change])
+        return latest
+
+    def reaches(self, op: Operator, slot: int) -> bool:
+        """Window ``slot`` begins after it is executed, and ends before it must be verified."""
+        window = self.windows[slot]
+        return op.end_us <= window.start_us + CLOSE_US and window.end_us <= self.deadline(op) + CLOSE_US
+
+    def defer(self, op: Operator, slot: int) -> bool:
+        """Gives it a place in window ``slot`` if time and memory allow; returns whether they do."""
+        if self.room[slot] < op.check_us or not self.holdings.fits(op.tensors, slot):
+            return False
+        self._take(slot, op.check_us, op.tensors)
+        window = self.windows[slot]
+        self.assign[op.id] = Assignment(deferred_set(window), window.id)
+        return True
+
+    def defer_segment(self, segment: AgcSegment, slot: int, tensors: Iterable[str]) -> None:
+        """Gives an AGC segment, which fits, its place; ``tensors`` are what it keeps."""
+        self._take(slot, segment.load_us, tensors)
+        self.segments[segment.id] = segment
+        name = deferred_set(self.windows[slot])
+        for each in segment.ops:
+            self.assign[each] = Assignment(name, segment.window, segment.id)
+
+    def _take(self, slot: int, load_us: float, tensors: Iterable[str]) -> None:
+        self.room[slot] -= load_us
+        self.holdings.keep(tensors, slot)
+
+    def completed(self) -> dict[str, Assignment]:
+        """All operators: those not decided are verified at once, or are unchecked where that is in vain."""
+        rest = {
+            op.id: Assignment(NAIVE if op.checking.deterministic else UNCHECKED)
+            for op in self.ops
+            if op.id not in self.assign
+        }
+        return self.assign | rest
+
+
+def _changes(ops: Iterable[Operator]) -> dict[str, list[float]]:
+    """Tensor -> when operators that change it in place begin, in order."""
+    found: dict[str, list[float]] = {}
+    for op in sorted(ops, key=lambda op: op.start_us):
+        for name in op.checking.mutates:
+            found.setdefault(name, []).append(op.start_us)
+    return found

@@ -1,0 +1,154 @@
+"""What an iteration takes with a plan: the schedule played through once more, with the verifications in it.
+
+A check in a window between units is work behind the unit before it: it delays the next unit by what does not fit, and
+by nothing where it fits. So windows that shrink or grow as naive checks lengthen the units are accounted for.
+"""
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Assignment
+from ft.dmr.plan.piggyback import executes_last_again
+from ft.dmr.plan.schedule import Unit, simulate
+from ft.dmr.plan.trace import BACKWARD, INTRA, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
+
+
+def exposed_us(trace: Trace, op: Operator, assignment: Assignment) -> float:
+    """Time by which an operator's verification lengthens its stage's work."""
+    if assignment.set == NAIVE:
+        return op.check_us
+    if assignment.set == PIGGYBACK:
+        return op.checking.compare_us + (op.t_us if executes_last_again(trace.early_stop, op) else 0.0)
+    return 0.0
+
+
+def everything_at_once(trace: Trace) -> dict[str, Assignment]:
+    """Naive DMR: every operator, recomputed ones too, is executed again at once."""
+    return {op.id: Assignment(NAIVE if op.checking.deterministic else UNCHECKED) for op in trace.ops}
+
+
+@dataclass(frozen=True)
+class Added:
+    """What DMR adds on one stage, in microseconds: to units, behind units, and after the pipeline."""
+
+    inside: Mapping[Unit, float]
+    behind: Mapping[Unit, float]
+    tail: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.inside.values()) + self.tail
+
+
+class Clock:
+    """The iteration's time for any assignment.
+
+    Args:
+        trace: with a pipeline, whose stages wait for each other; without, each stage stands alone.
+    """
+
+    def __init__(self, trace: Trace):
+        self._trace = trace
+        self._by_id = {op.id: op for op in trace.ops}
+        self._windows = {window.id: window for window in trace.windows}
+        self._spans = _unit_spans(trace)
+        self._order = {
+            stage: sorted((span[0], unit) for unit, span in self._spans.items() if unit.stage == stage)
+            for stage in trace.stages
+        }
+        self._pipeline_end = max((end for _, end in self._spans.values()), default=0.0)
+        ends = [op.end_us for op in trace.ops] + [window.end_us for window in trace.windows]
+        self._end = max(ends, default=0.0)
+
+    def none_us(self) -> float:
+        """Without DMR."""
+        return self._time({})
+
+    def time_us(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment] | None = None) -> float:
+        """With every operator verified as assigned."""
+        return self._time({stage: self._added(stage, assign, segments or {}) for stage in self._trace.stages})
+
+    def exposed_us(self, assign: Mapping[str, Assignment]) -> float:
+        """Verification that is not hidden, summed over stages."""
+        return sum(exposed_us(self._trace, self._by_id[each], how) for each, how in assign.items())
+
+    def _time(self, added: Mapping[int, Added]) -> float:
+        pipeline = self._trace.pipeline
+        if pipeline is None:
+            return self._end + max((each.total for each in added.values()), default=0.0)
+
+        def duration(unit: Unit) -> float:
+            begin, end = self._spans.get(unit, (0.0, 0.0))
+            return end - begin + (added[unit.stage].inside.get(unit, 0.0) if unit.stage in added else 0.0)
+
+        def behind(unit: Unit) -> float:
+            return added[unit.stage].behind.get(unit, 0.0) if unit.stage in added else 0.0
+
+        tail = max(0.0, self._end - self._pipeline_end) + max((each.tail for each in added.values()), default=0.0)
+        return simulate(pipeline, duration, behind).end_us + tail
+
+    def _added(self, stage: int, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment]) -> Added:
+        inside: dict[Unit, float] = {}
+        behind: dict[Unit, float] = {}
+        tail = 0.0
+        for op in self._trace.ops:
+            if op.place.stage != stage:
+                continue
+            how = assign[op.id]
+            cost = exposed_us(self._trace, op, how)
+            unit = self._paying(op, how)
+            if unit is None:
+                tail += cost
+            else:
+                inside[unit] = inside.get(unit, 0.0) + cost
+            if how.set in (D_INTER, D_INTRA) and how.agc_segment is None:
+                self._put_behind(behind, self._windows[how.window], op.check_us)
+        for segment in segments.values():
+            window = self._windows[segment.window]
+            if window.stage == stage:
+                self._put_behind(behind, window, segment.load_us)
+        return Added(inside, behind, tail)
+
+    def _paying(self, op: Operator, how: Assignment) -> Unit | None:
+        """The unit that an operator's exposed time lengthens; None: it comes after the pipeline."""
+        if op.place.phase == OPTIMIZER:
+            return None
+        unit = unit_of(op)
+        again = how.set == PIGGYBACK and executes_last_again(self._trace.early_stop, op)
+        return unit._replace(backward=True) if again else unit
+
+    def _put_behind(self, behind: dict[Unit, float], window: Window, load_us: float) -> None:
+        """Windows inside units, and those after the whole pipeline, hide what fits them; it costs nothing."""
+        if window.kind in INTRA or window.start_us >= self._pipeline_end:
+            return
+        order = self._order[window.stage]
+        place = bisect.bisect_right(order, window.start_us, key=lambda entry: entry[0])
+        if place:
+            unit = order[place - 1][1]
+            behind[unit] = behind.get(unit, 0.0) + load_us
+
+
+def unit_of(op: Operator) -> Unit:
+    """The schedule's unit in which an operator runs; recomputation belongs to the backward."""
+    place = op.place
+    return Unit(place.stage, place.microbatch, place.chunk, place.phase in (RECOMPUTE, BACKWARD))
+
+
+def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
+    """Unit -> (start, end): from its first operator to its last, with the windows inside units that follow that."""
+    spans: dict[Unit, tuple[float, float]] = {}
+    for op in trace.ops:
+        if op.place.phase != OPTIMIZER:
+            unit = unit_of(op)
+            begin, end = spans.get(unit, (op.start_us, op.end_us))
+            spans[unit] = (min(begin, op.start_us), max(end, op.end_us))
+    for stage in trace.stages:
+        order = sorted((span[0], unit) for unit, span in spans.items() if unit.stage == stage)
+        for window in trace.windows:
+            if window.stage == stage and window.kind in INTRA:
+                place = bisect.bisect_right(order, window.start_us, key=lambda entry: entry[0])
+                if place:
+                    unit = order[place - 1][1]
+                    spans[unit] = (spans[unit][0], max(spans[unit][1], window.end_us))
+    return spans

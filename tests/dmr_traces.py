@@ -1,0 +1,122 @@
+"""Traces for tests: random ones of any shape, and a small pipeline of transformer blocks."""
+
+import random
+from dataclasses import replace
+
+from ft.dmr.plan.schedule import Pipeline, Unit, idle, simulate
+from ft.dmr.plan.trace import (
+    BACKWARD,
+    FINGERPRINT,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    Checking,
+    Memory,
+    Operator,
+    Place,
+    Segment,
+    Tensor,
+    Trace,
+    Window,
+)
+
+PRINT = dict.fromkeys(FINGERPRINT, "x")
+
+
+def random_trace(seed: int, most: int = 30, dynamic: bool = False) -> Trace:
+    """One stage, operators and windows in turn; some recomputed, some that change tensors, draw numbers, or differ."""
+    rng = random.Random(seed)
+    tensors = {"w": Tensor("w", 64.0)}
+    ops, windows, now, previous = [], [], 0.0, "w"
+    for i in range(rng.randint(1, most)):
+        if windows is not None and rng.random() < 0.4:
+            kind = rng.choice(("p2p", "dp", "bubble", "tp", "ep"))
+            length = rng.choice((0.0, rng.uniform(0, 60)))
+            windows.append(Window(f"w{len(windows)}", 0, now, length, kind, dynamic and kind == "ep"))
+            now += length
+        phase = rng.choice((FORWARD, FORWARD, RECOMPUTE, BACKWARD, BACKWARD))
+        segment = (
+            Segment(f"s{i // 4}", i % 4 == 3, rng.random() < 0.3) if phase != BACKWARD and rng.random() < 0.5 else None
+        )
+        length = rng.choice((0.0, 1.0, rng.uniform(0, 30)))
+        out = f"t{i}"
+        tensors[out] = Tensor(
+            out, float(rng.randint(0, 40)), rng.choice((None, now + length, now + rng.uniform(0, 90)))
+        )
+        mutates = (rng.choice(list(tensors)),) if rng.random() < 0.1 else ()
+        checking = Checking(rng.choice((0.0, 0.5)), mutates, rng.random() < 0.1, rng.random() < 0.95, segment)
+        reads = tuple(dict.fromkeys((previous, rng.choice(list(tensors)))))
+        reads = tuple(each for each in reads if each != out)
+        place = Place(0, rng.randint(0, 1), i // 6, phase)
+        ops.append(Operator(f"o{i}", "mm", place, now, length, reads, (out,), checking))
+        now, previous = now + length, out
+    if rng.random() < 0.7:
+        ops.append(Operator("adam", "adam", Place(0, 0, 0, OPTIMIZER), now, 5.0, ("w",), (), Checking(mutates=("w",))))
+    points = sorted((rng.uniform(0, now), float(rng.randint(0, 100))) for _ in range(rng.randint(0, 12)))
+    return Trace(PRINT, tuple(ops), tensors, tuple(windows), Memory({0: tuple(points)}), None, rng.random() < 0.5)
+
+
+def pipeline_trace(
+    pipeline: Pipeline, layers: int = 2, size: float = 100.0, tp_us: float = 4.0, moe: bool = False
+) -> Trace:
+    """A pipeline of blocks of four operators (10, 20, 5, 15 us), recomputed, backward twice as long, tp windows."""
+    times = (10.0, 20.0, 5.0, 15.0)
+    block = sum(times) + tp_us
+    timeline = simulate(pipeline, lambda unit: layers * block * (3 if unit.backward else 1))
+    tensors, ops, windows = {"w": Tensor("w", 1.0)}, [], []
+    for unit, (now, end) in timeline.times.items():
+        for step in range(layers):
+            layer = layers - 1 - step if unit.backward else step
+            for phase in (RECOMPUTE, BACKWARD) if unit.backward else (FORWARD,):
+                now = _block(unit, layer, phase, now, end, size, times, tensors, ops)
+                length = tp_us * (2 if phase == BACKWARD else 1) if phase != RECOMPUTE else 0.0
+                if length:
+                    windows.append(Window(f"tp{len(windows)}", unit.stage, now, length, "ep" if moe else "tp", moe))
+                now += length
+    for i, (stage, start, stop, kind, _) in enumerate(idle(timeline)):
+        windows.append(Window(f"i{i}", stage, start, stop - start, kind))
+    memory = Memory({stage: _in_use(timeline, stage, size) for stage in range(pipeline.stages)})
+    ops.sort(key=lambda op: (op.place.stage, op.start_us))
+    windows.sort(key=lambda one: (one.stage, one.start_us))
+    return Trace(PRINT, tuple(ops), tensors, tuple(windows), memory, pipeline)
+
+
+def _block(unit: Unit, layer: int, phase: str, now: float, end: float, size: float, times, tensors, ops) -> float:
+    key = f"{unit.stage}.{unit.chunk}.{unit.microbatch}.{layer}"
+    place = Place(unit.stage, unit.microbatch, layer, phase, unit.chunk)
+    previous = f"{key}.in"
+    tensors.setdefault(previous, Tensor(previous, size, None))
+    if phase == BACKWARD:
+        previous = f"{key}.grad"
+        tensors[previous] = Tensor(previous, size, now)
+    for i, time in enumerate(times):
+        length = time * (2 if phase == BACKWARD else 1)
+        out = f"{key}.{phase[0]}{i}"
+        reads = ("w", previous)
+        if phase == BACKWARD:
+            reads += (f"{key}.r{3 - i}",)
+        tensors[out] = Tensor(out, size, end if phase == RECOMPUTE else now + length)
+        segment = Segment(key, i == 3) if phase != BACKWARD else None
+        ops.append(Operator(out, f"mm{i}", place, now, length, reads, (out,), Checking(0.1, segment=segment)))
+        now, previous = now + length, out
+    return now
+
+
+def _in_use(timeline, stage: int, size: float) -> tuple[tuple[float, float], ...]:
+    changes = []
+    for unit, (start, end) in timeline.times.items():
+        if unit.stage == stage:
+            changes.append((end, -size) if unit.backward else (start, size))
+    live, points = 10 * size, [(0.0, 10 * size)]
+    for at, change in sorted(changes):
+        live += change
+        points.append((at, live))
+    return tuple(points)
+
+
+def wider(trace: Trace, rng: random.Random) -> Trace:
+    """The same trace with one window longer: what follows is not moved, for windows only say what room there is."""
+    at = rng.randrange(len(trace.windows))
+    windows = list(trace.windows)
+    windows[at] = replace(windows[at], dur_us=windows[at].dur_us + rng.uniform(0, 40))
+    return replace(trace, windows=tuple(windows))
