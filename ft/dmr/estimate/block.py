@@ -248,7 +248,7 @@ def _product_backward(step: Work, sizes: dict[str, int]) -> list[Step]:
 def _other_backward(step: Work, sizes: dict[str, int], same: dict[str, str]) -> Work:
     """Attention executes 2.5 times the FLOPs of its forward: it recomputes the scores (Dao 2023, arXiv 2307.08691). The
     gradient of a norm joins that of the residual beside it."""
-    gradients = tuple(same.get("d " + output, "d " + output) for output in step.outputs)
+    gradients = tuple(same.get("d " + output, "d " + output) for output in step.outputs if output != "loss")
     around = {"norm1": ("d x1",), "norm2": ("d y",)}.get(step.name, ())
     inputs = (*step.saved, *gradients, *around)
     outputs = {"d " + one: sizes[one] for one in step.inputs if one != "router"}

@@ -11,7 +11,12 @@ def seconds(step: Work | Transfer, cluster: Cluster) -> float:
         return transfer_seconds(step.sent, cluster.device.link * cluster.reached.link, cluster)
     reached, device = cluster.reached, cluster.device
     share = reached.attention if step.kind == "attention" else reached.products
-    return max(step.flops / (device.flops * share), step.moved / (device.memory_rate * reached.memory))
+    return max(step.flops / (device.flops * share), read_seconds(step.moved, cluster))
+
+
+def read_seconds(size: float, cluster: Cluster) -> float:
+    """Reading (or writing) ``size`` bytes of the device's memory."""
+    return size / (cluster.device.memory_rate * cluster.reached.memory)
 
 
 def transfer_seconds(sent: float, rate: float, cluster: Cluster) -> float:

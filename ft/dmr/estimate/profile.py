@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ft.dmr.estimate.block import BF16, FP32, Transfer
 from ft.dmr.estimate.clusters import Cluster
-from ft.dmr.estimate.costs import message_seconds
+from ft.dmr.estimate.costs import message_seconds, read_seconds
 from ft.dmr.estimate.layout import Layout
 from ft.dmr.estimate.memory import stage_memory, stage_parameters
 from ft.dmr.estimate.models import Model
@@ -115,17 +115,13 @@ class _Builder:
             self.sizes[mutates[0]] = sum(self.sizes[one] for one in inputs) * FP32 / BF16
             self.kept.add(mutates[0])
         checking = Checking(
-            compare_us=self._compare_us(sum(self.sizes[one] for one in (*outputs, *mutates))),
+            compare_us=step.compare_us,
             mutates=mutates,
             segment=Segment(f"s{unit.stage}m{unit.microbatch}l{step.layer}", step.last) if step.segment else None,
         )
         place = Place(unit.stage, unit.microbatch, step.layer, step.phase)
         inputs = (*inputs, *mutates)
         return Operator(name, step.step.name, place, begin, step.t_us, tuple(inputs), tuple(outputs), checking)
-
-    def _compare_us(self, size: float) -> float:
-        """A digest of both outputs: each is read once."""
-        return 2 * size / (self.cluster.device.memory_rate * self.cluster.reached.memory) * MICRO
 
     def optimizers(self, parameters: list[float], start_us: float) -> None:
         """One operator on each stage: Adam reads the gradient, the weight and both moments in fp32, and writes them but
@@ -135,8 +131,8 @@ class _Builder:
             count /= self.layout.dp if self.layout.state.sharded else 1
             self.sizes[state] = count * self.layout.state.optimizer
             self.kept.add(state)
-            t_us = count * (7 * FP32 + BF16) / (self.cluster.device.memory_rate * self.cluster.reached.memory) * MICRO
-            checking = Checking(compare_us=self._compare_us(self.sizes[state]), mutates=(state,))
+            t_us = read_seconds(count * (7 * FP32 + BF16), self.cluster) * MICRO
+            checking = Checking(compare_us=2 * read_seconds(self.sizes[state], self.cluster) * MICRO, mutates=(state,))
             place = Place(stage, 0, 0, OPTIMIZER)
             self.ops.append(Operator(f"s{stage}/step", "adam", place, start_us, t_us, (state,), (), checking))
 

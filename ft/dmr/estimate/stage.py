@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ft.dmr.estimate import block
 from ft.dmr.estimate.block import Step, Transfer, Work
 from ft.dmr.estimate.clusters import Cluster
-from ft.dmr.estimate.costs import seconds
+from ft.dmr.estimate.costs import read_seconds, seconds
 from ft.dmr.estimate.layout import Layout
 from ft.dmr.estimate.models import Model
 from ft.dmr.plan.trace import BACKWARD, FORWARD, RECOMPUTE
@@ -22,6 +22,7 @@ class Placed:
     Args:
         layer: within the stage; the embedding is -1, the output layer the number of layers.
         inputs, outputs: names of tensors, unique within a microbatch on a stage.
+        compare_us: what comparing takes, beside executing the step again; 0 for transfers.
         segment: it belongs to the layer's activation-checkpointing segment. last: it is the segment's last.
     """
 
@@ -32,6 +33,7 @@ class Placed:
     t_us: float
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    compare_us: float = 0.0
     segment: bool = False
     last: bool = False
 
@@ -125,7 +127,8 @@ class _Lay:
                 outputs.append(name)
             t_us = self._time(step)
             inside = id(step) in members and isinstance(step, Work)
-            place = (step, layer, phase, start, t_us, inputs, tuple(outputs), inside, inside and step is last)
+            compare_us = self._compare_us(step, inputs, outputs, inside)
+            place = (step, layer, phase, start, t_us, inputs, tuple(outputs), compare_us, inside, inside and step is last)
             onto.append(Placed(*place))
 
     def _name(self, name: str, layer: int, phase: str, activations: str) -> str:
@@ -140,6 +143,16 @@ class _Lay:
         if name.startswith(("d ", "dw ")):
             return f"g{layer}/{name}"
         return f"{activations}{layer}/{name}"
+
+    def _compare_us(self, step: Step, inputs: Sequence[str], outputs: Sequence[str], segment: bool) -> float:
+        """What is recomputed anyway is compared by digests, each execution reading its own outputs; else the outputs of
+        both are read. What accumulates changes an fp32 buffer, twice as large as what it adds."""
+        if isinstance(step, Transfer):
+            return 0.0
+        size = sum(self.work.sizes[one] for one in outputs)
+        if step.mutates:
+            size += self.work.sizes[inputs[0]] * block.FP32 / block.BF16
+        return read_seconds(size * (1 if segment else 2), self.cluster) * MICRO
 
     def _time(self, step: Step) -> float:
         if id(step) not in self.times:
