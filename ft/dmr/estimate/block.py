@@ -77,7 +77,9 @@ class _Builder:
         self.sizes[output] = size
         return output
 
-    def product(self, name: str, rows: float, inner: float, columns: float, source: str, output: str, weight=None) -> str:
+    def product(
+        self, name: str, rows: float, inner: float, columns: float, source: str, output: str, weight=None
+    ) -> str:
         """(rows, inner) by (inner, columns) -> (rows, columns)."""
         weight = int(inner * columns) if weight is None else int(weight)
         size = int(rows * columns * BF16)
@@ -251,7 +253,8 @@ def _other_backward(step: Work, sizes: dict[str, int], same: dict[str, str]) -> 
     gradients = tuple(same.get("d " + output, "d " + output) for output in step.outputs if output != "loss")
     around = {"norm1": ("d x1",), "norm2": ("d y",)}.get(step.name, ())
     inputs = (*step.saved, *gradients, *around)
-    outputs = {"d " + one: sizes[one] for one in step.inputs if one != "router"}
+    # Which expert a token visits has no gradient; how much of its result counts has one.
+    outputs = {"d " + one: sizes[one] for one in step.inputs if (step.name, one) != ("permute", "router")}
     moved = sum(step.outputs.values()) + sum(outputs.values()) + sum(sizes[one] for one in step.saved)
     moved += sum(sizes[one.removeprefix("d ")] for one in around)
     return Work(step.name + BACKWARD, step.kind, 2.5 * step.flops, moved, inputs, outputs)

@@ -1,8 +1,8 @@
 """Transfers slowed down until the model shows what was measured.
 
-By rate alone, tensor parallel on NVSwitch leaves a GPU idle for a quarter of the time; SpareTrain measured 68 % and 77 %
-on such machines, for reasons it does not print. One factor on every transfer stands for all of them. It is the same for
-windows in and between nodes, so that how the idle time divides into kinds stays what the rates say.
+By rate alone, tensor parallel on NVSwitch and the bubbles leave a GPU idle for a third of the time; SpareTrain measured
+68 % and 77 % on such machines, for reasons it does not print. One factor on every transfer stands for all of them. It
+is the same for windows in and between nodes, so that how the idle time divides into kinds stays what the rates say.
 """
 
 from dataclasses import dataclass, replace

@@ -88,8 +88,8 @@ DEVICES = {
 }
 
 NETWORKS = {"h200": 50 * GB, "h100": 50 * GB, "h100-nvl": 50 * GB, "a100": 25 * GB, "a100-40gb": 25 * GB}
-"""Bytes/s for each GPU, one way, of NVIDIA's own systems: InfiniBand NDR 400 Gb/s (DGX H100, H200), HDR 200 Gb/s (A100).
-"""
+"""Bytes/s for each GPU, one way, of NVIDIA's own systems: InfiniBand NDR 400 Gb/s (DGX H100, H200), HDR 200 Gb/s
+(A100)."""
 
 
 def device_named(name: str) -> Device:

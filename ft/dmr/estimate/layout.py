@@ -11,8 +11,8 @@ RECOMPUTE = ("full", "none")
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one parameter. The default is mixed precision as in Megatron: bf16 weights, fp32 gradients, fp32 master weights
-    and both Adam moments (Rajbhandari et al. 2019, arXiv 1910.02054: 12 for the optimizer).
+    """Of one parameter. The default is mixed precision as in Megatron: bf16 weights, fp32 gradients, fp32 master
+    weights and both Adam moments (Rajbhandari et al. 2019, arXiv 1910.02054: 12 for the optimizer).
 
     Args:
         optimizer: divided by the data-parallel size where ``sharded``.
@@ -22,6 +22,10 @@ class Bytes:
     gradient: int = 4
     optimizer: int = 12
     sharded: bool = True
+
+
+STATES = {"megatron": Bytes(), "titan": Bytes(weight=4, gradient=4, optimizer=8)}
+"""TorchTitan keeps weights, gradients and both moments in fp32; its bf16 copies live only while they are used."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class Layout:
         return self.batch // (self.micro * self.dp)
 
     def layers(self, model: Model) -> list[int]:
-        """Layers of each stage. Where the number does not divide, stages far from the embedding and the output layer get
-        one more, later ones first: fewer microbatches are in flight there."""
+        """Layers of each stage. Where the number does not divide, stages far from the embedding and the output layer
+        get one more, later ones first: fewer microbatches are in flight there."""
         base, more = divmod(model.layers, self.pp)
         by_room = sorted(range(self.pp), key=lambda stage: (stage in (0, self.pp - 1), -stage))
         return [base + (stage in by_room[:more]) for stage in range(self.pp)]
@@ -98,7 +102,9 @@ class Layout:
                 raise UserError(f"{model.name}: {size} {what} do not divide by TP {self.tp}", "give another --tp")
         count = model.experts.count if model.experts else 1
         if count % self.ep:
-            raise UserError(f"{model.name} has {count} experts, which EP {self.ep} does not divide", "give another --ep")
+            raise UserError(
+                f"{model.name} has {count} experts, which EP {self.ep} does not divide", "give another --ep"
+            )
         if self.tp % self.ep:
             raise UserError(f"EP {self.ep} is taken from TP {self.tp}, which it does not divide", "give another --ep")
 

@@ -13,9 +13,10 @@ class StageMemory:
 
     Args:
         states: weights, gradients, optimizer.
-        kept: of one microbatch from its forward to its backward: inputs of the segments (full recomputation: 2 * s * b *
-            h of each layer, over TP), or all that the backward needs.
-        working: what one layer's forward and backward hold while they run; where nothing is recomputed, transients only.
+        kept: of one microbatch from its forward to its backward: inputs of the segments (full recomputation: 2 * s *
+            b * h of each layer, over TP), or all that the backward needs.
+        working: what one layer's forward and backward hold while they run; where nothing is recomputed, transients
+            only.
         ends: the output layer's logits, on the last stage while it runs.
     """
 

@@ -62,7 +62,9 @@ def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None
             builder.unit(unit, work, timeline.times[unit][0])
     builder.optimizers([stage_parameters(model, layout, stage) for stage in range(layout.pp)], timeline.end_us)
     gaps = enumerate(idle(timeline))
-    builder.windows += [Window(f"{gap.kind}{i}", gap.stage, gap.start_us, gap.end_us - gap.start_us, gap.kind) for i, gap in gaps]
+    builder.windows += [
+        Window(f"{gap.kind}{i}", gap.stage, gap.start_us, gap.end_us - gap.start_us, gap.kind) for i, gap in gaps
+    ]
     return Trace(
         fingerprint=_fingerprint(model, layout, cluster),
         ops=tuple(sorted(builder.ops, key=lambda op: (op.place.stage, op.start_us))),
@@ -117,11 +119,18 @@ class _Builder:
         checking = Checking(
             compare_us=step.compare_us,
             mutates=mutates,
-            segment=Segment(f"s{unit.stage}m{unit.microbatch}l{step.layer}", step.last) if step.segment else None,
+            segment=self._segment(unit, step),
         )
         place = Place(unit.stage, unit.microbatch, step.layer, step.phase)
         inputs = (*inputs, *mutates)
         return Operator(name, step.step.name, place, begin, step.t_us, tuple(inputs), tuple(outputs), checking)
+
+    def _segment(self, unit: Unit, step: Placed) -> Segment | None:
+        """A row-parallel product is followed by a reduce-scatter, and executes as one operator with it in DTensor."""
+        if not step.segment:
+            return None
+        tail = step.last and self.layout.tp > 1 and step.step.kind == "product"
+        return Segment(f"s{unit.stage}m{unit.microbatch}l{step.layer}", step.last, tail)
 
     def optimizers(self, parameters: list[float], start_us: float) -> None:
         """One operator on each stage: Adam reads the gradient, the weight and both moments in fp32, and writes them but

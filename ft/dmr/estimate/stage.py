@@ -128,7 +128,18 @@ class _Lay:
             t_us = self._time(step)
             inside = id(step) in members and isinstance(step, Work)
             compare_us = self._compare_us(step, inputs, outputs, inside)
-            place = (step, layer, phase, start, t_us, inputs, tuple(outputs), compare_us, inside, inside and step is last)
+            place = (
+                step,
+                layer,
+                phase,
+                start,
+                t_us,
+                inputs,
+                tuple(outputs),
+                compare_us,
+                inside,
+                inside and step is last,
+            )
             onto.append(Placed(*place))
 
     def _name(self, name: str, layer: int, phase: str, activations: str) -> str:
