@@ -4,7 +4,7 @@
 
 The paper does not print everything that an estimate needs, so there are three readings of each configuration:
 
-idle    transfers are slowed down until stages idle for the share that the paper measured (68 %, mixture of experts 77 %)
+idle    transfers are slowed down until stages idle for the share that the paper measured: 68 %, mixture of experts 77 %
 naive   transfers are slowed down until naive DMR costs what the paper's two figures imply, (1 + gain)(1 + overhead) - 1
 rates   transfers go by data sheets and assumed efficiencies; nothing is fitted to the paper
 
