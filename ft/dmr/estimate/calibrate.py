@@ -11,8 +11,8 @@ from ft.dmr.estimate.block import Transfer
 from ft.dmr.estimate.clusters import Cluster
 from ft.dmr.estimate.layout import Layout
 from ft.dmr.estimate.models import Model
-from ft.dmr.estimate.profile import pipeline_of
-from ft.dmr.estimate.stage import Placed, StageWork, stage_work
+from ft.dmr.estimate.profile import pipeline_of, stage_works
+from ft.dmr.estimate.stage import Placed, StageWork
 from ft.dmr.plan.schedule import Pipeline, Unit, simulate
 from ft.errors import UserError
 
@@ -73,8 +73,7 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
 
 def _units(model: Model, layout: Layout, cluster: Cluster) -> list[tuple[_Unit, _Unit]]:
     """Of each stage, its forward and its backward."""
-    works = [stage_work(model, layout, cluster, stage) for stage in range(layout.pp)]
-    return [(_unit(work.forward), _unit(work.backward)) for work in works]
+    return [(_unit(work.forward), _unit(work.backward)) for work in stage_works(model, layout, cluster)]
 
 
 def _unit(steps: list[Placed]) -> _Unit:

@@ -107,30 +107,30 @@ class _Builder:
                     kind = step.step.kind
                     self.windows.append(Window(count, unit.stage, begin, step.t_us, kind, dynamic=kind == "ep"))
                 continue
-            self.ops.append(self._operator(unit, step, count, tensors, begin))
+            place = Place(unit.stage, unit.microbatch, work.first + step.layer, step.phase)
+            self.ops.append(self._operator(place, step, count, tensors, begin))
 
-    def _operator(self, unit: Unit, step: Placed, name: str, tensors: list[str], begin: float) -> Operator:
+    def _operator(self, place: Place, step: Placed, name: str, tensors: list[str], begin: float) -> Operator:
         inputs, outputs = tensors[: len(step.inputs)], tensors[len(step.inputs) :]
         mutates: tuple[str, ...] = ()
         if step.step.mutates:
-            mutates = (f"s{unit.stage}/gradient of {step.layer}/{step.step.name}",)
+            mutates = (f"s{place.stage}/gradient of {place.layer}/{step.step.name}",)
             self.sizes[mutates[0]] = sum(self.sizes[one] for one in inputs) * FP32 / BF16
             self.kept.add(mutates[0])
         checking = Checking(
             compare_us=step.compare_us,
             mutates=mutates,
-            segment=self._segment(unit, step),
+            segment=self._segment(place, step),
         )
-        place = Place(unit.stage, unit.microbatch, step.layer, step.phase)
         inputs = (*inputs, *mutates)
         return Operator(name, step.step.name, place, begin, step.t_us, tuple(inputs), tuple(outputs), checking)
 
-    def _segment(self, unit: Unit, step: Placed) -> Segment | None:
+    def _segment(self, place: Place, step: Placed) -> Segment | None:
         """A row-parallel product is followed by a reduce-scatter, and executes as one operator with it in DTensor."""
         if not step.segment:
             return None
         tail = step.last and self.layout.tp > 1 and step.step.kind == "product"
-        return Segment(f"s{unit.stage}m{unit.microbatch}l{step.layer}", step.last, tail)
+        return Segment(f"m{place.microbatch}l{place.layer}", step.last, tail)
 
     def optimizers(self, parameters: list[float], start_us: float) -> None:
         """One operator on each stage: Adam reads the gradient, the weight and both moments in fp32, and writes them but

@@ -41,8 +41,9 @@ class Placed:
 @dataclass
 class StageWork:
     """Of one microbatch: steps of its forward and of its backward (recomputation included), and sizes of tensors in
-    bytes by name."""
+    bytes by name. ``first``: number of the stage's first layer in the model, from 1; 0 is the embedding."""
 
+    first: int = 1
     forward: list[Placed] = field(default_factory=list)
     backward: list[Placed] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -62,6 +63,7 @@ def stage_work(model: Model, layout: Layout, cluster: Cluster, stage: int) -> St
     last = again[-1] if not layout.early_stop else one_layer[len(again)]
     lay = _Lay(cluster)
     part = model.sequence * layout.micro * model.hidden * block.BF16 // layout.tp
+    lay.work.first = sum(layout.layers(model)[:stage]) + 1
     lay.work.sizes |= {"x0": part, f"d{layers}": part}
     if stage == 0:
         lay.put(lay.work.forward, block.embedding(model, layout), -1, FORWARD, "f")
