@@ -11,8 +11,8 @@ _SUBCOMMANDS = (
     (("status", "report"), "ft.report.commands", "add_parsers"),
     (("faults",), "ft.inject.commands", "add_parser"),
     (("plan",), "ft.plan.commands", "add_parser"),
-    (("simulate",), "ft.simulate.commands", "add_parser"),
     (("dmr",), "ft.dmr.commands", "add_parser"),
+    (("simulate",), "ft.simulate.commands", "add_parser"),
 )
 """(names, module, function). Only the module of the subcommand that is asked for is imported: simulations and planners
 bring libraries that a launcher should not wait for."""

@@ -115,8 +115,26 @@ def _in_use(timeline, stage: int, size: float) -> tuple[tuple[float, float], ...
 
 
 def wider(trace: Trace, rng: random.Random) -> Trace:
-    """The same trace with one window longer: what follows is not moved, for windows only say what room there is."""
+    """The same trace with one window longer: all that comes after it comes later."""
     at = rng.randrange(len(trace.windows))
-    windows = list(trace.windows)
-    windows[at] = replace(windows[at], dur_us=windows[at].dur_us + rng.uniform(0, 40))
-    return replace(trace, windows=tuple(windows))
+    begin, more = trace.windows[at].start_us, rng.uniform(0, 40)
+
+    def later(when: float) -> float:
+        return when + more if when > begin else when
+
+    # What begins when the window does comes after it, the window itself excepted: windows are listed before operators.
+    ops = [
+        replace(op, start_us=op.start_us + more if op.start_us >= begin and op.t_us else later(op.start_us))
+        for op in trace.ops
+    ]
+    windows = [
+        replace(one, start_us=one.start_us + more) if i > at else replace(one, dur_us=one.dur_us + more * (i == at))
+        for i, one in enumerate(trace.windows)
+    ]
+    tensors = {
+        name: one if one.free_us is None else replace(one, free_us=later(one.free_us))
+        for name, one in trace.tensors.items()
+    }
+    timeline = tuple((later(at_us), live) for at_us, live in trace.memory.timeline[0])
+    memory = replace(trace.memory, timeline={0: timeline})
+    return replace(trace, ops=tuple(ops), windows=tuple(windows), tensors=tensors, memory=memory)

@@ -1,7 +1,6 @@
 """``ft dmr estimate``: traces that can have happened, the paper's configurations, and input that cannot work."""
 
 import json
-from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from ft.dmr.estimate.layout import fitted
 from ft.dmr.estimate.models import MODELS
 from ft.dmr.estimate.profile import profile
 from ft.dmr.estimate.scenario import FIELDS, question, read_file
+from ft.dmr.plan.check import problems
 from ft.dmr.plan.trace import OPTIMIZER
 from ft.dmr.plan.trace_file import read_trace, write_trace
 
@@ -46,23 +46,11 @@ def test_there_are_the_paper_s_eight_configurations():
 def test_every_configuration_gets_a_plan_whose_phases_never_make_it_worse(path):
     asked = question(read_file(path) | {"batch": (2,)})
     found = estimate(asked, asked.layouts[0], cluster_of(asked)).plan
-    assert set(found.assign) == {op.id for op in found.trace.ops}
+    assert not list(problems(found))
     overheads = [phase.overhead for phase in found.phases]
     assert len(overheads) == 4 and overheads == sorted(overheads, reverse=True)
     assert 0 < overheads[3] < overheads[1] < overheads[0]
     assert found.predicted.peak_bytes <= asked.budget
-    _no_window_overrun(found)
-
-
-def _no_window_overrun(found):
-    ops, room = {op.id: op for op in found.trace.ops}, defaultdict(float)
-    for name, how in found.assign.items():
-        if how.window is not None and how.agc_segment is None:
-            room[how.window] += ops[name].check_us
-    for segment in found.segments.values():
-        room[segment.window] += segment.load_us
-    lengths = {window.id: window.dur_us for window in found.trace.windows}
-    assert all(load <= lengths[name] * (1 + 1e-9) for name, load in room.items())
 
 
 @pytest.mark.long
@@ -174,7 +162,7 @@ def test_flags_override_a_scenario(capsys, tmp_path):
         ("--model llama3-70b", "gpus is not given"),
         ("--model llama5 --gpus 8", "no model is called 'llama5'"),
         (f"{SMALL} --device tpu", "no device is called 'tpu'"),
-        (f"{SMALL} --memory lots", "no size of memory"),
+        (f"{SMALL} --memory lots", "no size like"),
         (f"{SMALL} --memory 10GB", "needs"),
         (f"{SMALL} --batch 0", "at least 1"),
         (f"{SMALL} --batch 1,x", "x"),

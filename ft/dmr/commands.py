@@ -1,20 +1,25 @@
-"""``ft dmr``: one subcommand for each question about DMR."""
+"""``ft dmr``: one subcommand for each question about double execution."""
 
 import argparse
 import importlib
 
 from ft.errors import UserError
 
-_SUBCOMMANDS = ("ft.dmr.estimate.commands",)
+_SUBCOMMANDS = ("ft.dmr.plan.command", "ft.dmr.plan.explain", "ft.dmr.estimate.command")
 """Modules with an ``add_parser`` each, in the order in which help shows them."""
+
+_DESCRIPTION = """\
+DMR (SpareTrain): every operator is executed twice and compared, so that silent data corruption is caught. A plan says
+for each operator when: with activation checkpointing's recomputation, in a window that is idle anyway, or at once."""
 
 
 def add_parser(subparsers) -> None:
     """Adds ``dmr`` with its subcommands; each of them sets ``main`` as all of ``ft`` do."""
     parser = subparsers.add_parser(
         "dmr",
-        help="every operator executed twice and compared: what it costs, and how it is planned",
-        description="DMR (SpareTrain): every operator is executed twice and compared, in time that a run leaves idle.",
+        help="operators executed twice and compared: plans, and what they cost",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(main=_ask)
     questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
@@ -23,4 +28,4 @@ def add_parser(subparsers) -> None:
 
 
 def _ask(arguments: argparse.Namespace) -> int:
-    raise UserError("ft dmr has several subcommands, and none was given", "see ft dmr --help")
+    raise UserError("ft dmr answers several questions, and none was asked", "see ft dmr --help")

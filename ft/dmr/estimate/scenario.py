@@ -3,6 +3,7 @@
 A scenario file is TOML with the sections and keys of :data:`FIELDS`. Flags override it.
 """
 
+import argparse
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +13,8 @@ from typing import Any
 from ft.dmr.estimate.clusters import DEVICES, GB, NETWORKS, Cluster, Reached, device_named
 from ft.dmr.estimate.layout import RECOMPUTE, STATES, Layout, fitted
 from ft.dmr.estimate.models import MODELS, Model, model_named
+from ft.dmr.plan.sizes import size
 from ft.dmr.plan.trace import INTER, INTRA
-from ft.dmr.sizes import parse_bytes
 from ft.errors import UserError
 
 
@@ -23,7 +24,8 @@ class Field:
 
     Args:
         section: of the file.
-        read: text or TOML value -> value; ValueError or UserError where it is none.
+        read: text or TOML value -> value; ValueError or argparse.ArgumentTypeError where it is
+            none.
         default: None: there is none.
         metavar, help: for the flag.
     """
@@ -99,7 +101,8 @@ FIELDS = {
     "per-node": Field("cluster", _whole, 8, "N", "GPUs in a node (default: 8)"),
     "network": Field("cluster", _number(1e5), None, "GB/S", "between nodes for each GPU, one way (default: as NVIDIA "
                      "builds them in)"),
-    "memory": Field("cluster", parse_bytes, None, "SIZE", "budget of each GPU, like 80GB (default: the device's)"),
+    "memory": Field("cluster", lambda value: size(str(value)), None, "SIZE", "budget of each GPU, like 80GB (default: "
+                    "the device's)"),
     "pp": Field("layout", _whole, 1, "N", "pipeline stages (default: 1)"),
     "tp": Field("layout", _whole, None, "N", "tensor parallel, with sequence parallel (default: a node)"),
     "ep": Field("layout", _whole, None, "N", "expert parallel, within TP (default: TP)"),
@@ -156,7 +159,7 @@ def read_flags(given: Mapping[str, str | None]) -> dict[str, Any]:
 def _read(name: str, value: Any, said: str) -> Any:
     try:
         return FIELDS[name].read(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
         raise UserError(f"{said}: {error}", f"{name}: {FIELDS[name].help}") from error
 
 

@@ -111,38 +111,36 @@ class _Lay:
     ) -> None:
         """Appends the steps of one layer. ``activations``: "f" or "r", where the layer's activations come from."""
         made: dict[str, str] = {}
-        members = {id(step) for step in segment}
+        members = {id(step) for step in segment if isinstance(step, Work)}
         for step in steps:
-            start = StageWork.duration_us(onto)
             if isinstance(step, Transfer):
                 given, found = (step.source,), {step.target: step.size}
             else:
                 given, found = step.inputs, step.outputs
             inputs = tuple(made.get(one) or self._name(one, layer, phase, activations) for one in given)
-            outputs = []
             for one, size in found.items():
                 name = self._name(one, layer, phase, activations)
+                # A tensor that several operators read gets a gradient from each; the last one stands for the sum.
                 while name in made.values():
                     name += "'"
                 made[one] = name
                 self.work.sizes[name] = size
-                outputs.append(name)
-            t_us = self._time(step)
-            inside = id(step) in members and isinstance(step, Work)
-            compare_us = self._compare_us(step, inputs, outputs, inside)
-            place = (
-                step,
-                layer,
-                phase,
-                start,
-                t_us,
-                inputs,
-                tuple(outputs),
-                compare_us,
-                inside,
-                inside and step is last,
+            outputs = tuple(made[one] for one in found)
+            inside = id(step) in members
+            onto.append(
+                Placed(
+                    step=step,
+                    layer=layer,
+                    phase=phase,
+                    start_us=StageWork.duration_us(onto),
+                    t_us=self._time(step),
+                    inputs=inputs,
+                    outputs=outputs,
+                    compare_us=self._compare_us(step, inputs, outputs, inside),
+                    segment=inside,
+                    last=inside and step is last,
+                )
             )
-            onto.append(Placed(*place))
 
     def _name(self, name: str, layer: int, phase: str, activations: str) -> str:
         if name == "x":

@@ -9,7 +9,7 @@ from ft.dmr.estimate.answer import Estimate
 from ft.dmr.estimate.clusters import Cluster
 from ft.dmr.estimate.scenario import Question
 from ft.dmr.plan.assign import SETS
-from ft.dmr.sizes import gigabytes
+from ft.dmr.plan.sizes import gigabytes
 from ft.report.text import percent, seconds, table
 
 SAID = {
@@ -86,8 +86,8 @@ def assumed(asked: Question, cluster: Cluster) -> str:
         f"attention, {percent(reached.memory)} of the memory's rate,",
         f"  {percent(reached.link)} of NVLink's {device.link / 1e9:.0f} GB/s, {percent(reached.network)} of the "
         f"network's {cluster.network / 1e9:.0f} GB/s, {reached.latency_s * 1e6:.0f} us latency,",
-        f"  {gigabytes(cluster.reserved)} of each GPU's memory for context and buffers; transfers overlap with nothing,",
-        "  but data-parallel ones wholly",
+        f"  {gigabytes(cluster.reserved)} of each GPU's memory for context and buffers; no transfer overlaps with work,",
+        "  data-parallel ones do entirely",
     ]
     if asked.model.experts:
         lines.append("  tokens spread evenly over experts")

@@ -8,8 +8,9 @@ the budget has memory is taken.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count, groupby
 
 from ft.dmr.plan.assign import AgcSegment
@@ -24,6 +25,13 @@ NEAREST, EMPTIEST = 4, 4
 others those with most time left."""
 
 
+class Inner(Enum):
+    """What becomes of inner activations that a segment reads, as long as there is a choice."""
+
+    KEPT = "kept; regenerated only where memory does not allow it"
+    REGENERATED = "regenerated"
+
+
 @dataclass(frozen=True)
 class _Candidate:
     ops: tuple[Operator, ...]
@@ -32,15 +40,20 @@ class _Candidate:
     tensors: tuple[str, ...]
 
 
-def coarse(draft: Draft) -> None:
+def coarse(draft: Draft, inner: Inner = Inner.KEPT) -> None:
     """Assigns at most one AGC segment of every block to a window between units."""
     slots = [slot for slot, window in enumerate(draft.windows) if window.kind in INTER and not window.dynamic]
     if not slots:
         return
     graph = _Graph(draft.ops)
-    for key, ops in groupby(draft.ops, key=_block):
-        runs = [list(run) for free, run in groupby(ops, key=draft.open) if free]
-        _place_best(draft, graph, runs, slots, "agc:" + ".".join(map(str, key)))
+    blocks: dict[tuple, list[list[Operator]]] = {}
+    for (free, key), run in groupby(draft.ops, key=lambda op: (draft.open(op), _block(op))):
+        if free:
+            blocks.setdefault(key, []).append(list(run))
+    # The last blocks first: what is executed shortly before a window keeps memory for the shortest time.
+    for key, runs in reversed(blocks.items()):
+        name = f"agc:{'.'.join(map(str, key))}@{draft.stage}"
+        _place_best(draft, runs, slots, name, lambda longest, runs=runs: _by_gain(runs, graph, longest, inner))
 
 
 def _block(op: Operator) -> tuple:
@@ -48,20 +61,20 @@ def _block(op: Operator) -> tuple:
     return place.microbatch, place.chunk, place.layer, place.phase
 
 
-def _place_best(draft: Draft, graph: "_Graph", runs: Sequence[list[Operator]], slots: list[int], name: str) -> None:
-    if not runs:
-        return
+def _place_best(
+    draft: Draft, runs: Sequence[list[Operator]], slots: list[int], name: str, by_gain: Callable[[float], Iterator]
+) -> None:
     earliest = min(run[0].end_us for run in runs)
     behind = [slot for slot in slots if draft.windows[slot].start_us >= earliest]
     longest = max((draft.room[slot] for slot in behind), default=0.0)
-    for tries, (_, make) in enumerate(_by_gain(runs, graph, longest)):
+    for tries, (_, make) in enumerate(by_gain(longest)):
         candidate = make()
         for slot in _worth_trying(draft, candidate, behind):
             if draft.holdings.fits(candidate.tensors, slot):
                 ids = tuple(op.id for op in candidate.ops)
                 where = draft.windows[slot].id
-                segment = AgcSegment(f"{name}@{draft.stage}", ids, where, candidate.load_us, candidate.regenerated_us)
-                draft.defer_segment(segment, slot, candidate.tensors)
+                costs = (candidate.load_us, candidate.regenerated_us)
+                draft.defer_segment(AgcSegment(name, ids, where, candidate.tensors, *costs), slot)
                 return
         if tries == MOST_TRIES:
             return
@@ -77,7 +90,7 @@ def _worth_trying(draft: Draft, candidate: _Candidate, behind: list[int]) -> lis
     return able[:NEAREST] + rest
 
 
-def _by_gain(runs: Sequence[list[Operator]], graph: "_Graph", longest: float) -> Iterator:
+def _by_gain(runs: Sequence[list[Operator]], graph: "_Graph", longest: float, inner: Inner) -> Iterator:
     """(-Gain, function that makes the candidate), the largest Gain first; no load is above ``longest``."""
     found = []
     for r, run in enumerate(runs):
@@ -98,8 +111,9 @@ def _by_gain(runs: Sequence[list[Operator]], graph: "_Graph", longest: float) ->
             continue
         gain, r, first, last = heapq.heappop(found)
         ops = tuple(runs[r][first : last + 1])
-        yield gain, lambda ops=ops: graph.kept(ops)
         other = graph.regenerated(ops)
+        if other is None or inner is Inner.KEPT:
+            yield gain, lambda ops=ops: graph.kept(ops)
         # Looked at only after the same segment with its activations kept, which is worth more.
         if other is not None and other.load_us <= longest and -gain > other.regenerated_us:
             heapq.heappush(waiting, (gain + other.regenerated_us, next(made), other))

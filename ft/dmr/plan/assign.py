@@ -39,6 +39,7 @@ class AgcSegment:
     Args:
         ops: their ids, in order of execution.
         window: where they are replayed.
+        keeps: the tensors that are kept until then.
         load_us: what that takes: executing and comparing, and regenerating where ``regenerated_us`` says so.
         regenerated_us: the part that executes the block's recomputation once more, for inner activations that are not
             kept.
@@ -47,6 +48,7 @@ class AgcSegment:
     id: str
     ops: tuple[str, ...]
     window: str
+    keeps: tuple[str, ...]
     load_us: float
     regenerated_us: float = 0.0
 

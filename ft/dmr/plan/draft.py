@@ -66,9 +66,9 @@ class Draft:
         self.assign[op.id] = Assignment(deferred_set(window), window.id)
         return True
 
-    def defer_segment(self, segment: AgcSegment, slot: int, tensors: Iterable[str]) -> None:
-        """Gives an AGC segment, which fits, its place; ``tensors`` are what it keeps."""
-        self._take(slot, segment.load_us, tensors)
+    def defer_segment(self, segment: AgcSegment, slot: int) -> None:
+        """Gives an AGC segment, which fits, its place in window ``slot``."""
+        self._take(slot, segment.load_us, segment.keeps)
         self.segments[segment.id] = segment
         name = deferred_set(self.windows[slot])
         for each in segment.ops:

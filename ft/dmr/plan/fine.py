@@ -39,7 +39,8 @@ def _fill(draft: Draft, queue: "_Queue", slot: int) -> None:
 
 
 class _Queue:
-    """Operators by the time that verifying them takes; of equals, the one that came first."""
+    """Operators by the time that verifying them takes; of equals, the one that came last: it keeps memory for
+    the shortest time."""
 
     def __init__(self):
         self._sorted: list[tuple[float, float, str, Operator]] = []
@@ -57,5 +58,4 @@ class _Queue:
 
 
 def _entry(op: Operator) -> tuple[float, float, str, Operator]:
-    # Of equally long ones the last entry is taken: the earliest operator has to come last.
-    return (op.check_us, -op.end_us, op.id, op)
+    return (op.check_us, op.end_us, op.id, op)

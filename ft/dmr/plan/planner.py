@@ -1,9 +1,10 @@
 """The planner: a trace, a memory budget and options in; a plan out. No files, no clock, no chance."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ft.dmr.plan.agc import coarse
-from ft.dmr.plan.assign import Plan, Predicted
+from ft.dmr.plan.agc import Inner, coarse
+from ft.dmr.plan.assign import AgcSegment, Assignment, Plan, Predicted
 from ft.dmr.plan.draft import Draft
 from ft.dmr.plan.fine import fine
 from ft.dmr.plan.online import serve
@@ -47,43 +48,57 @@ def plan(trace: Trace, budget: float, options: Options | None = None) -> Plan:
     naive = everything_at_once(trace)
     none_us, naive_us = clock.none_us(), clock.time_us(naive)
     base = max((trace.memory.peak(stage) for stage in trace.stages), default=0.0)
-    best = (naive, {}, Predicted(none_us, naive_us, naive_us, clock.exposed_us(naive), base))
-    reached = [best[2]]
-    for phases in range(1, options.phases + 1):
-        for drafts in _attempts(trace, budget, options, phases):
-            assign = {name: how for draft in drafts for name, how in draft.completed().items()}
-            segments = {name: one for draft in drafts for name, one in draft.segments.items()}
-            peak = max((draft.holdings.peak for draft in drafts), default=base)
-            found = Predicted(none_us, naive_us, clock.time_us(assign, segments), clock.exposed_us(assign), peak)
-            if _rank(found) < _rank(best[2]):
-                best = (assign, segments, found)
-        reached.append(best[2])
+    best = _Found(naive, {}, Predicted(none_us, naive_us, naive_us, clock.exposed_us(naive), base))
+    attempts = list(_attempts(trace, budget, options))
+    reached = [best.predicted]
+    for phase in range(1, options.phases + 1):
+        for number, assign, segments, peak in attempts:
+            if number == phase:
+                exposed = clock.exposed_us(assign)
+                predicted = Predicted(none_us, naive_us, clock.time_us(assign, segments), exposed, peak)
+                best = min(best, _Found(assign, segments, predicted), key=_Found.rank)
+        reached.append(best.predicted)
     kept = replace(trace, memory=replace(trace.memory, budget=budget))
-    return Plan(kept, best[0], best[1], best[2], tuple(reached))
+    return Plan(kept, best.assign, best.segments, best.predicted, tuple(reached))
 
 
-def _attempts(trace: Trace, budget: float, options: Options, phases: int):
-    """Plans that this number of phases allows; with three, also without the second one: its segments take windows
-    that single operators may fill better."""
-    yield _drafts(trace, budget, options, {1, 2, 3} & set(range(1, phases + 1)))
-    if phases == PHASES:
-        yield _drafts(trace, budget, options, {1, 3})
+@dataclass(frozen=True)
+class _Found:
+    assign: Mapping[str, Assignment]
+    segments: Mapping[str, AgcSegment]
+    predicted: Predicted
+
+    def rank(self) -> tuple[float, float]:
+        """The fastest is the best; of equally fast ones, the one that hides more."""
+        return self.predicted.t_plan, self.predicted.exposed_us
 
 
-def _drafts(trace: Trace, budget: float, options: Options, phases: set[int]) -> list[Draft]:
-    drafts = [Draft(trace, stage, budget, options.kinds) for stage in trace.stages]
-    for draft in drafts:
-        piggyback(draft)
-        if 2 in phases:
-            coarse(draft)
-        if 3 in phases:
-            # Windows of unknown length are for the planner at run time, which then has all windows to itself.
-            (serve if any(window.dynamic for window in draft.windows) else fine)(draft)
-    return drafts
+def _attempts(trace: Trace, budget: float, options: Options) -> Iterator:
+    """(phases, assignments, AGC segments, peak memory) of several plans for each number of phases.
+
+    Activations of AGC segments are kept in one, and regenerated in another, which is better where memory and not time
+    is scarce; a third one leaves phase 2 out, for single operators may fill windows better.
+    """
+    for number, segments in ((1, None), (2, Inner.KEPT), (2, Inner.REGENERATED)):
+        if number > options.phases:
+            break
+        drafts = [Draft(trace, stage, budget, options.kinds) for stage in trace.stages]
+        for draft in drafts:
+            piggyback(draft)
+            if segments is not None:
+                coarse(draft, segments)
+        yield _completed(number, drafts)
+        if options.phases == PHASES:
+            for draft in drafts:
+                # Windows of unknown length are for the planner at run time, which then has all windows to itself.
+                (serve if any(window.dynamic for window in draft.windows) else fine)(draft)
+            yield _completed(PHASES, drafts)
 
 
-def _rank(found: Predicted) -> tuple[float, float]:
-    return found.t_plan, found.exposed_us
+def _completed(number: int, drafts: Sequence[Draft]) -> tuple:
+    assign = {name: how for draft in drafts for name, how in draft.completed().items()}
+    segments = {name: one for draft in drafts for name, one in draft.segments.items()}
+    return number, assign, segments, max((draft.holdings.peak for draft in drafts), default=0.0)
 
 
 def _enough(trace: Trace, budget: float) -> None:

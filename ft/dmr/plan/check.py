@@ -1,0 +1,170 @@
+"""Whether a plan can be followed: asked of every plan that is read, for it may have been changed, or be another's.
+
+Memory is computed here operator by operator and instant by instant, not as the planner does it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import groupby
+
+from ft.dmr.plan.assign import D_INTER, D_INTRA, PIGGYBACK, Plan, deferred_set
+from ft.dmr.plan.draft import CLOSE_US
+from ft.dmr.plan.trace import FORWARD, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
+
+
+def problems(plan: Plan) -> Iterator[str]:
+    """What is wrong with it, one sentence each, the first one soonest; nothing: it can be followed."""
+    yield from _incomplete(plan)
+    windows = {window.id: window for window in plan.trace.windows}
+    recomputed = {op.checking.segment.name for op in plan.trace.ops if _recomputes(op)}
+    changes = _changes(plan.trace)
+    for op in plan.trace.ops:
+        how = plan.assign.get(op.id)
+        if how is None:
+            continue
+        if how.set == PIGGYBACK:
+            segment = op.checking.segment
+            if op.place.phase not in (FORWARD, RECOMPUTE) or segment is None or segment.name not in recomputed:
+                yield f"operator {op.id!r} is in set P, but nothing recomputes it"
+        elif how.set in (D_INTER, D_INTRA):
+            if how.window not in windows:
+                yield f"operator {op.id!r} is deferred to a window {how.window!r} that the plan does not list"
+            elif how.agc_segment is not None and op.id not in _members(plan, how.agc_segment):
+                yield f"operator {op.id!r} is said to be in an AGC segment {how.agc_segment!r} that does not have it"
+            else:
+                yield from _badly_deferred(op, how.set, windows[how.window], changes)
+    yield from _bad_segments(plan)
+    yield from _overrun(plan, windows)
+    yield from _too_much_memory(plan, windows)
+
+
+def _incomplete(plan: Plan) -> Iterator[str]:
+    known = {op.id for op in plan.trace.ops}
+    for name in plan.assign:
+        if name not in known:
+            yield f"an operator {name!r} is assigned that the plan does not list"
+    for name in known:
+        if name not in plan.assign:
+            yield f"operator {name!r} is not assigned: it would go unverified"
+
+
+def _recomputes(op: Operator) -> bool:
+    return op.place.phase == RECOMPUTE and op.checking.segment is not None
+
+
+def _members(plan: Plan, segment: str) -> tuple[str, ...]:
+    return plan.segments[segment].ops if segment in plan.segments else ()
+
+
+def _changes(trace: Trace) -> dict[tuple[int, str], list[float]]:
+    """(stage, tensor) -> when it is changed in place; under "" when the stage's optimizer begins."""
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for op in trace.ops:
+        for name in (*op.checking.mutates, *([""] if op.place.phase == OPTIMIZER else [])):
+            found[op.place.stage, name].append(op.start_us)
+    return found
+
+
+def _badly_deferred(
+    op: Operator, said: str, window: Window, changes: dict[tuple[int, str], list[float]]
+) -> Iterator[str]:
+    name = f"operator {op.id!r}"
+    if window.stage != op.place.stage:
+        yield f"{name} of stage {op.place.stage} is deferred to a window of stage {window.stage}"
+    if op.checking.mutates or op.place.phase == OPTIMIZER:
+        yield f"{name} changes what it reads, and must be verified at once"
+    if not op.checking.deterministic:
+        yield f"{name} is not reproducible, and is deferred to be compared"
+    if said != deferred_set(window):
+        yield f"{name} is in set {said}, and its window {window.id!r} is one for {deferred_set(window)}"
+    if op.end_us > window.start_us + CLOSE_US:
+        yield f"{name} is deferred to window {window.id!r}, which begins before it ends"
+    for tensor in (*op.tensors, ""):
+        times = changes.get((op.place.stage, tensor), ())
+        if any(op.end_us - CLOSE_US <= at < window.end_us - CLOSE_US for at in times):
+            yield f"{name} is deferred beyond a change of {tensor or 'the parameters'!r}"
+
+
+def _bad_segments(plan: Plan) -> Iterator[str]:
+    by_id = {op.id: op for op in plan.trace.ops}
+    for segment in plan.segments.values():
+        for name in segment.ops:
+            how = plan.assign.get(name)
+            if how is None or how.agc_segment != segment.id or how.window != segment.window:
+                yield f"AGC segment {segment.id!r} has operator {name!r}, which is assigned otherwise"
+        for name in segment.keeps:
+            if name not in plan.trace.tensors:
+                yield f"AGC segment {segment.id!r} keeps a tensor {name!r} that the plan does not list"
+        least = sum(by_id[name].check_us for name in segment.ops if name in by_id) + segment.regenerated_us
+        if segment.load_us < least - CLOSE_US:
+            yield f"AGC segment {segment.id!r} is said to take {segment.load_us:.3f} us, and takes {least:.3f}"
+
+
+def _overrun(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
+    load: dict[str, float] = defaultdict(float)
+    for op in plan.trace.ops:
+        how = plan.assign.get(op.id)
+        if how is not None and how.window is not None and how.agc_segment is None:
+            load[how.window] += op.check_us
+    for segment in plan.segments.values():
+        load[segment.window] += segment.load_us
+    for name, taken in load.items():
+        if name in windows and taken > windows[name].dur_us + CLOSE_US:
+            yield f"window {name!r} lasts {windows[name].dur_us:.3f} us and is given {taken:.3f} us of verification"
+
+
+def _too_much_memory(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
+    budget = plan.trace.memory.budget
+    if budget is None:
+        yield "the plan has no memory budget"
+        return
+    for stage, peak in peaks(plan, windows).items():
+        if peak > budget * (1 + 1e-9):
+            yield f"stage {stage} would use {peak / 1e9:.3f} GB, and the plan's budget is {budget / 1e9:.3f} GB"
+
+
+def peaks(plan: Plan, windows: dict[str, Window]) -> dict[int, float]:
+    """Stage -> the most bytes in use at any time, with what the plan keeps."""
+    changes = _memory_changes(plan, windows)
+    return {stage: max((level for _, level in _levels(each)), default=0.0) for stage, each in changes.items()}
+
+
+def memory_over_time(plan: Plan, stage: int) -> list[tuple[float, float]]:
+    """(from when, bytes in use with what the plan keeps) of one stage, in order of time."""
+    windows = {window.id: window for window in plan.trace.windows}
+    return list(_levels(_memory_changes(plan, windows).get(stage, [])))
+
+
+def _memory_changes(plan: Plan, windows: dict[str, Window]) -> dict[int, list[tuple[float, float]]]:
+    """Stage -> (when, by how many bytes)."""
+    until: dict[tuple[int, str], float] = {}
+    for op in plan.trace.ops:
+        how = plan.assign.get(op.id)
+        if how is not None and how.window in windows:
+            keeps = op.tensors if how.agc_segment is None else _kept(plan, how.agc_segment)
+            for name in keeps:
+                key = (op.place.stage, name)
+                until[key] = max(until.get(key, 0.0), windows[how.window].end_us)
+    changes: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (stage, name), end in until.items():
+        tensor = plan.trace.tensors.get(name)
+        if tensor is not None and tensor.free_us is not None and tensor.free_us < end:
+            changes[stage] += [(tensor.free_us, tensor.bytes), (end, -tensor.bytes)]
+    for stage in plan.trace.stages:
+        before = 0.0
+        for at, live in plan.trace.memory.timeline.get(stage, ()):
+            changes[stage].append((at, live - before))
+            before = live
+    return changes
+
+
+def _kept(plan: Plan, segment: str) -> tuple[str, ...]:
+    return plan.segments[segment].keeps if segment in plan.segments else ()
+
+
+def _levels(changes: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What is in use after each instant at which something changes: of one instant, only the end counts."""
+    level = 0.0
+    for at, together in groupby(sorted(changes), key=lambda change: change[0]):
+        level += sum(change for _, change in together)
+        yield at, level

@@ -1,0 +1,79 @@
+"""``ft dmr plan``: a profile and a memory budget in, a plan file with a table and a picture out."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ft.dmr.plan.file import write_plan
+from ft.dmr.plan.planner import PHASES, Options, plan
+from ft.dmr.plan.sizes import size
+from ft.dmr.plan.text import as_text, as_values
+from ft.dmr.plan.trace import INTER, INTRA
+from ft.dmr.plan.trace_file import read_trace
+from ft.errors import UserError
+
+_DESCRIPTION = """\
+Assigns every operator of a profile to one way of verifying it, in three phases (SpareTrain): with the recomputation of
+activation checkpointing; one segment of each block in windows between a stage's units; single operators in what windows
+have left. What finds no place is verified at once. No window and no memory is used beyond what there is."""
+
+
+def add_parser(questions) -> None:
+    """Adds the subcommand."""
+    parser = questions.add_parser(
+        "plan",
+        help="which operator is verified when, from a profile",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("profile", metavar="PROFILE", help="from ft dmr profile")
+    parser.add_argument(
+        "--memory-budget", type=size, metavar="SIZE", help="of one device, 80GB; default: the profile's"
+    )
+    parser.add_argument("--out", metavar="FILE", help="where to write the plan")
+    parser.add_argument("--phases", type=int, default=PHASES, choices=range(PHASES + 1), help="phases; 0: naive alone")
+    windows = INTER + INTRA
+    parser.add_argument("--no-windows", action="append", default=[], choices=windows, help="a kind of windows to leave")
+    add_answer_flags(parser)
+    parser.set_defaults(main=run)
+
+
+def add_answer_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--plot`` and ``--json``."""
+    parser.add_argument("--plot", metavar="FILE", help="a picture of windows and memory over time, PNG")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Plans, writes, and prints.
+
+    Raises:
+        UserError: the profile or the budget cannot work, or a file cannot be written.
+    """
+    trace = read_trace(Path(given.profile))
+    budget = given.memory_budget or trace.memory.budget
+    if budget is None:
+        raise UserError(f"{given.profile} has no memory budget, and none is given", "give --memory-budget, as 80GB")
+    kinds = tuple(kind for kind in INTER + INTRA if kind not in given.no_windows)
+    found = plan(trace, budget, Options(given.phases, kinds))
+    if given.out is not None:
+        write_plan(Path(given.out), found)
+    answer(found, given)
+    return 0
+
+
+def answer(found, given: argparse.Namespace) -> None:
+    """Prints a plan as it was asked for, and draws it.
+
+    Raises:
+        UserError: the picture cannot be written.
+    """
+    print(json.dumps(as_values(found)) if given.json else as_text(found))
+    if given.plot is not None:
+        # Matplotlib takes longer to import than all else here.
+        from ft.dmr.plan.picture import draw
+
+        try:
+            draw(found, Path(given.plot))
+        except (OSError, ValueError) as error:
+            raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error
