@@ -86,7 +86,7 @@ def assumed(asked: Question, cluster: Cluster) -> str:
         f"attention, {percent(reached.memory)} of the memory's rate,",
         f"  {percent(reached.link)} of NVLink's {device.link / 1e9:.0f} GB/s, {percent(reached.network)} of the "
         f"network's {cluster.network / 1e9:.0f} GB/s, {reached.latency_s * 1e6:.0f} us latency,",
-        f"  {gigabytes(cluster.reserved)} of each GPU's memory for context and buffers; no transfer overlaps with work,",
+        f"  {gigabytes(cluster.reserved)} of each GPU's memory for context and buffers; transfers overlap no work,",
         "  data-parallel ones do entirely",
     ]
     if asked.model.experts:
