@@ -1,5 +1,6 @@
 """Memory that deferred verifications keep from being freed, over time, against what the budget leaves."""
 
+import bisect
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ class Holdings:
     def __init__(self, trace: Trace, stage: int, windows: Sequence[Window], budget: float):
         self._tensors = trace.tensors
         self._ends = np.array([window.end_us for window in windows])
+        self._end_times = self._ends.tolist()
         self._kept = np.zeros(len(windows))
         self.base = _in_use(trace.memory.timeline.get(stage, ()), self._ends)
         self._headroom = budget - self.base
@@ -63,7 +65,7 @@ class Holdings:
         return spans
 
     def _after(self, at_us: float) -> int:
-        return int(np.searchsorted(self._ends, at_us, side="right"))
+        return bisect.bisect_right(self._end_times, at_us)
 
     def free(self, slot: int) -> float:
         """Bytes that the budget leaves in one slot."""
