@@ -71,6 +71,7 @@ def test_the_overhead_is_at_or_below_the_paper_s(name, printed):
         ("llama3-8b", 1, {}),
         ("llama3-8b", 3, {"early_stop": True}),
         ("llama3-8b", 2, {"recompute": "none", "micro": 2}),
+        ("llama3-8b", 2, {"chunks": 4, "early_stop": True}),
         ("llama4-scout", 2, {"early_stop": True}),
         ("llama4-scout", 2, {"tp": 4, "ep": 2}),
     ],

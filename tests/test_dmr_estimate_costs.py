@@ -8,8 +8,9 @@ from ft.dmr.estimate.block import Transfer, Work, backward, forward, head, saved
 from ft.dmr.estimate.clusters import DEVICES, Cluster
 from ft.dmr.estimate.costs import seconds
 from ft.dmr.estimate.layout import STATES, Layout, fitted
-from ft.dmr.estimate.memory import in_flight, peak_bytes, stage_memory, state_bytes
+from ft.dmr.estimate.memory import over_units, peak_bytes, stage_memory, state_bytes
 from ft.dmr.estimate.models import MODELS
+from ft.dmr.plan.schedule import Pipeline, orders
 from ft.errors import UserError
 
 LLAMA, GPT3, SCOUT = MODELS["llama3-70b"], MODELS["gpt3-175b"], MODELS["llama4-scout"]
@@ -88,7 +89,7 @@ def test_without_recomputation_a_layer_keeps_34_sbh_over_tp():
 
 def test_with_full_recomputation_a_layer_keeps_2_sbh_over_tp():
     kept = stage_memory(LLAMA, Layout(tp=8, pp=4), 1).kept
-    assert kept == 20 * 2 * LLAMA.sequence * LLAMA.hidden / 8
+    assert kept == (20 * 2 * LLAMA.sequence * LLAMA.hidden / 8,)
 
 
 def test_states_are_18_bytes_of_each_parameter_and_copies_share_12():
@@ -100,9 +101,25 @@ def test_states_are_18_bytes_of_each_parameter_and_copies_share_12():
     assert 8 * sum(state_bytes(LLAMA, titan, stage) for stage in range(2)) == pytest.approx(16 * LLAMA.parameters)
 
 
+def held(layout: Layout, stage: int) -> float:
+    """Microbatches in flight at most, counted in those of a whole stage."""
+    memory = stage_memory(LLAMA, layout, stage)
+    order = orders(Pipeline(layout.pp, layout.microbatches, layout.chunks))[stage]
+    most = max(running for _, running, _ in over_units(memory, order))
+    return (most - memory.states - memory.working - memory.ends) / sum(memory.kept)
+
+
 def test_earlier_stages_hold_more_microbatches_until_there_are_no_more():
     layout = Layout(tp=8, pp=4, batch=3)
-    assert [in_flight(layout, stage) for stage in range(4)] == [3, 3, 2, 1]
+    assert [held(layout, stage) for stage in range(4)] == pytest.approx([3, 3, 2, 1])
+
+
+def test_the_interleaved_schedule_holds_1_plus_p_minus_1_over_pv_times_as_much():
+    """Korthikanti et al. 2022, section 4.2.3: the first stage holds 1 + (p - 1) / (p m) as much with m chunks."""
+    for chunks in (1, 2, 5):
+        layout = Layout(tp=8, pp=4, batch=16, chunks=chunks)
+        more = 1 + 3 / (4 * chunks) if chunks > 1 else 1
+        assert held(layout, 0) == pytest.approx(4 * more)
 
 
 def test_tight_memory_forces_more_stages_as_in_the_paper():
@@ -157,6 +174,7 @@ def test_layers_that_do_not_divide_go_where_there_is_room():
         ({"tp": 16}, "leaves a node"),
         ({"tp": 3}, "do not divide by TP 3"),
         ({"pp": 100}, "stages for 80 layers"),
+        ({"pp": 8, "chunks": 11}, "8 stages of 11 chunks for 80"),
         ({"dp": 9}, "take 72 GPUs and there are 64"),
         ({"ep": 2}, "EP 2 does not divide"),
         ({"batch": 15, "dp": 2}, "does not divide into microbatches"),

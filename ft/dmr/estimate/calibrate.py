@@ -11,8 +11,8 @@ from ft.dmr.estimate.block import Transfer
 from ft.dmr.estimate.clusters import Cluster
 from ft.dmr.estimate.layout import Layout
 from ft.dmr.estimate.models import Model
-from ft.dmr.estimate.profile import pipeline_of, stage_works
-from ft.dmr.estimate.stage import Placed, StageWork
+from ft.dmr.estimate.profile import part_works, pipeline_of
+from ft.dmr.estimate.stage import PartWork, Placed
 from ft.dmr.plan.schedule import Pipeline, Unit, simulate
 from ft.errors import UserError
 
@@ -29,7 +29,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Of one stage and direction, microseconds: operators, transfers, verification of all operators."""
+    """Of one part and direction, microseconds: operators, transfers, verification of all operators."""
 
     computed: float
     sent: float
@@ -72,23 +72,26 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
 
 
 def _units(model: Model, layout: Layout, cluster: Cluster) -> list[tuple[_Unit, _Unit]]:
-    """Of each stage, its forward and its backward."""
-    return [(_unit(work.forward), _unit(work.backward)) for work in stage_works(model, layout, cluster)]
+    """Of each part, its forward and its backward."""
+    return [(_unit(work.forward), _unit(work.backward)) for work in part_works(model, layout, cluster)]
 
 
 def _unit(steps: list[Placed]) -> _Unit:
     sent = sum(one.t_us for one in steps if isinstance(one.step, Transfer))
     checked = sum(one.t_us + one.compare_us for one in steps if not isinstance(one.step, Transfer))
-    return _Unit(StageWork.duration_us(steps) - sent, sent, checked)
+    return _Unit(PartWork.duration_us(steps) - sent, sent, checked)
 
 
 def _shares(units: list[tuple[_Unit, _Unit]], pipeline: Pipeline, slowdown: float) -> Shares:
+    def of(unit: Unit) -> _Unit:
+        return units[unit.chunk * pipeline.stages + unit.stage][unit.backward]
+
     def plain(unit: Unit) -> float:
-        one = units[unit.stage][unit.backward]
+        one = of(unit)
         return one.computed + slowdown * one.sent
 
     pipeline = replace(pipeline, comm_us=pipeline.comm_us * slowdown)
     end = simulate(pipeline, plain).end_us
-    naive = simulate(pipeline, lambda unit: plain(unit) + units[unit.stage][unit.backward].checked).end_us
+    naive = simulate(pipeline, lambda unit: plain(unit) + of(unit).checked).end_us
     busy = sum(forward.computed + backward.computed for forward, backward in units) * pipeline.microbatches
-    return Shares(naive / end - 1, 1 - busy / end / len(units))
+    return Shares(naive / end - 1, 1 - busy / end / pipeline.stages)

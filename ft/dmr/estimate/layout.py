@@ -35,6 +35,7 @@ class Layout:
     Args:
         tp: tensor parallel, with sequence parallel; within a node.
         pp: pipeline stages.
+        chunks: model chunks of each stage; more than one: the interleaved schedule.
         ep: experts of a layer are spread over this many ranks, within a node, taken from the tensor-parallel group.
         dp: data-parallel copies.
         batch: sequences of an iteration, over all copies.
@@ -50,6 +51,7 @@ class Layout:
     ep: int = 1
     dp: int = 1
     batch: int = 32
+    chunks: int = 1
     micro: int = 1
     recompute: str = "full"
     early_stop: bool = False
@@ -64,18 +66,23 @@ class Layout:
         """Of one iteration on each stage."""
         return self.batch // (self.micro * self.dp)
 
+    @property
+    def parts(self) -> int:
+        """Pieces that the model is cut into; part ``chunk * pp + stage`` is a stage's chunk."""
+        return self.pp * self.chunks
+
     def layers(self, model: Model) -> list[int]:
-        """Layers of each stage. Where the number does not divide, stages far from the embedding and the output layer
-        get one more, later ones first: fewer microbatches are in flight there."""
-        base, more = divmod(model.layers, self.pp)
-        by_room = sorted(range(self.pp), key=lambda stage: (stage in (0, self.pp - 1), -stage))
-        return [base + (stage in by_room[:more]) for stage in range(self.pp)]
+        """Layers of each part. Where the number does not divide, parts far from the embedding and the output layer get
+        one more, later ones first: fewer microbatches are in flight there."""
+        base, more = divmod(model.layers, self.parts)
+        by_room = sorted(range(self.parts), key=lambda part: (part in (0, self.parts - 1), -part))
+        return [base + (part in by_room[:more]) for part in range(self.parts)]
 
     def check(self, model: Model, cluster: Cluster) -> None:
         """Raises:
         UserError: the layout cannot be, with the numbers that exclude each other.
         """
-        for name in ("tp", "pp", "ep", "dp", "batch", "micro"):
+        for name in ("tp", "pp", "ep", "dp", "batch", "micro", "chunks"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}", "give a whole number of at least 1")
         if self.recompute not in RECOMPUTE:
@@ -95,8 +102,9 @@ class Layout:
             )
 
     def _check_shape(self, model: Model) -> None:
-        if self.pp > model.layers:
-            raise UserError(f"{self.pp} stages for {model.layers} layers", "give a smaller --pp")
+        if self.parts > model.layers:
+            cut = f"{self.pp} stages of {self.chunks} chunks" if self.chunks > 1 else f"{self.pp} stages"
+            raise UserError(f"{cut} for {model.layers} layers", "give fewer")
         for what, size in (("heads", model.heads), ("key-value heads", model.kv_heads), ("MLP width", model.ffn)):
             if size % self.tp:
                 raise UserError(f"{model.name}: {size} {what} do not divide by TP {self.tp}", "give another --tp")

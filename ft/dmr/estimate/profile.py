@@ -7,9 +7,9 @@ from ft.dmr.estimate.block import BF16, FP32, Transfer
 from ft.dmr.estimate.clusters import Cluster
 from ft.dmr.estimate.costs import message_seconds, read_seconds
 from ft.dmr.estimate.layout import Layout
-from ft.dmr.estimate.memory import stage_memory, stage_parameters
+from ft.dmr.estimate.memory import over_units, stage_memory, stage_parameters
 from ft.dmr.estimate.models import Model
-from ft.dmr.estimate.stage import MICRO, Placed, StageWork, stage_work
+from ft.dmr.estimate.stage import MICRO, PartWork, Placed, part_work
 from ft.dmr.plan.schedule import Pipeline, Timeline, Unit, idle, simulate
 from ft.dmr.plan.trace import (
     OPTIMIZER,
@@ -25,23 +25,23 @@ from ft.dmr.plan.trace import (
 
 
 def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:
-    """1F1B without overlap; stages are on nodes of their own unless two fit into one. What stages hand over is split
-    over the tensor-parallel ranks."""
+    """1F1B, interleaved where stages have chunks, without overlap. All stages share a node if they fit, else messages
+    go between nodes. What stages hand over is split over the tensor-parallel ranks."""
     sent = model.sequence * layout.micro * model.hidden * BF16 / layout.tp
     same_node = layout.tp * layout.pp <= cluster.per_node
     comm_us = message_seconds(sent, same_node, cluster) * MICRO if layout.pp > 1 else 0.0
-    return Pipeline(stages=layout.pp, microbatches=layout.microbatches, comm_us=comm_us)
+    return Pipeline(layout.pp, layout.microbatches, layout.chunks, comm_us)
 
 
-def stage_works(model: Model, layout: Layout, cluster: Cluster) -> list[StageWork]:
-    """Of every stage, in order."""
-    return [stage_work(model, layout, cluster, stage) for stage in range(layout.pp)]
+def part_works(model: Model, layout: Layout, cluster: Cluster) -> list[PartWork]:
+    """Of every part, in order."""
+    return [part_work(model, layout, cluster, part) for part in range(layout.parts)]
 
 
-def schedule(works: list[StageWork], pipeline: Pipeline) -> Timeline:
+def schedule(works: list[PartWork], pipeline: Pipeline) -> Timeline:
     """When each stage runs what, without DMR."""
-    times = [(StageWork.duration_us(work.forward), StageWork.duration_us(work.backward)) for work in works]
-    return simulate(pipeline, lambda unit: times[unit.stage][unit.backward])
+    times = [(PartWork.duration_us(work.forward), PartWork.duration_us(work.backward)) for work in works]
+    return simulate(pipeline, lambda unit: times[unit.chunk * pipeline.stages + unit.stage][unit.backward])
 
 
 def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None = None) -> Trace:
@@ -54,12 +54,12 @@ def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None
         UserError: the layout cannot be.
     """
     layout.check(model, cluster)
-    works, pipeline = stage_works(model, layout, cluster), pipeline_of(model, layout, cluster)
+    works, pipeline = part_works(model, layout, cluster), pipeline_of(model, layout, cluster)
     timeline = schedule(works, pipeline)
     builder = _Builder(layout, cluster)
-    for stage, work in enumerate(works):
-        for unit in timeline.order[stage]:
-            builder.unit(unit, work, timeline.times[unit][0])
+    for units in timeline.order:
+        for unit in units:
+            builder.unit(unit, works[unit.chunk * layout.pp + unit.stage], timeline.times[unit][0])
     builder.optimizers([stage_parameters(model, layout, stage) for stage in range(layout.pp)], timeline.end_us)
     gaps = enumerate(idle(timeline))
     builder.windows += [
@@ -92,9 +92,9 @@ class _Builder:
         self.sizes: dict[str, float] = {}
         self.kept: set[str] = set()
 
-    def unit(self, unit: Unit, work: StageWork, start_us: float) -> None:
+    def unit(self, unit: Unit, work: PartWork, start_us: float) -> None:
         """Everything that a stage does in one unit, which begins at ``start_us``."""
-        prefix = f"s{unit.stage}m{unit.microbatch}/"
+        prefix = f"s{unit.stage}c{unit.chunk}m{unit.microbatch}/"
         for i, step in enumerate(work.backward if unit.backward else work.forward):
             tensors = [prefix + name for name in (*step.inputs, *step.outputs)]
             begin = start_us + step.start_us
@@ -107,7 +107,7 @@ class _Builder:
                     kind = step.step.kind
                     self.windows.append(Window(count, unit.stage, begin, step.t_us, kind, dynamic=kind == "ep"))
                 continue
-            place = Place(unit.stage, unit.microbatch, work.first + step.layer, step.phase)
+            place = Place(unit.stage, unit.microbatch, work.first + step.layer, step.phase, unit.chunk)
             self.ops.append(self._operator(place, step, count, tensors, begin))
 
     def _operator(self, place: Place, step: Placed, name: str, tensors: list[str], begin: float) -> Operator:
@@ -153,17 +153,13 @@ class _Builder:
 
 
 def _memory(model: Model, layout: Layout, cluster: Cluster, timeline: Timeline) -> Mapping[int, tuple]:
-    """Steps at the beginning and the end of every unit; a unit's transients count from its beginning to its end."""
+    """Changes at the beginning and the end of every unit."""
     found = {}
     for stage, units in enumerate(timeline.order):
         memory = stage_memory(model, layout, stage)
-        fixed, held = memory.states + cluster.reserved, 0
-        points = [(0.0, fixed)]
-        for unit in units:
+        points = [(0.0, memory.states + cluster.reserved)]
+        for unit, running, after in over_units(memory, units):
             start, end = timeline.times[unit]
-            held += not unit.backward
-            points.append((start, fixed + held * memory.kept + memory.working + memory.ends))
-            held -= unit.backward
-            points.append((end, fixed + held * memory.kept))
+            points += [(start, running + cluster.reserved), (end, after + cluster.reserved)]
         found[stage] = tuple(points)
     return found

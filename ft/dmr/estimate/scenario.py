@@ -104,6 +104,7 @@ FIELDS = {
     "memory": Field("cluster", lambda value: size(str(value)), None, "SIZE", "budget of each GPU, like 80GB (default: "
                     "the device's)"),
     "pp": Field("layout", _whole, 1, "N", "pipeline stages (default: 1)"),
+    "chunks": Field("layout", _whole, 1, "N", "model chunks of each stage; more: interleaved (default: 1)"),
     "tp": Field("layout", _whole, None, "N", "tensor parallel, with sequence parallel (default: a node)"),
     "ep": Field("layout", _whole, None, "N", "expert parallel, within TP (default: TP)"),
     "dp": Field("layout", _whole, None, "N", "copies (default: as many as there are GPUs for)"),
@@ -177,7 +178,7 @@ def question(values: Mapping[str, Any]) -> Question:
     model = model if has["sequence"] is None else replace(model, sequence=has["sequence"])
     network = NETWORKS[device.name] if has["network"] is None else has["network"] * GB
     cluster = Cluster(device, has["gpus"], has["per-node"], network, Reached())
-    others = {name: has[name] for name in ("micro", "recompute", "dp")}
+    others = {name: has[name] for name in ("micro", "recompute", "dp", "chunks")}
     others |= {"early_stop": has["early-stop"], "state": STATES[has["state"]]}
     sizes = (has["pp"], has["tp"], has["ep"])
     layouts = tuple(fitted(model, cluster, *sizes, batch=batch, **others) for batch in has["batch"])

@@ -1,4 +1,5 @@
-"""What one stage does for one microbatch: its steps in order, with their times and the names of their tensors."""
+"""What one part of the model (a stage, or its chunk) does for one microbatch: its steps in order, with their times and
+the names of their tensors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ class Placed:
     """A step of a layer, ``start_us`` after its unit begins.
 
     Args:
-        layer: within the stage; the embedding is -1, the output layer the number of layers.
-        inputs, outputs: names of tensors, unique within a microbatch on a stage.
+        layer: within the part; the embedding is -1, the output layer the number of layers.
+        inputs, outputs: names of tensors, unique within a microbatch in a part.
         compare_us: what comparing takes, beside executing the step again; 0 for transfers.
         segment: it belongs to the layer's activation-checkpointing segment. last: it is the segment's last.
     """
@@ -39,9 +40,9 @@ class Placed:
 
 
 @dataclass
-class StageWork:
+class PartWork:
     """Of one microbatch: steps of its forward and of its backward (recomputation included), and sizes of tensors in
-    bytes by name. ``first``: number of the stage's first layer in the model, from 1; 0 is the embedding."""
+    bytes by name. ``first``: number of the part's first layer in the model, from 1; 0 is the embedding."""
 
     first: int = 1
     forward: list[Placed] = field(default_factory=list)
@@ -53,9 +54,9 @@ class StageWork:
         return steps[-1].start_us + steps[-1].t_us if steps else 0.0
 
 
-def stage_work(model: Model, layout: Layout, cluster: Cluster, stage: int) -> StageWork:
-    """Everything that a GPU of ``stage`` does for one microbatch."""
-    layers = layout.layers(model)[stage]
+def part_work(model: Model, layout: Layout, cluster: Cluster, part: int) -> PartWork:
+    """Everything that a GPU does for one microbatch in one part of the model."""
+    layers = layout.layers(model)[part]
     one_layer = block.forward(model, layout)
     back = block.backward(one_layer)
     full = layout.recompute == "full"
@@ -63,14 +64,14 @@ def stage_work(model: Model, layout: Layout, cluster: Cluster, stage: int) -> St
     last = again[-1] if not layout.early_stop else one_layer[len(again)]
     lay = _Lay(cluster)
     part = model.sequence * layout.micro * model.hidden * block.BF16 // layout.tp
-    lay.work.first = sum(layout.layers(model)[:stage]) + 1
+    lay.work.first = sum(layout.layers(model)[:part]) + 1
     lay.work.sizes |= {"x0": part, f"d{layers}": part}
-    if stage == 0:
+    if part == 0:
         lay.put(lay.work.forward, block.embedding(model, layout), -1, FORWARD, "f")
     for layer in range(layers):
         segment = (*again, last) if full else ()
         lay.put(lay.work.forward, one_layer, layer, FORWARD, "f", segment, last)
-    if stage == layout.pp - 1:
+    if part == layout.parts - 1:
         output = block.head(model, layout)
         lay.put(lay.work.forward, output, layers, FORWARD, "f")
         lay.put(lay.work.backward, block.backward(output), layers, BACKWARD, "f")
@@ -78,7 +79,7 @@ def stage_work(model: Model, layout: Layout, cluster: Cluster, stage: int) -> St
         if full:
             lay.put(lay.work.backward, again, layer, RECOMPUTE, "r", again, last)
         lay.put(lay.work.backward, back, layer, BACKWARD, "r" if full else "f")
-    if stage == 0:
+    if part == 0:
         lay.put(lay.work.backward, block.embedding_backward(model, layout), -1, BACKWARD, "f")
     return lay.work
 
@@ -97,7 +98,7 @@ class _Lay:
     number of the layer that takes it."""
 
     def __init__(self, cluster: Cluster):
-        self.cluster, self.work, self.times = cluster, StageWork(), {}
+        self.cluster, self.work, self.times = cluster, PartWork(), {}
 
     def put(
         self,
@@ -132,7 +133,7 @@ class _Lay:
                     step=step,
                     layer=layer,
                     phase=phase,
-                    start_us=StageWork.duration_us(onto),
+                    start_us=PartWork.duration_us(onto),
                     t_us=self._time(step),
                     inputs=inputs,
                     outputs=outputs,

@@ -29,11 +29,12 @@ def as_text(asked: Question, cluster: Cluster, found: Sequence[Estimate]) -> str
 def _head(asked: Question, first: Estimate) -> str:
     layout, cluster = first.layout, asked.cluster
     experts = f", EP {layout.ep}" if asked.model.experts else ""
+    chunks = f" ({layout.chunks} chunks each)" if layout.chunks > 1 else ""
     used = f"{layout.gpus} of {cluster.gpus}" if layout.gpus < cluster.gpus else f"{cluster.gpus}"
     held = max(first.plan.trace.memory.peak(stage) for stage in range(layout.pp))
     return (
         f"{asked.model.name} ({asked.model.parameters / 1e9:.1f} billion parameters) on {used} "
-        f"{cluster.device.name} GPUs: TP {layout.tp} x PP {layout.pp} x DP {layout.dp}{experts}, "
+        f"{cluster.device.name} GPUs: TP {layout.tp} x PP {layout.pp}{chunks} x DP {layout.dp}{experts}, "
         f"microbatches of {layout.micro}\n"
         f"memory: {gigabytes(asked.budget)} budget, training alone takes {gigabytes(held)} on the fullest stage"
     )
