@@ -86,6 +86,10 @@ def test_a_trace_is_one_that_can_have_happened(model, pp, others, tmp_path):
     # Without recomputation a backward begins with a transfer, which the planner's clock counts to the unit before.
     exact = 1e-9 if layout.recompute == "full" else 2e-3
     assert Clock(trace).none_us() == pytest.approx(max(op.end_us for op in trace.ops), rel=exact)
+    names = [op.name for op in trace.ops]
+    for once in ("embedding", "embedding.backward", "logits", "loss.backward"):
+        assert names.count(once) == layout.microbatches
+    assert {op.place.layer for op in trace.ops} == set(range(MODELS[model].layers + 2))
     for stage in range(pp):
         _nothing_overlaps_and_nothing_is_left_out(trace, stage)
 

@@ -63,9 +63,9 @@ def part_work(model: Model, layout: Layout, cluster: Cluster, part: int) -> Part
     again = _recomputed(one_layer, layout.early_stop)
     last = again[-1] if not layout.early_stop else one_layer[len(again)]
     lay = _Lay(cluster)
-    part = model.sequence * layout.micro * model.hidden * block.BF16 // layout.tp
+    handed_over = model.sequence * layout.micro * model.hidden * block.BF16 // layout.tp
     lay.work.first = sum(layout.layers(model)[:part]) + 1
-    lay.work.sizes |= {"x0": part, f"d{layers}": part}
+    lay.work.sizes |= {"x0": handed_over, f"d{layers}": handed_over}
     if part == 0:
         lay.put(lay.work.forward, block.embedding(model, layout), -1, FORWARD, "f")
     for layer in range(layers):
