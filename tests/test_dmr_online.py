@@ -1,0 +1,102 @@
+"""The planner at run time: what waits, what windows take, and what memory forces."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from dmr_traces import pipeline_trace, random_trace
+
+from ft.dmr.plan.assign import D_INTRA, NAIVE
+from ft.dmr.plan.check import problems
+from ft.dmr.plan.online import (
+    Entry,
+    at_static_window,
+    before_change,
+    enqueue,
+    in_dynamic_window,
+    under_pressure,
+)
+from ft.dmr.plan.planner import Options, plan
+from ft.dmr.plan.schedule import Pipeline
+
+QUEUE = (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0))
+
+
+def names(entries):
+    return [entry.op for entry in entries]
+
+
+def test_an_operator_waits_while_memory_allows_it_and_the_shortest_is_forced_first():
+    found = enqueue(QUEUE, Entry("d", 1.0, 10.0), 260.0)
+    assert names(found.queue) == ["a", "b", "c", "d"] and not found.execute
+    found = enqueue(QUEUE, Entry("d", 7.0, 10.0), 200.0)
+    assert names(found.execute) == ["a"] and names(found.queue) == ["b", "c", "d"]
+    assert "memory limit" in found.reason
+    assert names(under_pressure(QUEUE, 0.0).execute) == ["a", "c", "b"]
+
+
+def test_what_keeps_no_memory_is_not_forced():
+    queue = (Entry("free", 1.0, 0.0), Entry("a", 5.0, 100.0))
+    assert names(under_pressure(queue, 50.0).execute) == ["a"]
+
+
+def test_a_static_window_takes_the_longest_that_fit_it():
+    assert names(at_static_window(QUEUE, 36.0).execute) == ["b", "a"]
+    assert names(at_static_window(QUEUE, 29.0).queue) == ["b"]
+    assert at_static_window((), 10.0).execute == ()
+
+
+def test_a_dynamic_window_takes_one_after_the_other_until_it_closes():
+    assert names(in_dynamic_window(QUEUE, 0.0).execute) == ["a"]
+    assert names(in_dynamic_window(QUEUE[1:], 5.0).execute) == ["b"]
+    assert names(in_dynamic_window(QUEUE[1:], 5.0, expected_us=20.0).execute) == ["c"]
+    assert not in_dynamic_window(QUEUE, 19.0, expected_us=20.0).execute
+    assert in_dynamic_window((), 0.0).reason == "the queue is empty"
+
+
+def test_what_uses_a_tensor_is_executed_before_it_changes():
+    found = before_change(QUEUE, {"a", "c"})
+    assert names(found.execute) == ["a", "c"] and names(found.queue) == ["b"]
+
+
+def test_nothing_is_lost_or_executed_twice_whatever_happens():
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(60):
+        queue, executed, seen = (), [], 0
+        for _ in range(60):
+            headroom = rng.choice((0.0, 50.0, 300.0, 1e6))
+            what = rng.randrange(5)
+            if what <= 1:
+                found = enqueue(queue, Entry(f"o{seen}", rng.uniform(0, 20), rng.choice((0.0, 40.0))), headroom)
+                seen += 1
+            elif what == 2:
+                found = at_static_window(queue, length := rng.uniform(0, 40))
+                assert sum(entry.check_us for entry in found.execute) <= length
+            elif what == 3:
+                found = in_dynamic_window(queue, rng.uniform(0, 10), rng.choice((None, 20.0)))
+                assert len(found.execute) <= 1
+            else:
+                found = under_pressure(queue, headroom)
+                assert sum(entry.bytes for entry in found.queue) <= headroom
+            executed += names(found.execute)
+            queue = found.queue
+        assert sorted(executed + names(queue)) == sorted(f"o{i}" for i in range(seen))
+
+
+def test_in_a_trace_of_dynamic_windows_they_are_used_and_nothing_is_overrun():
+    trace = pipeline_trace(Pipeline(2, 4, comm_us=5.0), tp_us=15.0, moe=True)
+    found = plan(trace, 6000.0)
+    dynamic = {window.id for window in trace.windows if window.dynamic}
+    used = [how for how in found.assign.values() if how.window in dynamic]
+    assert used and {how.set for how in used} == {D_INTRA} and not list(problems(found))
+    assert found.predicted.t_plan < plan(trace, 6000.0, Options(phases=2)).predicted.t_plan
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_static_planning_leaves_dynamic_windows_to_the_run(dynamic):
+    trace = random_trace(11, dynamic=False)
+    windows = tuple(replace(window, dynamic=dynamic, kind="ep") for window in trace.windows)
+    found = plan(replace(trace, windows=windows), 1e6, Options(phases=2))
+    assert not any(how.window for how in found.assign.values()) and NAIVE in {how.set for how in found.assign.values()}

@@ -1,0 +1,209 @@
+"""DMR's planner on random traces: every operator assigned once, nothing overrun, and more room does no harm."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from dmr_traces import pipeline_trace, random_trace, wider
+
+from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, SETS, UNCHECKED
+from ft.dmr.plan.check import peaks, problems
+from ft.dmr.plan.planner import Options, plan
+from ft.dmr.plan.schedule import Pipeline
+from ft.dmr.plan.summary import loads
+from ft.dmr.plan.trace import INTER, INTRA, OPTIMIZER, Checking, Memory, Operator, Place, Segment, Tensor, Trace, Window
+from ft.errors import UserError
+
+TRACES = 120
+
+
+def some(seed: int, **how) -> tuple[Trace, float]:
+    """A random trace and a budget for it, tight or ample."""
+    trace = random_trace(seed, **how)
+    rng = random.Random(-seed)
+    return trace, trace.memory.peak(0) + rng.choice((0.0, rng.uniform(0, 60), 1e6))
+
+
+def seeds():
+    first = random.randrange(10**6)
+    print("first seed", first)
+    return range(first, first + TRACES)
+
+
+def one(op_us: float = 10.0, windows=(), budget: float = 1e9, **how) -> tuple[Trace, Operator]:
+    """An operator (0 to ``op_us``) whose output of 8 bytes is freed at once, and windows (start, length, kind)."""
+    op = Operator("a", "mm", Place(phase="backward"), 0.0, op_us, ("x",), ("y",), Checking(**how))
+    tensors = {"x": Tensor("x", 8.0), "y": Tensor("y", 8.0, op_us)}
+    found = tuple(Window(f"w{i}", 0, *each) for i, each in enumerate(windows))
+    return Trace({}, (op,), tensors, found, Memory({0: ((0.0, 100.0),)}, budget)), op
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_operator_is_assigned_once_and_neither_windows_nor_memory_are_overrun(dynamic):
+    for seed in seeds():
+        trace, budget = some(seed, dynamic=dynamic)
+        found = plan(trace, budget)
+        assert found.assign.keys() == {op.id for op in trace.ops}, seed
+        assert not list(problems(found)), seed
+        for op in trace.ops:
+            how = found.assign[op.id]
+            assert how.set in SETS and (how.window is not None) == (how.set in (D_INTER, D_INTRA)), seed
+            assert op.checking.deterministic != (how.set == UNCHECKED), seed
+        windows = {window.id: window for window in trace.windows}
+        for name, taken in loads(found).items():
+            assert taken <= windows[name].dur_us + 1e-6, seed
+        for peak in peaks(found, windows).values():
+            assert peak <= found.predicted.peak_bytes + 1e-6 and peak <= budget * (1 + 1e-9), seed
+
+
+def test_without_windows_there_is_p_dmr_and_naive():
+    for seed in seeds():
+        trace, budget = some(seed)
+        found = plan(replace(trace, windows=()), budget)
+        assert {how.set for how in found.assign.values()} <= {PIGGYBACK, NAIVE, UNCHECKED}, seed
+        assert not found.segments
+
+
+def test_a_phase_more_never_makes_an_iteration_longer():
+    for seed in seeds():
+        trace, budget = some(seed, dynamic=seed % 2 == 0)
+        times = [each.t_plan for each in plan(trace, budget).phases]
+        assert times == sorted(times, reverse=True), seed
+        assert times[0] == plan(trace, budget, Options(phases=0)).predicted.t_plan
+        assert times[2] == plan(trace, budget, Options(phases=2)).predicted.t_plan
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 4), (4, 8), (2, 4, 2)])
+def test_in_a_pipeline_nothing_is_overrun_either_and_bubbles_hide_what_else_is_not_hidden(shape):
+    trace = pipeline_trace(Pipeline(*shape, comm_us=5.0), tp_us=12.0)
+    found = plan(trace, 6000.0)
+    assert not list(problems(found))
+    times = [each.t_plan for each in found.phases]
+    assert times == sorted(times, reverse=True) and found.predicted.t_plan < found.predicted.t_naive
+    without = plan(trace, 6000.0, Options(kinds=("p2p", "dp", "tp", "ep")))
+    assert not list(problems(without))
+    if shape[0] > 1:
+        assert found.predicted.t_plan < without.predicted.t_plan
+        assert found.predicted.t_plan < 1.4 * found.predicted.t_none
+
+
+def test_windows_as_long_as_all_work_hide_everything():
+    ops, windows, tensors, now = [], [], {"w": Tensor("w", 1.0)}, 0.0
+    for i in range(20):
+        tensors[f"t{i}"] = Tensor(f"t{i}", 8.0, now + 10)
+        ops.append(Operator(f"o{i}", "mm", Place(layer=i, phase="backward"), now, 10.0, ("w",), (f"t{i}",)))
+        windows.append(Window(f"w{i}", 0, now + 10, 10.0, "tp"))
+        now += 20
+    trace = Trace({}, tuple(ops), tensors, tuple(windows), Memory({}))
+    found = plan(trace, 8.0).predicted
+    assert (found.exposed_us, found.t_plan, found.peak_bytes) == (0.0, found.t_none, 8.0)
+    assert plan(trace, 7.0).predicted.exposed_us == 200.0
+
+
+def test_an_operator_goes_where_time_and_memory_allow_it():
+    trace, _ = one(windows=[(10.0, 12.0, "tp")])
+    assert plan(trace, 108.0).assign["a"].set == D_INTRA
+    assert plan(trace, 107.0).assign["a"].set == NAIVE
+    assert plan(one(windows=[(10.0, 12.0, "p2p")])[0], 108.0).assign["a"].set == D_INTER
+    for windows in ([(10.0, 9.0, "tp")], [(5.0, 50.0, "tp")], []):
+        assert plan(one(windows=windows)[0], 1e9).assign["a"].set == NAIVE
+
+
+def test_what_comparing_takes_counts_in_windows_and_in_p_dmr():
+    trace, _ = one(windows=[(10.0, 12.0, "tp")], compare_us=2.5)
+    assert plan(trace, 1e9).assign["a"].set == NAIVE and plan(trace, 1e9).predicted.exposed_us == 12.5
+
+
+def test_operators_that_change_tensors_are_verified_at_once_and_what_uses_these_before_that():
+    trace, op = one(windows=[(10.0, 12.0, "tp"), (30.0, 12.0, "tp")], mutates=("x",))
+    assert plan(trace, 1e9).assign["a"].set == NAIVE
+    trace, op = one(windows=[(30.0, 12.0, "tp")])
+    change = Operator("b", "add_", Place(), 22.0, 1.0, ("x",), (), Checking(mutates=("x",)))
+    assert plan(replace(trace, ops=(op, change)), 1e9).assign["a"].set == NAIVE
+    assert plan(replace(trace, ops=(op, replace(change, start_us=42.0))), 1e9).assign["a"].set == D_INTRA
+    adam = Operator("c", "adam", Place(phase=OPTIMIZER), 22.0, 1.0)
+    assert plan(replace(trace, ops=(op, adam)), 1e9).assign["a"].set == NAIVE
+
+
+def test_a_segment_s_last_operator_costs_one_execution_where_recomputation_stops_early():
+    ops = []
+    for phase, start in (("forward", 0.0), ("recompute", 20.0)):
+        for i in range(2):
+            checking = Checking(segment=Segment("s", last=i == 1, comm_tail=i == 1))
+            ops.append(Operator(f"{phase}{i}", "mm", Place(phase=phase), start + 10 * i, 10.0, (), (), checking))
+    trace = Trace({}, tuple(ops), {}, (), Memory({}))
+    assert plan(trace, 0.0).predicted.exposed_us == 0.0
+    early = replace(trace, ops=tuple(ops[:3]), early_stop=True)
+    # The last one ends in communication: naive DMR, which does not repeat that.
+    assert plan(early, 0.0).assign["forward1"].set == NAIVE
+    quiet = replace(ops[1], checking=Checking(segment=Segment("s", last=True)))
+    found = plan(replace(early, ops=(ops[0], quiet, ops[2])), 0.0)
+    assert found.assign["forward1"].set == PIGGYBACK and found.predicted.exposed_us == 10.0
+
+
+def test_without_a_recomputation_a_segment_is_no_second_execution():
+    op = Operator("a", "mm", Place(), 0.0, 10.0, (), (), Checking(segment=Segment("s")))
+    assert plan(Trace({}, (op,), {}, (), Memory({})), 0.0).assign["a"].set == NAIVE
+
+
+def test_what_is_not_reproducible_is_named_and_not_deferred():
+    trace, _ = one(windows=[(10.0, 12.0, "tp")], deterministic=False)
+    assert plan(trace, 1e9).assign["a"].set == UNCHECKED
+
+
+def test_an_agc_segment_keeps_its_boundary_alone():
+    ops, tensors = [], {"t0": Tensor("t0", 8.0, 10.0)}
+    for i in range(5):
+        tensors[f"t{i + 1}"] = Tensor(f"t{i + 1}", 8.0, 10.0 * (i + 2))
+        place = Place(phase="backward")
+        ops.append(Operator(f"o{i}", "mm", place, 10.0 * i, 10.0, (f"t{i}",), (f"t{i + 1}",)))
+    trace = Trace({}, tuple(ops), tensors, (Window("w", 0, 60.0, 50.0, "p2p"),), Memory({}))
+    found = plan(trace, 24.0)
+    [segment] = found.segments.values()
+    assert segment.ops == tuple(op.id for op in ops) and set(segment.keeps) == {"t0", "t5"} and segment.load_us == 50
+    assert found.predicted.exposed_us == 0
+    assert plan(trace, 24.0, Options(phases=1)).predicted.exposed_us == 50
+
+
+def test_where_memory_is_scarce_activations_are_regenerated():
+    trace = pipeline_trace(Pipeline(1, 1), layers=1, size=100.0, tp_us=0.0)
+    window = Window("late", 0, 200.0, 200.0, "p2p")
+    base = trace.memory.peak(0)
+    tight, ample = (plan(replace(trace, windows=(window,)), base + more) for more in (250.0, 2500.0))
+    [segment] = tight.segments.values()
+    assert segment.regenerated_us > 0 and segment.load_us > sum(op.t_us for op in trace.ops if op.id in segment.ops)
+    [segment] = ample.segments.values()
+    assert segment.regenerated_us == 0
+
+
+def test_a_budget_that_training_alone_exceeds_is_refused():
+    trace, _ = one()
+    with pytest.raises(UserError, match="stage 0 needs"):
+        plan(trace, 99.0)
+
+
+def longest(trace: Trace) -> float:
+    return max(op.check_us for op in trace.ops)
+
+
+def test_more_memory_never_hurts():
+    worst = 0.0
+    for seed in seeds():
+        trace, budget = some(seed)
+        more = budget + random.Random(seed).uniform(0, 80)
+        lost = plan(trace, more).predicted.t_plan - plan(trace, budget).predicted.t_plan
+        worst = max(worst, lost / longest(trace) if lost > 1e-6 else 0.0)
+        assert lost <= 1e-6, seed
+    print("most lost, in longest operators:", worst)
+
+
+def test_a_longer_window_never_hurts():
+    for seed in seeds():
+        trace, budget = some(seed)
+        if trace.windows:
+            found = plan(wider(trace, random.Random(seed)), budget).predicted.exposed_us
+            assert found <= plan(trace, budget).predicted.exposed_us + 1e-6, seed
+
+
+def test_all_kinds_of_windows_are_either_between_units_or_inside_them():
+    assert not set(INTER) & set(INTRA)

@@ -1,0 +1,205 @@
+"""``ft dmr plan`` and ``ft dmr explain``: what they print and write, and files that cannot work."""
+
+import json
+import os
+import random
+from dataclasses import replace
+
+import pytest
+from dmr_traces import PRINT, pipeline_trace, random_trace
+
+from ft import cli
+from ft.dmr.plan.file import differences, read_plan, refuse_another_s, write_plan
+from ft.dmr.plan.planner import plan
+from ft.dmr.plan.schedule import Pipeline
+from ft.dmr.plan.sizes import gigabytes, size
+from ft.dmr.plan.trace_file import read_trace, write_trace
+from ft.errors import UserError
+
+TRACE = pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0)
+BUDGET = "6000"
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A profile and its plan."""
+    profile, out = tmp_path / "prof.json", tmp_path / "plan.json"
+    write_trace(profile, TRACE)
+    assert cli.main(["dmr", "plan", str(profile), "--memory-budget", BUDGET, "--out", str(out)]) == 0
+    return profile, out
+
+
+def refused(capsys, *words: str) -> str:
+    capsys.readouterr()
+    try:
+        code = cli.main(["dmr", *words])
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert code == 2 and not said.out
+    return said.err
+
+
+def changed(path, change) -> str:
+    """The file with its values changed by ``change``."""
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def test_traces_and_plans_are_read_as_they_were_written(tmp_path):
+    first = random.randrange(10**6)
+    print("first seed", first)
+    for seed in range(first, first + 20):
+        trace = random_trace(seed, dynamic=seed % 2 == 0)
+        path = tmp_path / "file.json"
+        write_trace(path, trace)
+        read = read_trace(path)
+        assert replace(read, memory=trace.memory, tensors=trace.tensors) == trace
+        assert dict(read.tensors) == dict(trace.tensors) and not list(tmp_path.glob("*.part"))
+        found = plan(read, 1e3)
+        write_plan(path, found)
+        assert read_plan(path) == found
+
+
+def test_plan_and_explain_say_the_same(files, capsys):
+    profile, out = map(str, files)
+    capsys.readouterr()
+    assert cli.main(["dmr", "plan", profile, "--memory-budget", BUDGET]) == 0
+    printed = capsys.readouterr().out
+    assert "D_inter" in printed and "P: with the recomputation" in printed and "bubble" in printed
+    assert cli.main(["dmr", "explain", out]) == 0
+    assert capsys.readouterr().out == printed
+    assert cli.main(["dmr", "explain", out, "--operators", "mm1"]) == 0
+    assert "mm1" in (listed := capsys.readouterr().out) and "mm2" not in listed
+
+
+def test_json_has_these_keys(files, capsys):
+    capsys.readouterr()
+    assert cli.main(["dmr", "explain", str(files[1]), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"predicted", "phases", "sets", "windows", "agc_segments", "memory", "online", "reasons"}
+    assert len(found["phases"]) == 4 and found["memory"]["budget"] == float(BUDGET)
+    assert {"t_none", "t_naive", "t_plan", "peak_bytes", "overhead", "gain"} <= set(found["predicted"])
+
+
+def test_the_picture_is_a_png(files, tmp_path, capsys):
+    path = tmp_path / "plan.png"
+    assert cli.main(["dmr", "explain", str(files[1]), "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_windows_and_phases_can_be_left_out(files, capsys):
+    def overhead(*words):
+        capsys.readouterr()
+        assert cli.main(["dmr", "plan", str(files[0]), "--memory-budget", BUDGET, "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)["predicted"]["overhead"]
+
+    assert overhead() < overhead("--no-windows", "bubble") <= overhead("--phases", "1") < overhead("--phases", "0")
+
+
+def _cycle(values):
+    ops = values["ops"]
+    ops[0].setdefault("in_ids", []).append(ops[5]["out_ids"][0])
+    ops[5].setdefault("in_ids", []).append(ops[0]["out_ids"][0])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (_cycle, "cycle: operators need each other's results"),
+        (lambda values: values.update(version=2), "version 2, and 1 is"),
+        (lambda values: values.pop("version"), "has no 'version'"),
+        (lambda values: values.pop("ops"), "has no 'ops'"),
+        (lambda values: values["ops"][3].update(t_us=-1.0), "ops[3] has t_us = -1.0"),
+        (lambda values: values["ops"][3].update(t_us="long"), "ops[3] has t_us = 'long'"),
+        (lambda values: values["ops"][3].update(phase="sideways"), "ops[3] has phase = 'sideways'"),
+        (lambda values: values["ops"][3].update(in_ids=["nowhere"]), "uses a tensor 'nowhere'"),
+        (lambda values: values["ops"].append(values["ops"][0]), "lists operator"),
+        (lambda values: values["ops"][3].update(stage=7), "on stage 7"),
+        (lambda values: values["ops"].__setitem__(2, []), "ops[2] is not a JSON object"),
+        (lambda values: values["windows"][0].update(kind="door"), "windows[0] has kind = 'door'"),
+        (lambda values: values["windows"][0].update(dur_us=float("nan")), "dur_us = nan"),
+        (lambda values: values["tensors"][0].update(bytes=True), "tensors[0] has bytes = True"),
+        (lambda values: values["fingerprint"].pop("torch"), "has no 'torch'"),
+        (lambda values: values["memory"]["timeline"][0].update(live=-5), "live = -5"),
+        (lambda values: values["schedule"].update(stages=0), "stages = 0"),
+    ],
+)
+def test_profiles_and_plans_that_cannot_be_are_refused_with_what_is_wrong(change, said, files, capsys):
+    profile, out = files
+    assert said in refused(capsys, "plan", changed(profile, change), "--memory-budget", "80GB")
+    assert said in refused(capsys, "explain", changed(out, change))
+
+
+def _deferred(values) -> str:
+    return next(name for name, how in values["assign"].items() if how["set"] == "D_intra")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda values: values["assign"].popitem(), "is not assigned: it would go unverified"),
+        (lambda values: values["assign"].update(ghost={"set": "naive"}), "'ghost' is assigned that the plan"),
+        (lambda values: values["assign"][_deferred(values)].update(set="maybe"), "set = 'maybe'"),
+        (lambda values: values["assign"][_deferred(values)].update(window="door"), "a window 'door' that"),
+        (lambda values: values["assign"][_deferred(values)].update(set="D_inter"), "its window"),
+        (lambda values: values["assign"][_deferred(values)].update(set="P"), "nothing recomputes it"),
+        (lambda values: [each.update(dur_us=0.1) for each in values["windows"]], "of verification"),
+        (lambda values: values["memory"].update(budget=1000.0), "and the plan's budget is"),
+        (lambda values: values["assign"][_deferred(values)].update(agc_segment="s"), "AGC segment 's'"),
+        (lambda values: values.pop("assign"), "is a profile and no plan"),
+        (lambda values: values["predicted"].pop("t_plan"), "has no 't_plan'"),
+    ],
+)
+def test_plans_that_cannot_be_followed_are_refused_with_what_is_wrong(change, said, files, capsys):
+    assert said in refused(capsys, "explain", changed(files[1], change))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_the_beginning_of_a_file_is_refused(share, files, capsys):
+    for command, path in zip(("plan", "explain"), files, strict=True):
+        whole = path.read_text()
+        path.write_text(whole[: int(share * len(whole))])
+        assert "no JSON, or only the beginning of one" in refused(capsys, command, str(path))
+
+
+def test_files_that_are_not_there_or_cannot_be_written_are_named(files, tmp_path, capsys):
+    assert "cannot be read" in refused(capsys, "explain", str(tmp_path / "none.json"))
+    assert "cannot be read" in refused(capsys, "plan", str(tmp_path))
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    assert "is no text" in refused(capsys, "plan", str(tmp_path / "binary.json"))
+    nowhere = str(tmp_path / "no folder" / "plan.json")
+    assert "cannot be written" in refused(capsys, "plan", str(files[0]), "--memory-budget", "80GB", "--out", nowhere)
+
+
+def test_a_budget_has_to_be_given_and_to_be_enough(files, capsys):
+    profile = str(files[0])
+    assert "no memory budget" in refused(capsys, "plan", profile)
+    assert "without any verification" in refused(capsys, "plan", profile, "--memory-budget", "10")
+    for wrong in ("80XB", "-3GB", "0", "much"):
+        assert "no size like 80GB" in refused(capsys, "plan", profile, f"--memory-budget={wrong}")
+    assert "none was asked" in refused(capsys)
+
+
+def test_sizes_are_read_and_written():
+    assert (size("80GB"), size("1.5 GiB"), size("12"), size("2e9"), size("3k")) == (80e9, 1.5 * 2**30, 12, 2e9, 3e3)
+    assert (gigabytes(61.34e9), gigabytes(5e6), gigabytes(10)) == ("61.3 GB", "5.0 MB", "10 B")
+
+
+def test_a_plan_for_another_run_is_refused_with_what_differs(files):
+    found = read_plan(files[1])
+    refuse_another_s(found, PRINT)
+    with pytest.raises(UserError, match=r"torch: planned for 'x', the run has '2\.9'"):
+        refuse_another_s(found, {**PRINT, "torch": "2.9"})
+    assert differences(PRINT, {**PRINT, "tp": 2, "extra": 1}) == [
+        "tp: planned for 'x', the run has 2",
+        "extra: planned for None, the run has 1",
+    ]
+
+
+def test_a_file_is_replaced_whole(files):
+    os.chmod(files[1], 0o444)
+    write_plan(files[1], read_plan(files[1]))
+    assert read_plan(files[1]).assign

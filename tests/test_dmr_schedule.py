@@ -1,0 +1,123 @@
+"""Pipeline schedules played through: the order of units is megatron-core's, and idle times are what theory says."""
+
+import random
+
+import pytest
+
+from ft.dmr.plan.schedule import Pipeline, Unit, idle, messages, needs, orders, simulate
+from ft.errors import UserError
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+SHAPES = [(1, 1, 1), (1, 5, 1), (2, 4, 1), (4, 8, 1), (4, 2, 1), (2, 4, 3), (4, 8, 2), (3, 3, 2), (4, 10, 2)]
+SHAPES = [shape for shape in SHAPES if shape[2] == 1 or shape[1] % shape[0] == 0]
+
+
+def idle_us(timeline, stage: int) -> float:
+    return sum(each.end_us - each.start_us for each in idle(timeline) if each.stage == stage)
+
+
+@pytest.mark.parametrize("stages, microbatches", [(1, 3), (2, 2), (3, 8), (4, 2), (8, 16)])
+def test_without_communication_1f1b_idles_p_minus_1_times_f_plus_b_on_every_stage(stages, microbatches):
+    f, b = 3.0, 7.0
+    timeline = simulate(Pipeline(stages, microbatches), lambda unit: b if unit.backward else f)
+    # With fewer microbatches than stages the formula holds as well: a stage's work is shorter, and so is the iteration.
+    assert timeline.end_us == pytest.approx((microbatches + stages - 1) * (f + b))
+    for stage in range(stages):
+        assert idle_us(timeline, stage) == pytest.approx((stages - 1) * (f + b))
+
+
+def test_interleaving_shortens_the_bubble_by_the_number_of_chunks():
+    def bubble(chunks):
+        work = 12.0 / chunks
+        timeline = simulate(Pipeline(4, 8, chunks), lambda unit: 2 * work if unit.backward else work)
+        return idle_us(timeline, 0)
+
+    assert bubble(2) == pytest.approx(bubble(1) / 2) and bubble(4) == pytest.approx(bubble(1) / 4)
+
+
+@pytest.mark.parametrize("stages, microbatches, chunks", SHAPES)
+def test_every_unit_runs_once_after_what_it_needs(stages, microbatches, chunks):
+    pipeline = Pipeline(stages, microbatches, chunks, comm_us=0.5)
+    timeline = simulate(pipeline, lambda unit: 1.0 + unit.backward)
+    assert len(timeline.times) == 2 * stages * microbatches * chunks == sum(map(len, orders(pipeline)))
+    for unit, (start, _) in timeline.times.items():
+        source = needs(pipeline, unit)
+        if source is not None:
+            assert start >= timeline.times[source][1] + 0.5 * (source.stage != unit.stage) - 1e-9
+    for units in timeline.order:
+        starts = [timeline.times[unit][0] for unit in units]
+        assert starts == sorted(starts)
+
+
+def test_interleaved_forwards_come_in_the_order_of_core_s_table():
+    for stages, microbatches, chunks in ((2, 4, 3), (4, 8, 2), (3, 3, 2)):
+        for units in orders(Pipeline(stages, microbatches, chunks)):
+            table = get_schedule_table(microbatches, chunks, stages)
+            assert [(unit.microbatch, unit.chunk) for unit in units if not unit.backward] == table
+            turned = [(microbatch, chunks - 1 - chunk) for microbatch, chunk in table]
+            assert [(unit.microbatch, unit.chunk) for unit in units if unit.backward] == turned
+
+
+def test_idle_times_and_work_fill_the_iteration_and_do_not_overlap():
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(40):
+        stages, chunks = rng.randint(1, 5), rng.choice((1, 1, 2, 3))
+        chunks = chunks if stages > 1 else 1
+        microbatches = rng.randint(1, 3) * (stages if chunks > 1 else rng.randint(1, 4))
+        pipeline = Pipeline(stages, microbatches, chunks, rng.choice((0.0, 0.7)), rng.random() < 0.5)
+        lengths = {unit: rng.uniform(0.1, 5) for units in orders(pipeline) for unit in units}
+        timeline = simulate(pipeline, lengths.__getitem__)
+        gaps = idle(timeline)
+        for stage in range(stages):
+            work = sum(length for unit, length in lengths.items() if unit.stage == stage)
+            assert work + idle_us(timeline, stage) == pytest.approx(timeline.end_us)
+            spans = [(gap.start_us, gap.end_us) for gap in gaps if gap.stage == stage]
+            spans += [span for unit, span in timeline.times.items() if unit.stage == stage]
+            spans.sort()
+            assert all(spans[i][1] <= spans[i + 1][0] + 1e-9 for i in range(len(spans) - 1))
+
+
+def test_a_message_s_time_is_a_p2p_window_and_the_rest_is_bubble():
+    timeline = simulate(Pipeline(2, 2, comm_us=1.0), lambda unit: 5.0)
+    first = next(gap for gap in idle(timeline) if gap.stage == 1)
+    assert (first.start_us, first.end_us, first.kind, first.after) == (0.0, 5.0, "bubble", None)
+    kinds = {gap.kind for gap in idle(timeline)}
+    assert kinds == {"p2p", "bubble"}
+    assert all(gap.kind == "bubble" for gap in idle(simulate(Pipeline(2, 2), lambda unit: 5.0)))
+
+
+def test_work_behind_a_unit_costs_only_what_does_not_fit_the_gap_after_it():
+    pipeline = Pipeline(2, 2)
+    plain = simulate(pipeline, lambda unit: 10.0)
+    last_forward, first_backward = Unit(0, 1, 0, False), Unit(0, 0, 0, True)
+    room = plain.times[first_backward][0] - plain.times[last_forward][1]
+    assert room > 0
+    for work, more in ((room, 0.0), (room + 3, 3.0)):
+        with_work = simulate(pipeline, lambda unit: 10.0, lambda unit, work=work: work * (unit == last_forward))
+        assert with_work.times[first_backward][0] == pytest.approx(plain.times[first_backward][0] + more)
+
+
+@pytest.mark.parametrize("stages, microbatches, chunks", SHAPES)
+def test_messages_of_a_pair_are_received_in_the_order_in_which_they_are_sent(stages, microbatches, chunks):
+    pipeline = Pipeline(stages, microbatches, chunks)
+    timeline = simulate(pipeline, lambda unit: 1.0 + unit.backward)
+    for (source, target), sent in messages(timeline).items():
+        for backward in (False, True):
+            wanted = [
+                (need.microbatch, need.chunk)
+                for unit in timeline.order[target]
+                if unit.backward == backward
+                and (need := needs(pipeline, unit)) is not None
+                and need.stage == source != target
+            ]
+            ours = [(one.microbatch, one.chunk) for one in sent if one.backward == backward]
+            assert ours == wanted
+        assert [one.sent_us for one in sent] == sorted(one.sent_us for one in sent)
+
+
+@pytest.mark.parametrize("wrong", [(0, 1), (1, 0), (1, 4, 2), (4, 6, 2), (2, 4, 2, 0.0, True, 1), (2, 2, 1, -1.0)])
+def test_a_schedule_that_does_not_exist_is_refused(wrong):
+    with pytest.raises(UserError):
+        Pipeline(*wrong)
