@@ -48,10 +48,11 @@ def test_flops_of_llama_3_405b_are_the_published_3_8e25():
     assert MODELS["llama3-405b"].flops_per_token() * 15.6e12 == pytest.approx(3.8e25, rel=0.04)
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_operators_of_a_layer_add_up_to_the_model_s_flops(name):
+def test_operators_of_a_layer_add_up_to_the_model_s_flops(name, fused):
     model = MODELS[name]
-    layout = fitted(model, Cluster(DEVICES["h200"], 8), 1)
+    layout = fitted(model, Cluster(DEVICES["h200"], 8), 1, fused_gate=fused)
     flops = {
         part: layout.tp * sum(step.flops for step in steps if isinstance(step, Work))
         for part, steps in {"layer": forward(model, layout), "head": head(model, layout)}.items()
@@ -60,9 +61,10 @@ def test_operators_of_a_layer_add_up_to_the_model_s_flops(name):
     assert total == pytest.approx(model.flops_per_token() * model.sequence, rel=1e-9)
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_backward_has_two_products_for_each_and_turns_every_transfer_round(name):
-    layout = fitted(MODELS[name], Cluster(DEVICES["h200"], 8), 1)
+def test_a_backward_has_two_products_for_each_and_turns_every_transfer_round(name, fused):
+    layout = fitted(MODELS[name], Cluster(DEVICES["h200"], 8), 1, fused_gate=fused)
     steps = forward(MODELS[name], layout)
     back = backward(steps)
 

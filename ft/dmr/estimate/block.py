@@ -159,11 +159,28 @@ def _attention(build: _Builder, model: Model, layout: Layout) -> None:
     build.elementwise("norm2", ("x1",), "norm2", part, ("x1",))
 
 
+def _up(
+    build: _Builder, model: Model, layout: Layout, size: tuple[float, float], source: str, name: str, copies: int = 1
+) -> None:
+    """The first product or products of an MLP, and what is between them and the last one.
+
+    Args:
+        size: tokens, and width on this rank.
+        copies: experts on this rank, with a weight each.
+    """
+    tokens, f = size
+    weight = copies * model.hidden * f
+    up, gate = f"{name}_up", f"{name}_gate"
+    wide = 2 if model.gated and layout.fused_gate else 1
+    between = [build.product(up, tokens, model.hidden, f * wide, source, up, weight * wide)]
+    if model.gated and not layout.fused_gate:
+        between.append(build.product(gate, tokens, model.hidden, f, source, gate, weight))
+    build.elementwise(f"{name}_act", tuple(between), f"{name}_act", tokens * f * BF16, tuple(between))
+
+
 def _mlp(build: _Builder, model: Model, layout: Layout, width: int, source: str, name: str) -> None:
     tokens, f = model.sequence * layout.micro, width / layout.tp
-    up = f"{name}_up"
-    build.product(up, tokens, model.hidden, f * (2 if model.gated else 1), build.gather(source), up)
-    build.elementwise(f"{name}_act", (up,), f"{name}_act", tokens * f * BF16, (up,))
+    _up(build, model, layout, (tokens, f), build.gather(source), name)
     build.product(f"{name}_down", tokens, f, model.hidden, f"{name}_act", f"{name}_down")
     build.scatter(f"{name}_down", name)
 
@@ -181,11 +198,8 @@ def _experts(build: _Builder, model: Model, layout: Layout) -> None:
     if experts.shared:
         _mlp(build, model, layout, experts.shared, "norm2", "shared")
     f, own = model.ffn / split, experts.count // layout.ep
-    gates = 2 if model.gated else 1
-    weight = own * model.hidden * f
-    build.product("expert_up", arriving, model.hidden, f * gates, "arrived", "expert_up", weight * gates)
-    build.elementwise("expert_act", ("expert_up",), "expert_act", arriving * f * BF16, ("expert_up",))
-    build.product("expert_down", arriving, f, model.hidden, "expert_act", "expert_down", weight)
+    _up(build, model, layout, (arriving, f), "arrived", "expert", own)
+    build.product("expert_down", arriving, f, model.hidden, "expert_act", "expert_down", own * model.hidden * f)
     build.transfer("combine", "ep", sent, "expert_down", "combined", here * experts.active * row)
     build.elementwise("unpermute", ("combined", "router"), "routed", here * row, ("combined", "router"))
 

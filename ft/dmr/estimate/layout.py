@@ -43,6 +43,7 @@ class Layout:
         recompute: "full", every layer is an activation-checkpointing segment; or "none".
         early_stop: recomputation stops before the segment's last operator whose inputs the backward needs, as torch's
             non-reentrant checkpoints do and Megatron's do not.
+        fused_gate: an MLP's gate and up matrices are one product, as in Megatron; TorchTitan has two.
         state: bytes of a parameter.
     """
 
@@ -55,6 +56,7 @@ class Layout:
     micro: int = 1
     recompute: str = "full"
     early_stop: bool = False
+    fused_gate: bool = True
     state: Bytes = Bytes()
 
     @property

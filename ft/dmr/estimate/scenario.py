@@ -113,6 +113,8 @@ FIELDS = {
     "recompute": Field("layout", _one_of(RECOMPUTE), "full", "HOW", "full: every layer is a segment; or none"),
     "early-stop": Field("layout", _flag, False, "BOOL", "recomputation leaves a segment's last operator out, as "
                         "torch's own checkpoints do and Megatron's do not (default: false)"),
+    "fused-gate": Field("layout", _flag, True, "BOOL", "gate and up matrices of an MLP are one product, as in Megatron "
+                        "(default: true)"),
     "state": Field("layout", _one_of(tuple(STATES)), "megatron", "NAME", "bytes of a parameter: megatron (18, of which "
                    "12 shared by the copies) or titan (16)"),
     "idle": Field("calibration", _SHARE, None, "SHARE", "transfers are slowed down until stages compute nothing for "
@@ -179,7 +181,7 @@ def question(values: Mapping[str, Any]) -> Question:
     network = NETWORKS[device.name] if has["network"] is None else has["network"] * GB
     cluster = Cluster(device, has["gpus"], has["per-node"], network, Reached())
     others = {name: has[name] for name in ("micro", "recompute", "dp", "chunks")}
-    others |= {"early_stop": has["early-stop"], "state": STATES[has["state"]]}
+    others |= {"early_stop": has["early-stop"], "fused_gate": has["fused-gate"], "state": STATES[has["state"]]}
     sizes = (has["pp"], has["tp"], has["ep"])
     layouts = tuple(fitted(model, cluster, *sizes, batch=batch, **others) for batch in has["batch"])
     return Question(
