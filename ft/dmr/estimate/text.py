@@ -10,6 +10,7 @@ from ft.dmr.estimate.clusters import Cluster
 from ft.dmr.estimate.scenario import Question
 from ft.dmr.plan.assign import SETS
 from ft.dmr.plan.sizes import gigabytes
+from ft.dmr.plan.summary import reasons
 from ft.report.text import percent, seconds, table
 
 SAID = {
@@ -23,7 +24,8 @@ SAID = {
 
 def as_text(asked: Question, cluster: Cluster, found: Sequence[Estimate]) -> str:
     """Tables, and what they rest on."""
-    return "\n\n".join([_head(asked, found[0]), _overheads(found), _sets(found), assumed(asked, cluster)])
+    why = "\n".join([f"batch {found[-1].layout.batch}:", *(f"  {reason}" for reason in reasons(found[-1].plan))])
+    return "\n\n".join([_head(asked, found[0]), _overheads(found), _sets(found), why, assumed(asked, cluster)])
 
 
 def _head(asked: Question, first: Estimate) -> str:
