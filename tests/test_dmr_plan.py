@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from dmr_traces import pipeline_trace, random_trace, wider
 
+from ft.dmr.plan import planner
 from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, SETS, UNCHECKED
 from ft.dmr.plan.check import peaks, problems
 from ft.dmr.plan.planner import Options, plan
@@ -14,7 +15,8 @@ from ft.dmr.plan.summary import loads
 from ft.dmr.plan.trace import INTER, INTRA, OPTIMIZER, Checking, Memory, Operator, Place, Segment, Tensor, Trace, Window
 from ft.errors import UserError
 
-TRACES = 120
+TRACES = 60
+FEWER = 30
 
 
 def some(seed: int, **how) -> tuple[Trace, float]:
@@ -182,27 +184,40 @@ def test_a_budget_that_training_alone_exceeds_is_refused():
         plan(trace, 99.0)
 
 
-def longest(trace: Trace) -> float:
-    return max(op.check_us for op in trace.ops)
+def exposed(trace: Trace, budget: float) -> float:
+    return plan(trace, budget).predicted.exposed_us
 
 
 def test_more_memory_never_hurts():
-    worst = 0.0
-    for seed in seeds():
+    for seed in seeds()[:FEWER]:
         trace, budget = some(seed)
         more = budget + random.Random(seed).uniform(0, 80)
-        lost = plan(trace, more).predicted.t_plan - plan(trace, budget).predicted.t_plan
-        worst = max(worst, lost / longest(trace) if lost > 1e-6 else 0.0)
-        assert lost <= 1e-6, seed
-    print("most lost, in longest operators:", worst)
+        assert exposed(trace, more) <= exposed(trace, budget) + 1e-6, seed
 
 
 def test_a_longer_window_never_hurts():
-    for seed in seeds():
+    for seed in seeds()[:FEWER]:
         trace, budget = some(seed)
         if trace.windows:
-            found = plan(wider(trace, random.Random(seed)), budget).predicted.exposed_us
-            assert found <= plan(trace, budget).predicted.exposed_us + 1e-6, seed
+            assert exposed(wider(trace, random.Random(seed)), budget) <= exposed(trace, budget) + 1e-6, seed
+
+
+def test_the_greedy_planner_hides_nearly_all_that_can_be_hidden(monkeypatch):
+    hidden = {0: 0.0, 100: 0.0}
+    for seed in seeds()[:FEWER]:
+        trace, budget = some(seed)
+        for small in hidden:
+            monkeypatch.setattr(planner, "SMALL", small)
+            naive, *_, last = plan(trace, budget).phases
+            hidden[small] += naive.exposed_us - last.exposed_us
+    print("of the most that can be hidden:", hidden[0] / hidden[100])
+    assert 0.9 * hidden[100] < hidden[0] <= hidden[100] + 1e-6
+
+
+def test_the_solver_prints_nothing(capfd):
+    for seed in range(20):
+        plan(*some(seed))
+    assert capfd.readouterr().out == ""
 
 
 def test_all_kinds_of_windows_are_either_between_units_or_inside_them():

@@ -33,7 +33,9 @@ class Inner(Enum):
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
+    """A segment that may be deferred: its operators, what a replay takes, what of that regenerates, and its tensors."""
+
     ops: tuple[Operator, ...]
     load_us: float
     regenerated_us: float
@@ -45,15 +47,20 @@ def coarse(draft: Draft, inner: Inner = Inner.KEPT) -> None:
     slots = [slot for slot, window in enumerate(draft.windows) if window.kind in INTER and not window.dynamic]
     if not slots:
         return
-    graph = _Graph(draft.ops)
-    blocks: dict[tuple, list[list[Operator]]] = {}
-    for (free, key), run in groupby(draft.ops, key=lambda op: (draft.open(op), _block(op))):
-        if free:
-            blocks.setdefault(key, []).append(list(run))
+    graph = Graph(draft.ops)
     # The last blocks first: what is executed shortly before a window keeps memory for the shortest time.
-    for key, runs in reversed(blocks.items()):
+    for key, runs in reversed(blocks(draft).items()):
         name = f"agc:{'.'.join(map(str, key))}@{draft.stage}"
         _place_best(draft, runs, slots, name, lambda longest, runs=runs: _by_gain(runs, graph, longest, inner))
+
+
+def blocks(draft: Draft) -> dict[tuple, list[list[Operator]]]:
+    """Transformer block -> its runs of neighbouring operators that are not assigned yet, in order of time."""
+    found: dict[tuple, list[list[Operator]]] = {}
+    for (free, key), run in groupby(draft.ops, key=lambda op: (draft.open(op), _block(op))):
+        if free:
+            found.setdefault(key, []).append(list(run))
+    return found
 
 
 def _block(op: Operator) -> tuple:
@@ -80,7 +87,7 @@ def _place_best(
             return
 
 
-def _worth_trying(draft: Draft, candidate: _Candidate, behind: list[int]) -> list[int]:
+def _worth_trying(draft: Draft, candidate: Candidate, behind: list[int]) -> list[int]:
     able = [
         slot
         for slot in behind
@@ -90,7 +97,7 @@ def _worth_trying(draft: Draft, candidate: _Candidate, behind: list[int]) -> lis
     return able[:NEAREST] + rest
 
 
-def _by_gain(runs: Sequence[list[Operator]], graph: "_Graph", longest: float, inner: Inner) -> Iterator:
+def _by_gain(runs: Sequence[list[Operator]], graph: "Graph", longest: float, inner: Inner) -> Iterator:
     """(-Gain, function that makes the candidate), the largest Gain first; no load is above ``longest``."""
     found = []
     for r, run in enumerate(runs):
@@ -102,7 +109,7 @@ def _by_gain(runs: Sequence[list[Operator]], graph: "_Graph", longest: float, in
                     break
                 found.append((-checks, r, first, last))
     heapq.heapify(found)
-    waiting: list[tuple[float, int, _Candidate]] = []
+    waiting: list[tuple[float, int, Candidate]] = []
     made = count()
     while found or waiting:
         if waiting and (not found or waiting[0][0] <= found[0][0]):
@@ -119,7 +126,7 @@ def _by_gain(runs: Sequence[list[Operator]], graph: "_Graph", longest: float, in
             heapq.heappush(waiting, (gain + other.regenerated_us, next(made), other))
 
 
-class _Graph:
+class Graph:
     """Who writes and who reads each tensor of one stage."""
 
     def __init__(self, ops: Sequence[Operator]):
@@ -132,9 +139,9 @@ class _Graph:
             if op.place.phase == RECOMPUTE:
                 self._recomputed.setdefault(_block(op)[:3], []).append(op)
 
-    def kept(self, ops: tuple[Operator, ...]) -> _Candidate:
+    def kept(self, ops: tuple[Operator, ...]) -> Candidate:
         """The segment with all its boundary tensors kept."""
-        return _Candidate(ops, sum(op.check_us for op in ops), 0.0, tuple(self._boundary(ops)))
+        return Candidate(ops, sum(op.check_us for op in ops), 0.0, tuple(self._boundary(ops)))
 
     def _boundary(self, ops: tuple[Operator, ...]) -> list[str]:
         ids = {op.id for op in ops}
@@ -145,7 +152,7 @@ class _Graph:
         ]
         return list(dict.fromkeys(read + sorted(handed_on)))
 
-    def regenerated(self, ops: tuple[Operator, ...]) -> _Candidate | None:
+    def regenerated(self, ops: tuple[Operator, ...]) -> Candidate | None:
         """The segment with the recomputation executed once more; None where it reads nothing of that."""
         block = _block(ops[0])[:3]
         again = self._recomputed.get(block, [])
@@ -159,7 +166,7 @@ class _Graph:
         needed = [name for op in replayed for name in op.in_ids if name not in written]
         tensors = dict.fromkeys([name for name in boundary if name not in written] + needed)
         extra = sum(op.t_us for op in replayed)
-        return _Candidate(ops, sum(op.check_us for op in ops) + extra, extra, tuple(tensors))
+        return Candidate(ops, sum(op.check_us for op in ops) + extra, extra, tuple(tensors))
 
 
 def _of(producer: Operator | None, block: tuple) -> bool:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from ft.dmr.plan.assign import D_INTER, D_INTRA, PIGGYBACK, Plan, deferred_set
-from ft.dmr.plan.draft import CLOSE_US
-from ft.dmr.plan.trace import FORWARD, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
+from ft.dmr.plan.trace import CLOSE_US, FORWARD, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
 
 
 def problems(plan: Plan) -> Iterator[str]:
@@ -148,7 +147,7 @@ def _memory_changes(plan: Plan, windows: dict[str, Window]) -> dict[int, list[tu
     changes: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for (stage, name), end in until.items():
         tensor = plan.trace.tensors.get(name)
-        if tensor is not None and tensor.free_us is not None and tensor.free_us < end:
+        if tensor is not None and tensor.free_us is not None and tensor.free_us < end - CLOSE_US:
             changes[stage] += [(tensor.free_us, tensor.bytes), (end, -tensor.bytes)]
     for stage in plan.trace.stages:
         before = 0.0

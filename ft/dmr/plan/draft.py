@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 from ft.dmr.plan.assign import NAIVE, UNCHECKED, AgcSegment, Assignment, deferred_set
 from ft.dmr.plan.holdings import Holdings
-from ft.dmr.plan.trace import OPTIMIZER, Operator, Trace
+from ft.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Trace
 
-CLOSE_US = 1e-3
-"""An operator that ends this little after a window begins has ended before it: sums of times are not exact."""
+ROUNDING_US = 1e-6
+"""A window is not overrun by this little."""
 
 
 class Draft:
@@ -24,7 +24,7 @@ class Draft:
     def __init__(self, trace: Trace, stage: int, budget: float, kinds: Iterable[str]):
         self.trace, self.stage = trace, stage
         self.ops = [op for op in trace.ops if op.place.stage == stage]
-        usable = [window for window in trace.windows if window.stage == stage and window.kind in set(kinds)]
+        usable = [each for each in trace.windows if each.stage == stage and each.kind in set(kinds) and each.dur_us > 0]
         self.windows = sorted(usable, key=lambda window: window.end_us)
         self.room = [window.dur_us for window in self.windows]
         self.holdings = Holdings(trace, stage, self.windows, budget)
@@ -57,9 +57,13 @@ class Draft:
         window = self.windows[slot]
         return op.end_us <= window.start_us + CLOSE_US and window.end_us <= self.deadline(op) + CLOSE_US
 
+    def has_time(self, slot: int, load_us: float) -> bool:
+        """Window ``slot`` has so much left."""
+        return self.room[slot] >= load_us - ROUNDING_US
+
     def defer(self, op: Operator, slot: int) -> bool:
         """Gives it a place in window ``slot`` if time and memory allow; returns whether they do."""
-        if self.room[slot] < op.check_us or not self.holdings.fits(op.tensors, slot):
+        if not self.has_time(slot, op.check_us) or not self.holdings.fits(op.tensors, slot):
             return False
         self._take(slot, op.check_us, op.tensors)
         window = self.windows[slot]

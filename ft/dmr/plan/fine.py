@@ -8,8 +8,8 @@ lazy: an operator that nothing would be gained from is not asked for memory.
 import bisect
 
 from ft.dmr.plan.assign import NAIVE, Assignment
-from ft.dmr.plan.draft import CLOSE_US, Draft
-from ft.dmr.plan.trace import Operator
+from ft.dmr.plan.draft import Draft
+from ft.dmr.plan.trace import CLOSE_US, Operator
 
 
 def fine(draft: Draft) -> None:

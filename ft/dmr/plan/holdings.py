@@ -1,11 +1,10 @@
 """Memory that deferred verifications keep from being freed, over time, against what the budget leaves."""
 
-import bisect
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ft.dmr.plan.trace import Tensor, Trace, Window
+from ft.dmr.plan.trace import CLOSE_US, Tensor, Trace, Window
 
 
 class Holdings:
@@ -25,7 +24,6 @@ class Holdings:
     def __init__(self, trace: Trace, stage: int, windows: Sequence[Window], budget: float):
         self._tensors = trace.tensors
         self._ends = np.array([window.end_us for window in windows])
-        self._end_times = self._ends.tolist()
         self._kept = np.zeros(len(windows))
         self.base = _in_use(trace.memory.timeline.get(stage, ()), self._ends)
         self._headroom = budget - self.base
@@ -56,16 +54,18 @@ class Holdings:
         spans = []
         for name in dict.fromkeys(tensors):
             tensor: Tensor = self._tensors[name]
-            if tensor.free_us is None or not tensor.bytes:
-                continue
             # Kept before: from then on it is new. Else from where training lets go of it.
-            begin = self._until[name] + 1 if name in self._until else self._after(tensor.free_us)
+            begin = self._until[name] + 1 if name in self._until else self.first_slot(name)
             if begin <= slot:
                 spans.append((begin, tensor.bytes, name))
         return spans
 
-    def _after(self, at_us: float) -> int:
-        return bisect.bisect_right(self._end_times, at_us)
+    def first_slot(self, name: str) -> int:
+        """The slot in which training lets go of a tensor; beyond the last one where that costs nothing."""
+        tensor = self._tensors[name]
+        if tensor.free_us is None or not tensor.bytes:
+            return len(self._ends)
+        return int(np.searchsorted(self._ends, tensor.free_us + CLOSE_US, side="right"))
 
     def free(self, slot: int) -> float:
         """Bytes that the budget leaves in one slot."""

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ft.dmr.plan.assign import NAIVE, Assignment
-from ft.dmr.plan.draft import CLOSE_US, Draft
-from ft.dmr.plan.trace import Operator
+from ft.dmr.plan.draft import Draft
+from ft.dmr.plan.trace import CLOSE_US, Operator
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from ft.errors import UserError
 
 PHASES = 3
 
+SMALL = 100
+"""Operators per stage up to which it is worth asking whether the exact solver can do it."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -49,7 +52,7 @@ def plan(trace: Trace, budget: float, options: Options | None = None) -> Plan:
     none_us, naive_us = clock.none_us(), clock.time_us(naive)
     base = max((trace.memory.peak(stage) for stage in trace.stages), default=0.0)
     best = _Found(naive, {}, Predicted(none_us, naive_us, naive_us, clock.exposed_us(naive), base))
-    attempts = list(_attempts(trace, budget, options))
+    attempts = [*_attempts(trace, budget, options), *_exactly(trace, budget, options)]
     reached = [best.predicted]
     for phase in range(1, options.phases + 1):
         for number, assign, segments, peak in attempts:
@@ -93,6 +96,21 @@ def _attempts(trace: Trace, budget: float, options: Options) -> Iterator:
                 # Windows of unknown length are for the planner at run time, which then has all windows to itself.
                 (serve if any(window.dynamic for window in draft.windows) else fine)(draft)
             yield _completed(PHASES, drafts)
+
+
+def _exactly(trace: Trace, budget: float, options: Options) -> Iterator:
+    """As ``_attempts``: the plan that hides the most, if every stage is small and nothing is decided at run time."""
+    drafts = [Draft(trace, stage, budget, options.kinds) for stage in trace.stages]
+    if options.phases < PHASES or len(trace.ops) > SMALL * len(drafts) or trace.dynamic:
+        return
+    # SciPy's solvers take longer to import than a plan without them.
+    from ft.dmr.plan.exact import exact
+
+    for draft in drafts:
+        piggyback(draft)
+        if not exact(draft):
+            return
+    yield _completed(PHASES, drafts)
 
 
 def _completed(number: int, drafts: Sequence[Draft]) -> tuple:

@@ -15,6 +15,10 @@ PHASES = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER)
 INTER, INTRA = ("p2p", "dp", "bubble"), ("tp", "ep")
 """Kinds of windows: between nodes (and between a stage's units of work), and inside a unit."""
 
+CLOSE_US = 1e-3
+"""Instants this close are one: an operator that ends so little after a window begins has ended before it. Sums of times
+are not exact."""
+
 FINGERPRINT = ("model", "tp", "pp", "ep", "micro_batch", "torch", "core", "device")
 """What has to be the same in the run that follows a plan."""
 
