@@ -61,8 +61,8 @@ def pipeline_trace(
 ) -> Trace:
     """A pipeline of blocks of four operators (10, 20, 5, 15 us), recomputed, backward twice as long, tp windows."""
     times = (10.0, 20.0, 5.0, 15.0)
-    block = sum(times) + tp_us
-    timeline = simulate(pipeline, lambda unit: layers * block * (3 if unit.backward else 1))
+    once = sum(times)
+    timeline = simulate(pipeline, lambda unit: layers * (3 * once + 2 * tp_us if unit.backward else once + tp_us))
     tensors, ops, windows = {"w": Tensor("w", 1.0)}, [], []
     for unit, (now, end) in timeline.times.items():
         for step in range(layers):

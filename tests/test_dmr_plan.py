@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from dmr_traces import pipeline_trace, random_trace, wider
 
-from ft.dmr.plan import planner
+from ft.dmr.plan import attempts
 from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, SETS, UNCHECKED
 from ft.dmr.plan.check import peaks, problems
 from ft.dmr.plan.planner import Options, plan
 from ft.dmr.plan.schedule import Pipeline
-from ft.dmr.plan.summary import loads
+from ft.dmr.plan.summary import loads, reasons
 from ft.dmr.plan.trace import INTER, INTRA, OPTIMIZER, Checking, Memory, Operator, Place, Segment, Tensor, Trace, Window
 from ft.errors import UserError
 
@@ -89,6 +89,24 @@ def test_in_a_pipeline_nothing_is_overrun_either_and_bubbles_hide_what_else_is_n
         assert found.predicted.t_plan < 1.4 * found.predicted.t_none
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (3, 6), (2, 4, 2)])
+def test_without_dmr_the_iteration_takes_what_it_took_in_the_trace(shape):
+    trace = pipeline_trace(Pipeline(*shape, comm_us=5.0))
+    found = plan(trace, 1e6)
+    assert found.predicted.t_none == pytest.approx(max(each.end_us for each in (*trace.ops, *trace.windows)))
+    assert not any("played through" in reason for reason in reasons(found))
+    half = tuple(replace(op, t_us=op.t_us / 2) for op in trace.ops)
+    assert any("played through" in reason for reason in reasons(plan(replace(trace, ops=half, windows=()), 1e6)))
+
+
+def test_naive_dmr_costs_what_is_executed_and_the_bubbles_that_grow_with_it():
+    trace = pipeline_trace(Pipeline(4, 8), tp_us=0.0)
+    found = plan(trace, 1e6, Options(phases=0)).predicted
+    compared = sum(op.checking.compare_us for op in trace.ops) / 4
+    assert 2 * found.t_none < found.t_naive < 2 * found.t_none + 2 * compared
+    assert found.t_plan == found.t_naive and found.gain == 0.0
+
+
 def test_windows_as_long_as_all_work_hide_everything():
     ops, windows, tensors, now = [], [], {"w": Tensor("w", 1.0)}, 0.0
     for i in range(20):
@@ -141,6 +159,10 @@ def test_a_segment_s_last_operator_costs_one_execution_where_recomputation_stops
     quiet = replace(ops[1], checking=Checking(segment=Segment("s", last=True)))
     found = plan(replace(early, ops=(ops[0], quiet, ops[2])), 0.0)
     assert found.assign["forward1"].set == PIGGYBACK and found.predicted.exposed_us == 10.0
+    windows = (Window("w", 0, 40.0, 10.0, "tp"),)
+    found = plan(replace(found.trace, windows=windows), 0.0)
+    assert found.assign["forward1"].set == D_INTRA and found.predicted.exposed_us == 0.0
+    assert plan(found.trace, 0.0, Options(phases=1)).assign["forward1"].set == PIGGYBACK
 
 
 def test_without_a_recomputation_a_segment_is_no_second_execution():
@@ -202,12 +224,38 @@ def test_a_longer_window_never_hurts():
             assert exposed(wider(trace, random.Random(seed)), budget) <= exposed(trace, budget) + 1e-6, seed
 
 
+def test_with_a_known_plan_that_is_exact_for_large_stages_and_run_time_decisions_too(monkeypatch):
+    monkeypatch.setattr(attempts, "SMALL", 0)
+    for seed in seeds():
+        trace, budget = some(seed, dynamic=seed % 2 == 0)
+        less = plan(trace, budget)
+        more = plan(trace, budget + random.Random(seed).uniform(0, 80), known=[less])
+        assert more.predicted.t_plan <= less.predicted.t_plan and not list(problems(more)), seed
+        if trace.windows:
+            longer = plan(wider(trace, random.Random(seed)), budget, known=[less])
+            assert longer.predicted.exposed_us <= less.predicted.exposed_us + 1e-6, seed
+            assert not list(problems(longer)), seed
+
+
+def test_a_known_plan_that_cannot_be_followed_here_changes_nothing():
+    trace = pipeline_trace(Pipeline(2, 4, comm_us=5.0), tp_us=12.0)
+    ample, tight = plan(trace, 1e6), plan(trace, 1500.0)
+    assert ample.predicted.t_plan < tight.predicted.t_plan
+    assert plan(trace, 1500.0, known=[ample]) == tight
+    assert plan(trace, 1e6, known=[tight]).predicted == ample.predicted
+
+
+def test_nothing_to_do_is_a_plan_too():
+    found = plan(Trace({}, (), {}, (), Memory({})), 0.0)
+    assert not found.assign and found.predicted.overhead == 0.0
+
+
 def test_the_greedy_planner_hides_nearly_all_that_can_be_hidden(monkeypatch):
     hidden = {0: 0.0, 100: 0.0}
     for seed in seeds()[:FEWER]:
         trace, budget = some(seed)
         for small in hidden:
-            monkeypatch.setattr(planner, "SMALL", small)
+            monkeypatch.setattr(attempts, "SMALL", small)
             naive, *_, last = plan(trace, budget).phases
             hidden[small] += naive.exposed_us - last.exposed_us
     print("of the most that can be hidden:", hidden[0] / hidden[100])

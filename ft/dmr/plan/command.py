@@ -4,8 +4,9 @@ import argparse
 import json
 from pathlib import Path
 
-from ft.dmr.plan.file import write_plan
-from ft.dmr.plan.planner import PHASES, Options, plan
+from ft.dmr.plan.attempts import PHASES
+from ft.dmr.plan.file import read_plan, write_plan
+from ft.dmr.plan.planner import Options, plan
 from ft.dmr.plan.sizes import size
 from ft.dmr.plan.text import as_text, as_values
 from ft.dmr.plan.trace import INTER, INTRA
@@ -34,6 +35,8 @@ def add_parser(questions) -> None:
     parser.add_argument("--phases", type=int, default=PHASES, choices=range(PHASES + 1), help="phases; 0: naive alone")
     windows = INTER + INTRA
     parser.add_argument("--no-windows", action="append", default=[], choices=windows, help="a kind of windows to leave")
+    known = "an earlier plan of this model: the new one is never worse, if that can still be followed"
+    parser.add_argument("--known", action="append", default=[], metavar="PLAN", help=known)
     add_answer_flags(parser)
     parser.set_defaults(main=run)
 
@@ -48,14 +51,15 @@ def run(given: argparse.Namespace) -> int:
     """Plans, writes, and prints.
 
     Raises:
-        UserError: the profile or the budget cannot work, or a file cannot be written.
+        UserError: the profile, the budget or a known plan cannot work, or a file cannot be written.
     """
     trace = read_trace(Path(given.profile))
     budget = given.memory_budget or trace.memory.budget
     if budget is None:
         raise UserError(f"{given.profile} has no memory budget, and none is given", "give --memory-budget, as 80GB")
     kinds = tuple(kind for kind in INTER + INTRA if kind not in given.no_windows)
-    found = plan(trace, budget, Options(given.phases, kinds))
+    known = [read_plan(Path(each)) for each in given.known]
+    found = plan(trace, budget, Options(given.phases, kinds), known)
     if given.out is not None:
         write_plan(Path(given.out), found)
     answer(found, given)

@@ -29,6 +29,7 @@ class Draft:
         self.room = [window.dur_us for window in self.windows]
         self.holdings = Holdings(trace, stage, self.windows, budget)
         self.assign: dict[str, Assignment] = {}
+        self.otherwise: dict[str, Assignment] = {}
         self.segments: dict[str, AgcSegment] = {}
         self._changes = _changes(self.ops)
         self._drained = min((op.start_us for op in self.ops if op.place.phase == OPTIMIZER), default=float("inf"))
@@ -78,18 +79,19 @@ class Draft:
         for each in segment.ops:
             self.assign[each] = Assignment(name, segment.window, segment.id)
 
+    def give_up(self, op_id: str) -> None:
+        """Finds no window for it: it is verified at once, or as phase 1 has meant it to be then."""
+        self.assign[op_id] = self.otherwise.get(op_id, Assignment(NAIVE))
+
     def _take(self, slot: int, load_us: float, tensors: Iterable[str]) -> None:
         self.room[slot] -= load_us
         self.holdings.keep(tensors, slot)
 
     def completed(self) -> dict[str, Assignment]:
         """All operators: those not decided are verified at once, or are unchecked where that is in vain."""
-        rest = {
-            op.id: Assignment(NAIVE if op.checking.deterministic else UNCHECKED)
-            for op in self.ops
-            if op.id not in self.assign
-        }
-        return self.assign | rest
+        in_vain = {op.id: Assignment(UNCHECKED) for op in self.ops if not op.checking.deterministic}
+        rest = {op.id: Assignment(NAIVE) for op in self.ops}
+        return rest | self.otherwise | in_vain | self.assign
 
 
 def _changes(ops: Iterable[Operator]) -> dict[str, list[float]]:

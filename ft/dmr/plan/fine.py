@@ -7,7 +7,6 @@ lazy: an operator that nothing would be gained from is not asked for memory.
 
 import bisect
 
-from ft.dmr.plan.assign import NAIVE, Assignment
 from ft.dmr.plan.draft import Draft
 from ft.dmr.plan.trace import CLOSE_US, Operator
 
@@ -35,7 +34,7 @@ def _fill(draft: Draft, queue: "_Queue", slot: int) -> None:
         queue.remove(op)
         if not draft.reaches(op, slot) or not draft.defer(op, slot):
             # Later windows would keep its tensors longer still.
-            draft.assign[op.id] = Assignment(NAIVE)
+            draft.give_up(op.id)
 
 
 class _Queue:

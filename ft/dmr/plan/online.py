@@ -8,7 +8,6 @@ reach.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ft.dmr.plan.assign import NAIVE, Assignment
 from ft.dmr.plan.draft import Draft
 from ft.dmr.plan.trace import CLOSE_US, Operator
 
@@ -131,12 +130,12 @@ def _use(draft: Draft, ops: dict[str, Operator], queue: tuple[Entry, ...], slot:
 def _defer(draft: Draft, ops: dict[str, Operator], decision: Decision, slot: int) -> None:
     for entry in decision.execute:
         if not draft.defer(ops[entry.op], slot):
-            draft.assign[entry.op] = Assignment(NAIVE)
+            draft.give_up(entry.op)
 
 
 def _at_once(draft: Draft, decision: Decision) -> tuple[Entry, ...]:
     for entry in decision.execute:
-        draft.assign[entry.op] = Assignment(NAIVE)
+        draft.give_up(entry.op)
     return decision.queue
 
 

@@ -1,22 +1,14 @@
 """The planner: a trace, a memory budget and options in; a plan out. No files, no clock, no chance."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ft.dmr.plan.agc import Inner, coarse
 from ft.dmr.plan.assign import AgcSegment, Assignment, Plan, Predicted
-from ft.dmr.plan.draft import Draft
-from ft.dmr.plan.fine import fine
-from ft.dmr.plan.online import serve
-from ft.dmr.plan.piggyback import piggyback
+from ft.dmr.plan.attempts import PHASES, Part, attempts
+from ft.dmr.plan.check import peaks, problems
 from ft.dmr.plan.predict import Clock, everything_at_once
 from ft.dmr.plan.trace import INTER, INTRA, Trace
 from ft.errors import UserError
-
-PHASES = 3
-
-SMALL = 100
-"""Operators per stage up to which it is worth asking whether the exact solver can do it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +24,7 @@ class Options:
     kinds: tuple[str, ...] = INTER + INTRA
 
 
-def plan(trace: Trace, budget: float, options: Options | None = None) -> Plan:
+def plan(trace: Trace, budget: float, options: Options | None = None, known: Sequence[Plan] = ()) -> Plan:
     """Assigns every operator of the trace exactly once.
 
     Each number of phases keeps the best of what is known until there, so that a phase never makes an iteration longer.
@@ -41,27 +33,34 @@ def plan(trace: Trace, budget: float, options: Options | None = None) -> Plan:
         trace: one iteration.
         budget: bytes that each stage may use, training included.
         options: default: all phases, all windows.
+        known: earlier plans of the same operators, as for less memory or shorter windows: where they can still be
+            followed the new one is never worse. (Stages of more than some 100 operators are planned greedily: more room
+            may by itself lose as much as an operator.)
 
     Raises:
         UserError: training alone needs more than the budget.
     """
     options = options or Options()
     _enough(trace, budget)
+    kept = replace(trace, memory=replace(trace.memory, budget=budget))
     clock = Clock(trace)
     naive = everything_at_once(trace)
-    none_us, naive_us = clock.none_us(), clock.time_us(naive)
     base = max((trace.memory.peak(stage) for stage in trace.stages), default=0.0)
-    best = _Found(naive, {}, Predicted(none_us, naive_us, naive_us, clock.exposed_us(naive), base))
-    attempts = [*_attempts(trace, budget, options), *_exactly(trace, budget, options)]
-    reached = [best.predicted]
-    for phase in range(1, options.phases + 1):
-        for number, assign, segments, peak in attempts:
-            if number == phase:
-                exposed = clock.exposed_us(assign)
-                predicted = Predicted(none_us, naive_us, clock.time_us(assign, segments), exposed, peak)
-                best = min(best, _Found(assign, segments, predicted), key=_Found.rank)
+    by_phase: dict[int, list[list[Part]]] = {phase: [] for phase in range(options.phases + 1)}
+    by_phase[0].append([Part(naive, {}, base)])
+    for phase, parts in attempts(trace, budget, options.phases, options.kinds):
+        by_phase[phase].append(parts)
+    if options.phases == PHASES:
+        by_phase[PHASES] += [[part] for each in known if (part := _still(kept, each)) is not None]
+    times = (clock.none_us(), clock.time_us(naive))
+    best, reached = None, []
+    for phase, candidates in by_phase.items():
+        if phase:
+            candidates.append(_best_of_each_stage(candidates, clock))
+        for parts in candidates:
+            found = _found(parts, clock, times)
+            best = found if best is None else min(best, found, key=_Found.rank)
         reached.append(best.predicted)
-    kept = replace(trace, memory=replace(trace.memory, budget=budget))
     return Plan(kept, best.assign, best.segments, best.predicted, tuple(reached))
 
 
@@ -76,47 +75,28 @@ class _Found:
         return self.predicted.t_plan, self.predicted.exposed_us
 
 
-def _attempts(trace: Trace, budget: float, options: Options) -> Iterator:
-    """(phases, assignments, AGC segments, peak memory) of several plans for each number of phases.
-
-    Activations of AGC segments are kept in one, and regenerated in another, which is better where memory and not time
-    is scarce; a third one leaves phase 2 out, for single operators may fill windows better.
-    """
-    for number, segments in ((1, None), (2, Inner.KEPT), (2, Inner.REGENERATED)):
-        if number > options.phases:
-            break
-        drafts = [Draft(trace, stage, budget, options.kinds) for stage in trace.stages]
-        for draft in drafts:
-            piggyback(draft)
-            if segments is not None:
-                coarse(draft, segments)
-        yield _completed(number, drafts)
-        if options.phases == PHASES:
-            for draft in drafts:
-                # Windows of unknown length are for the planner at run time, which then has all windows to itself.
-                (serve if any(window.dynamic for window in draft.windows) else fine)(draft)
-            yield _completed(PHASES, drafts)
+def _found(parts: Sequence[Part], clock: Clock, times: tuple[float, float]) -> _Found:
+    assign = {name: how for part in parts for name, how in part.assign.items()}
+    segments = {name: one for part in parts for name, one in part.segments.items()}
+    peak = max((part.peak for part in parts), default=0.0)
+    predicted = Predicted(*times, clock.time_us(assign, segments), clock.exposed_us(assign), peak)
+    return _Found(assign, segments, predicted)
 
 
-def _exactly(trace: Trace, budget: float, options: Options) -> Iterator:
-    """As ``_attempts``: the plan that hides the most, if every stage is small and nothing is decided at run time."""
-    drafts = [Draft(trace, stage, budget, options.kinds) for stage in trace.stages]
-    if options.phases < PHASES or len(trace.ops) > SMALL * len(drafts) or trace.dynamic:
-        return
-    # SciPy's solvers take longer to import than a plan without them.
-    from ft.dmr.plan.exact import exact
-
-    for draft in drafts:
-        piggyback(draft)
-        if not exact(draft):
-            return
-    yield _completed(PHASES, drafts)
+def _best_of_each_stage(candidates: Sequence[Sequence[Part]], clock: Clock) -> list[Part]:
+    """For each stage the part that hides most, of candidates that have one for each."""
+    stages = max(map(len, candidates))
+    whole = [parts for parts in candidates if len(parts) == stages]
+    return [min(parts, key=lambda part: clock.exposed_us(part.assign)) for parts in zip(*whole, strict=True)]
 
 
-def _completed(number: int, drafts: Sequence[Draft]) -> tuple:
-    assign = {name: how for draft in drafts for name, how in draft.completed().items()}
-    segments = {name: one for draft in drafts for name, one in draft.segments.items()}
-    return number, assign, segments, max((draft.holdings.peak for draft in drafts), default=0.0)
+def _still(trace: Trace, known: Plan) -> Part | None:
+    """An earlier plan as a plan of this trace; None where it cannot be followed here."""
+    moved = replace(known, trace=trace)
+    if any(problems(moved)):
+        return None
+    peak = max(peaks(moved, {window.id: window for window in trace.windows}).values(), default=0.0)
+    return Part(known.assign, known.segments, peak)
 
 
 def _enough(trace: Trace, budget: float) -> None:

@@ -6,9 +6,9 @@ by nothing where it fits. So windows that shrink or grow as naive checks lengthe
 
 import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Assignment
+from ft.dmr.plan.assign import NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Assignment
 from ft.dmr.plan.piggyback import executes_last_again
 from ft.dmr.plan.schedule import Unit, simulate
 from ft.dmr.plan.trace import BACKWARD, INTRA, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
@@ -30,15 +30,10 @@ def everything_at_once(trace: Trace) -> dict[str, Assignment]:
 
 @dataclass(frozen=True)
 class Added:
-    """What DMR adds on one stage, in microseconds: to units, behind units, and after the pipeline."""
+    """What DMR adds on one stage, in microseconds: to units (None: after the pipeline), and behind units."""
 
-    inside: Mapping[Unit, float]
-    behind: Mapping[Unit, float]
-    tail: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self.inside.values()) + self.tail
+    inside: dict[Unit | None, float] = field(default_factory=dict)
+    behind: dict[Unit, float] = field(default_factory=dict)
 
 
 class Clock:
@@ -67,7 +62,7 @@ class Clock:
 
     def time_us(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment] | None = None) -> float:
         """With every operator verified as assigned."""
-        return self._time({stage: self._added(stage, assign, segments or {}) for stage in self._trace.stages})
+        return self._time(self._added(assign, segments or {}))
 
     def exposed_us(self, assign: Mapping[str, Assignment]) -> float:
         """Verification that is not hidden, summed over stages."""
@@ -76,7 +71,7 @@ class Clock:
     def _time(self, added: Mapping[int, Added]) -> float:
         pipeline = self._trace.pipeline
         if pipeline is None:
-            return self._end + max((each.total for each in added.values()), default=0.0)
+            return self._end + max((sum(each.inside.values()) for each in added.values()), default=0.0)
 
         def duration(unit: Unit) -> float:
             begin, end = self._spans.get(unit, (0.0, 0.0))
@@ -85,30 +80,27 @@ class Clock:
         def behind(unit: Unit) -> float:
             return added[unit.stage].behind.get(unit, 0.0) if unit.stage in added else 0.0
 
-        tail = max(0.0, self._end - self._pipeline_end) + max((each.tail for each in added.values()), default=0.0)
+        tail = max(0.0, self._end - self._pipeline_end) + max(
+            (each.inside.get(None, 0.0) for each in added.values()), default=0.0
+        )
         return simulate(pipeline, duration, behind).end_us + tail
 
-    def _added(self, stage: int, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment]) -> Added:
-        inside: dict[Unit, float] = {}
-        behind: dict[Unit, float] = {}
-        tail = 0.0
+    def _added(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment]) -> dict[int, Added]:
+        """Stage -> what is added there."""
+        added = {stage: Added() for stage in self._trace.stages}
         for op in self._trace.ops:
-            if op.place.stage != stage:
-                continue
             how = assign[op.id]
-            cost = exposed_us(self._trace, op, how)
+            here = added[op.place.stage]
             unit = self._paying(op, how)
-            if unit is None:
-                tail += cost
-            else:
-                inside[unit] = inside.get(unit, 0.0) + cost
-            if how.set in (D_INTER, D_INTRA) and how.agc_segment is None:
-                self._put_behind(behind, self._windows[how.window], op.check_us)
+            cost = exposed_us(self._trace, op, how)
+            if cost:
+                here.inside[unit] = here.inside.get(unit, 0.0) + cost
+            if how.window is not None and how.agc_segment is None:
+                self._put_behind(here.behind, self._windows[how.window], op.check_us)
         for segment in segments.values():
             window = self._windows[segment.window]
-            if window.stage == stage:
-                self._put_behind(behind, window, segment.load_us)
-        return Added(inside, behind, tail)
+            self._put_behind(added[window.stage].behind, window, segment.load_us)
+        return added
 
     def _paying(self, op: Operator, how: Assignment) -> Unit | None:
         """The unit that an operator's exposed time lengthens; None: it comes after the pipeline."""

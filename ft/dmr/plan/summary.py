@@ -9,6 +9,9 @@ from ft.dmr.plan.check import peaks
 from ft.dmr.plan.predict import exposed_us
 from ft.dmr.plan.trace import INTER, INTRA, OPTIMIZER
 
+_FAR = 0.05
+"""Share of an iteration by which the played schedule may differ from the trace without being mentioned."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -86,6 +89,12 @@ def reasons(plan: Plan) -> Iterator[str]:
         yield f"{len(left)} operators ({total:.0f} us) found no window with time and memory: verified at once"
         room = ", ".join(f"{kind} {us:.0f} us" for kind, us in free.items()) or "none: there is no idle time"
         yield f"idle time left: {room} (before anything is executed, too short, or beyond the memory budget)"
+    took = max((each.end_us for each in (*plan.trace.ops, *plan.trace.windows)), default=0.0)
+    if plan.trace.pipeline is not None and abs(took - plan.predicted.t_none) > _FAR * took:
+        said = (
+            f"the schedule played through takes {plan.predicted.t_none:.0f} us, and in the trace it took {took:.0f} us"
+        )
+        yield f"{said}: it has idle times that are no windows of it"
     lost = [op for op in plan.trace.ops if plan.assign[op.id].set == UNCHECKED]
     if lost:
         names = ", ".join(sorted({op.name for op in lost})[:5])

@@ -140,7 +140,8 @@ class Trace:
     Args:
         fingerprint: what the trace is valid for, by the names of FINGERPRINT.
         ops: in order of their start on each stage. Recomputed ones are listed too, with phase "recompute".
-        tensors: by id, all that operators name.
+        tensors: by id, all that operators name. What communication delivers is a tensor that no operator writes: a
+            replay cannot regenerate it, and keeps it.
         windows: idle times, in order of their start on each stage.
         memory: in use without DMR.
         pipeline: the schedule, from which the whole iteration's time is simulated; None: stages stand alone.
