@@ -153,7 +153,8 @@ def _ablation(name: str, found: list[Estimate]) -> str:
     rows = []
     for phase, printed in enumerate(PAPER[name].gains, start=1):
         ours = [percent(one.plan.phases[phase].gain) for one in found]
-        theirs = [percent(gain) for gain in printed] if len(found) == len(printed) else ["-"] * len(found)
+        by_batch = dict(zip((16, 32, 64), printed, strict=True))
+        theirs = [percent(by_batch.get(one.layout.batch)) for one in found]
         rows.append(["1" + "+2" * (phase > 1) + "+3" * (phase > 2), *ours, *theirs])
     batches = [str(one.layout.batch) for one in found]
     return table(["phases", *batches, *(f"paper {batch}" for batch in batches)], rows, right=range(1, 7))
