@@ -1,5 +1,7 @@
 """Memory that deferred verifications keep from being freed, over time, against what the budget leaves."""
 
+import bisect
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -24,6 +26,8 @@ class Holdings:
     def __init__(self, trace: Trace, stage: int, windows: Sequence[Window], budget: float):
         self._tensors = trace.tensors
         self._ends = np.array([window.end_us for window in windows])
+        self._end_list: list[float] = self._ends.tolist()
+        self._first: dict[str, int] = {}
         self._kept = np.zeros(len(windows))
         self.base = _in_use(trace.memory.timeline.get(stage, ()), self._ends)
         self._headroom = budget - self.base
@@ -62,10 +66,12 @@ class Holdings:
 
     def first_slot(self, name: str) -> int:
         """The slot in which training lets go of a tensor; beyond the last one where that costs nothing."""
-        tensor = self._tensors[name]
-        if tensor.free_us is None or not tensor.bytes:
-            return len(self._ends)
-        return int(np.searchsorted(self._ends, tensor.free_us + CLOSE_US, side="right"))
+        slot = self._first.get(name)
+        if slot is None:
+            tensor = self._tensors[name]
+            free_us = math.inf if tensor.free_us is None or not tensor.bytes else tensor.free_us + CLOSE_US
+            slot = self._first[name] = bisect.bisect_right(self._end_list, free_us)
+        return slot
 
     def free(self, slot: int) -> float:
         """Bytes that the budget leaves in one slot."""
