@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import importlib.util
 
 from ft.errors import UserError
 
@@ -25,8 +24,7 @@ def add_parser(subparsers) -> None:
     parser.set_defaults(main=_ask)
     questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
     for name in _SUBCOMMANDS:
-        if importlib.util.find_spec(name.rpartition(".")[0]) is not None:
-            importlib.import_module(name).add_parser(questions)
+        importlib.import_module(name).add_parser(questions)
 
 
 def _ask(arguments: argparse.Namespace) -> int:

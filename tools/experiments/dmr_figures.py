@@ -1,0 +1,164 @@
+"""Estimates SpareTrain's eight configurations and its ablation with our planner, beside what the paper prints.
+
+    python tools/experiments/dmr_figures.py [--calibration idle] [--no-bubbles] [--batch 16,32,64] [--only mistral]
+
+The paper does not print everything that an estimate needs, so there are three readings of each configuration:
+
+idle    transfers are slowed down until stages idle for the share that the paper measured: 68 %, mixture of experts 77 %
+naive   transfers are slowed down until naive DMR costs what the paper's two figures imply, (1 + gain)(1 + overhead) - 1
+rates   transfers go by data sheets and assumed efficiencies; nothing is fitted to the paper
+
+One reading of all configurations takes a quarter of an hour on one core.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ft.dmr.estimate.answer import Estimate, cluster_of, estimate  # noqa: E402
+from ft.dmr.estimate.scenario import Question, question, read_file, read_flags  # noqa: E402
+from ft.dmr.plan.check import problems  # noqa: E402
+from ft.dmr.plan.trace import INTER, INTRA  # noqa: E402
+from ft.report.text import percent, table  # noqa: E402
+
+READINGS = ("idle", "naive", "rates")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What the paper prints of a configuration, means over batches.
+
+    Args:
+        gains: over naive with 1, 2 and 3 phases, by batch; where the ablation has it.
+    """
+
+    overhead: float
+    gain: float
+    gains: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def naive(self) -> float:
+        """Overhead of naive DMR that the two figures imply."""
+        return (1 + self.gain) * (1 + self.overhead) - 1
+
+
+PAPER = {
+    "llama3-70b_80gb": Printed(0.033, 0.32),
+    "llama3-70b_94gb": Printed(0.138, 0.31),
+    "llama3-70b_141gb": Printed(0.109, 0.33),
+    "mistral-large-123b_80gb": Printed(
+        0.061, 0.26, ((0.129, 0.108, 0.170), (0.225, 0.225, 0.241), (0.231, 0.261, 0.288))
+    ),
+    "mistral-large-123b_94gb": Printed(0.110, 0.21),
+    "mistral-large-123b_141gb": Printed(0.098, 0.23),
+    "llama4-scout_94gb": Printed(0.098, 0.11),
+    "llama4-scout_141gb": Printed(0.081, 0.14, ((0.047, 0.083, 0.093), (0.120, 0.099, 0.120), (0.137, 0.120, 0.165))),
+}
+"""By scenario file. The ablation's batches are 16, 32, 64."""
+
+HEAD = [
+    "configuration",
+    "PP",
+    "slowdown",
+    "idle",
+    "naive",
+    "paper",
+    "phase 1",
+    "1+2",
+    "1+2+3",
+    "paper",
+    "gain",
+    "paper",
+    "",
+]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calibration", choices=READINGS, default="idle", help="the reading (default: idle)")
+    parser.add_argument("--no-bubbles", action="store_true", help="leave bubbles unused, as the paper does")
+    parser.add_argument("--batch", help="other batches than 16,32,64")
+    parser.add_argument("--only", default="", help="configurations whose name holds this")
+    given = parser.parse_args(argv)
+    names = [name for name in PAPER if given.only in name]
+    found = {name: _estimates(_asked(name, given)) for name in names}
+    print(f"reading: {given.calibration}; bubbles {'unused' if given.no_bubbles else 'used'}; mean of batches ", end="")
+    print(f"{given.batch or '16,32,64'}\n")
+    rows = [_row(name, *found[name]) for name in names]
+    print(table(HEAD, rows, right=range(1, len(HEAD) - 1)))
+    below = sum(_mean(found[name][1], 3) <= PAPER[name].overhead for name in names)
+    print(f"\noverhead at or below the paper's: {below} of {len(names)}")
+    print("every plan holds: each operator assigned once, windows and memory within what there is, phases monotone")
+    for name in names:
+        if PAPER[name].gains:
+            print(f"\nablation, {name}: throughput over naive DMR\n\n{_ablation(name, found[name][1])}")
+    return 0
+
+
+def _estimates(asked: Question) -> tuple[float, list[Estimate]]:
+    """How much slower transfers are, and the estimate of each batch."""
+    cluster = cluster_of(asked)
+    return cluster.slowdown, [_checked(estimate(asked, layout, cluster)) for layout in asked.layouts]
+
+
+def _asked(name: str, given: argparse.Namespace) -> Question:
+    values = read_file(ROOT / "examples" / "dmr" / f"{name}.toml")
+    values |= read_flags({"batch": given.batch})
+    if given.calibration != "idle":
+        values.pop("idle")
+    if given.calibration == "naive":
+        values["naive-overhead"] = PAPER[name].naive
+    asked = question(values)
+    kinds = tuple(kind for kind in INTER + INTRA if not (given.no_bubbles and kind == "bubble"))
+    return replace(asked, kinds=kinds)
+
+
+def _checked(one: Estimate) -> Estimate:
+    """The estimate without its trace, which is large.
+
+    Raises:
+        RuntimeError: the plan is not one.
+    """
+    plan = one.plan
+    overheads = [phase.overhead for phase in plan.phases]
+    wrong = next(problems(plan), None)
+    if wrong is not None:
+        raise RuntimeError(wrong)
+    if sorted(overheads, reverse=True) != overheads:
+        raise RuntimeError(f"phases make it worse: {overheads}")
+    return replace(one, plan=replace(plan, trace=None, assign={}, segments={}))
+
+
+def _mean(found: list[Estimate], phase: int) -> float:
+    return fmean(one.plan.phases[phase].overhead for one in found)
+
+
+def _row(name: str, slowdown: float, found: list[Estimate]) -> list[str]:
+    paper = PAPER[name]
+    means = [_mean(found, phase) for phase in range(4)]
+    gain = fmean(one.plan.predicted.gain for one in found)
+    return [
+        *(name, str(found[0].layout.pp), f"{slowdown:.2f}", percent(fmean(one.shares.idle for one in found))),
+        *(percent(means[0]), percent(paper.naive), *(percent(mean) for mean in means[1:]), percent(paper.overhead)),
+        *("+" + percent(gain), "+" + percent(paper.gain), "at or below" if means[3] <= paper.overhead else "ABOVE"),
+    ]
+
+
+def _ablation(name: str, found: list[Estimate]) -> str:
+    rows = []
+    for phase, printed in enumerate(PAPER[name].gains, start=1):
+        ours = [percent(one.plan.phases[phase].gain) for one in found]
+        by_batch = dict(zip((16, 32, 64), printed, strict=True))
+        theirs = [percent(by_batch.get(one.layout.batch)) for one in found]
+        rows.append(["1" + "+2" * (phase > 1) + "+3" * (phase > 2), *ours, *theirs])
+    batches = [str(one.layout.batch) for one in found]
+    return table(["phases", *batches, *(f"paper {batch}" for batch in batches)], rows, right=range(1, 7))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
