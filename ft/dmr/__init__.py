@@ -1,0 +1,1 @@
+"""DMR (SpareTrain): every operator is executed twice and compared, and silent data corruption is caught."""
