@@ -47,7 +47,9 @@ def built(folder: Path, **environment: str) -> Path | None:
 
 def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """``count`` elements of random bits, NaN, infinities and subnormals among them."""
-    octets = torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=torch.manual_seed(seed))
+    octets = torch.randint(
+        256, (count * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return (octets % 2 if dtype == torch.bool else octets).view(dtype)
 
 
@@ -179,7 +181,7 @@ def test_bytes_that_do_not_lie_on_a_word_are_read():
 
 
 def test_conjugated_and_negated_views_have_the_bits_that_one_reads():
-    tensor = torch.randn(100, dtype=torch.complex64, generator=torch.manual_seed(0))
+    tensor = torch.randn(100, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     for view in (tensor.conj(), tensor.conj().imag):
         assert torch.equal(digest(view, 0), digest(view.clone().resolve_conj().resolve_neg(), 0))
         assert compare(view, view.clone())

@@ -24,7 +24,9 @@ def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     Raises:
         UserError: the seed is out of range; a sparse, quantised or meta tensor.
     """
-    return digest_many([tensor], seed)[0]
+    out = torch.empty(2, dtype=torch.int64, device=tensor.device)
+    _backend(tensor.device.type)(tensor, seed, out)
+    return out
 
 
 def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -38,11 +40,10 @@ def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
     if len(devices) > 1:
         raise ValueError(f"digests of tensors on several devices: {', '.join(sorted(map(str, devices)))}")
     device = devices.pop() if devices else torch.device("cpu")
-    with torch.no_grad():
-        out = torch.empty((len(tensors), 2), dtype=torch.int64, device=device)
-        compute = _backend(device.type)
-        for row, tensor in enumerate(tensors):
-            compute(tensor, seed, out[row])
+    out = torch.empty((len(tensors), 2), dtype=torch.int64, device=device)
+    compute = _backend(device.type)
+    for tensor, row in zip(tensors, out.unbind(), strict=True):
+        compute(tensor, seed, row)
     return out
 
 

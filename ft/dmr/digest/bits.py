@@ -8,8 +8,8 @@ WORD_BYTES = 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, one-dimensional and contiguous. A copy if it was not contiguous.
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its elements in logical order in memory: itself where they are, else a copy.
 
     Raises:
         UserError: the tensor has no plain memory (sparse, quantised, meta).
@@ -17,7 +17,14 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "meta" if tensor.is_meta else "quantised" if tensor.is_quantized else tensor.layout
         raise UserError(f"a {kind} tensor has no bits to digest or compare", "give a dense tensor")
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, laid out, in one dimension and without its graph."""
+    return laid_out(tensor).detach().reshape(-1)
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:

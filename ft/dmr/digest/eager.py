@@ -6,7 +6,7 @@ from ft.dmr.digest import bits, definition
 from ft.dmr.digest.definition import WORDS
 
 # Blocks handled at once. Widened to 64 bits they should stay in the cache of a CPU; a GPU wants few launches.
-_CPU_BLOCKS = 16
+_CPU_BLOCKS = 32
 _DEVICE_BLOCKS = 4096
 
 
@@ -19,7 +19,7 @@ def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
         words = _level(words, keys[level]).reshape(-1).view(torch.int32)
         level += 1
     last = _level(words, keys[level])[0]
-    for column, number in enumerate(definition.head(tensor.dtype, tuple(tensor.shape), seed)):
+    for column, number in enumerate(definition.head(tensor.dtype, tensor.shape, seed)):
         torch.add(last[column], number, out=out[column])
 
 
@@ -27,16 +27,18 @@ def _level(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The numbers of all blocks of int32 [n], int64 [max(1, ceil(n / WORDS)), 2]."""
     whole, rest = divmod(words.numel(), WORDS)
     numbers = words.new_empty((max(1, whole + (rest > 0)), 2), dtype=torch.int64)
-    step = _CPU_BLOCKS if words.device.type == "cpu" else _DEVICE_BLOCKS
+    step = min(max(1, whole), _CPU_BLOCKS if words.device.type == "cpu" else _DEVICE_BLOCKS)
+    room = words.new_empty((2, step, WORDS), dtype=torch.int64)  # once: it is beyond what an allocator keeps for later
     for first in range(0, whole, step):
         last = min(first + step, whole)
-        _sums(words[first * WORDS : last * WORDS].view(-1, WORDS), keys, numbers[first:last])
+        _sums(words[first * WORDS : last * WORDS].view(-1, WORDS), keys, numbers[first:last], room[:, : last - first])
     if rest or not whole:
-        _sums(words[whole * WORDS :].view(1, rest), keys[:, :rest], numbers[whole:])
+        _sums(words[whole * WORDS :].view(1, rest), keys[:, :rest], numbers[whole:], room[:, :1, :rest])
     return numbers
 
 
-def _sums(blocks: torch.Tensor, keys: torch.Tensor, numbers: torch.Tensor) -> None:
-    wide = blocks.to(torch.int64)
+def _sums(blocks: torch.Tensor, keys: torch.Tensor, numbers: torch.Tensor, room: torch.Tensor) -> None:
+    wide, product = room
+    wide.copy_(blocks)
     for column in range(2):
-        torch.sum(wide * keys[column], 1, out=numbers[:, column])
+        torch.sum(torch.mul(wide, keys[column], out=product), 1, out=numbers[:, column])

@@ -28,7 +28,7 @@ def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
     The kernel is compiled at the first call, and the keys of a new seed are copied to the device then.
     """
     halves = _halves(seed, tensor.device)
-    head = definition.head(tensor.dtype, tuple(tensor.shape), seed)
+    head = definition.head(tensor.dtype, tensor.shape, seed)
     words = bits.words(tensor)
     level = 0
     while words.numel() > WORDS:

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ft.dmr.digest import bits, definition
@@ -63,18 +64,26 @@ def digest(
         MemoryError: the library could not have what it needs.
     """
     using = using or library()
-    flat = bits.in_order(tensor)
+    memory = bits.laid_out(tensor)
+    _table, address = _keys(seed)
     failed = using.ft_digest(
-        flat.data_ptr(),
-        flat.numel() * flat.element_size(),
-        definition.table(seed).ctypes.data,
-        *definition.head(tensor.dtype, tuple(tensor.shape), seed),
+        memory.data_ptr(),
+        memory.nbytes,
+        address,
+        *definition.head(tensor.dtype, tensor.shape, seed),
         out.data_ptr(),
         torch.get_num_threads() if threads is None else threads,
         using.width if width is None else width,
     )
     if failed:
-        raise MemoryError(f"a tensor of {flat.numel() * flat.element_size()} bytes has no digest: {_FAILURES[failed]}")
+        raise MemoryError(f"a tensor of {memory.nbytes} bytes has no digest: {_FAILURES[failed]}")
+
+
+@functools.lru_cache(maxsize=8)
+def _keys(seed: int) -> tuple[np.ndarray, int]:
+    """The table of a seed and its address: whoever uses the one has to hold the other."""
+    table = definition.table(seed)
+    return table, table.ctypes.data
 
 
 def _missing(why: str) -> None:
