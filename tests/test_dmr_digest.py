@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ft.dmr.digest import backend, bits, compare, definition, differing, digest, digest_many, eager, native
+from ft.dmr.digest import api, backend, bits, compare, definition, differing, digest, digest_many, eager, native
 from ft.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -117,7 +117,7 @@ def test_c_and_plain_torch_give_one_value_for_every_dtype_and_length(dtype, libr
 def test_neither_the_instructions_nor_the_threads_change_the_value(width, library):
     if width > library.width:
         pytest.skip("this processor does not have them")
-    for length in (5, 33, 4097, 5 * 4096 + 7, 2**21 + 12345):
+    for length in (5, 33, 4097, 5 * 4096 + 7, 2**21 + 12345, 2**22 + 4097):
         tensor = anything(length, torch.int32, seed=length)
         expected = from_eager(tensor, 9)
         for threads in (1, 2, 3, 7):
@@ -266,11 +266,31 @@ def test_without_a_compiler_the_installation_goes_on(tmp_path):
     assert built(tmp_path, CC=str(tmp_path / "no-compiler")) is None
 
 
+def says_otherwise(tensor, seed, out):
+    out.fill_(seed)
+
+
+def cannot(tensor, seed, out):
+    raise RuntimeError("no compiler found")
+
+
+@pytest.mark.parametrize(("fast", "fault"), [(says_otherwise, "another digest"), (cannot, "no compiler found")])
+def test_a_fast_backend_that_fails_its_trial_is_not_used(fast, fault, monkeypatch, capsys):
+    monkeypatch.setattr(api, "_fast", lambda device_type: fast)
+    api._backend.cache_clear()
+    try:
+        assert backend("cpu") == "eager"
+        assert digest(torch.zeros(0), 0).tolist() == VECTORS[0]
+        assert capsys.readouterr().err.count(fault) == 1
+    finally:
+        api._backend.cache_clear()
+
+
 def test_without_the_library_digests_are_the_same_and_that_is_said_once(tmp_path):
     shutil.copytree(ROOT / "ft", tmp_path / "ft", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     program = """
 import torch
-from ft.dmr.digest import backend, digest
+from ft.dmr.digest import api, backend, digest
 assert backend("cpu") == "eager"
 for seed in range(3):
     digest(torch.arange(9000), seed)

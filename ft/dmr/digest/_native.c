@@ -46,6 +46,12 @@ static void tile_plain(const unsigned char *data, size_t words, int rows, const 
 #define AVX2 __attribute__((target("avx2")))
 #define INLINED static inline __attribute__((always_inline))
 
+AVX512 INLINED uint64_t lanes_avx512(__m512i sum) {
+    uint64_t lane[8]; /* the compilers' own reduction adds signed numbers, whose overflow C leaves undefined */
+    _mm512_storeu_si512(lane, sum);
+    return lane[0] + lane[1] + lane[2] + lane[3] + lane[4] + lane[5] + lane[6] + lane[7];
+}
+
 AVX512 INLINED void rows_avx512(const unsigned char *data, size_t words, const int rows, const int64_t *keys,
                                 uint64_t *out) {
     __m512i a[SIDE], b[SIDE];
@@ -60,8 +66,8 @@ AVX512 INLINED void rows_avx512(const unsigned char *data, size_t words, const i
         }
     }
     for (int r = 0; r < rows; r++) {
-        out[2 * r] += (uint64_t)_mm512_reduce_add_epi64(a[r]);
-        out[2 * r + 1] += (uint64_t)_mm512_reduce_add_epi64(b[r]);
+        out[2 * r] += lanes_avx512(a[r]);
+        out[2 * r + 1] += lanes_avx512(b[r]);
     }
 }
 

@@ -5,9 +5,10 @@ import torch
 from ft.dmr.digest import bits, definition
 from ft.dmr.digest.definition import WORDS
 
-# Blocks handled at once. Widened to 64 bits they should stay in the cache of a CPU; a GPU wants few launches.
+# Blocks handled at once. Widened to 64 bits they should stay in the cache of a CPU; a GPU wants few launches, and has
+# no memory to give away.
 _CPU_BLOCKS = 32
-_DEVICE_BLOCKS = 4096
+_DEVICE_BLOCKS = 512
 
 
 def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:

@@ -88,7 +88,7 @@ def _keys(seed: int) -> tuple[np.ndarray, int]:
 
 def _missing(why: str) -> None:
     print(
-        f"ft: the C library for digests is not there ({why}); plain torch gives the same digests, ten times slower."
+        f"ft: the C library for digests is not there ({why}); plain torch gives the same digests, slower."
         "\n  fix: install a C compiler and run pip install again",
         file=sys.stderr,
     )
