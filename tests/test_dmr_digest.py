@@ -1,7 +1,6 @@
-"""The digest: one value from C, plain torch and Triton, of every dtype, layout and length."""
+"""The digest: one value from C and plain torch, of every dtype, layout and length."""
 
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -10,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from dmr_tensors import DTYPES, LENGTHS, anything, from_eager
 
-from ft.dmr.digest import api, backend, bits, compare, definition, differing, digest, digest_many, eager, native
+from ft.dmr.digest import api, backend, bits, compare, definition, differing, digest, digest_many, native
 from ft.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-TRITON = importlib.util.find_spec("triton") is not None
-DTYPES = [getattr(torch, name) for name in definition.DTYPES if hasattr(torch, name)]
-LENGTHS = [0, 1, 2, 3, 5, 31, 32, 33, 4095, 4096, 4097, 16384, 16385, 70001]
 VECTORS = [  # digests cross versions and machines: they have to stay what they are
     [-8165034748379291751, -7539282453413473298],
     [-758086880920824568, 957760785999190655],
@@ -45,14 +42,6 @@ def built(folder: Path, **environment: str) -> Path | None:
     return next(folder.rglob("_native*.so"), None)
 
 
-def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """``count`` elements of random bits, NaN, infinities and subnormals among them."""
-    octets = torch.randint(
-        256, (count * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
-    return (octets % 2 if dtype == torch.bool else octets).view(dtype)
-
-
 def spelt_out(tensor: torch.Tensor, seed: int) -> list[int]:
     """The digest from its definition, in Python's integers."""
     data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
@@ -77,12 +66,6 @@ def spelt_out(tensor: torch.Tensor, seed: int) -> list[int]:
         drawn = [int.from_bytes(head[(130 * c + i) * 8 :][:8], "little") for i in range(len(heads))]
         numbers[c] += sum(k * word for k, word in zip(drawn, heads, strict=True))
     return [(number + 2**63) % 2**64 - 2**63 for number in numbers]
-
-
-def from_eager(tensor: torch.Tensor, seed: int) -> list[int]:
-    out = torch.empty(2, dtype=torch.int64, device=tensor.device)
-    eager.digest(tensor, seed, out)
-    return out.tolist()
 
 
 def from_native(tensor: torch.Tensor, seed: int, library, **options) -> list[int]:
@@ -122,41 +105,6 @@ def test_neither_the_instructions_nor_the_threads_change_the_value(width, librar
         expected = from_eager(tensor, 9)
         for threads in (1, 2, 3, 7):
             assert from_native(tensor, 9, library, width=width, threads=threads) == expected, (length, threads)
-
-
-@pytest.mark.skipif(not TRITON, reason="triton is not installed")
-def test_the_triton_kernel_gives_the_same_value_in_its_interpreter():
-    program = """
-import sys, torch
-sys.path.insert(0, "tests")
-import test_dmr_digest as here
-from ft.dmr.digest import kernel
-kernel._FEW_BLOCKS = 3
-for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.float64):
-    for length in (0, 1, 3, 4096, 4097, 30001):
-        tensor, out = here.anything(length, dtype, seed=length), torch.empty(2, dtype=torch.int64)
-        kernel.digest(tensor, 4, out)
-        assert out.tolist() == here.from_eager(tensor, 4), (dtype, length)
-"""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=100)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gpu_gives_the_same_value_without_synchronisation(dtype):
-    digest(torch.zeros(1, device="cuda"), 5)  # the keys of this seed are there from now on
-    for length in [*LENGTHS, 5_000_001]:
-        tensor = anything(length, dtype, seed=length)
-        there = tensor.cuda()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            got = digest(there, 5)
-            same = compare(there, there)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert got.tolist() == digest(tensor, 5).tolist() == from_eager(there, 5), length
-        assert same.item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)

@@ -5,20 +5,12 @@ import random
 
 import pytest
 import torch
+from dmr_tensors import DTYPES, anything
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft.dmr.digest import compare, definition, digest, digest_many, eager
+from ft.dmr.digest import compare, digest, digest_many, eager
 from ft.dmr.digest.definition import WORDS
-
-DTYPES = [getattr(torch, name) for name in definition.DTYPES if hasattr(torch, name)]
-
-
-def anything(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    octets = torch.randint(
-        256, (count * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
-    return (octets % 2 if dtype == torch.bool else octets).view(dtype)
 
 
 def flipped(tensor: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor:
