@@ -15,8 +15,8 @@ Whatever the other keys are, ``K[j] * d[j]`` has one value mod 2^64 for at most 
 a column agrees with probability ``<= 2^-33``, both with ``<= 2^-66``, for the columns' keys are independent. If the
 blocks' numbers differ, the same holds for the next level, whose keys are independent again. With at most ``LEVELS``
 levels two different tensors have equal digests with probability ``<= LEVELS * 2^-66 = 2^-64``. Different heads: the
-same, with the head's keys. The bound is over keys drawn uniformly, whatever the two tensors are.
-They are SHAKE-256 of the seed, and so as good for everything that cannot tell SHAKE-256 from chance.
+same, with the head's keys. The bound is over keys drawn uniformly, whatever the two tensors are. Here they are
+SHAKE-256 of the seed: as good for everything that cannot tell SHAKE-256 from chance, as hardware faults cannot.
 
 The sums are integers mod 2^64: their order, and with it the number of threads, has no influence.
 """
