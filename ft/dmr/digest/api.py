@@ -21,7 +21,7 @@ def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     trial in ``backend``. A tensor that is not contiguous is copied.
 
     Args:
-        seed: 0 <= seed < 2^128; digests can be compared only under one seed. A new one costs a millisecond, for its keys.
+        seed: 0 <= seed < 2^128; digests can be compared only under one seed. A new one costs a millisecond (its keys).
 
     Raises:
         UserError: the seed is out of range; a sparse, quantised or meta tensor.
