@@ -3,10 +3,19 @@
 import re
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import Extension, find_namespace_packages, setup
 
 here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "ft/__init__.py").read_text()).group(1)
+
+# Plain C without Python.h, loaded with ctypes: any compiler builds it, and where there is none ft does without.
+digests = Extension(
+    "ft.dmr.digest._native",
+    ["ft/dmr/digest/_native.c"],
+    extra_compile_args=["-O3", "-pthread"],
+    extra_link_args=["-pthread"],
+    optional=True,
+)
 
 setup(
     name="megatron-ft",
@@ -20,6 +29,7 @@ setup(
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["ft = ft.cli:main"]},
     package_data={"megatron.training.arguments": ["*.txt"]},
+    ext_modules=[digests],
     install_requires=[
         "megatron-core>=0.16.1,<0.20",
         "torch>=2.9",

@@ -1,0 +1,22 @@
+"""Tensors for the tests of the digest, and their digests from plain torch."""
+
+import torch
+
+from ft.dmr.digest import definition, eager
+
+DTYPES = [getattr(torch, name) for name in definition.DTYPES if hasattr(torch, name)]
+LENGTHS = [0, 1, 2, 3, 5, 31, 32, 33, 4095, 4096, 4097, 16384, 16385, 70001]
+
+
+def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """``count`` elements of random bits, NaN, infinities and subnormals among them."""
+    octets = torch.randint(
+        256, (count * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    return (octets % 2 if dtype == torch.bool else octets).view(dtype)
+
+
+def from_eager(tensor: torch.Tensor, seed: int) -> list[int]:
+    out = torch.empty(2, dtype=torch.int64, device=tensor.device)
+    eager.digest(tensor, seed, out)
+    return out.tolist()
