@@ -40,6 +40,10 @@ REPLICA_OFFLINE = "replica_offline"
 REPLICA_ONLINE = "replica_online"
 CAUGHT_UP = "caught_up"
 QUORUM_FORMED = "quorum_formed"
+DMR_COVERED = "dmr_covered"
+DMR_MISMATCH = "dmr_mismatch"
+DMR_VERDICT = "dmr_verdict"
+DMR_CLEAN = "dmr_clean"
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,16 @@ SCHEMA: Mapping[str, Needs] = {
     CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
     # the members have changed, or the step is tried again; step: committed ones; wait_s: since the first had reported
     QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
+    # strategy: naive, piggyback or plan; counts: operators of this rank's first iteration by how they are verified
+    DMR_COVERED: Needs(("rank", "step"), ("strategy", "counts")),
+    # two executions of an operator differed; how: what was compared; elements: how many, None: digests differed
+    DMR_MISMATCH: Needs(
+        ("rank", "step"), ("attempt", "operator", "phase", "layer", "microbatch", "how", "host", "device")
+    ),
+    # what follows from an attempt that went wrong on ``ranks``: action "retry", "evict" or "give up"; blamed: who is
+    DMR_VERDICT: Needs(("step",), ("attempt", "action", "reason", "ranks", "blamed")),
+    # a step came out clean after attempts that had not
+    DMR_CLEAN: Needs(("step",), ("attempt",)),
 }
 """Every event there is."""
 

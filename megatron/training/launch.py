@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ft.errors import UserError
 from megatron import patches
-from megatron.patches.manifest import WITH_REPLICAS
+from megatron.patches.manifest import WITH_DMR, WITH_REPLICAS
 from megatron.training.arguments import Layout, Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.checkpointing import naming, verify
@@ -40,6 +40,8 @@ def launch(options: Options) -> int:
         options.logging.metrics_file = str(Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
     if options.kernels.deterministic_mode:
         use_deterministic_kernels()
+    if options.fault_tolerance.executes_twice:
+        patches.apply(WITH_DMR)
     if options.fault_tolerance.ft_hot_swap or "FT_HSDP_REPLICA" in os.environ:
         return launch_protected(options, layout, place)
     return launch_plain(options, layout, place)

@@ -131,6 +131,7 @@ def _in_data_parallel(
 ) -> list[DistributedDataParallel]:
     p, t = options.parallel, options.training
     parameters = sum(param.numel() for chunk in chunks for param in chunk.parameters())
+    verified = options.fault_tolerance.executes_twice  # a wrong gradient is found, and computed once more
     scales_loss = options.precision.fp16 and options.precision.loss_scale is None  # NaN is then an expected answer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.precision.accumulate_allreduce_grads_in_fp32,
@@ -139,7 +140,7 @@ def _in_data_parallel(
         align_param_gather=p.align_param_gather and config.virtual_pipeline_model_parallel_size is not None,
         use_distributed_optimizer=p.use_distributed_optimizer,
         num_distributed_optimizer_instances=p.num_distributed_optimizer_instances,
-        check_for_nan_in_grad=t.check_for_nan_in_loss_and_grad and not scales_loss,
+        check_for_nan_in_grad=t.check_for_nan_in_loss_and_grad and not scales_loss and not verified,
         check_for_large_grads=t.check_for_large_grads,
         bucket_size=parameters // p.ddp_num_buckets if p.ddp_num_buckets else p.ddp_bucket_size,
         average_in_collective=p.ddp_average_in_collective,

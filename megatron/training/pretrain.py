@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.data import dataset_prefixes
 from megatron.training.data.streams import Share, follower, own_batch
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.training.double_execution import fingerprint
 from megatron.training.evaluate import evaluate, validate
 from megatron.training.exits import Exits
 from megatron.training.initialize import init_model_parallel, seed_everything
@@ -30,6 +32,7 @@ from megatron.training.position import JobPosition
 from megatron.training.step import rehearse
 
 if TYPE_CHECKING:
+    from ft.dmr.runtime.protection import Protection
     from ft.hsdp.guard import ReplicaGuard
     from ft.hsdp.place import Place
     from ft.hsdp.quorum import QuorumClient
@@ -58,6 +61,8 @@ def pretrain(
         job.guard = replica(job, session, place, client)
     elif session is not None:
         job.guard = hot_swap(job, session)
+    if options.fault_tolerance.executes_twice:
+        job.dmr = double_execution(job, session)
     with job.log, job.exits:
         job.guard.carry_through(lambda: run(job))
     for loaders in (job.train_loaders, job.valid_loaders, job.test_loaders):
@@ -134,6 +139,28 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
         peers=asked.ft_snapshot_peers,
         strict=asked.ft_snapshot_strict,
         checkpoints=job.options.checkpoint.save,
+    )
+
+
+def double_execution(job: Job, session: "Session | None") -> "Protection":
+    """DMR for ``job``.
+
+    Raises:
+        UserError: the plan that was asked for is none for this run.
+    """
+    from ft.dmr.runtime.install import install
+    from ft.dmr.runtime.settings import Settings
+
+    trainee, asked = job.trainee, job.options.fault_tolerance
+    plan = None if asked.ft_dmr_plan is None else Path(asked.ft_dmr_plan)
+    return install(
+        Settings(asked.ft_dmr, plan, asked.ft_dmr_retries),
+        trainee.chunks,
+        trainee.optimizer,
+        trainee.scheduler,
+        JobPosition(job),
+        fingerprint=fingerprint(job.options, job.layout),
+        session=session,
     )
 
 

@@ -39,7 +39,7 @@ def check(options, world_size: int, *, has_te: bool) -> Layout:
     _fill_defaults(options, grid)
     checks = (
         *(_check_model, _check_pipeline, _check_moe, _check_batch),
-        *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data, _check_ft),
+        *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data, _check_ft, _check_dmr),
     )
     found = [problem for one in checks for problem in one(options, grid)]
     found += _check_needs_te(options, grid) if not has_te else []
@@ -300,3 +300,18 @@ def _check_ft(options, grid: Layout) -> Iterator[Problem]:
         yield "--ft-hot-swap protects a run by copies at other workers, and there is one worker", "run on 2 or more"
     elif wanted > others:
         yield f"--ft-snapshot-peers {wanted} with {others} other worker(s) that could hold a copy", f"at most {others}"
+
+
+def _check_dmr(options, grid: Layout) -> Iterator[Problem]:
+    asked, kernels = options.fault_tolerance, options.kernels
+    if not asked.executes_twice:
+        return
+    if asked.ft_dmr is not None and asked.ft_dmr_plan is not None:
+        yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan say two things about one operator", "drop one of them"
+    if asked.ft_dmr_retries < 0:
+        yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"
+    if kernels.transformer_impl == "transformer_engine":
+        problem = "DMR follows operators through torch's dispatcher, which Transformer Engine's kernels bypass"
+        yield problem, "--transformer-impl local"
+    if kernels.cross_entropy_loss_fusion and kernels.cross_entropy_fusion_impl == "te":
+        yield "DMR cannot see into --cross-entropy-fusion-impl te", "--cross-entropy-fusion-impl native"

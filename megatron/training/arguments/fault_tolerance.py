@@ -20,3 +20,17 @@ class FaultToleranceOptions:
 
     ft_transport: Literal["tcp", "mpi"] = "tcp"
     """What snapshots and recoveries go over; for mpi start ft run, which reads this too, with mpirun --with-ft ulfm."""
+
+    ft_dmr: Literal["naive", "piggyback"] | None = None
+    """Execute every operator twice and compare: naive: at once; piggyback: what is recomputed anyway with its
+    recomputation, the rest at once. A mismatch redoes the step."""
+
+    ft_dmr_plan: str | None = None
+    """The same by a plan of ft dmr plan, which moves second executions into windows in which a rank would wait."""
+
+    ft_dmr_retries: int = 2
+    """How often a step that was computed wrongly is taken once more before a rank is blamed and its node evicted."""
+
+    @property
+    def executes_twice(self) -> bool:
+        return self.ft_dmr is not None or self.ft_dmr_plan is not None
