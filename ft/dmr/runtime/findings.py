@@ -10,7 +10,7 @@ from ft.dmr.digest import differing, digest, same, writer
 from ft.dmr.runtime.course import At
 
 AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE, REDUCTION = "at once", "recomputation", "window", "message", "all-reduce"
-_ROWS = 1024
+_ROWS = 128
 
 
 @dataclass(frozen=True)
