@@ -53,7 +53,7 @@ def pretrain(
         where the run stands at its end: step and consumed samples.
     """
     started = time.monotonic()
-    init_model_parallel(options.parallel, layout)
+    init_model_parallel(options.parallel, layout, ends_are_double=options.fault_tolerance.ft_checkfree_plus)
     joins = session is not None and session.joins if place is None else place.comes_back
     client = place.announce() if place is not None and session.rank == 0 else None
     job = assemble(options, layout, started, joins=joins, place=place)
