@@ -133,5 +133,6 @@ class _Runs:
     def end(self, limit_s: float) -> None:
         """Ends the runs that measured the target, or have no time left."""
         loss = self.law.loss(self.n / (1.0 + self.how.slowdown)) + self.excess
-        self.reached |= self.measures & (loss <= self.law.target * (1.0 + 1e-12))
+        # What is left of a jump long ago is no reason to train on to the next measurement.
+        self.reached |= self.measures & (loss <= self.law.target * (1.0 + 1e-9))
         self.under_way &= ~self.reached & (self.at < limit_s)
