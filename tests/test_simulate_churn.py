@@ -15,7 +15,16 @@ from ft.simulate.churn.failures import Poisson, Trace, hourly, read_trace
 from ft.simulate.churn.loss import Convergence
 from ft.simulate.churn.run import run
 from ft.simulate.churn.scenario import read, scenario
-from ft.simulate.churn.strategy import CHECKFREE, CHECKPOINT, PLUS, REDUNDANT, STRATEGIES, Costs, strategy
+from ft.simulate.churn.strategy import (
+    BEST,
+    CHECKFREE,
+    CHECKPOINT,
+    PLUS,
+    REDUNDANT,
+    STRATEGIES,
+    Costs,
+    strategy,
+)
 from ft.simulate.churn.study import row, study
 
 TABLE2 = Path(__file__).parent.parent / "examples/checkfree/table2.toml"
@@ -66,7 +75,7 @@ def test_the_target_is_what_the_power_law_says_after_all_iterations():
 
 def test_without_failures_only_the_pace_differs():
     assert {key: seconds(struck(key)) for key in STRATEGIES} == pytest.approx(
-        {CHECKPOINT: 10_000, REDUNDANT: 15_000, CHECKFREE: 10_000, PLUS: 12_500}
+        {CHECKPOINT: 10_000, BEST: 10_000, REDUNDANT: 15_000, CHECKFREE: 10_000, PLUS: 12_500}
     )
 
 
@@ -306,7 +315,7 @@ def test_a_bad_trace_is_refused_by_its_line(tmp_path, text, said):
 
 def ratios(**values):
     asked = scenario({**read(str(TABLE2), {}), "seeds": 100, **values})
-    return {(each.strategy, each.rate): each.hours / each.published for each in study(asked)}
+    return {(each.strategy, each.rate): each.hours / each.published for each in study(asked) if each.published}
 
 
 def test_two_numbers_fitted_to_the_10_percent_column_predict_the_16_percent_column():
@@ -348,6 +357,21 @@ def test_stalls_are_the_papers_longer_iteration_at_16_percent():
     """92.1 s there, 91.3 s without failures."""
     asked = scenario({**read(str(TABLE2), {}), "seeds": 50})
     assert row(asked, CHECKFREE, 0.16).iteration_s == pytest.approx(92.1, abs=0.1)
+
+
+def test_the_best_interval_beats_those_beside_it():
+    """Both the paper's 100 iterations, and half and twice the interval that Daly's formula finds."""
+    found = {}
+    for interval in (None, 2, 9, 100):
+        chosen = {} if interval is None else {"interval": interval}
+        asked = scenario({"rates": (0.10,), "seeds": 60, "save": 20.0, **chosen})
+        found[interval] = row(asked, BEST if interval is None else CHECKPOINT, 0.10)
+    assert 3 <= found[None].every <= 7
+    assert found[None].hours < min(found[interval].hours for interval in (2, 9, 100))
+
+
+def test_without_failures_the_best_is_no_checkpoint():
+    assert row(scenario({"seeds": 2}), BEST, 0.0).every is None
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -402,7 +426,7 @@ def test_the_rates_at_which_published_hours_would_be_ours(capsys):
         ("--trace nowhere.csv --rates 5%", "--rates or --trace"),
         ("--trace nowhere.csv --seeds 3", "--seeds"),
         ("--ends checkpoint --fallback 0", "--fallback"),
-        ("--strategies raid", "checkpoint, redundant"),
+        ("--strategies raid", "none of checkpoint,"),
         ("--fit 10%", "[published]"),
         ("--fit ten", "--fit ten"),
         ("--seeds 1 --rates 1% --plot no/such/folder/a.png", "picture"),

@@ -19,7 +19,13 @@ def hourly(probability: float) -> float:
 
 
 class Failures(Protocol):
-    """Of the whole pipeline, for several seeds at once."""
+    """Of the whole pipeline, for several seeds at once.
+
+    Attributes:
+        between_s: mean time between two of them, infinite without any.
+    """
+
+    between_s: float
 
     def more(self) -> tuple[np.ndarray, np.ndarray]:
         """The next failures in order of time: seconds, float [seeds, n], and stages, int [seeds, n]; infinite: none."""
@@ -39,14 +45,15 @@ class Poisson:
     _BLOCK = 256
 
     def __init__(self, probability: float, stages: int, seeds: range):
-        self._rate, self._stages = hourly(probability) * stages, stages
+        self._stages = stages
+        self.between_s = 1.0 / (hourly(probability) * stages) if probability else math.inf
         self._draw = [np.random.default_rng(seed) for seed in seeds]
         self._at = np.zeros((len(seeds), 1))
 
     def more(self) -> tuple[np.ndarray, np.ndarray]:
-        if not self._rate:
+        if math.isinf(self.between_s):
             return np.full((len(self._draw), 1), np.inf), np.zeros((len(self._draw), 1), dtype=int)
-        gaps = np.stack([draw.exponential(1.0, self._BLOCK) for draw in self._draw]) / self._rate
+        gaps = np.stack([draw.exponential(1.0, self._BLOCK) for draw in self._draw]) * self.between_s
         times = self._at + gaps.cumsum(axis=1)
         self._at = times[:, -1:]
         return times, np.stack([draw.integers(self._stages, size=self._BLOCK) for draw in self._draw])
@@ -58,6 +65,11 @@ class Trace:
 
     times: tuple[float, ...]
     stages: tuple[int, ...]
+
+    @property
+    def between_s(self) -> float:
+        """Over the time up to the last."""
+        return self.times[-1] / len(self.times) if self.times else math.inf
 
     def more(self) -> tuple[np.ndarray, np.ndarray]:
         times, stages = (*self.times, math.inf), (*self.stages, 0)

@@ -11,12 +11,12 @@ from matplotlib.ticker import PercentFormatter
 
 from ft.report import palette
 from ft.simulate.churn.scenario import Scenario
-from ft.simulate.churn.strategy import CHECKFREE, CHECKPOINT, NAMES, PLUS, REDUNDANT
+from ft.simulate.churn.strategy import BEST, CHECKFREE, CHECKPOINT, NAMES, PLUS, REDUNDANT
 from ft.simulate.churn.study import HIGH, LOW, Row, outcome, row
 
 _SIZE_IN, _DPI = (12.0, 5.0), 110
 _STYLE = {"fontsize": 9, "color": palette.QUIET}
-_COLOUR = {CHECKPOINT: "#c8322b", REDUNDANT: "#7468b3", CHECKFREE: "#d98e04", PLUS: "#33659c"}
+_COLOUR = {CHECKPOINT: "#c8322b", BEST: "#e8938f", REDUNDANT: "#7468b3", CHECKFREE: "#d98e04", PLUS: "#33659c"}
 _POINTS, _SEEDS = 12, 60
 """Of the curves."""
 
@@ -86,7 +86,7 @@ def _draw_losses(axes, asked: Scenario) -> None:
     _plain(axes, f"loss of one run of each: {when}")
     law, one = asked.law, replace(asked, seeds=1)
     for key in asked.strategies:
-        history = outcome(one, key, rate, told=True).history
+        history = outcome(one, key, rate, told=True)[1].history
         hours, losses = zip(*history, strict=True)
         axes.plot(hours, losses, color=_COLOUR[key], linewidth=1.0, label=NAMES[key])
         if math.isclose(losses[-1], law.target, rel_tol=0.05):

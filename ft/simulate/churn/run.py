@@ -64,6 +64,8 @@ class _Runs:
 
     Attributes:
         at: seconds from which on the run makes progress. n: iterations done. excess: of the loss.
+        next: seconds of the next failure, the one at ``place`` in ``times`` and ``stages``, [seeds, n].
+        measures, struck: what comes now is a measurement, or a failure. under_way: neither reached nor given up.
         saved: the excess at the last checkpoint. last: seconds of each stage's last failure, [seeds, stages + 2], with
             a column beside either end.
     """
@@ -74,10 +76,11 @@ class _Runs:
         self.at, self.n, self.excess, self.saved = (np.zeros(seeds) for _ in range(4))
         self.executed, self.undone = np.zeros(seeds), np.zeros(seeds)
         self.failed, self.fell = np.zeros(seeds, dtype=int), np.zeros(seeds, dtype=int)
-        self.under_way, self.reached, self.struck = np.ones(seeds, dtype=bool), *np.zeros((2, seeds), dtype=bool)
+        self.under_way = np.ones(seeds, dtype=bool)
+        self.reached, self.struck, self.measures = np.zeros((3, seeds), dtype=bool)
         self.last = np.full((seeds, len(how.jumps) + 2), -np.inf)
         self.times, self.stages = failures.more()
-        self.place = np.zeros(seeds, dtype=int)
+        self.place, self.next = np.zeros(seeds, dtype=int), np.zeros(seeds)
         # Before that the loss cannot be at the target: an excess is never negative.
         self.earliest = np.ceil(law.iterations * (1.0 + how.slowdown) / law.evaluate - 1e-9) * law.evaluate
 

@@ -1,12 +1,22 @@
 """What each strategy does about a lost stage, as numbers that the simulation works with."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-CHECKPOINT, REDUNDANT, CHECKFREE, PLUS = STRATEGIES = ("checkpoint", "redundant", "checkfree", "checkfree-plus")
+from ft.plan.disruption.interval import daly, in_steps
+
+CHECKPOINT, BEST, REDUNDANT, CHECKFREE, PLUS = STRATEGIES = (
+    "checkpoint",
+    "checkpoint-best",
+    "redundant",
+    "checkfree",
+    "checkfree-plus",
+)
 NAMES = {
     CHECKPOINT: "checkpointing",
+    BEST: "checkpoints, best interval",
     REDUNDANT: "redundant computation",
     CHECKFREE: "CheckFree",
     PLUS: "CheckFree+",
@@ -79,8 +89,17 @@ class Strategy:
     slowdown: float = 0.0
 
 
-def strategy(key: str, costs: Costs) -> Strategy:
-    """The strategy of that name, of :data:`STRATEGIES`."""
+def best_interval(costs: Costs, between_s: float) -> int:
+    """Iterations between checkpoints by Daly (2006). ``between_s``: mean time between two failures anywhere."""
+    if math.isinf(between_s):
+        return NEVER
+    return in_steps(daly(costs.save_s, between_s), costs.iteration_s)
+
+
+def strategy(key: str, costs: Costs, between_s: float = math.inf) -> Strategy:
+    """The strategy of that name, of :data:`STRATEGIES`. ``between_s``: for the best interval; infinite: no failures."""
+    if key == BEST:
+        return replace(strategy(CHECKPOINT, replace(costs, interval=best_interval(costs, between_s))), key=key)
     none, no_stage = np.zeros(costs.stages), np.zeros(costs.stages, dtype=bool)
     ends = no_stage.copy()
     ends[[0, -1]] = True

@@ -7,7 +7,7 @@ import numpy as np
 
 from ft.simulate.churn.run import Outcome, run
 from ft.simulate.churn.scenario import Scenario
-from ft.simulate.churn.strategy import strategy
+from ft.simulate.churn.strategy import NEVER, Strategy, strategy
 
 LOW, HIGH = 0.1, 0.9
 """The quantiles that are shown."""
@@ -19,19 +19,21 @@ class Row:
 
     Attributes:
         strategy: its key. rate: None: the trace. hours: to the target, of the runs that reached it; None: none did.
+        every: iterations between checkpoints, None: there are none.
         low, high: quantiles :data:`LOW` and :data:`HIGH`, None where that run was given up.
-        iterations: with those done again. iteration_s: hours by iterations: stalls are in it.
+        iterations: with those done again. iteration_s: time by iterations, with the stalls; None where there was none.
         failures, falls: numbers of them. undone: iterations that were lost. given_up: number of runs.
         published: hours that somebody else found, or None.
     """
 
     strategy: str
     rate: float | None
+    every: int | None
     hours: float | None
     low: float | None
     high: float | None
     iterations: float
-    iteration_s: float
+    iteration_s: float | None
     failures: float
     falls: float
     undone: float
@@ -52,7 +54,7 @@ def study(asked: Scenario) -> Iterator[Row]:
 
 def row(asked: Scenario, key: str, rate: float | None) -> Row:
     """One case."""
-    found = outcome(asked, key, rate)
+    how, found = outcome(asked, key, rate)
     reached = np.isfinite(found.hours)
     low, high = (_finite(each) for each in np.quantile(found.hours, [LOW, HIGH], method="nearest"))
     hours = float(found.hours[reached].mean()) if reached.any() else None
@@ -60,11 +62,12 @@ def row(asked: Scenario, key: str, rate: float | None) -> Row:
     return Row(
         strategy=key,
         rate=rate,
+        every=how.interval if how.interval < NEVER else None,
         hours=hours,
         low=low,
         high=high,
         iterations=float(found.executed.mean()),
-        iteration_s=float(3600.0 * lasted.sum() / found.executed.sum()),
+        iteration_s=float(3600.0 * lasted.sum() / found.executed.sum()) if found.executed.any() else None,
         failures=float(found.failures.mean()),
         falls=float(found.falls.mean()),
         undone=float(found.undone.mean()),
@@ -73,10 +76,11 @@ def row(asked: Scenario, key: str, rate: float | None) -> Row:
     )
 
 
-def outcome(asked: Scenario, key: str, rate: float | None, told: bool = False) -> Outcome:
-    """Of all seeds. ``told``: with the history of the first."""
-    limit_s = asked.limit * asked.plain_s
-    return run(strategy(key, asked.costs), asked.law, asked.failures(rate), limit_s, asked.seeds, told)
+def outcome(asked: Scenario, key: str, rate: float | None, told: bool = False) -> tuple[Strategy, Outcome]:
+    """What was done, and what came of it for each seed. ``told``: with the history of the first."""
+    failures = asked.failures(rate)
+    how = strategy(key, asked.costs, failures.between_s)
+    return how, run(how, asked.law, failures, asked.limit * asked.plain_s, asked.seeds, told)
 
 
 def _finite(value: float) -> float | None:

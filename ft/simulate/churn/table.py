@@ -10,7 +10,17 @@ from ft.simulate.churn.scenario import Scenario
 from ft.simulate.churn.strategy import CHECKFREE, CHECKPOINT, NAMES, PLUS, REDUNDANT, strategy
 from ft.simulate.churn.study import Row
 
-_HEAD = ("rate", "strategy", "train time", "10-90 %", "iteration", "iterations", "failures", "to checkpoint")
+_HEAD = (
+    "rate",
+    "strategy",
+    "train time",
+    "10-90 %",
+    "iteration",
+    "iterations",
+    "failures",
+    "falls back",
+    "checkpoint every",
+)
 _PAPER = ("paper", "ours / paper")
 
 
@@ -53,10 +63,11 @@ def _cells(row: Row) -> list[str]:
         NAMES[row.strategy],
         "never" if row.hours is None else f"{row.hours:.1f} h",
         spread,
-        f"{row.iteration_s:.1f} s",
+        "-" if row.iteration_s is None else f"{row.iteration_s:.1f} s",
         f"{row.iterations:.0f}",
         f"{row.failures:.1f}",
         f"{row.falls:.1f}",
+        "-" if row.every is None else f"{row.every}",
     ]
 
 
@@ -91,21 +102,22 @@ def _model(asked: Scenario, fitted: Fit | None) -> list[str]:
         if costs.fallback
         else "two adjacent stages are never lost at once (--fallback N: they may be)"
     )
-    source = "" if fitted is None else f", fitted to the hours published at {100 * fitted.rate:.4g} %"
+    source = "" if fitted is None else f" (fitted to {100 * fitted.rate:.4g} %)"
     lines = {
         "loss": [
-            f"{law.floor:g} + {law.above:g} (n / {law.iterations})^-{law.exponent:g} after n iterations without",
-            f"failures; target {law.target:.4g}, measured every {law.evaluate} iterations",
+            f"{law.floor:g} + {law.above:g} (n / {law.iterations})^-{law.exponent:g} after n iterations,",
+            f"without failures; target {law.target:.4g}, measured every {law.evaluate} iterations",
         ],
         "a lost stage": [f"all wait {seconds(costs.recovery_s)};", adjacent],
         NAMES[CHECKPOINT]: [
-            f"iteration {paces[CHECKPOINT]}; every {costs.interval} iterations a checkpoint, to which each loss goes "
-            f"back: {seconds(costs.load_s)} more"
+            f"iteration {paces[CHECKPOINT]}; every {costs.interval} iterations a save of {seconds(costs.save_s)}, to which a "
+            "loss goes back:",
+            f"{seconds(costs.load_s)} more; the best interval by Daly's formula",
         ],
         "redundant": [f"iteration {paces[REDUNDANT]}; nothing is lost, all wait {seconds(costs.redundant_pause_s)}"],
         NAMES[CHECKFREE]: [
-            f"iteration {paces[CHECKFREE]}; a rebuilt stage is a jump of the loss by {costs.jump:.4g}{source};",
-            f"it shrinks to 1/e in {law.made_good:g} iterations; first and last stage {ends}: {costs.ends_jump:.4g}",
+            f"iteration {paces[CHECKFREE]}; a rebuilt stage is a jump of the loss by {costs.jump:.4g}{source}",
+            f"and shrinks to 1/e in {law.made_good:g} iterations; first and last stage {ends}: {costs.ends_jump:.4g}",
         ],
         NAMES[PLUS]: [
             f"iteration {paces[PLUS]}: bubbles {percent(costs.bubbles)} -> {percent(costs.swapped_bubbles)}; first and "
