@@ -108,11 +108,11 @@ def _model(asked: Scenario, fitted: Fit | None) -> list[str]:
             f"{law.floor:g} + {law.above:g} (n / {law.iterations})^-{law.exponent:g} after n iterations,",
             f"without failures; target {law.target:.4g}, measured every {law.evaluate} iterations",
         ],
-        "a lost stage": [f"all wait {seconds(costs.recovery_s)};", adjacent],
+        "a lost stage": [f"all wait {seconds(costs.recovery_s)}; {adjacent}"],
         NAMES[CHECKPOINT]: [
-            f"iteration {paces[CHECKPOINT]}; every {costs.interval} iterations a save of {seconds(costs.save_s)}, to which a "
-            "loss goes back:",
-            f"{seconds(costs.load_s)} more; the best interval by Daly's formula",
+            f"iteration {paces[CHECKPOINT]}; every {costs.interval} iterations a save of {seconds(costs.save_s)}; a "
+            f"loss goes back to it: {seconds(costs.load_s)} more;",
+            "the best interval is by Daly's formula",
         ],
         "redundant": [f"iteration {paces[REDUNDANT]}; nothing is lost, all wait {seconds(costs.redundant_pause_s)}"],
         NAMES[CHECKFREE]: [
