@@ -72,10 +72,25 @@ def test_a_fault_in_training_is_found_at_its_step_and_rank(capsys, saved, three)
     text = printed(capsys, [three[0], saved / "faulty", three[1]])
     assert "first difference: step 2; step 1 is equal, so it happened in step 2\n" in text
     assert f"outlier: {saved / 'faulty'} (the other 2 agree on all of it)" in text
-    assert "rank: 3 (tp 0 cp 0 dp 1 pp 1) wrote all that differs" in text
+    assert f"rank: 3 (tp 0 cp 0 dp 1 pp 1) in {saved / 'faulty'}\n" in text
     spread = compared(capsys, [three[0], saved / "faulty"], "--step", "4")
     assert len(spread["ranks"]) == 4 and len(spread["differences"]) > 20
-    assert "more lines (--show, --json)" in printed(capsys, [three[0], saved / "faulty"], "--step", "4", "--show", "2")
+    text = printed(capsys, [three[0], saved / "faulty"], "--step", "4", "--show", "2")
+    assert "more lines (--show, --json)" in text and "rank: " not in text
+
+
+def test_parameters_that_others_computed_leave_their_ranks_suspect(capsys, three):
+    rank = flip(at(three[1], 1), "decoder.final_layernorm.weight", (0,), 1, 8)
+    found = compared(capsys, three)
+    assert found["suspects"] == {str(three[1]): [2, 3]} and found["differences"][0]["ranks"] == [rank]
+    assert f"rank: one or more of 2, 3 (tp 0 cp 0 pp 1) in {three[1]}\n" in printed(capsys, three)
+    last = max(offsets for name, offsets in places(at(three[1], 1)) if name == STATE)
+    assert flip(at(three[1], 1), STATE, last, 0, 8) == 3
+    assert compared(capsys, three)["suspects"] == {str(three[1]): [3]}
+    for run in three:
+        resign(at(run, 1), optimizer="fully_reshardable")
+    assert compared(capsys, three)["suspects"] == {str(three[1]): [2, 3]}
+    assert "with --no-dist-ckpt-optim-fully-reshardable each is where its rank is known" in printed(capsys, three)
 
 
 def test_any_single_bit_is_found_wherever_it_flips(capsys, three):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft.diagnose.compare import Comparison
-from ft.diagnose.verdict import RankShare, Row, outliers, ranks, rows
+from ft.diagnose.verdict import RankShare, Row, outliers, rank_place, ranks, rows, suspects
 from ft.report.text import count, table
 from megatron.training.checkpointing.writer import bytes_in_words
 
@@ -17,7 +17,7 @@ def as_text(found: Comparison, shown: int) -> str:
     parts = [_headline(found)]
     if found.findings:
         made, wrote = rows(found), ranks(found)
-        parts = ["\n".join([_headline(found), *_verdict(found, made, wrote)]), _rows(found, made, shown)]
+        parts = ["\n".join([_headline(found), *_verdict(found, made)]), _rows(found, made, shown)]
         parts += [_ranks(found, wrote), "\n".join(_where(found, wrote))]
     parts.append("\n".join(f"note: {note}" for note in found.notes))
     return "\n\n".join(part for part in parts if part)
@@ -30,23 +30,30 @@ def _headline(found: Comparison) -> str:
     return what if found.findings else f"equal, bit for bit: {what}"
 
 
-def _verdict(found: Comparison, made: Sequence[Row], wrote: Sequence[RankShare]) -> list[str]:
+def _verdict(found: Comparison, made: Sequence[Row]) -> list[str]:
     lines = [f"first difference: step {found.step}{_span(found)}"]
     names, guilty = [run.name for run in found.runs], outliers(found)
+    lone = sum(not row.majority for row in made)
     if guilty:
         rest = len(names) - len(guilty)
-        agree = f"the other {rest} agree on all of it" if rest > 1 else "the others agree where each deviates"
+        agree = "the others agree where each deviates" if rest < 2 or lone else f"the other {rest} agree on all of it"
         lines.append(f"outlier: {', '.join(names[run] for run in guilty)} ({agree})")
-    lone = sum(not row.majority for row in made)
     if len(names) == 2:
         lines.append("outlier: two runs have no majority; a third one tells which of them is wrong")
     elif lone:
         lines.append(f"no majority: {count(lone, 'line')} below, in which no more than half of the runs agree")
-    for run in sorted({share.run for share in wrote}):
-        mine = [share for share in wrote if share.run == run]
-        if len(mine) == 1:
-            lines.append(f"rank: {mine[0].rank} ({_place(mine[0].place)}) wrote all that differs in {names[run]}")
-    return lines
+    return lines + [line for run in sorted({row.run for row in made}) if (line := _accused(found, run))]
+
+
+def _accused(found: Comparison, run: int) -> str:
+    """The ranks suspected in ``run``; empty where that would be most of them."""
+    manifest, among = found.stored[run].manifest, suspects(found, run)
+    if not among or 2 * len(among) > max(2, manifest.layout["world_size"]):
+        return ""
+    places = [rank_place(manifest, rank) for rank in among]
+    shared = {name: at for name, at in places[0].items() if all(place[name] == at for place in places)}
+    what = f"{among[0]}" if len(among) == 1 else f"one or more of {', '.join(map(str, among))}"
+    return f"rank: {what} ({_place(shared)}) in {found.runs[run].name}"
 
 
 def _span(found: Comparison) -> str:
@@ -111,7 +118,7 @@ def _where(found: Comparison, wrote: Sequence[RankShare]) -> list[str]:
         one = copied[0]
         others = ", ".join(map(str, one.copies[:8])) + (", ..." if len(one.copies) > 8 else "")
         lines.append(
-            "rank: that which wrote the shard; of parameters that several hold, one copy is stored "
+            "rank in tables: that which wrote the shard; of parameters that several hold, one copy is stored "
             f"(rank {one.rank}'s are also on {others})"
         )
     if found.stored[0].manifest.optimizer == _GATHERED and found.stored[0].manifest.layout.get("dp", 1) > 1:
@@ -137,6 +144,7 @@ def as_values(found: Comparison) -> dict[str, Any]:
         "first_different_step": found.step,
         "last_equal_step": found.steps[-1 - bool(found.findings)] if len(found.steps) > bool(found.findings) else None,
         "outliers": [names[run] for run in guilty],
+        "suspects": {names[run]: list(suspects(found, run)) for run in sorted({row.run for row in made})},
         "majority": all(row.majority for row in made) if made else None,
         "differences": [_row_values(names, row) for row in made],
         "ranks": [{**vars(share), "run": names[share.run]} for share in ranks(found)],

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from ft.diagnose.compare import Comparison, Finding
 from ft.diagnose.difference import Difference, merged
 from ft.diagnose.grid import coordinates, copies
 from ft.diagnose.stored import COMMON, Piece
+from megatron.training.checkpointing.manifest import Manifest
 
 _OBJECT = re.compile(r"(.*)/shard_[\d.]+_[\d.]+")
 _STATE = re.compile(r"optimizer(?:\.\d+)?\.state\.([^.]+)\.(.+)")
@@ -151,21 +152,18 @@ class RankShare:
 
 def ranks(found: Comparison) -> list[RankShare]:
     """Every rank that wrote something that differs, by run; what is the same on all ranks is left out."""
-    sharded = [f for f in found.findings if f.piece.file != COMMON]
-    keys = sorted({(run, f.piece.rank) for f in sharded for run in f.differences})
-    return [_share(found, run, rank, [f for f in sharded if f.piece.rank == rank]) for run, rank in keys]
+    keys = sorted({(run, f.piece.rank) for f in found.findings for run in f.differences if f.piece.file != COMMON})
+    return [_share(found, run, rank) for run, rank in keys]
 
 
-def _share(found: Comparison, run: int, rank: int, findings: Iterable[Finding]) -> RankShare:
-    mine = [f for f in findings if run in f.differences]
+def _share(found: Comparison, run: int, rank: int) -> RankShare:
+    mine = [f for f in _sharded(found, run) if f.piece.rank == rank]
     manifest = found.stored[run].manifest
-    pipeline_first = counts_pipeline_first(manifest.run)
-    expert = all(".experts." in f.piece.name for f in mine)
     return RankShare(
         run=run,
         rank=rank,
-        place=coordinates(rank, manifest.layout, pipeline_first),
-        copies=tuple(copies(rank, manifest.layout, pipeline_first, expert)),
+        place=rank_place(manifest, rank),
+        copies=_copies(found, mine),
         pieces=sum(piece.rank == rank for piece in found.stored[run].pieces.values()),
         differing=len(mine),
         elements=sum(f.differences[run].differing for f in mine),
@@ -173,6 +171,45 @@ def _share(found: Comparison, run: int, rank: int, findings: Iterable[Finding]) 
     )
 
 
-def counts_pipeline_first(run: Mapping[str, Any]) -> bool:
+def rank_place(manifest: Manifest, rank: int) -> dict[str, int]:
+    """Coordinates of a rank in the run that wrote a checkpoint."""
+    return coordinates(rank, manifest.layout, _pipeline_first(manifest.run))
+
+
+def suspects(found: Comparison, run: int) -> tuple[int, ...]:
+    """The ranks of which at least one went wrong in ``run``, as narrow as what is stored allows.
+
+    A piece that differs convicts the rank that wrote it where every rank stores its own: shards of the optimizer's
+    state as they lie in memory, generators, and anything that no other rank has a copy of. Parameters are the work of
+    that data-parallel rank whose optimizer shard they are in, and are written by another one: they do not count
+    beside pieces that convict, and alone leave all of these ranks suspect.
+    """
+    mine = _sharded(found, run)
+    own = {f.piece.rank for f in mine if _is_own(found, f)}
+    groups = ({f.piece.rank, *_copies(found, [f])} for f in mine)
+    return tuple(sorted(own or set().union(*groups)))
+
+
+def _is_own(found: Comparison, finding: Finding) -> bool:
+    """Whether ``finding`` is about the state of the rank that wrote it, and not of one it has it from."""
+    stored = found.stored[0].manifest.optimizer
+    in_memory = stored != "fully_reshardable" and _BUCKET.fullmatch(finding.piece.name) is not None
+    generators = subject(finding.piece).kind == "generators"
+    return in_memory or generators or stored in ("replicated", None) or not _copies(found, [finding])
+
+
+def _sharded(found: Comparison, run: int) -> list[Finding]:
+    return [f for f in found.findings if run in f.differences and f.piece.file != COMMON]
+
+
+def _copies(found: Comparison, findings: Sequence[Finding]) -> tuple[int, ...]:
+    """The other ranks that hold what one rank wrote."""
+    manifest = found.stored[0].manifest
+    expert = all(".experts." in f.piece.name for f in findings)
+    rank = findings[0].piece.rank
+    return tuple(copies(rank, manifest.layout, _pipeline_first(manifest.run), expert))
+
+
+def _pipeline_first(run: Mapping[str, Any]) -> bool:
     """Whether a run, as its manifest describes it, had --use-tp-pp-dp-mapping."""
     return bool(run.get("options", {}).get("parallel", {}).get("use_tp_pp_dp_mapping"))
