@@ -1,6 +1,7 @@
 """``ft diagnose compare`` on real checkpoints in which single bits are flipped: step, parameter, rank and outlier."""
 
 import json
+import pickle
 import random
 import shutil
 
@@ -70,7 +71,7 @@ def test_a_fault_in_training_is_found_at_its_step_and_rank(capsys, saved, three)
     assert row["ranks"] == [3]
     assert [share["place"] for share in found["ranks"]] == [{"tp": 0, "cp": 0, "dp": 1, "pp": 1}]
     text = printed(capsys, [three[0], saved / "faulty", three[1]])
-    assert "first difference: step 2; step 1 is equal, so it happened in step 2\n" in text
+    assert "first difference: step 2; step 1 is equal, so it happened in step 2: 1 of " in text
     assert f"outlier: {saved / 'faulty'} (the other 2 agree on all of it)" in text
     assert f"rank: 3 (tp 0 cp 0 dp 1 pp 1) in {saved / 'faulty'}\n" in text
     spread = compared(capsys, [three[0], saved / "faulty"], "--step", "4")
@@ -107,6 +108,7 @@ def test_any_single_bit_is_found_wherever_it_flips(capsys, three):
         assert found["first_different_step"] == step and found["outliers"] == [str(three[victim])]
         (row,) = found["differences"]
         assert (row["differing"], row["bit"], row["ranks"]) == (1, bit, [rank])
+        assert row["run"] == str(three[victim]) != row["reference"]
         assert (row["ulp"] is None) == bool(row["not_finite"])
         # The first dimension of a stacked tensor is the layer, which is in the name.
         place = torch.unravel_index(torch.tensor(element), shard.shape)
@@ -233,6 +235,10 @@ def _corrupt(path):
     path.write_bytes(data)
 
 
+def _garbage(path):
+    path.write_bytes(pickle.dumps({"state_dict_metadata": {}}))
+
+
 def _other(checkpoint, **changes):
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     resign(checkpoint, **{name: {**manifest[name], **change} for name, change in changes.items()})
@@ -245,6 +251,7 @@ BAD = {
     "corrupt-common": (lambda c: _corrupt(c / "common.pt"), "common.pt is corrupt: checksum "),
     "corrupt-metadata": (lambda c: _corrupt(c / ".metadata"), ".metadata is corrupt: checksum "),
     "no-manifest": (lambda c: (c / "manifest.json").unlink(), "no complete checkpoint: manifest.json: there is none"),
+    "metadata-of-another-kind": (lambda c: (_garbage(c / ".metadata"), resign(c)), ".metadata is not of this torch's"),
     "other-layout": (lambda c: _other(c, layout={"tp": 2, "dp": 1}), "different layouts:\n    dp: 2 and 1\n    tp: 1"),
     "other-model": (lambda c: _other(c, run={"model": {"num_layers": 8}}), "are of different models:"),
     "other-data": (lambda c: _other(c, run={"fingerprints": {"tokenizer": "x"}}), "on different inputs:"),
@@ -279,5 +286,9 @@ def test_folders_that_are_no_runs_are_refused(capsys, three, tmp_path):
         assert cli.main(["diagnose", "compare", *map(str, words)]) == 2
         assert said in capsys.readouterr().err
     found = compared(capsys, three)
-    assert found["equal"] and found["steps"] == [2, 3, 4] and f"{three[0]}: not compared: 1" in found["notes"]
+    assert (
+        found["equal"]
+        and found["steps"] == [2, 3, 4]
+        and f"{three[0]} has steps that not every run has: 1" in found["notes"]
+    )
     assert cli.main(["diagnose"]) == 2

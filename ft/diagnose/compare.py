@@ -79,7 +79,7 @@ def compare(runs: list[Run], asked: Sequence[int] | None = None, *, quick: bool 
         stored = [read(run.checkpoint(step)) for run in runs]
         check_alike(runs, stored)
         if not found.steps:
-            found.notes = notes(runs, stored, steps)
+            found.notes = notes(runs, stored)
         found.steps.append(step)
         found.stored, found.pieces = stored, len(stored[0].pieces)
         found.bytes = sum(record.bytes for record in stored[0].manifest.files.values())

@@ -66,14 +66,18 @@ def common_steps(runs: Sequence[Run], asked: Sequence[int] | None) -> tuple[int,
         for run in runs:
             if step not in run.steps:
                 raise UserError(f"{run.name} has no checkpoint of step {step}", f"it has {_listed(run.steps)}")
-    common = set(runs[0].steps).intersection(*(run.steps for run in runs))
+    common = _common(runs)
     if not common:
         had = "".join(f"\n    {run.name}: {_listed(run.steps)}" for run in runs)
         raise UserError(f"no step has a checkpoint in every run:{had}", "save at the same steps: --save-interval")
     return tuple(sorted(set(asked) if asked else common))
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _common(runs: Sequence[Run]) -> set[int]:
+    return set(runs[0].steps).intersection(*(run.steps for run in runs))
+
+
+def _listed(steps: Iterable[int]) -> str:
     shown = sorted(steps)
     return ", ".join(map(str, shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]]))
 
@@ -111,12 +115,12 @@ def _check_pieces(pair: str, first: Stored, other: Stored) -> None:
             raise UserError(f"{pair} hold {piece.name} as {shapes}", fix)
 
 
-def notes(runs: Sequence[Run], stored: Sequence[Stored], steps: Sequence[int]) -> list[str]:
+def notes(runs: Sequence[Run], stored: Sequence[Stored]) -> list[str]:
     """What a reader of the comparison should know: lone steps, flags and versions that differ, no determinism."""
     found = []
     for run in runs:
-        if lone := sorted(set(run.steps) - set(steps)):
-            found.append(f"{run.name}: not compared: {_listed(lone)}")
+        if lone := set(run.steps) - _common(runs):
+            found.append(f"{run.name} has steps that not every run has: {_listed(lone)}")
     flags = [dict(_flags(each.manifest.run.get("options", {}))) for each in stored]
     unsafe = [run.name for run, given in zip(runs, flags, strict=True) if given.get("deterministic_mode") is False]
     if unsafe:

@@ -27,6 +27,7 @@ BLOCK = 1 << 20
 
 _METADATA = ".metadata"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")
+_OTHER_VERSION = "compare with the versions that the manifest names"
 _RESTORE = "restore a sound copy of that checkpoint, or leave it out with --step"
 
 _ALLOWED = [argparse.Namespace, numpy.ndarray, numpy.dtype, numpy.empty(0).__reduce__()[0]]
@@ -119,7 +120,7 @@ class Blocks:
 
     def __init__(self, stored: Stored):
         self._stored, self._file, self._stream = stored, None, None
-        self._crc, self._at, self._gapless = 0, 0, True
+        self._crc, self._at = 0, 0
         self._checked: set[str] = set()
 
     def of(self, piece: Piece) -> Iterator[bytes]:
@@ -127,9 +128,7 @@ class Blocks:
         if piece.file != self._file:
             self.finish()
             self._open(piece.file)
-        if piece.start != self._at:
-            self._gapless, self._at = False, piece.start
-        left = piece.length
+        self._at, left = piece.start, piece.length
         while left:
             with _named(self._stored.path / piece.file):
                 data = os.pread(self._stream.fileno(), min(left, BLOCK), self._at)
@@ -148,16 +147,15 @@ class Blocks:
         self._stream.close()
         self._stream, file = None, self._file
         record = self._stored.manifest.files[file]
-        read_whole = self._gapless and self._at == record.bytes
-        if file not in self._checked and not (read_whole and self._crc == record.crc32):
-            self._stored.check(file)
+        if file not in self._checked and self._crc != record.crc32:
+            self._stored.check(file)  # it is damaged, or its pieces were not read in order
         self._checked.add(file)
         self._file = None
 
     def _open(self, file: str) -> None:
         with _named(self._stored.path / file):
             self._stream = open(self._stored.path / file, "rb", buffering=0)  # noqa: SIM115 (closed by finish)
-        self._file, self._crc, self._at, self._gapless = file, 0, 0, True
+        self._file, self._crc = file, 0
 
 
 def read(path: Path) -> Stored:
@@ -181,8 +179,11 @@ def read(path: Path) -> Stored:
         if name not in manifest.files:
             raise UserError(f"{path} has no {name}", _RESTORE)
         stored.check(name)
-    with open(path / _METADATA, "rb") as stream:
-        stored.pieces |= {piece.key: piece for piece in _pieces(pickle.load(stream))}
+    try:
+        with open(path / _METADATA, "rb") as stream:
+            stored.pieces |= {piece.key: piece for piece in _pieces(pickle.load(stream))}
+    except (AttributeError, ImportError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path / _METADATA} is not of this torch's format: {error}", _OTHER_VERSION) from error
     return stored
 
 
@@ -208,9 +209,7 @@ def _decoded(stored: Stored, file: str, name: str, stream: Any) -> Any:
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
         stored.check(file)
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"{stored.path / file}: {name} cannot be read: {reason}", "compare with the version that saved it"
-        ) from error
+        raise UserError(f"{stored.path / file}: {name} cannot be read: {reason}", _OTHER_VERSION) from error
 
 
 class _named:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft.diagnose.compare import Comparison
+from ft.diagnose.stored import COMMON
 from ft.diagnose.verdict import RankShare, Row, outliers, rank_place, ranks, rows, suspects
 from ft.report.text import count, table
 from megatron.training.checkpointing.writer import bytes_in_words
@@ -31,7 +32,8 @@ def _headline(found: Comparison) -> str:
 
 
 def _verdict(found: Comparison, made: Sequence[Row]) -> list[str]:
-    lines = [f"first difference: step {found.step}{_span(found)}"]
+    share = f"{sum(f.piece.file != COMMON for f in found.findings)} of {count(found.pieces, 'piece')} differ"
+    lines = [f"first difference: step {found.step}{_span(found)}: {share}"]
     names, guilty = [run.name for run in found.runs], outliers(found)
     lone = sum(not row.majority for row in made)
     if guilty:
@@ -142,6 +144,8 @@ def as_values(found: Comparison) -> dict[str, Any]:
         "steps": found.steps,
         "steps_not_reached": found.left,
         "first_different_step": found.step,
+        "pieces": found.pieces,
+        "bytes": found.bytes,
         "last_equal_step": found.steps[-1 - bool(found.findings)] if len(found.steps) > bool(found.findings) else None,
         "outliers": [names[run] for run in guilty],
         "suspects": {names[run]: list(suspects(found, run)) for run in sorted({row.run for row in made})},
