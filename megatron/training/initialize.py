@@ -121,13 +121,6 @@ def seed_everything(options: TrainingOptions, step: int = 0) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def use_deterministic_kernels() -> None:
-    """For --deterministic-mode; before the first CUDA call, which is when cuBLAS and NCCL read their environment."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    torch.use_deterministic_algorithms(True)
-
-
 def destroy() -> None:
     """Takes all process groups down, in the reverse order of making."""
     if parallel_state.model_parallel_is_initialized():
