@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megatron.patches.replace import original, replace
+from megatron.patches.step_state import bucket_groups
 
 _SCHEDULES, _P2P = "megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel.p2p_communication"
-_RANDOM, _BUFFER = "megatron.core.tensor_parallel.random", "megatron.core.distributed.param_and_grad_buffer"
+_RANDOM, _PARALLEL = "megatron.core.tensor_parallel.random", "megatron.core.distributed.distributed_data_parallel"
 _SEGMENT, _OUTPUTLESS = "CheckpointFunction.forward", "CheckpointWithoutOutput.checkpoint"
-_FINISHED = "_ParamAndGradBucketGroup.finish_grad_sync"
+_FINISHED = "DistributedDataParallel.finish_grad_sync"
 
 
 class Listener(Protocol):
@@ -56,7 +57,7 @@ def apply() -> None:
     replace(_P2P, "_p2p_ops", _p2p_ops)
     replace(_RANDOM, _SEGMENT, staticmethod(_segment))
     replace(_RANDOM, _OUTPUTLESS, _outputless)
-    replace(_BUFFER, _FINISHED, _finish_grad_sync)
+    replace(_PARALLEL, _FINISHED, _finish_grad_sync)
     replace("torch.distributed", "all_reduce", _all_reduce)
     replace("torch.distributed", "all_to_all_single", _all_to_all_single)
 
@@ -144,9 +145,9 @@ def _outputless(self, run_function, *args):
 
 def _finish_grad_sync(self, force_all_reduce=False):
     listener = _active()
-    if listener is not None and self.grad_reduce_handle is not None:
+    if listener is not None and any(group.grad_reduce_handle is not None for group in bucket_groups(self)):
         listener.window()
-    return original(f"{_BUFFER}.{_FINISHED}")(self, force_all_reduce=force_all_reduce)
+    return original(f"{_PARALLEL}.{_FINISHED}")(self, force_all_reduce=force_all_reduce)
 
 
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):

@@ -222,8 +222,8 @@ _DMR_CORE = tuple(
             ("(self, run_function, *args)",),
         ),
         (
-            "distributed.param_and_grad_buffer",
-            "_ParamAndGradBucketGroup.finish_grad_sync",
+            "distributed.distributed_data_parallel",
+            "DistributedDataParallel.finish_grad_sync",
             "what waits for a window is verified while gradients are being reduced (D-DMR)",
             ("(self, force_all_reduce=False)",),
         ),

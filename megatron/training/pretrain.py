@@ -180,6 +180,10 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
             "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
             "drop it, or --ft-hsdp-replicas",
         )
+    asked = options.fault_tolerance
+    if asked.executes_twice or asked.ft_checkfree_plus:
+        flag = "--ft-checkfree-plus" if asked.ft_checkfree_plus else "DMR (--ft-dmr, --ft-dmr-plan)"
+        raise UserError(f"{flag} does not go with replicas", "drop it, or --ft-hsdp-replicas")
     own_batch(training.global_batch_size, place.replicas, training.micro_batch_size, layout.dp)
     block = training.micro_batch_size * layout.dp
     deal, positions = where_replicas_stood(place, state.extra, state.step, state.consumed_train_samples, block)
