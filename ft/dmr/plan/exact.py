@@ -103,8 +103,9 @@ def _columns(draft: Draft) -> Iterator[_Column]:
 
 
 def _placed(draft: Draft, candidate: Candidate, slots: list[int], segment: bool) -> Iterator[_Column]:
+    span = candidate.span(draft)
     for slot in slots:
-        if draft.has_time(slot, candidate.load_us) and all(draft.reaches(op, slot) for op in candidate.ops):
+        if draft.has_time(slot, candidate.load_us) and draft.within(slot, *span):
             yield _Column(candidate, slot, segment)
 
 
