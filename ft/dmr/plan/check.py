@@ -10,7 +10,7 @@ from itertools import groupby
 from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, Assignment, Plan, deferred_set
 from ft.dmr.plan.check_segments import Changes, bad_segments
 from ft.dmr.plan.piggyback import executed_twice, executes_last_again
-from ft.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Window
+from ft.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Window, rooms
 
 
 def problems(plan: Plan) -> Iterator[str]:
@@ -88,9 +88,9 @@ def _overrun(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
             load[how.window] += op.check_us
     for segment in plan.segments.values():
         load[segment.window] += segment.load_us
-    for name, taken in load.items():
-        if name in windows and taken > windows[name].dur_us + CLOSE_US:
-            yield f"window {name!r} lasts {windows[name].dur_us:.3f} us and is given {taken:.3f} us of verification"
+    for name, room in rooms(windows[name] for name, taken in load.items() if taken and name in windows).items():
+        if load[name] > room + CLOSE_US:
+            yield f"window {name!r} has {room:.3f} us to itself and is given {load[name]:.3f} us of verification"
 
 
 def _too_much_memory(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ft.dmr.plan.assign import NAIVE, UNCHECKED, AgcSegment, Assignment, deferred_set
 from ft.dmr.plan.holdings import Holdings
-from ft.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Trace
+from ft.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Trace, rooms
 
 ROUNDING_US = 1e-6
 """A window is not overrun by this little."""
@@ -26,7 +26,8 @@ class Draft:
         self.ops = [op for op in trace.ops if op.place.stage == stage]
         usable = [each for each in trace.windows if each.stage == stage and each.kind in set(kinds) and each.dur_us > 0]
         self.windows = sorted(usable, key=lambda window: window.end_us)
-        self.room = [window.dur_us for window in self.windows]
+        room = rooms(self.windows)
+        self.room = [room[window.id] for window in self.windows]
         self.holdings = Holdings(trace, stage, self.windows, budget)
         self.assign: dict[str, Assignment] = {}
         self.otherwise: dict[str, Assignment] = {}
