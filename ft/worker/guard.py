@@ -158,6 +158,8 @@ class Guard(Whole):
     def _before_update(self) -> None:
         with self.session.progress.at("wait", "snapshot"):
             self.snapshots.wait()
+            if self._fence is not None:  # of an attempt at this step that DMR has undone
+                self._fence.wait()
         self._fence = dist.all_reduce(self._fence_word, group=self._fence_group, async_op=True)
         self._untouched = False
         self.at("optimizer")

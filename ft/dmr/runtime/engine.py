@@ -163,7 +163,7 @@ class Engine:
 
     def reduced(self, group: dist.ProcessGroup, tensor: torch.Tensor, *, is_over: bool) -> None:
         """``tensor`` is what an all-reduce writes to. ``is_over``: it has written."""
-        if not self.is_active:
+        if not self.is_active or tensor.device.type != self.findings.device.type:
             return
         with self._unwatched():
             if self._wire is not None and is_over:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ft.dmr.digest import differing, same, writer
+from ft.dmr.digest import differing, digest, same, writer
 from ft.dmr.runtime.course import At
 
 AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE, REDUCTION = "at once", "recomputation", "window", "message", "all-reduce"
-_ROWS = 1024
+_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class Rows:
         self._write = writer(device)
         self._blocks: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
-        self._reverse: list[torch.Tensor] = []
         self.count = 0
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -58,7 +57,11 @@ class Rows:
             block = torch.empty((_ROWS, 2), dtype=torch.int64, device=self._device)
             self._blocks.append(block)
             self._free = list(block.unbind())[::-1]
-        self._write(tensor, self._seed, self._free.pop())
+        row = self._free.pop()
+        if tensor.device.type == self._device.type:
+            self._write(tensor, self._seed, row)
+        else:
+            row.copy_(digest(tensor, self._seed), non_blocking=True)
         self.count += 1
 
     def table(self) -> torch.Tensor:
@@ -96,14 +99,13 @@ class Findings:
 
     def pair(self, at: At, how: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
         """Compares the results of two executions, bit by bit on a CPU, by digests on a device."""
-        if self.device.type == "cpu":
-            for a, b in zip(ours, theirs, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            if a.device.type == "cpu":
                 if not same(a, b):
                     self._known.append(_difference(at, how, a, b))
-            return
-        if self._ours is None:
-            self._ours, self._theirs = self.rows(), self.rows()
-        for a, b in zip(ours, theirs, strict=True):
+                continue
+            if self._ours is None:
+                self._ours, self._theirs = self.rows(), self.rows()
             self._ours.add(a)
             self._theirs.add(b)
             self._pairs.append((at, how))
@@ -115,10 +117,10 @@ class Findings:
     def flag(self) -> torch.Tensor:
         """Whether anything differed: int32 [1] on the device, not synchronised."""
         self._gather_pairs()
-        found = torch.full((1,), int(bool(self._known)), dtype=torch.int32, device=self.device)
-        for _, expected, got in self._pending:
-            found.logical_or_((expected != got).any())
-        return found
+        if self._known or not self._pending:
+            return torch.full((1,), int(bool(self._known)), dtype=torch.int32, device=self.device)
+        expected, found = (torch.cat(each) for each in zip(*((a, b) for _, a, b in self._pending), strict=True))
+        return (expected != found).any().to(torch.int32).reshape(1)
 
     def settle(self) -> list[Mismatch]:
         """All of them; looks at what the device knows."""

@@ -47,14 +47,14 @@ class Protection:
     """
 
     def __init__(self, engine: Engine, undo: Undo, witness: Witness, limits: Limits, strategy: str):
-        self._engine, self._undo, self._witness, self._limits = engine, undo, witness, limits
+        self.engine, self._undo, self._witness, self._limits = engine, undo, witness, limits
         self._strategy: str | None = strategy
         self._memory = suspects.Memory(limits.memory)
 
     def before_update(self) -> None:
         """The optimizer is about to step."""
-        if self._engine.is_active:
-            self._engine.before_update()
+        if self.engine.is_active:
+            self.engine.before_update()
             self._undo.wait()
 
     def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
@@ -67,9 +67,9 @@ class Protection:
         attempts: list[Reports] = []
         while True:
             self._undo.begin()
-            with self._engine.iteration(microbatches):
+            with self.engine.iteration(microbatches):
                 result = work()
-            reports, earlier = self._agree(self._engine.flag(), step)
+            reports, earlier = self._agree(self.engine.flag(), step)
             if not reports:
                 self._end(step, attempts)
                 return result
@@ -86,7 +86,7 @@ class Protection:
         if not flag.item():
             return {}, {}
         told: list[Any] = [None] * dist.get_world_size()
-        own = self._engine.findings.settle()[:_MOST_TOLD]
+        own = self.engine.findings.settle()[:_MOST_TOLD]
         dist.all_gather_object(told, (own, self._memory.before(step)))
         return (
             {rank: tuple(found) for rank, (found, _) in enumerate(told) if found},
@@ -95,7 +95,7 @@ class Protection:
 
     def _end(self, step: int, attempts: list[Reports]) -> None:
         if self._strategy is not None:
-            self._witness.covered(step, self._strategy, self._engine.coverage())
+            self._witness.covered(step, self._strategy, self.engine.coverage())
             self._strategy = None
         if not attempts:
             return
