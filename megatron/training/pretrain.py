@@ -152,9 +152,9 @@ def double_execution(job: Job, session: "Session | None") -> "Protection":
     from ft.dmr.runtime.settings import Settings
 
     trainee, asked = job.trainee, job.options.fault_tolerance
-    plan = None if asked.ft_dmr_plan is None else Path(asked.ft_dmr_plan)
+    plan, unstable = (None if name is None else Path(name) for name in (asked.ft_dmr_plan, asked.ft_dmr_unstable))
     return install(
-        Settings(asked.ft_dmr, plan, asked.ft_dmr_retries),
+        Settings(asked.ft_dmr, plan, unstable, asked.ft_dmr_retries),
         trainee.chunks,
         trainee.optimizer,
         trainee.scheduler,

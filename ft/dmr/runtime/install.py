@@ -18,6 +18,7 @@ from ft.dmr.runtime.settings import Settings, run_seed
 from ft.dmr.runtime.strategy import Planned, Strategy
 from ft.dmr.runtime.suspects import Limits
 from ft.dmr.runtime.undo import Undo
+from ft.dmr.runtime.unstable import Sparing
 from ft.dmr.runtime.witness import Teller
 from ft.worker.position import Position
 from ft.worker.subject import Subject
@@ -76,6 +77,7 @@ def make_engine(strategy: Strategy, plan: Plan | None, chunks: Sequence, stage: 
 
 
 def _queue(strategy: Strategy, plan: Plan | None, findings: Findings, stage: int) -> Queue:
+    strategy = strategy.strategy if isinstance(strategy, Sparing) else strategy
     if plan is None or not isinstance(strategy, Planned):
         return Queue(findings)
     dynamic = [window.dur_us for window in plan.trace.windows if window.stage == stage and window.dynamic]

@@ -78,7 +78,7 @@ class DoubleExecution(TorchDispatchMode):
         course.executed += 1
         if kind.written and self._queue:
             self._queue.before_change(tensors_in(written(kind, args, kwargs)))
-        decision = self._strategy.decide(unit, index, kind.name, self.segment is not None)
+        decision = self._strategy.decide(unit, index, kind.name, self._is_recomputed())
         self.counts[decision.set] = self.counts.get(decision.set, 0) + 1
         if decision.set == NAIVE:
             out = self._at_once(kind, func, args, kwargs, index)
@@ -87,6 +87,9 @@ class DoubleExecution(TorchDispatchMode):
             self._with_recomputation(kind, args, kwargs, out, index)
         elif decision.set == SKIPPED:
             out = func(*args, **kwargs)
+            if self.segment is not None:
+                self.segment.unchecked()
+            return out
         elif decision.set in DEFERRED and not kind.written:
             return self._later(kind, func, args, kwargs, index, decision)
         else:
@@ -96,6 +99,10 @@ class DoubleExecution(TorchDispatchMode):
             if name in self._queue.helpers:
                 self._queue.help(name, course.at(kind.name, index), kind, (func, args, kwargs), out, None)
         return out
+
+    def _is_recomputed(self) -> bool:
+        """Recomputation will show, or shows, what comes next once more."""
+        return self.segment is not None and self.segment.is_comparable
 
     def _at_once(self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int) -> Any:
         if kind.written and not checked_by_looking(kind):

@@ -14,7 +14,11 @@ from ft.dmr.runtime.findings import RECOMPUTATION, Findings, Mismatch
 
 
 class Segment:
-    """One segment in one microbatch, from its forward to its recomputation."""
+    """One segment in one microbatch, from its forward to its recomputation.
+
+    Attributes:
+        is_comparable: operators from here on come out the same when they are executed again.
+    """
 
     def __init__(self, findings: Findings):
         self._findings = findings
@@ -23,6 +27,7 @@ class Segment:
         self._expected, self._found = findings.rows(), None
         self._next = 0
         self._out_of_step = False
+        self.is_comparable = True
 
     def primary(self, at: At, outs: Sequence[torch.Tensor]) -> None:
         """An operator of the forward has been executed."""
@@ -34,6 +39,11 @@ class Segment:
     def begin_again(self) -> None:
         """The recomputation begins."""
         self._found, self._next = self._findings.rows(), 0
+        self.is_comparable = True
+
+    def unchecked(self) -> None:
+        """An operator has been executed that comes out otherwise each time, and what reads it does so too."""
+        self.is_comparable = False
 
     def again(self, at: At, outs: Sequence[torch.Tensor]) -> None:
         """An operator of the recomputation has been executed."""

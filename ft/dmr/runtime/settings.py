@@ -10,6 +10,7 @@ from typing import Any
 from ft.dmr.plan.assign import Plan
 from ft.dmr.plan.file import read_plan, refuse_another_s
 from ft.dmr.runtime.strategy import Naive, Piggyback, Planned, Strategy
+from ft.dmr.runtime.unstable import Sparing, read_unstable
 
 NAIVE, PIGGYBACK = "naive", "piggyback"
 
@@ -19,24 +20,31 @@ class Settings:
     """Args:
     way: NAIVE or PIGGYBACK; None: as ``plan`` says.
     plan: a plan file.
+    unstable: a file of operators that are left unchecked.
     retries: how often an iteration is taken once more before somebody is blamed.
     """
 
     way: str | None = None
     plan: Path | None = None
+    unstable: Path | None = None
     retries: int = 2
 
     def strategy(self, stage: int, fingerprint: Mapping[str, Any]) -> tuple[Strategy, Plan | None]:
         """How operators of ``stage`` are verified.
 
         Raises:
-            UserError: the plan cannot be read or followed, or was made for another run.
+            UserError: the plan, or the file of unstable operators, cannot be read or followed, or the plan was made
+                for another run.
         """
+        left_out = () if self.unstable is None else read_unstable(self.unstable).operators
+        plan = None
         if self.plan is None:
-            return (Naive() if self.way == NAIVE else Piggyback()), None
-        plan = read_plan(self.plan)
-        refuse_another_s(plan, fingerprint)
-        return Planned(plan, stage), plan
+            strategy = Naive() if self.way == NAIVE else Piggyback()
+        else:
+            plan = read_plan(self.plan)
+            refuse_another_s(plan, fingerprint)
+            strategy = Planned(plan, stage, left_out)
+        return (Sparing(strategy, left_out) if left_out else strategy), plan
 
 
 def run_seed(text: str) -> int:

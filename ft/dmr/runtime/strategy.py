@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +74,9 @@ class Planned:
     Operators that the plan has not seen in their place (a profile of other data, experts that got no tokens) are
     verified as ``Piggyback`` does, and counted.
 
+    Args:
+        unstable: operators that are not verified (``ft.dmr.runtime.unstable``), and not replayed.
+
     Attributes:
         replays: AGC segments of the stage. misfits: operators that were not as planned, by "planned, found".
         helpers: operator -> AGC segments that replay it for what it makes, while it is verified otherwise.
@@ -84,7 +87,7 @@ class Planned:
 
     name = "plan"
 
-    def __init__(self, plan: Plan, stage: int):
+    def __init__(self, plan: Plan, stage: int, unstable: Collection[str] = ()):
         ops = [op for op in plan.trace.ops if op.place.stage == stage]
         if not ops:
             known = ", ".join(map(str, plan.trace.stages))
@@ -109,7 +112,7 @@ class Planned:
             unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us)))
         self.replays: dict[str, Segment] = {}
         self.helpers: dict[str, list[str]] = {}
-        self._plan_replays(plan, stage, due)
+        self._plan_replays(plan, stage, due, frozenset(unstable))
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         planned = self._decisions.get((unit.phase, unit.chunk, unit.microbatch), ())
@@ -121,7 +124,7 @@ class Planned:
             return AT_ONCE
         return decision
 
-    def _plan_replays(self, plan: Plan, stage: int, due: Mapping[str, int | None]) -> None:
+    def _plan_replays(self, plan: Plan, stage: int, due: Mapping[str, int | None], unstable: Collection[str]) -> None:
         by_id = {op.id: op for op in plan.trace.ops}
         recomputed: dict[tuple, list[str]] = {}
         for op in plan.trace.ops:
@@ -135,7 +138,8 @@ class Planned:
             for name in made:
                 self.helpers.setdefault(name, []).append(segment.id)
             when = due[segment.window]
-            self.replays[segment.id] = Segment(len(segment.ops) + len(made), 0 if when is None else when)
+            size = sum(by_id[name].name not in unstable for name in (*segment.ops, *made))
+            self.replays[segment.id] = Segment(size, 0 if when is None else when)
 
 
 DEFERRED = (D_INTER, D_INTRA)

@@ -28,6 +28,9 @@ class FaultToleranceOptions:
     ft_dmr_plan: str | None = None
     """The same by a plan of ft dmr plan, which moves second executions into windows in which a rank would wait."""
 
+    ft_dmr_unstable: str | None = None
+    """A file of ft dmr selftest --out: operators that are not reproducible here, and are left unchecked."""
+
     ft_dmr_retries: int = 2
     """How often a step that was computed wrongly is taken once more before a rank is blamed and its node evicted."""
 
