@@ -5,13 +5,14 @@ by nothing where it fits. So windows that shrink or grow as naive checks lengthe
 """
 
 import bisect
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ft.dmr.plan.assign import NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Assignment
 from ft.dmr.plan.piggyback import executes_last_again
 from ft.dmr.plan.schedule import Unit, simulate
-from ft.dmr.plan.trace import BACKWARD, INTRA, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
+from ft.dmr.plan.trace import BACKWARD, CLOSE_US, INTRA, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
 
 
 def exposed_us(trace: Trace, op: Operator, assignment: Assignment) -> float:
@@ -128,19 +129,59 @@ def unit_of(op: Operator) -> Unit:
 
 
 def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
-    """Unit -> (start, end): from its first operator to its last, with the windows inside units that follow that."""
+    """Unit -> (start, end): from its first operator to its last, with the windows inside units before and after."""
     spans: dict[Unit, tuple[float, float]] = {}
     for op in trace.ops:
         if op.place.phase != OPTIMIZER:
             unit = unit_of(op)
             begin, end = spans.get(unit, (op.start_us, op.end_us))
             spans[unit] = (min(begin, op.start_us), max(end, op.end_us))
-    for stage in trace.stages:
-        order = sorted((span[0], unit) for unit, span in spans.items() if unit.stage == stage)
-        for window in trace.windows:
-            if window.stage == stage and window.kind in INTRA:
-                place = bisect.bisect_right(order, window.start_us, key=lambda entry: entry[0])
-                if place:
-                    unit = order[place - 1][1]
-                    spans[unit] = (spans[unit][0], max(spans[unit][1], window.end_us))
+    inside: dict[int, list[Window]] = defaultdict(list)
+    for window in sorted(trace.windows, key=lambda window: window.start_us):
+        if window.kind in INTRA:
+            inside[window.stage].append(window)
+    order: dict[int, list[tuple[float, Unit]]] = defaultdict(list)
+    for begin, unit in sorted((begin, unit) for unit, (begin, _) in spans.items()):
+        order[unit.stage].append((begin, unit))
+    for stage, windows in inside.items():
+        if order[stage]:
+            _widen(spans, order[stage], windows)
     return spans
+
+
+def _widen(spans: dict[Unit, tuple[float, float]], order: list[tuple[float, Unit]], windows: Iterable[Window]) -> None:
+    """Adds one stage's windows inside units, in order of time, to the spans of their units."""
+    between: dict[int, list[Window]] = defaultdict(list)
+    for window in windows:
+        place = bisect.bisect_right(order, window.start_us, key=lambda entry: entry[0])
+        begin, end = spans[order[place - 1][1]] if place else (0.0, 0.0)
+        if window.start_us < end - CLOSE_US:
+            spans[order[place - 1][1]] = (begin, max(end, window.end_us))
+        else:
+            between[place].append(window)
+    for place, found in between.items():
+        before = order[place - 1][1] if place else None
+        behind = order[place][1] if place < len(order) else None
+        first = _first_of_next(spans.get(before), found, spans.get(behind))
+        if first > 0:
+            spans[before] = (spans[before][0], max(spans[before][1], *(window.end_us for window in found[:first])))
+        if first < len(found):
+            spans[behind] = (found[first].start_us, spans[behind][1])
+
+
+def _first_of_next(
+    before: tuple[float, float] | None, windows: Sequence[Window], behind: tuple[float, float] | None
+) -> int:
+    """Which of the windows between two units is the later one's first; their number: none is.
+
+    A unit without recomputation begins with a transfer, and may wait for its message before that: the widest hole
+    between operators and windows is where the earlier unit ends. Without holes all are the earlier one's.
+    """
+    if behind is None:
+        return len(windows) if before is not None else 0
+    if before is None:
+        return 0
+    ends = [before[1], *(window.end_us for window in windows)]
+    starts = [*(window.start_us for window in windows), behind[0]]
+    holes = [start - end if start - end > CLOSE_US else 0.0 for end, start in zip(ends, starts, strict=True)]
+    return max(range(len(holes)), key=lambda place: (holes[place], place))
