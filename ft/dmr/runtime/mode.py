@@ -13,7 +13,15 @@ from ft.dmr.runtime.operators import Nature, nature, tensors_in
 from ft.dmr.runtime.queue import Queue
 from ft.dmr.runtime.segments import Segment
 from ft.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
-from ft.dmr.runtime.twice import check_in_place, execute_again, results, state_before, written
+from ft.dmr.runtime.twice import (
+    check_in_place,
+    checked_by_looking,
+    execute_again,
+    expected,
+    results,
+    state_before,
+    written,
+)
 
 PRIMARY, CHECKER = "primary", "checker"
 
@@ -90,21 +98,28 @@ class DoubleExecution(TorchDispatchMode):
         return out
 
     def _at_once(self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int) -> Any:
-        if kind.written:
+        if kind.written and not checked_by_looking(kind):
             again = check_in_place(kind, func, args, kwargs)
             out = func(*args, **kwargs)
             ours = tensors_in(written(kind, args, kwargs))
+            self._disturb(PRIMARY, kind, ours)
+        elif kind.written:
+            out = func(*args, **kwargs)
+            self._disturb(PRIMARY, kind, [args[0]])
+            self._compare(kind, index, *([one] for one in expected(kind, args, kwargs)))
+            return out
         else:
             state = state_before(kind, args, kwargs)
             out = func(*args, **kwargs)
             ours = tensors_in(out)
             self._disturb(PRIMARY, kind, ours)
             again = tensors_in(execute_again(func, args, kwargs, state))
-        if kind.written:
-            self._disturb(PRIMARY, kind, ours)
         self._disturb(CHECKER, kind, again)
-        self._findings.pair(self._course.at(kind.name, index), AT_ONCE, ours, again)
+        self._compare(kind, index, ours, again)
         return out
+
+    def _compare(self, kind: Nature, index: int, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+        self._findings.pair(self._course.at(kind.name, index), AT_ONCE, ours, theirs)
 
     def _with_recomputation(
         self, kind: Nature, args: Sequence[Any], kwargs: dict[str, Any], out: Any, index: int
@@ -127,7 +142,7 @@ class DoubleExecution(TorchDispatchMode):
         at = self._course.at(kind.name, index)
         if not self._queue.put(at, kind, (func, args, kwargs), out, state, decision):
             again = tensors_in(execute_again(func, args, kwargs, state))
-            self._findings.pair(at, AT_ONCE, outs, again)
+            self._compare(kind, index, outs, again)
         return out
 
     def _disturb(self, execution: str, kind: Nature, tensors: Sequence[torch.Tensor]) -> None:
