@@ -162,6 +162,8 @@ class Graph:
             return None
         last = max(i for i, op in enumerate(again) if set(op.out_ids) & set(inner))
         replayed = again[: last + 1]
+        if any(op.checking.mutates for op in replayed):
+            return None
         written = {name for op in replayed for name in op.out_ids}
         needed = [name for op in replayed for name in op.in_ids if name not in written]
         tensors = dict.fromkeys([name for name in boundary if name not in written] + needed)

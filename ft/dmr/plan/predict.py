@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ft.dmr.plan.assign import NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Assignment
 from ft.dmr.plan.piggyback import executes_last_again
 from ft.dmr.plan.schedule import Unit, simulate
-from ft.dmr.plan.trace import BACKWARD, CLOSE_US, INTRA, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
+from ft.dmr.plan.trace import BACKWARD, CLOSE_US, IN_UNITS, INTRA, RECOMPUTE, Operator, Trace, Window
 
 
 def exposed_us(trace: Trace, op: Operator, assignment: Assignment) -> float:
@@ -105,7 +105,7 @@ class Clock:
 
     def _paying(self, op: Operator, how: Assignment) -> Unit | None:
         """The unit that an operator's exposed time lengthens; None: it comes after the pipeline."""
-        if op.place.phase == OPTIMIZER:
+        if op.place.phase not in IN_UNITS:
             return None
         unit = unit_of(op)
         again = how.set == PIGGYBACK and executes_last_again(self._trace.early_stop, op)
@@ -132,7 +132,7 @@ def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
     """Unit -> (start, end): from its first operator to its last, with the windows inside units before and after."""
     spans: dict[Unit, tuple[float, float]] = {}
     for op in trace.ops:
-        if op.place.phase != OPTIMIZER:
+        if op.place.phase in IN_UNITS:
             unit = unit_of(op)
             begin, end = spans.get(unit, (op.start_us, op.end_us))
             spans[unit] = (min(begin, op.start_us), max(end, op.end_us))
