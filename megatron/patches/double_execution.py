@@ -163,6 +163,8 @@ def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     if listener is None:
         return call(tensor, op, group, async_op)
     group = dist.group.WORLD if group is None else group
+    if dist.get_world_size(group) == 1:
+        return call(tensor, op, group, async_op)
     if group in dist.distributed_c10d._world.pg_coalesce_state:
         work = call(tensor, op, group, async_op)
         listener.reduced(group, tensor, is_over=False)
