@@ -31,8 +31,11 @@ class Listener(Protocol):
     def recomputed(self, function: Callable) -> Callable:
         """What stands in for ``function``, which is called now and once more in a backward."""
 
-    def window(self) -> None:
-        """Something is on its way."""
+    def window(self, kind: str) -> None:
+        """Something is on its way, and is about to be waited for. ``kind``: one of ``ft.dmr.plan.trace``'s."""
+
+    def waited(self) -> None:
+        """It has been waited for."""
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """Something is on its way, and takes another time in every iteration."""
@@ -125,10 +128,12 @@ def _p2p_ops(**kwargs):
 
 
 def _on_its_way(requests: Any) -> Any:
-    listener = _active()
-    if listener is not None:
-        listener.window()
-    return requests
+    """Requests whose waits are windows: between starting them and waiting for them core may compute."""
+    if _active() is None:
+        return requests
+    if isinstance(requests, dict):
+        return {name: _Awaited(request) for name, request in requests.items()}
+    return [_Awaited(request) for request in requests]
 
 
 def _segment(ctx, run_function, distribute_saved_activations, *args):
@@ -145,9 +150,13 @@ def _outputless(self, run_function, *args):
 
 def _finish_grad_sync(self, force_all_reduce=False):
     listener = _active()
-    if listener is not None and any(group.grad_reduce_handle is not None for group in bucket_groups(self)):
-        listener.window()
-    return original(f"{_PARALLEL}.{_FINISHED}")(self, force_all_reduce=force_all_reduce)
+    finish = original(f"{_PARALLEL}.{_FINISHED}")
+    if listener is None or all(group.grad_reduce_handle is None for group in bucket_groups(self)):
+        return finish(self, force_all_reduce=force_all_reduce)
+    listener.window("dp")
+    finish(self, force_all_reduce=force_all_reduce)
+    listener.waited()
+    return None
 
 
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -155,6 +164,8 @@ def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     if listener is None:
         return call(tensor, op, group, async_op)
     group = dist.group.WORLD if group is None else group
+    if dist.get_world_size(group) == 1:
+        return call(tensor, op, group, async_op)
     if group in dist.distributed_c10d._world.pg_coalesce_state:
         work = call(tensor, op, group, async_op)
         listener.reduced(group, tensor, is_over=False)
@@ -165,8 +176,9 @@ def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     watched = _Watched(work, lambda: listener.reduced(group, tensor, is_over=True))
     if async_op:
         return watched
-    listener.window()
+    listener.window("tp")
     watched.wait()
+    listener.waited()
     return None
 
 
@@ -179,7 +191,27 @@ def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes
     if work is not None:
         listener.dynamic_window(work.is_completed)
         work.wait()
+        listener.waited()
     return None
+
+
+class _Awaited:
+    """A request of a message between stages, whose wait is a window."""
+
+    def __init__(self, request: Any):
+        self._request = request
+
+    def wait(self, *args: Any) -> Any:
+        listener = _active()
+        if listener is None:
+            return self._request.wait(*args)
+        listener.window("p2p")
+        result = self._request.wait(*args)
+        listener.waited()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 class _Watched:

@@ -40,13 +40,21 @@ def launch(options: Options) -> int:
         return error.exit_code
     if options.logging.metrics_file is None and "FT_RUN_DIR" in os.environ:
         options.logging.metrics_file = str(Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
-    if options.fault_tolerance.executes_twice:
+    if options.fault_tolerance.ft_dmr_profile is not None:
+        write_nothing(options)
+    if options.fault_tolerance.follows_operators:
         patches.apply(WITH_DMR)
     if options.fault_tolerance.ft_checkfree_plus:
         patches.apply(WITH_SWAPPED_ENDS)
     if options.fault_tolerance.ft_hot_swap or "FT_HSDP_REPLICA" in os.environ:
         return launch_protected(options, layout, place)
     return launch_plain(options, layout, place)
+
+
+def write_nothing(options: Options) -> None:
+    """A run that is profiled is not the run: it leaves no trace in its checkpoints, metrics and logs."""
+    options.checkpoint.save = None
+    options.logging.metrics_file = options.logging.tensorboard_dir = None
 
 
 def launch_protected(options: Options, layout: Layout, place: Launch) -> int:

@@ -179,7 +179,7 @@ def _in_data_parallel(
 ) -> list[DistributedDataParallel]:
     p, t = options.parallel, options.training
     parameters = sum(param.numel() for chunk in chunks for param in chunk.parameters())
-    verified = options.fault_tolerance.executes_twice  # a wrong gradient is found, and computed once more
+    verified = options.fault_tolerance.follows_operators  # a wrong gradient is found, and computed once more
     scales_loss = options.precision.fp16 and options.precision.loss_scale is None  # NaN is then an expected answer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.precision.accumulate_allreduce_grads_in_fp32,

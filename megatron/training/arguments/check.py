@@ -305,12 +305,14 @@ def _check_ft(options, grid: Layout) -> Iterator[Problem]:
 
 def _check_dmr(options, grid: Layout) -> Iterator[Problem]:
     asked, kernels = options.fault_tolerance, options.kernels
-    if not asked.executes_twice:
-        if asked.ft_dmr_unstable is not None:
-            yield "--ft-dmr-unstable says what DMR leaves out, and there is none", "add --ft-dmr piggyback"
+    if asked.ft_dmr_unstable is not None and not asked.follows_operators:
+        yield "--ft-dmr-unstable says what DMR leaves out, and there is none", "add --ft-dmr piggyback"
+    if not asked.follows_operators:
         return
     if asked.ft_dmr is not None and asked.ft_dmr_plan is not None:
         yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan say two things about one operator", "drop one of them"
+    if asked.ft_dmr_profile is not None and (asked.ft_dmr is not None or asked.ft_dmr_plan is not None):
+        yield "--ft-dmr-profile measures a run without DMR", "drop --ft-dmr and --ft-dmr-plan"
     if asked.ft_dmr_retries < 0:
         yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"
     if kernels.transformer_impl == "transformer_engine":
