@@ -154,7 +154,7 @@ def double_execution(job: Job, session: "Session | None") -> "Protection":
     trainee, asked = job.trainee, job.options.fault_tolerance
     plan = None if asked.ft_dmr_plan is None else Path(asked.ft_dmr_plan)
     return install(
-        Settings(asked.ft_dmr, plan, asked.ft_dmr_retries),
+        Settings(asked.ft_dmr, plan, asked.ft_dmr_retries, tuple(asked.ft_dmr_inject), job.options.training.seed),
         trainee.chunks,
         trainee.optimizer,
         trainee.scheduler,

@@ -305,6 +305,8 @@ def _check_ft(options, grid: Layout) -> Iterator[Problem]:
 def _check_dmr(options, grid: Layout) -> Iterator[Problem]:
     asked, kernels = options.fault_tolerance, options.kernels
     if not asked.executes_twice:
+        if asked.ft_dmr_inject:
+            yield "--ft-dmr-inject flips bits of what DMR executes, and DMR is off", "add --ft-dmr naive|piggyback"
         return
     if asked.ft_dmr is not None and asked.ft_dmr_plan is not None:
         yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan say two things about one operator", "drop one of them"
