@@ -156,8 +156,9 @@ def double_execution(job: Job, session: "Session | None") -> "Protection | Profi
     if asked.ft_dmr_profile is not None:
         return profile(job)
     plan, unstable = (None if name is None else Path(name) for name in (asked.ft_dmr_plan, asked.ft_dmr_unstable))
+    flips = tuple(asked.ft_dmr_inject)
     return install(
-        Settings(asked.ft_dmr, plan, unstable, asked.ft_dmr_retries),
+        Settings(asked.ft_dmr, plan, unstable, asked.ft_dmr_retries, flips, job.options.training.seed),
         trainee.chunks,
         trainee.optimizer,
         trainee.scheduler,

@@ -305,9 +305,11 @@ def _check_ft(options, grid: Layout) -> Iterator[Problem]:
 
 def _check_dmr(options, grid: Layout) -> Iterator[Problem]:
     asked, kernels = options.fault_tolerance, options.kernels
-    if asked.ft_dmr_unstable is not None and not asked.follows_operators:
-        yield "--ft-dmr-unstable says what DMR leaves out, and there is none", "add --ft-dmr piggyback"
     if not asked.follows_operators:
+        if asked.ft_dmr_unstable is not None:
+            yield "--ft-dmr-unstable says what DMR leaves out, and there is none", "add --ft-dmr piggyback"
+        if asked.ft_dmr_inject:
+            yield "--ft-dmr-inject flips bits of what DMR executes, and DMR is off", "add --ft-dmr naive|piggyback"
         return
     if asked.ft_dmr is not None and asked.ft_dmr_plan is not None:
         yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan say two things about one operator", "drop one of them"

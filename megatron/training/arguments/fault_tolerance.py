@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.training.arguments.schema import flag
+
 
 @dataclass
 class FaultToleranceOptions:
@@ -33,6 +35,9 @@ class FaultToleranceOptions:
 
     ft_dmr_retries: int = 2
     """How often a step that was computed wrongly is taken once more before a rank is blamed and its node evicted."""
+
+    ft_dmr_inject: list[str] = flag([], repeats=True)
+    """Bit flips on purpose, as of ft run --inject: bit-flip@step=3:rank=1:operator=mm:phase=backward (ft faults)."""
 
     ft_dmr_profile: str | None = None
     """Train a few steps, write a profile for ft dmr plan into this file, and end; nothing else is written. What ft dmr
