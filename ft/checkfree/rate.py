@@ -7,7 +7,7 @@ from typing import Any
 from ft.errors import UserError
 
 BOOST = 1.1
-"""The paper's (section 4.2). The configuration files of the authors' code say 1.2."""
+"""The paper's (section 4.2); the authors' code has 1.2 for its 500M model."""
 
 _HIGHEST = 100.0
 _KEYS = ("max_lr", "min_lr")

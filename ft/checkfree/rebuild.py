@@ -118,7 +118,8 @@ def weights(norm_previous: float | None, norm_following: float | None) -> tuple[
 def fresh(name: str, like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """A parameter as at the start of training: matrices normal with deviation 0.02, biases 0, norms' weights 1.
 
-    Megatron draws a block's output projections narrower, by its number of layers: give ``initialise`` for that.
+    Megatron draws a block's output projections narrower, by its number of layers, and zero-centred norms start at 0:
+    give ``initialise`` for these.
     """
     if not like.is_floating_point():
         return like.detach().clone()
