@@ -40,6 +40,7 @@ REPLICA_OFFLINE = "replica_offline"
 REPLICA_ONLINE = "replica_online"
 CAUGHT_UP = "caught_up"
 QUORUM_FORMED = "quorum_formed"
+BIT_FLIPPED = "bit_flipped"
 DMR_COVERED = "dmr_covered"
 DMR_MISMATCH = "dmr_mismatch"
 DMR_VERDICT = "dmr_verdict"
@@ -101,6 +102,10 @@ SCHEMA: Mapping[str, Needs] = {
     CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
     # the members have changed, or the step is tried again; step: committed ones; wait_s: since the first had reported
     QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
+    # a bit-flip fault has hit; fault: its number; execution: primary, checker or None (a payload)
+    BIT_FLIPPED: Needs(
+        ("rank", "step"), ("fault", "operator", "phase", "layer", "microbatch", "element", "bit", "dtype")
+    ),
     # strategy: naive, piggyback or plan; counts: operators of this rank's first iteration by how they are verified
     DMR_COVERED: Needs(("rank", "step"), ("strategy", "counts")),
     # two executions of an operator differed; how: what was compared; elements: how many, None: digests differed

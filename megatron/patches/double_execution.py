@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megatron.patches.replace import original, replace
+from megatron.patches.step_state import bucket_groups
 
 _SCHEDULES, _P2P = "megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel.p2p_communication"
-_RANDOM, _BUFFER = "megatron.core.tensor_parallel.random", "megatron.core.distributed.param_and_grad_buffer"
+_RANDOM, _PARALLEL = "megatron.core.tensor_parallel.random", "megatron.core.distributed.distributed_data_parallel"
 _SEGMENT, _OUTPUTLESS = "CheckpointFunction.forward", "CheckpointWithoutOutput.checkpoint"
-_FINISHED = "_ParamAndGradBucketGroup.finish_grad_sync"
+_FINISHED = "DistributedDataParallel.finish_grad_sync"
 
 
 class Listener(Protocol):
@@ -30,8 +31,11 @@ class Listener(Protocol):
     def recomputed(self, function: Callable) -> Callable:
         """What stands in for ``function``, which is called now and once more in a backward."""
 
-    def window(self) -> None:
-        """Something is on its way."""
+    def window(self, kind: str) -> None:
+        """Something is on its way, and is about to be waited for. ``kind``: one of ``ft.dmr.plan.trace``'s."""
+
+    def waited(self) -> None:
+        """It has been waited for."""
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """Something is on its way, and takes another time in every iteration."""
@@ -56,7 +60,7 @@ def apply() -> None:
     replace(_P2P, "_p2p_ops", _p2p_ops)
     replace(_RANDOM, _SEGMENT, staticmethod(_segment))
     replace(_RANDOM, _OUTPUTLESS, _outputless)
-    replace(_BUFFER, _FINISHED, _finish_grad_sync)
+    replace(_PARALLEL, _FINISHED, _finish_grad_sync)
     replace("torch.distributed", "all_reduce", _all_reduce)
     replace("torch.distributed", "all_to_all_single", _all_to_all_single)
 
@@ -124,10 +128,12 @@ def _p2p_ops(**kwargs):
 
 
 def _on_its_way(requests: Any) -> Any:
-    listener = _active()
-    if listener is not None:
-        listener.window()
-    return requests
+    """Requests whose waits are windows: between starting them and waiting for them core may compute."""
+    if _active() is None:
+        return requests
+    if isinstance(requests, dict):
+        return {name: _Awaited(request) for name, request in requests.items()}
+    return [_Awaited(request) for request in requests]
 
 
 def _segment(ctx, run_function, distribute_saved_activations, *args):
@@ -144,9 +150,13 @@ def _outputless(self, run_function, *args):
 
 def _finish_grad_sync(self, force_all_reduce=False):
     listener = _active()
-    if listener is not None and self.grad_reduce_handle is not None:
-        listener.window()
-    return original(f"{_BUFFER}.{_FINISHED}")(self, force_all_reduce=force_all_reduce)
+    finish = original(f"{_PARALLEL}.{_FINISHED}")
+    if listener is None or all(group.grad_reduce_handle is None for group in bucket_groups(self)):
+        return finish(self, force_all_reduce=force_all_reduce)
+    listener.window("dp")
+    finish(self, force_all_reduce=force_all_reduce)
+    listener.waited()
+    return None
 
 
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -154,6 +164,8 @@ def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     if listener is None:
         return call(tensor, op, group, async_op)
     group = dist.group.WORLD if group is None else group
+    if dist.get_world_size(group) == 1:
+        return call(tensor, op, group, async_op)
     if group in dist.distributed_c10d._world.pg_coalesce_state:
         work = call(tensor, op, group, async_op)
         listener.reduced(group, tensor, is_over=False)
@@ -164,8 +176,9 @@ def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     watched = _Watched(work, lambda: listener.reduced(group, tensor, is_over=True))
     if async_op:
         return watched
-    listener.window()
+    listener.window("tp")
     watched.wait()
+    listener.waited()
     return None
 
 
@@ -178,7 +191,27 @@ def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes
     if work is not None:
         listener.dynamic_window(work.is_completed)
         work.wait()
+        listener.waited()
     return None
+
+
+class _Awaited:
+    """A request of a message between stages, whose wait is a window."""
+
+    def __init__(self, request: Any):
+        self._request = request
+
+    def wait(self, *args: Any) -> Any:
+        listener = _active()
+        if listener is None:
+            return self._request.wait(*args)
+        listener.window("p2p")
+        result = self._request.wait(*args)
+        listener.waited()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 class _Watched:

@@ -8,7 +8,8 @@ through `replace()`, and list what it replaces here with `file="NAME"`.
 from dataclasses import dataclass
 
 SUPPORTED_CORE = "megatron-core 0.16.1 to 0.19.x"
-ALWAYS, ON_CPU, WITH_REPLICAS, WITH_DMR = "always", "cpu", "replicas", "dmr"
+ALWAYS, ON_CPU = "always", "cpu"
+WITH_REPLICAS, WITH_DMR, WITH_SWAPPED_ENDS = "replicas", "dmr", "swapped ends"
 
 _CORE_CHECKED = ("0.16.1", "0.19.2")
 _TORCH_CHECKED = ("2.13.0",)
@@ -23,7 +24,7 @@ class Patch:
         symbol: its name there; a dot leads into a class.
         why: what goes wrong without the patch, or what the patch is for, in one sentence.
         file: the module of `megatron.patches` that replaces it.
-        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that asks for it (WITH_REPLICAS, WITH_DMR).
+        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that asks for it (WITH_REPLICAS, ...).
         kind: "core" (megatron-core) or "torch".
         signatures: the signatures it may have, without annotations; empty for a name that is no function there.
         added: the symbol is defined where core lacks it; its absence is what the patch is for.
@@ -221,8 +222,8 @@ _DMR_CORE = tuple(
             ("(self, run_function, *args)",),
         ),
         (
-            "distributed.param_and_grad_buffer",
-            "_ParamAndGradBucketGroup.finish_grad_sync",
+            "distributed.distributed_data_parallel",
+            "DistributedDataParallel.finish_grad_sync",
             "what waits for a window is verified while gradients are being reduced (D-DMR)",
             ("(self, force_all_reduce=False)",),
         ),
@@ -236,4 +237,19 @@ _DMR_TORCH = tuple(
     )
 )
 
-MANIFEST: tuple[Patch, ...] = (*_CPU_CORE, *_CPU_TORCH, *_REPLICAS, *_DMR_CORE, *_DMR_TORCH)
+_SWAPPED_ENDS = (
+    Patch(
+        "megatron.core.pipeline_parallel.schedules",
+        "forward_backward_pipelining_without_interleaving",
+        "half of the microbatches take the first two and the last two stages in the other order (CheckFree+)",
+        file="swapped_pipeline",
+        when=WITH_SWAPPED_ENDS,
+        signatures=(
+            "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+            "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+            "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+        ),
+    ),
+)
+
+MANIFEST: tuple[Patch, ...] = (*_CPU_CORE, *_CPU_TORCH, *_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_SWAPPED_ENDS)

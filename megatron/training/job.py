@@ -13,6 +13,7 @@ from megatron.training.logging.runlog import RunLog
 from megatron.training.model import Trainee
 
 if TYPE_CHECKING:
+    from ft.dmr.profile.session import Profiling
     from ft.dmr.runtime.protection import Protection
 
 
@@ -23,7 +24,7 @@ class Job:
     Attributes:
         ending: why the run ends after the step it stands at, None while it goes on.
         guard: what carries the run through faults (``ft.worker.guard.Guard``).
-        dmr: what has every operator executed twice, None where nobody asked for it.
+        dmr: what has every operator executed twice, or profiled; None where nobody asked for it.
     """
 
     options: Options
@@ -40,7 +41,7 @@ class Job:
     timers: Timers | None = None
     ending: str | None = None
     guard: Unguarded = field(default_factory=Unguarded)
-    dmr: "Protection | None" = None
+    dmr: "Protection | Profiling | None" = None
 
     def microbatches(self, samples: int) -> int:
         """Forwards per data-parallel rank that ``samples`` samples take."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ft.errors import UserError
 from megatron.training import model
 from megatron.training.arguments import Layout, Options
-from megatron.training.arguments.batch import train_steps
+from megatron.training.arguments.batch import global_batch_size, train_steps
 from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.data import dataset_prefixes
 from megatron.training.data.streams import Share, follower, own_batch
@@ -32,6 +32,7 @@ from megatron.training.position import JobPosition
 from megatron.training.step import rehearse
 
 if TYPE_CHECKING:
+    from ft.dmr.profile.session import Profiling
     from ft.dmr.runtime.protection import Protection
     from ft.hsdp.guard import ReplicaGuard
     from ft.hsdp.place import Place
@@ -53,7 +54,7 @@ def pretrain(
         where the run stands at its end: step and consumed samples.
     """
     started = time.monotonic()
-    init_model_parallel(options.parallel, layout)
+    init_model_parallel(options.parallel, layout, ends_are_double=options.fault_tolerance.ft_checkfree_plus)
     joins = session is not None and session.joins if place is None else place.comes_back
     client = place.announce() if place is not None and session.rank == 0 else None
     job = assemble(options, layout, started, joins=joins, place=place)
@@ -61,7 +62,7 @@ def pretrain(
         job.guard = replica(job, session, place, client)
     elif session is not None:
         job.guard = hot_swap(job, session)
-    if options.fault_tolerance.executes_twice:
+    if options.fault_tolerance.follows_operators:
         job.dmr = double_execution(job, session)
     with job.log, job.exits:
         job.guard.carry_through(lambda: run(job))
@@ -142,25 +143,51 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
     )
 
 
-def double_execution(job: Job, session: "Session | None") -> "Protection":
-    """DMR for ``job``.
+def double_execution(job: Job, session: "Session | None") -> "Protection | Profiling":
+    """DMR for ``job``, or the profiler for a plan.
 
     Raises:
-        UserError: the plan that was asked for is none for this run.
+        UserError: the plan that was asked for is none for this run, or the run is too short to be profiled.
     """
     from ft.dmr.runtime.install import install
     from ft.dmr.runtime.settings import Settings
 
     trainee, asked = job.trainee, job.options.fault_tolerance
+    if asked.ft_dmr_profile is not None:
+        return profile(job)
     plan, unstable = (None if name is None else Path(name) for name in (asked.ft_dmr_plan, asked.ft_dmr_unstable))
+    flips = tuple(asked.ft_dmr_inject)
     return install(
-        Settings(asked.ft_dmr, plan, unstable, asked.ft_dmr_retries),
+        Settings(asked.ft_dmr, plan, unstable, asked.ft_dmr_retries, flips, job.options.training.seed),
         trainee.chunks,
         trainee.optimizer,
         trainee.scheduler,
         JobPosition(job),
         fingerprint=fingerprint(job.options, job.layout),
         session=session,
+    )
+
+
+def profile(job: Job) -> "Profiling":
+    """The profiler for ``job``, which it ends.
+
+    Raises:
+        UserError: too few steps are left.
+    """
+    from ft.dmr.profile.install import install
+    from ft.dmr.profile.session import ITERATIONS
+
+    trainee, training = job.trainee, job.options.training
+    left = train_steps(training) - job.state.step
+    if left < ITERATIONS:
+        raise UserError(f"a profile takes {ITERATIONS} steps, and the run has {left} left", "give more --train-iters")
+    return install(
+        Path(job.options.fault_tolerance.ft_dmr_profile),
+        trainee.chunks,
+        trainee.optimizer,
+        job.microbatches(global_batch_size(training, job.state.consumed_train_samples)),
+        fingerprint=fingerprint(job.options, job.layout),
+        end=job.exits.end,
     )
 
 
@@ -180,6 +207,10 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
             "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
             "drop it, or --ft-hsdp-replicas",
         )
+    asked = options.fault_tolerance
+    if asked.follows_operators or asked.ft_checkfree_plus:
+        flag = "--ft-checkfree-plus" if asked.ft_checkfree_plus else "DMR (--ft-dmr, --ft-dmr-plan)"
+        raise UserError(f"{flag} does not go with replicas", "drop it, or --ft-hsdp-replicas")
     own_batch(training.global_batch_size, place.replicas, training.micro_batch_size, layout.dp)
     block = training.micro_batch_size * layout.dp
     deal, positions = where_replicas_stood(place, state.extra, state.step, state.consumed_train_samples, block)

@@ -8,10 +8,11 @@ idle    transfers are slowed down until stages idle for the share that the paper
 naive   transfers are slowed down until naive DMR costs what the paper's two figures imply, (1 + gain)(1 + overhead) - 1
 rates   transfers go by data sheets and assumed efficiencies; nothing is fitted to the paper
 
-One reading of all configurations takes a quarter of an hour on one core.
+One reading of all configurations takes seven minutes on one core.
 """
 
 import argparse
+import gc
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +86,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", help="other batches than 16,32,64")
     parser.add_argument("--only", default="", help="configurations whose name holds this")
     given = parser.parse_args(argv)
+    # Traces are hundreds of thousands of objects without cycles: looking for these takes a fifth of the time.
+    gc.disable()
     names = [name for name in PAPER if given.only in name]
     found = {name: _estimates(_asked(name, given)) for name in names}
     print(f"reading: {given.calibration}; bubbles {'unused' if given.no_bubbles else 'used'}; mean of batches ", end="")

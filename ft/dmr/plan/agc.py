@@ -11,14 +11,15 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count, groupby
+from itertools import accumulate, count, groupby, islice
 
 from ft.dmr.plan.assign import AgcSegment
 from ft.dmr.plan.draft import Draft
 from ft.dmr.plan.trace import INTER, RECOMPUTE, Operator
 
-MOST_TRIES = 64
-"""Segments of one block that are held against memory, best first: a block of n operators has n(n + 1) of them."""
+MOST_TRIES, MOST_LOOKED_AT = 64, 512
+"""Segments of one block that are held against memory, and that are looked at at all, best first: a block of n operators
+has n(n + 1) of them, and in a profile that names no layers a block is thousands of operators."""
 
 NEAREST, EMPTIEST = 4, 4
 """Windows that are tried for a segment: the first ones behind it that have time (they keep memory shortest), and of all
@@ -34,12 +35,21 @@ class Inner(Enum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A segment that may be deferred: its operators, what a replay takes, what of that regenerates, and its tensors."""
+    """A segment that may be deferred: its operators, what a replay takes, what of that regenerates, and its tensors.
+
+    ``again``: operators of the recomputation that a replay executes first.
+    """
 
     ops: tuple[Operator, ...]
     load_us: float
     regenerated_us: float
     tensors: tuple[str, ...]
+    again: tuple[Operator, ...] = ()
+
+    def span(self, draft: Draft) -> tuple[float, float]:
+        """(when all of it is executed, until when a replay finds its tensors as they were)."""
+        executed = max(op.end_us for op in self.ops)
+        return executed, min(draft.deadline(op) for op in (*self.again, *self.ops))
 
 
 def coarse(draft: Draft, inner: Inner = Inner.KEPT) -> None:
@@ -69,13 +79,16 @@ def _block(op: Operator) -> tuple:
 
 
 def _place_best(
-    draft: Draft, runs: Sequence[list[Operator]], slots: list[int], name: str, by_gain: Callable[[float], Iterator]
+    draft: Draft,
+    runs: Sequence[list[Operator]],
+    slots: list[int],
+    name: str,
+    by_gain: Callable[[float], Iterator[Candidate]],
 ) -> None:
     earliest = min(run[0].end_us for run in runs)
     behind = [slot for slot in slots if draft.windows[slot].start_us >= earliest]
     longest = max((draft.room[slot] for slot in behind), default=0.0)
-    for tries, (_, make) in enumerate(by_gain(longest)):
-        candidate = make()
+    for candidate in islice(by_gain(longest), MOST_TRIES):
         for slot in _worth_trying(draft, candidate, behind):
             if draft.holdings.fits(candidate.tensors, slot):
                 ids = tuple(op.id for op in candidate.ops)
@@ -83,47 +96,50 @@ def _place_best(
                 costs = (candidate.load_us, candidate.regenerated_us)
                 draft.defer_segment(AgcSegment(name, ids, where, candidate.tensors, *costs), slot)
                 return
-        if tries == MOST_TRIES:
-            return
 
 
-def _worth_trying(draft: Draft, candidate: Candidate, behind: list[int]) -> list[int]:
-    able = [
-        slot
-        for slot in behind
-        if draft.room[slot] >= candidate.load_us and all(draft.reaches(op, slot) for op in candidate.ops)
-    ]
-    rest = heapq.nlargest(EMPTIEST, able[NEAREST:], key=lambda slot: draft.room[slot])
-    return able[:NEAREST] + rest
+def _worth_trying(draft: Draft, candidate: Candidate, behind: list[int]) -> Iterator[int]:
+    span = candidate.span(draft)
+    able = (slot for slot in behind if draft.room[slot] >= candidate.load_us and draft.within(slot, *span))
+    yield from islice(able, NEAREST)
+    yield from heapq.nlargest(EMPTIEST, able, key=lambda slot: draft.room[slot])
 
 
-def _by_gain(runs: Sequence[list[Operator]], graph: "Graph", longest: float, inner: Inner) -> Iterator:
-    """(-Gain, function that makes the candidate), the largest Gain first; no load is above ``longest``."""
-    found = []
-    for r, run in enumerate(runs):
-        for first in range(len(run)):
-            checks = 0.0
-            for last in range(first, len(run)):
-                checks += run[last].check_us
-                if checks > longest:
-                    break
-                found.append((-checks, r, first, last))
-    heapq.heapify(found)
+def _by_gain(runs: Sequence[list[Operator]], graph: "Graph", longest: float, inner: Inner) -> Iterator[Candidate]:
+    """Segments, the largest Gain first; no load is above ``longest``."""
     waiting: list[tuple[float, int, Candidate]] = []
     made = count()
-    while found or waiting:
-        if waiting and (not found or waiting[0][0] <= found[0][0]):
-            gain, _, candidate = heapq.heappop(waiting)
-            yield gain, lambda candidate=candidate: candidate
-            continue
-        gain, r, first, last = heapq.heappop(found)
-        ops = tuple(runs[r][first : last + 1])
+    for gain, ops in islice(_by_time(runs, longest), MOST_LOOKED_AT):
+        while waiting and waiting[0][0] <= -gain:
+            yield heapq.heappop(waiting)[2]
         other = graph.regenerated(ops)
         if other is None or inner is Inner.KEPT:
-            yield gain, lambda ops=ops: graph.kept(ops)
+            yield graph.kept(ops)
         # Looked at only after the same segment with its activations kept, which is worth more.
-        if other is not None and other.load_us <= longest and -gain > other.regenerated_us:
-            heapq.heappush(waiting, (gain + other.regenerated_us, next(made), other))
+        if other is not None and other.load_us <= longest and gain > other.regenerated_us:
+            heapq.heappush(waiting, (other.regenerated_us - gain, next(made), other))
+    while waiting:
+        yield heapq.heappop(waiting)[2]
+
+
+def _by_time(runs: Sequence[list[Operator]], longest: float) -> Iterator[tuple[float, tuple[Operator, ...]]]:
+    """(time that verifying takes, operators) of runs' parts, the longest first; none is longer than ``longest``."""
+    sums = [list(accumulate((op.check_us for op in run), initial=0.0)) for run in runs]
+    heads = []
+    for r, sofar in enumerate(sums):
+        last = 0
+        for first in range(len(sofar) - 1):
+            last = max(last, first)
+            while last < len(sofar) - 1 and sofar[last + 1] - sofar[first] <= longest:
+                last += 1
+            if last > first:
+                heads.append((sofar[first] - sofar[last], r, first, last))
+    heapq.heapify(heads)
+    while heads:
+        negative, r, first, last = heapq.heappop(heads)
+        yield -negative, tuple(runs[r][first:last])
+        if last > first + 1:
+            heapq.heappush(heads, (sums[r][first] - sums[r][last - 1], r, first, last - 1))
 
 
 class Graph:
@@ -153,7 +169,8 @@ class Graph:
         return list(dict.fromkeys(read + sorted(handed_on)))
 
     def regenerated(self, ops: tuple[Operator, ...]) -> Candidate | None:
-        """The segment with the recomputation executed once more; None where it reads nothing of that."""
+        """The segment with the recomputation executed once more; None where it reads nothing of that, or where that
+        would not give the same bits, or change something in place a second time."""
         block = _block(ops[0])[:3]
         again = self._recomputed.get(block, [])
         boundary = self._boundary(ops)
@@ -161,12 +178,14 @@ class Graph:
         if not inner:
             return None
         last = max(i for i, op in enumerate(again) if set(op.out_ids) & set(inner))
-        replayed = again[: last + 1]
+        replayed = tuple(again[: last + 1])
+        if any(op.checking.mutates or not op.checking.deterministic for op in replayed):
+            return None
         written = {name for op in replayed for name in op.out_ids}
         needed = [name for op in replayed for name in op.in_ids if name not in written]
         tensors = dict.fromkeys([name for name in boundary if name not in written] + needed)
         extra = sum(op.t_us for op in replayed)
-        return Candidate(ops, sum(op.check_us for op in ops) + extra, extra, tuple(tensors))
+        return Candidate(ops, sum(op.check_us for op in ops) + extra, extra, tuple(tensors), replayed)
 
 
 def _of(producer: Operator | None, block: tuple) -> bool:

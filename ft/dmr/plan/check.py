@@ -7,23 +7,26 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import groupby
 
-from ft.dmr.plan.assign import D_INTER, D_INTRA, PIGGYBACK, Plan, deferred_set
-from ft.dmr.plan.trace import CLOSE_US, FORWARD, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
+from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, Assignment, Plan, deferred_set
+from ft.dmr.plan.check_segments import Changes, bad_segments
+from ft.dmr.plan.piggyback import executed_twice, executes_last_again
+from ft.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Window, rooms
 
 
 def problems(plan: Plan) -> Iterator[str]:
     """What is wrong with it, one sentence each, the first one soonest; nothing: it can be followed."""
     yield from _incomplete(plan)
     windows = {window.id: window for window in plan.trace.windows}
-    recomputed = {op.checking.segment.name for op in plan.trace.ops if _recomputes(op)}
-    changes = _changes(plan.trace)
+    twice = executed_twice(plan.trace.ops)
+    changes = Changes(plan.trace)
     for op in plan.trace.ops:
         how = plan.assign.get(op.id)
         if how is None:
             continue
+        yield from _not_for_it(op, how)
         if how.set == PIGGYBACK:
-            segment = op.checking.segment
-            if op.place.phase not in (FORWARD, RECOMPUTE) or segment is None or segment.name not in recomputed:
+            again = executes_last_again(plan.trace.early_stop, op) and op.checking.segment.name in twice.segments
+            if not again and op.id not in twice.ops:
                 yield f"operator {op.id!r} is in set P, but nothing recomputes it"
         elif how.set in (D_INTER, D_INTRA):
             if how.window not in windows:
@@ -32,7 +35,7 @@ def problems(plan: Plan) -> Iterator[str]:
                 yield f"operator {op.id!r} is said to be in an AGC segment {how.agc_segment!r} that does not have it"
             else:
                 yield from _badly_deferred(op, how.set, windows[how.window], changes)
-    yield from _bad_segments(plan)
+    yield from bad_segments(plan, changes)
     yield from _overrun(plan, windows)
     yield from _too_much_memory(plan, windows)
 
@@ -47,56 +50,34 @@ def _incomplete(plan: Plan) -> Iterator[str]:
             yield f"operator {name!r} is not assigned: it would go unverified"
 
 
-def _recomputes(op: Operator) -> bool:
-    return op.place.phase == RECOMPUTE and op.checking.segment is not None
+def _not_for_it(op: Operator, how: Assignment) -> Iterator[str]:
+    """Sets that an operator cannot be in, whatever else the plan says."""
+    name = f"operator {op.id!r}"
+    if how.set == UNCHECKED and op.checking.deterministic:
+        yield f"{name} is reproducible, and the plan leaves it unchecked"
+    if how.set != UNCHECKED and not op.checking.deterministic:
+        yield f"{name} is not reproducible, and is in set {how.set} to be compared"
+    if how.set != NAIVE and op.checking.deterministic and (op.checking.mutates or op.place.phase == OPTIMIZER):
+        yield f"{name} changes what it reads, and must be verified at once"
+    if how.set not in (D_INTER, D_INTRA) and (how.window or how.agc_segment) is not None:
+        yield f"{name} is in set {how.set}, and has a window or an AGC segment besides"
 
 
 def _members(plan: Plan, segment: str) -> tuple[str, ...]:
     return plan.segments[segment].ops if segment in plan.segments else ()
 
 
-def _changes(trace: Trace) -> dict[tuple[int, str], list[float]]:
-    """(stage, tensor) -> when it is changed in place; under "" when the stage's optimizer begins."""
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for op in trace.ops:
-        for name in (*op.checking.mutates, *([""] if op.place.phase == OPTIMIZER else [])):
-            found[op.place.stage, name].append(op.start_us)
-    return found
-
-
-def _badly_deferred(
-    op: Operator, said: str, window: Window, changes: dict[tuple[int, str], list[float]]
-) -> Iterator[str]:
+def _badly_deferred(op: Operator, said: str, window: Window, changes: Changes) -> Iterator[str]:
     name = f"operator {op.id!r}"
     if window.stage != op.place.stage:
         yield f"{name} of stage {op.place.stage} is deferred to a window of stage {window.stage}"
-    if op.checking.mutates or op.place.phase == OPTIMIZER:
-        yield f"{name} changes what it reads, and must be verified at once"
-    if not op.checking.deterministic:
-        yield f"{name} is not reproducible, and is deferred to be compared"
     if said != deferred_set(window):
         yield f"{name} is in set {said}, and its window {window.id!r} is one for {deferred_set(window)}"
     if op.end_us > window.start_us + CLOSE_US:
         yield f"{name} is deferred to window {window.id!r}, which begins before it ends"
-    for tensor in (*op.tensors, ""):
-        times = changes.get((op.place.stage, tensor), ())
-        if any(op.end_us - CLOSE_US <= at < window.end_us - CLOSE_US for at in times):
-            yield f"{name} is deferred beyond a change of {tensor or 'the parameters'!r}"
-
-
-def _bad_segments(plan: Plan) -> Iterator[str]:
-    by_id = {op.id: op for op in plan.trace.ops}
-    for segment in plan.segments.values():
-        for name in segment.ops:
-            how = plan.assign.get(name)
-            if how is None or how.agc_segment != segment.id or how.window != segment.window:
-                yield f"AGC segment {segment.id!r} has operator {name!r}, which is assigned otherwise"
-        for name in segment.keeps:
-            if name not in plan.trace.tensors:
-                yield f"AGC segment {segment.id!r} keeps a tensor {name!r} that the plan does not list"
-        least = sum(by_id[name].check_us for name in segment.ops if name in by_id) + segment.regenerated_us
-        if segment.load_us < least - CLOSE_US:
-            yield f"AGC segment {segment.id!r} is said to take {segment.load_us:.3f} us, and takes {least:.3f}"
+    tensor = changes.first(op, window)
+    if tensor is not None:
+        yield f"{name} is deferred beyond a change of {tensor or 'the parameters'!r}"
 
 
 def _overrun(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
@@ -107,9 +88,9 @@ def _overrun(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
             load[how.window] += op.check_us
     for segment in plan.segments.values():
         load[segment.window] += segment.load_us
-    for name, taken in load.items():
-        if name in windows and taken > windows[name].dur_us + CLOSE_US:
-            yield f"window {name!r} lasts {windows[name].dur_us:.3f} us and is given {taken:.3f} us of verification"
+    for name, room in rooms(windows[name] for name, taken in load.items() if taken and name in windows).items():
+        if load[name] > room + CLOSE_US:
+            yield f"window {name!r} has {room:.3f} us to itself and is given {load[name]:.3f} us of verification"
 
 
 def _too_much_memory(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:

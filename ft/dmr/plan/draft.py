@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ft.dmr.plan.assign import NAIVE, UNCHECKED, AgcSegment, Assignment, deferred_set
 from ft.dmr.plan.holdings import Holdings
-from ft.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Trace
+from ft.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Trace, rooms
 
 ROUNDING_US = 1e-6
 """A window is not overrun by this little."""
@@ -26,12 +26,14 @@ class Draft:
         self.ops = [op for op in trace.ops if op.place.stage == stage]
         usable = [each for each in trace.windows if each.stage == stage and each.kind in set(kinds) and each.dur_us > 0]
         self.windows = sorted(usable, key=lambda window: window.end_us)
-        self.room = [window.dur_us for window in self.windows]
+        room = rooms(self.windows)
+        self.room = [room[window.id] for window in self.windows]
         self.holdings = Holdings(trace, stage, self.windows, budget)
         self.assign: dict[str, Assignment] = {}
         self.otherwise: dict[str, Assignment] = {}
         self.segments: dict[str, AgcSegment] = {}
         self._changes = _changes(self.ops)
+        self._deferrable = {op.id for op in self.ops if op.checking.deterministic and not self.at_once(op)}
         self._drained = min((op.start_us for op in self.ops if op.place.phase == OPTIMIZER), default=float("inf"))
 
     def at_once(self, op: Operator) -> bool:
@@ -40,7 +42,7 @@ class Draft:
 
     def open(self, op: Operator) -> bool:
         """Not decided yet, and free to be deferred."""
-        return op.id not in self.assign and op.checking.deterministic and not self.at_once(op)
+        return op.id in self._deferrable and op.id not in self.assign
 
     def deadline(self, op: Operator) -> float:
         """Until when it must be verified: one of its tensors is changed then, or the optimizer begins."""
@@ -55,8 +57,12 @@ class Draft:
 
     def reaches(self, op: Operator, slot: int) -> bool:
         """Window ``slot`` begins after it is executed, and ends before it must be verified."""
+        return self.within(slot, op.end_us, self.deadline(op))
+
+    def within(self, slot: int, executed_us: float, deadline_us: float) -> bool:
+        """Window ``slot`` begins after the one instant and ends before the other."""
         window = self.windows[slot]
-        return op.end_us <= window.start_us + CLOSE_US and window.end_us <= self.deadline(op) + CLOSE_US
+        return executed_us <= window.start_us + CLOSE_US and window.end_us <= deadline_us + CLOSE_US
 
     def has_time(self, slot: int, load_us: float) -> bool:
         """Window ``slot`` has so much left."""
@@ -89,9 +95,12 @@ class Draft:
 
     def completed(self) -> dict[str, Assignment]:
         """All operators: those not decided are verified at once, or are unchecked where that is in vain."""
-        in_vain = {op.id: Assignment(UNCHECKED) for op in self.ops if not op.checking.deterministic}
-        rest = {op.id: Assignment(NAIVE) for op in self.ops}
-        return rest | self.otherwise | in_vain | self.assign
+        naive, in_vain = Assignment(NAIVE), Assignment(UNCHECKED)
+        found = {}
+        for op in self.ops:
+            meant = self.otherwise.get(op.id, naive) if op.checking.deterministic else in_vain
+            found[op.id] = self.assign.get(op.id, meant)
+        return found
 
 
 def _changes(ops: Iterable[Operator]) -> dict[str, list[float]]:

@@ -20,8 +20,9 @@ from ft.dmr.plan.assign import AgcSegment
 from ft.dmr.plan.draft import Draft
 from ft.dmr.plan.trace import INTER
 
-MOST_COLUMNS = 600
-"""Choices (an operator or a segment, and a window) up to which a stage is solved exactly: within a second or so."""
+MOST_COLUMNS, MOST_NODES = 400, 200
+"""Variables (choices of a window for an operator or a segment, and tensors kept) up to which a stage is solved exactly,
+and branches after which that is given up: within a second or so, and the same on any machine."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ def exact(draft: Draft) -> bool:
     _each_once(rows, columns)
     _within_windows(rows, columns, draft)
     _within_memory(rows, columns, draft)
+    if rows.width > MOST_COLUMNS:
+        return False
     gains = [sum(op.check_us for op in column.candidate.ops) for column in columns]
     weights = np.concatenate((-np.array(gains), np.zeros(rows.width - len(columns))))
     binary = np.concatenate((np.ones(len(columns)), np.zeros(rows.width - len(columns))))
@@ -55,9 +58,9 @@ def exact(draft: Draft) -> bool:
             constraints=rows.constraint(),
             integrality=binary,
             bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 0},
+            options={"mip_rel_gap": 0, "node_limit": MOST_NODES},
         )
-    if found.x is None:
+    if not found.success:
         return False
     for i in np.flatnonzero(found.x[: len(columns)] > 0.5):
         _take(draft, columns[i], int(i))
@@ -100,8 +103,9 @@ def _columns(draft: Draft) -> Iterator[_Column]:
 
 
 def _placed(draft: Draft, candidate: Candidate, slots: list[int], segment: bool) -> Iterator[_Column]:
+    span = candidate.span(draft)
     for slot in slots:
-        if draft.has_time(slot, candidate.load_us) and all(draft.reaches(op, slot) for op in candidate.ops):
+        if draft.has_time(slot, candidate.load_us) and draft.within(slot, *span):
             yield _Column(candidate, slot, segment)
 
 

@@ -1,7 +1,7 @@
 """Values out of JSON files that somebody else wrote: each is checked, and named where it is wrong."""
 
 import json
-import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,9 @@ from ft.errors import UserError
 
 ABSENT = object()
 """The default of a field that has to be there."""
+
+_LARGEST = 1e300
+"""Times and sizes above are none; JSON's whole numbers have no end."""
 
 
 class Fields:
@@ -61,7 +64,8 @@ class Fields:
         value = self._typed(name, default, (int, float), "a number")
         if value is default:
             return value
-        if isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        # A whole number may be too large for what it is turned into.
+        if isinstance(value, bool) or not 0 <= value <= _LARGEST:
             raise self.error(f"has {name} = {value!r}, which is no time or size: not negative, and finite")
         return float(value)
 
@@ -88,6 +92,15 @@ class Fields:
         return value
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object out of its pairs. Python's own reading would forget all but the last of two of one name."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+        raise ValueError(f"an object has {twice!r} twice")
+    return values
+
+
 def read_object(path: Path, version: int, fix: str) -> Fields:
     """The object in a file, of which ``version`` is understood.
 
@@ -95,7 +108,7 @@ def read_object(path: Path, version: int, fix: str) -> Fields:
         UserError: it cannot be read, is cut off, is no JSON object, or is of another version.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}", fix) from error
     except UnicodeDecodeError as error:
@@ -103,6 +116,8 @@ def read_object(path: Path, version: int, fix: str) -> Fields:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{path} is no JSON, or only the beginning of one: {error.msg} at {where}", fix) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be understood: {error}", fix) from error
     found = Fields(values, str(path), fix)
     if found.count("version") != version:
         raise found.error(f"has version {found.take('version')}, and {version} is the one understood here")

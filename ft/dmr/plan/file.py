@@ -9,7 +9,7 @@ from ft.dmr.plan.assign import SETS, AgcSegment, Assignment, Plan, Predicted
 from ft.dmr.plan.check import problems
 from ft.dmr.plan.fields import Fields, read_object, write_object
 from ft.dmr.plan.trace import FINGERPRINT
-from ft.dmr.plan.trace_file import from_values, to_values
+from ft.dmr.plan.trace_file import from_values, refuse_twice, to_values
 from ft.errors import UserError
 
 VERSION = 1
@@ -48,6 +48,7 @@ def read_plan(path: Path) -> Plan:
     trace = from_values(found)
     assign = found.object("assign")
     segments = [_segment(each) for each in found.objects("agc_segments", [])]
+    refuse_twice("AGC segment", [segment.id for segment in segments], found)
     plan = Plan(
         trace=trace,
         assign={name: _assignment(assign.object(name)) for name in assign.values},

@@ -39,9 +39,15 @@ class Holdings:
         spans = self._spans(tensors, slot)
         if not spans:
             return True
+        # All of it is there in the last slot, where most of what does not fit is found not to.
+        level = self._kept[slot]
+        for _, size, _ in spans:
+            level += size
+        if level > self._headroom[slot]:
+            return False
         first = min(begin for begin, _, _ in spans)
-        if len(spans) == 1:
-            return bool((self._kept[first : slot + 1] + spans[0][1] <= self._headroom[first : slot + 1]).all())
+        if first == slot:
+            return True
         kept = self._kept[first : slot + 1].copy()
         for begin, size, _ in spans:
             kept[begin - first :] += size

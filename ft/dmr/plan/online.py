@@ -1,24 +1,22 @@
 """The planner at run time, for operators and windows that differ between iterations (MoE; SpareTrain, Method 4).
 
-Every decision is a function of (queue, what is known now) to (queue, what is executed now, reason). The engine calls
-them as operators end, windows open and memory fills; ``serve`` calls them over a trace, and so predicts what they
-reach.
+Every decision is a function of (queue, what is known now) to (queue, what is executed now, reason), to be asked as
+operators end, windows open and memory fills. ``Waiting`` takes the same decisions on one queue that lives on; ``serve``
+lets it do so over a trace, and so predicts what they reach.
 """
 
-from collections.abc import Collection
+import heapq
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft.dmr.plan.draft import Draft
-from ft.dmr.plan.trace import CLOSE_US, Operator
+from ft.dmr.plan.trace import CLOSE_US, Operator, Window
+from ft.dmr.plan.waiting import Entry, Waiting
 
-
-@dataclass(frozen=True)
-class Entry:
-    """An operator whose verification waits, with the bytes that wait with it."""
-
-    op: str
-    check_us: float
-    bytes: float
+SOON = 256
+"""Windows within which a verification should find one that is long enough, where memory is scarce."""
 
 
 @dataclass(frozen=True)
@@ -36,38 +34,28 @@ class Decision:
     reason: str = "nothing to do"
 
 
-def enqueue(queue: tuple[Entry, ...], entry: Entry, headroom: float) -> Decision:
-    """An operator has ended: it waits, unless ``headroom`` bytes do not hold all that waits.
+def enqueue(queue: tuple[Entry, ...], entry: Entry, headroom: float, longest_us: float = math.inf) -> Decision:
+    """An operator has ended: it waits, unless ``headroom`` bytes do not hold all that waits (``under_pressure``)."""
+    return under_pressure((*queue, entry), headroom, longest_us)
 
-    What is executed then is what is lost least by: the shortest first, until the rest fits.
+
+def under_pressure(queue: tuple[Entry, ...], headroom: float, longest_us: float = math.inf) -> Decision:
+    """Memory is scarce: verifications are executed until the rest fits ``headroom``.
+
+    Args:
+        longest_us: the longest window that will come soon: what fits none goes first, then the shortest.
     """
-    return under_pressure((*queue, entry), headroom)
-
-
-def under_pressure(queue: tuple[Entry, ...], headroom: float) -> Decision:
-    """Memory has become scarce: verifications are executed, the shortest first, until the rest fits ``headroom``."""
-    held = sum(entry.bytes for entry in queue)
-    if held <= headroom:
-        return Decision(queue)
-    forced: list[Entry] = []
-    for entry in sorted(queue, key=lambda entry: (entry.check_us, entry.op)):
-        if held <= headroom:
-            break
-        if entry.bytes:
-            forced.append(entry)
-            held -= entry.bytes
-    return Decision(_without(queue, forced), tuple(forced), f"the memory limit: {headroom:.0f} bytes hold no more")
+    waiting = Waiting(queue)
+    forced = waiting.press(headroom, longest_us)
+    return _decision(waiting, forced, f"the memory limit: {headroom:.0f} bytes hold no more")
 
 
 def at_static_window(queue: tuple[Entry, ...], dur_us: float) -> Decision:
-    """A window of known length: the subset that best fits it, longest first (0.975 of the room; exact: 0.976)."""
-    left = dur_us
-    chosen: list[Entry] = []
-    for entry in sorted(queue, key=lambda entry: -entry.check_us):
-        if entry.check_us <= left:
-            chosen.append(entry)
-            left -= entry.check_us
-    return Decision(_without(queue, chosen), tuple(chosen), f"{dur_us - left:.0f} of {dur_us:.0f} us filled")
+    """A window of known length: the subset that best fits it, longest first."""
+    waiting = Waiting(queue)
+    chosen = waiting.fill(dur_us)
+    used = sum(entry.check_us for entry in chosen)
+    return Decision(tuple(waiting), tuple(chosen), f"{used:.0f} of {dur_us:.0f} us filled")
 
 
 def in_dynamic_window(queue: tuple[Entry, ...], elapsed_us: float, expected_us: float | None = None) -> Decision:
@@ -78,65 +66,79 @@ def in_dynamic_window(queue: tuple[Entry, ...], elapsed_us: float, expected_us: 
         expected_us: how long windows like it have lasted; the oldest that ends by then is taken. None: nothing is
             known, and the last verification may outlast the window.
     """
-    for entry in queue:
-        if expected_us is None or elapsed_us + entry.check_us <= expected_us:
-            return Decision(_without(queue, [entry]), (entry,), "the window is open")
+    waiting = Waiting(queue)
+    entry = waiting.oldest(math.inf if expected_us is None else expected_us - elapsed_us)
+    if entry is not None:
+        return Decision(tuple(waiting), (entry,), "the window is open")
     return Decision(queue, (), "the queue is empty" if not queue else "nothing that waits ends before the window does")
 
 
 def before_change(queue: tuple[Entry, ...], users: Collection[str]) -> Decision:
     """A tensor is about to be changed in place, or the optimizer to begin: what uses it is executed now."""
-    due = [entry for entry in queue if entry.op in users]
-    return Decision(_without(queue, due), tuple(due), "a tensor is about to be changed" if due else "nothing to do")
+    waiting = Waiting(queue)
+    due = [waiting.take(entry.op) for entry in queue if entry.op in users]
+    return _decision(waiting, due, "a tensor is about to be changed")
 
 
-def _without(queue: tuple[Entry, ...], gone: Collection[Entry]) -> tuple[Entry, ...]:
-    names = {entry.op for entry in gone}
-    return tuple(entry for entry in queue if entry.op not in names)
+def _decision(waiting: Waiting, execute: list[Entry], reason: str) -> Decision:
+    return Decision(tuple(waiting), tuple(execute), reason) if execute else Decision(tuple(waiting))
 
 
 def serve(draft: Draft) -> None:
     """Runs these decisions over a stage's trace: windows are as long as in the trace."""
     ops = {op.id: op for op in draft.ops}
-    waiting = sorted((op for op in draft.ops if draft.open(op)), key=lambda op: op.end_us)
-    queue: tuple[Entry, ...] = ()
-    arrived = 0
-    for slot, window in enumerate(draft.windows):
-        while arrived < len(waiting) and waiting[arrived].end_us <= window.start_us + CLOSE_US:
-            decision = enqueue(queue, _entry(draft, waiting[arrived]), draft.holdings.free(slot))
-            queue = _at_once(draft, decision)
-            arrived += 1
-        queue = _at_once(draft, under_pressure(queue, draft.holdings.free(slot)))
-        late = {entry.op for entry in queue if draft.deadline(ops[entry.op]) < window.end_us - CLOSE_US}
-        queue = _at_once(draft, before_change(queue, late))
-        queue = _use(draft, ops, queue, slot)
+    arriving = deque(sorted((op for op in draft.ops if draft.open(op)), key=lambda op: op.end_us))
+    waiting = Waiting()
+    deadlines: list[tuple[float, str]] = []
+    for slot, (window, longest_us) in enumerate(zip(draft.windows, _longest_soon(draft.windows), strict=True)):
+        headroom = draft.holdings.free(slot)
+        while arriving and arriving[0].end_us <= window.start_us + CLOSE_US:
+            op = arriving.popleft()
+            waiting.put(_entry(draft, op))
+            heapq.heappush(deadlines, (draft.deadline(op), op.id))
+            _at_once(draft, waiting.press(headroom, longest_us))
+        _at_once(draft, waiting.press(headroom, longest_us))
+        while deadlines and deadlines[0][0] < window.end_us - CLOSE_US:
+            late = heapq.heappop(deadlines)[1]
+            if late in waiting:
+                _at_once(draft, [waiting.take(late)])
+        _use(draft, ops, waiting, slot)
 
 
-def _use(draft: Draft, ops: dict[str, Operator], queue: tuple[Entry, ...], slot: int) -> tuple[Entry, ...]:
-    """What waits after a window."""
+def _longest_soon(windows: Sequence[Window]) -> list[float]:
+    """Of each window and those that follow it soon, the longest one's time."""
+    found = [0.0] * len(windows)
+    descending: deque[int] = deque()
+    for slot in reversed(range(len(windows))):
+        while descending and windows[descending[-1]].dur_us <= windows[slot].dur_us:
+            descending.pop()
+        descending.append(slot)
+        while descending[0] >= slot + SOON:
+            descending.popleft()
+        found[slot] = windows[descending[0]].dur_us
+    return found
+
+
+def _use(draft: Draft, ops: Mapping[str, Operator], waiting: Waiting, slot: int) -> None:
+    """Executes in a window what waits."""
     room = draft.room[slot]
     if not draft.windows[slot].dynamic:
-        decision = at_static_window(queue, room)
-        _defer(draft, ops, decision, slot)
-        return decision.queue
-    elapsed = 0.0
-    while (decision := in_dynamic_window(queue, elapsed, room)).execute:
-        _defer(draft, ops, decision, slot)
-        elapsed += sum(entry.check_us for entry in decision.execute)
-        queue = decision.queue
-    return queue
+        for entry in waiting.fill(room):
+            _defer(draft, ops[entry.op], slot)
+        return
+    while (entry := waiting.oldest(room)) is not None:
+        _defer(draft, ops[entry.op], slot)
+        room -= entry.check_us
 
 
-def _defer(draft: Draft, ops: dict[str, Operator], decision: Decision, slot: int) -> None:
-    for entry in decision.execute:
-        if not draft.defer(ops[entry.op], slot):
-            draft.give_up(entry.op)
+def _defer(draft: Draft, op: Operator, slot: int) -> None:
+    if not draft.defer(op, slot):
+        draft.give_up(op.id)
 
 
-def _at_once(draft: Draft, decision: Decision) -> tuple[Entry, ...]:
-    for entry in decision.execute:
+def _at_once(draft: Draft, entries: Iterable[Entry]) -> None:
+    for entry in entries:
         draft.give_up(entry.op)
-    return decision.queue
 
 
 def _entry(draft: Draft, op: Operator) -> Entry:

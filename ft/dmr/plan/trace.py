@@ -5,13 +5,16 @@ The file is that of science/dmr.md ("Plan file") with what a planner needs besid
 operator, the table of tensors, and the pipeline's schedule.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ft.dmr.plan.schedule import Pipeline
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = "forward", "recompute", "backward", "optimizer"
-PHASES = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER)
+BETWEEN = "between"
+"""Outside of all units, and before the optimizer's step: gradients set to zero, scaled, reduced."""
+IN_UNITS = (FORWARD, RECOMPUTE, BACKWARD)
+PHASES = (*IN_UNITS, BETWEEN, OPTIMIZER)
 INTER, INTRA = ("p2p", "dp", "bubble"), ("tp", "ep")
 """Kinds of windows: between nodes (and between a stage's units of work), and inside a unit."""
 
@@ -119,6 +122,17 @@ class Window:
     @property
     def end_us(self) -> float:
         return self.start_us + self.dur_us
+
+
+def rooms(windows: Iterable[Window]) -> dict[str, float]:
+    """Window -> microseconds of it: time that two of a stage's windows have in common is counted once, in the first."""
+    found: dict[str, float] = {}
+    until: dict[int, float] = {}
+    for window in sorted(windows, key=lambda window: window.start_us):
+        shared = until.get(window.stage, 0.0) - window.start_us
+        found[window.id] = window.dur_us if shared < CLOSE_US else max(0.0, window.dur_us - shared)
+        until[window.stage] = max(until.get(window.stage, 0.0), window.end_us)
+    return found
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from ft.dmr.plan.trace import (
 )
 
 VERSION = 1
+MOST_UNITS = 10_000_000
+"""Forwards of one iteration, over all stages, above which a schedule is a mistake and not played through."""
+
 FIX = "profile again: ft dmr profile --out FILE"
 
 
@@ -59,7 +62,7 @@ def from_values(found: Fields) -> Trace:
         pipeline=_pipeline(found.object("schedule")) if found.take("schedule", None) is not None else None,
         early_stop=found.flag("early_stop", False),
     )
-    _once("tensor", [tensor.id for tensor in tensors], found)
+    refuse_twice("tensor", [tensor.id for tensor in tensors], found)
     return checked(trace, found)
 
 
@@ -70,8 +73,8 @@ def checked(trace: Trace, found: Fields) -> Trace:
         UserError: an id stands twice, an operator names an unknown tensor, two write the same one, operators wait for
             each other, or a stage is not one of the schedule's.
     """
-    _once("operator", [op.id for op in trace.ops], found)
-    _once("window", [window.id for window in trace.windows], found)
+    refuse_twice("operator", [op.id for op in trace.ops], found)
+    refuse_twice("window", [window.id for window in trace.windows], found)
     producer: dict[str, str] = {}
     for op in trace.ops:
         unknown = [each for each in (*op.tensors, *op.checking.mutates) if each not in trace.tensors]
@@ -108,7 +111,8 @@ def _shape(pipeline: Pipeline) -> tuple[int, int, int]:
     return pipeline.stages, pipeline.microbatches, pipeline.chunks
 
 
-def _once(what: str, ids: list[str], found: Fields) -> None:
+def refuse_twice(what: str, ids: list[str], found: Fields) -> None:
+    """Raises UserError where an id stands twice."""
     seen: set[str] = set()
     for each in ids:
         if each in seen:
@@ -178,7 +182,7 @@ def _memory(found: Fields) -> Memory:
 
 
 def _pipeline(found: Fields) -> Pipeline:
-    return Pipeline(
+    pipeline = Pipeline(
         stages=found.count("stages", least=1),
         microbatches=found.count("microbatches", least=1),
         chunks=found.count("chunks", 1, least=1),
@@ -186,6 +190,9 @@ def _pipeline(found: Fields) -> Pipeline:
         blocking=found.flag("blocking", True),
         group=found.count("group", 0),
     )
+    if pipeline.stages * pipeline.microbatches * pipeline.chunks > MOST_UNITS:
+        raise found.error(f"has more than {MOST_UNITS} forwards: {pipeline}")
+    return pipeline
 
 
 def to_values(trace: Trace) -> dict[str, Any]:

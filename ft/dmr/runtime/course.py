@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ft.dmr.plan.trace import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
+from ft.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
 
 NO_LAYER = 0
 
@@ -35,7 +35,7 @@ def operator_id(stage: int, phase: str, chunk: int, microbatch: int, index: int)
 
 
 class Course:
-    """Follows a rank through its units. What is outside of all units counts as the optimizer's.
+    """Follows a rank through its units. What is outside of all of them lies between them, or is the optimizer's.
 
     Attributes:
         unit: the one under way. layer: the transformer layer under way. executed: operators of this iteration so far.
@@ -51,7 +51,15 @@ class Course:
         self._made: dict[int, tuple[int, int]] = {}
         self.layer = NO_LAYER
         self.executed = 0
-        self.unit = self._outside = self._of(OPTIMIZER, 0, 0)
+        self.unit = self._outside = self._of(BETWEEN, 0, 0)
+
+    def count(self) -> tuple[Unit, int]:
+        """One more operator is executed: the unit that it belongs to, and its number there."""
+        unit = self.unit
+        index = unit.index
+        unit.index = index + 1
+        self.executed += 1
+        return unit, index
 
     def forward(self, chunk: int) -> int:
         """The forward of a chunk's next microbatch begins; its number."""
@@ -69,6 +77,10 @@ class Course:
         chunk, microbatch = self._made.pop(id(output), (0, 0))
         self.unit, self.layer = self._of(BACKWARD, chunk, microbatch), NO_LAYER
         return chunk, microbatch
+
+    def update(self) -> None:
+        """The optimizer's step begins."""
+        self.unit = self._outside = self._of(OPTIMIZER, 0, 0)
 
     def outside(self) -> None:
         """A unit has ended."""

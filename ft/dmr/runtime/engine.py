@@ -60,6 +60,7 @@ class Engine:
         """The optimizer is about to change what waiting verifications read."""
         self.queue.drain()
         self._reductions.finish()
+        self.course.update()
 
     def coverage(self) -> dict[str, int]:
         """Operators of the last iteration by how they were verified; "late": deferred ones that no window was left for;
@@ -155,11 +156,14 @@ class Engine:
 
         return watched
 
-    def window(self) -> None:
-        """Something is on its way, and this rank would wait for it."""
+    def window(self, kind: str) -> None:
+        """Something is on its way, and this rank is about to wait for it."""
         if self.is_active and self.queue:
             with self._unwatched():
                 self.queue.window(self.course.executed)
+
+    def waited(self) -> None:
+        """The last window is over."""
 
     def reduced(self, group: dist.ProcessGroup, tensor: torch.Tensor, *, is_over: bool) -> None:
         """``tensor`` is what an all-reduce writes to. ``is_over``: it has written."""

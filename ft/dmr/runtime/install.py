@@ -9,7 +9,9 @@ from ft.dmr.digest import backend, digest
 from ft.dmr.plan.assign import Plan
 from ft.dmr.runtime.course import Course
 from ft.dmr.runtime.engine import Engine
+from ft.dmr.runtime.falsify import Falsifier
 from ft.dmr.runtime.findings import Findings
+from ft.dmr.runtime.injection import make_falsifier
 from ft.dmr.runtime.messages import Messages
 from ft.dmr.runtime.mode import DoubleExecution
 from ft.dmr.runtime.protection import Protection
@@ -48,11 +50,12 @@ def install(
         session: where a suspect's place may be taken by a standby.
 
     Raises:
-        UserError: the plan cannot be followed here.
+        UserError: the plan cannot be followed here, or an injection is none.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     strategy, plan = settings.strategy(stage, fingerprint)
-    engine = make_engine(strategy, plan, chunks, stage, run_seed(str(sorted(fingerprint.items()))))
+    falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)
+    engine = make_engine(strategy, plan, chunks, stage, run_seed(str(sorted(fingerprint.items()))), falsifier)
     subject = Subject(chunks, optimizer, scheduler)
     protection = Protection(
         engine, Undo(subject, position), Teller(session), Limits(retries=settings.retries), strategy.name
@@ -62,16 +65,23 @@ def install(
     return protection
 
 
-def make_engine(strategy: Strategy, plan: Plan | None, chunks: Sequence, stage: int, seed: int) -> Engine:
+def make_engine(
+    strategy: Strategy,
+    plan: Plan | None,
+    chunks: Sequence,
+    stage: int,
+    seed: int,
+    falsifier: Falsifier | None = None,
+) -> Engine:
     """Everything that follows and verifies operators on this rank."""
     device = next(chunks[0].parameters()).device
     backend(device)
     digest(torch.zeros(1, device=device), seed)  # what the first digest compiles or copies is not part of a step
     course, findings = Course(), Findings(device, seed)
     queue = _queue(strategy, plan, findings, stage)
-    mode = DoubleExecution(course, strategy, findings, queue, stage)
+    mode = DoubleExecution(course, strategy, findings, queue, stage, falsifier)
     messages = Messages(findings, parallel_state.get_pipeline_model_parallel_group(), len(chunks))
-    engine = Engine(course, findings, queue, mode, messages)
+    engine = Engine(course, findings, queue, mode, messages, None if falsifier is None else falsifier.payload)
     engine.watch_layers(chunks, TransformerLayer)
     return engine
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ft.dmr.plan.assign import NAIVE, PIGGYBACK
 from ft.dmr.runtime.course import Course, operator_id
 from ft.dmr.runtime.findings import AT_ONCE, Findings
-from ft.dmr.runtime.operators import Nature, nature, tensors_in
+from ft.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
 from ft.dmr.runtime.queue import Queue
 from ft.dmr.runtime.segments import Segment
 from ft.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
@@ -67,18 +67,16 @@ class DoubleExecution(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         kind = nature(func)
-        if not kind.executes or (kind.copies and _changes_device(args, kwargs)):
+        if not is_counted(kind, args, kwargs):
             if kind.written and self._queue:
                 self._queue.before_change(tensors_in(written(kind, args, kwargs)))
             return func(*args, **kwargs)
         course = self._course
-        unit = course.unit
-        index = unit.index
-        unit.index = index + 1
-        course.executed += 1
+        unit, index = course.count()
         if kind.written and self._queue:
             self._queue.before_change(tensors_in(written(kind, args, kwargs)))
         decision = self._strategy.decide(unit, index, kind.name, self._is_recomputed())
+        state = state_before(kind, args, kwargs) if self._queue.helpers and kind.random else None
         self.counts[decision.set] = self.counts.get(decision.set, 0) + 1
         if decision.set == NAIVE:
             out = self._at_once(kind, func, args, kwargs, index)
@@ -97,7 +95,7 @@ class DoubleExecution(TorchDispatchMode):
         if self._queue.helpers and not kind.written:
             name = operator_id(self._stage, unit.phase, unit.chunk, unit.microbatch, index)
             if name in self._queue.helpers:
-                self._queue.help(name, course.at(kind.name, index), kind, (func, args, kwargs), out, None)
+                self._queue.help(name, course.at(kind.name, index), kind, (func, args, kwargs), out, state)
         return out
 
     def _is_recomputed(self) -> bool:
@@ -155,11 +153,3 @@ class DoubleExecution(TorchDispatchMode):
     def _disturb(self, execution: str, kind: Nature, tensors: Sequence[torch.Tensor]) -> None:
         if self._disturbance is not None:
             self._disturbance.falsify(execution, kind.name, self._course, tensors)
-
-
-def _changes_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    devices = {tensor.device.type for tensor in tensors_in(args)}
-    asked = kwargs.get("device")
-    if asked is not None:
-        devices.add(torch.device(asked).type)
-    return len(devices) > 1

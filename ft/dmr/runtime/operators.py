@@ -58,7 +58,7 @@ def nature(func: OpOverload) -> Nature:
     schema = func._schema
     name = _short(func)
     if schema.name.split("::")[0] in COMMUNICATION_NAMESPACES:
-        return Nature(name, executes=False, communicates=True)
+        return Nature(name, executes=False, communicates=True, written=_received(schema))
     written = tuple(
         (None if argument.kwarg_only else position, argument.name)
         for position, argument in enumerate(schema.arguments)
@@ -69,6 +69,24 @@ def nature(func: OpOverload) -> Nature:
     random = torch.Tag.nondeterministic_seeded in func.tags
     functional = _functional(func) if len(written) == 1 and written[0][0] == 0 and not random else None
     return Nature(name, True, False, written, random, functional, schema.name in _COPIES)
+
+
+def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    """What a collective writes to, which its schema does not say: its first argument, unless it only sends."""
+    return ((0, schema.arguments[0].name),) if schema.name.endswith("_") else ()
+
+
+def is_counted(kind: Nature, args: Any, kwargs: dict[str, Any]) -> bool:
+    """It is an operator of plans and profiles: it computes, and that can be repeated here."""
+    return kind.executes and not (kind.copies and _changes_device(args, kwargs))
+
+
+def _changes_device(args: Any, kwargs: dict[str, Any]) -> bool:
+    devices = {tensor.device.type for tensor in tensors_in(args)}
+    asked = kwargs.get("device")
+    if asked is not None:
+        devices.add(torch.device(asked).type)
+    return len(devices) > 1
 
 
 def _short(func: OpOverload) -> str:

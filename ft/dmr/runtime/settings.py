@@ -22,12 +22,15 @@ class Settings:
     plan: a plan file.
     unstable: a file of operators that are left unchecked.
     retries: how often an iteration is taken once more before somebody is blamed.
+    inject: bit flips on purpose (``ft.inject.spec``). inject_seed: of what they leave open.
     """
 
     way: str | None = None
     plan: Path | None = None
     unstable: Path | None = None
     retries: int = 2
+    inject: tuple[str, ...] = ()
+    inject_seed: int = 0
 
     def strategy(self, stage: int, fingerprint: Mapping[str, Any]) -> tuple[Strategy, Plan | None]:
         """How operators of ``stage`` are verified.

@@ -14,6 +14,7 @@ from ft.dmr.selftest.cases import Case
 from ft.dmr.selftest.probe import Probe
 from ft.errors import UserError
 from megatron import patches
+from megatron.training import determinism
 from megatron.training.arguments import Options, check, parse
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.arguments.data import DataOptions, TokenizerOptions
@@ -24,7 +25,7 @@ from megatron.training.arguments.training import EvaluationOptions
 from megatron.training.config import transformer_config
 from megatron.training.data import dataset_prefixes
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.initialize import destroy, init_model_parallel, use_deterministic_kernels
+from megatron.training.initialize import destroy, init_model_parallel
 from megatron.training.pretrain import assemble
 from megatron.training.step import train_step
 
@@ -42,7 +43,7 @@ def watch(case: Case, probe: Probe, layers: int = 0) -> None:
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     transformer_config(options, layout)
     if options.kernels.deterministic_mode:
-        use_deterministic_kernels()
+        determinism.enforce()
     probe.case = case.name
     with _one_rank(options), contextlib.redirect_stdout(io.StringIO()):
         init_model_parallel(options.parallel, layout)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.training.arguments.schema import flag
+
 
 @dataclass
 class FaultToleranceOptions:
@@ -34,6 +36,18 @@ class FaultToleranceOptions:
     ft_dmr_retries: int = 2
     """How often a step that was computed wrongly is taken once more before a rank is blamed and its node evicted."""
 
+    ft_dmr_inject: list[str] = flag([], repeats=True)
+    """Bit flips on purpose, as of ft run --inject: bit-flip@step=3:rank=1:operator=mm:phase=backward (ft faults)."""
+
+    ft_dmr_profile: str | None = None
+    """Train a few steps, write a profile for ft dmr plan into this file, and end; nothing else is written. What ft dmr
+    profile adds to a run's command."""
+
+    ft_checkfree_plus: bool = False
+    """Train half of the microbatches with the first two and the last two stages swapped, so that a lost first or last
+    stage can be rebuilt from its neighbour (CheckFree+)."""
+
     @property
-    def executes_twice(self) -> bool:
-        return self.ft_dmr is not None or self.ft_dmr_plan is not None
+    def follows_operators(self) -> bool:
+        """DMR follows every operator: to have it executed twice, or to profile it."""
+        return self.ft_dmr is not None or self.ft_dmr_plan is not None or self.ft_dmr_profile is not None
