@@ -8,7 +8,7 @@ through `replace()`, and list what it replaces here with `file="NAME"`.
 from dataclasses import dataclass
 
 SUPPORTED_CORE = "megatron-core 0.16.1 to 0.19.x"
-ALWAYS, ON_CPU, WITH_REPLICAS, WITH_DMR = "always", "cpu", "replicas", "dmr"
+ALWAYS, ON_CPU, WITH_REPLICAS, WITH_DMR, WITH_CHECKFREE = "always", "cpu", "replicas", "dmr", "checkfree"
 
 _CORE_CHECKED = ("0.16.1", "0.19.2")
 _TORCH_CHECKED = ("2.13.0",)
@@ -23,7 +23,8 @@ class Patch:
         symbol: its name there; a dot leads into a class.
         why: what goes wrong without the patch, or what the patch is for, in one sentence.
         file: the module of `megatron.patches` that replaces it.
-        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that asks for it (WITH_REPLICAS, WITH_DMR).
+        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that asks for it (WITH_REPLICAS, WITH_DMR,
+            WITH_CHECKFREE).
         kind: "core" (megatron-core) or "torch".
         signatures: the signatures it may have, without annotations; empty for a name that is no function there.
         added: the symbol is defined where core lacks it; its absence is what the patch is for.
@@ -236,4 +237,22 @@ _DMR_TORCH = tuple(
     )
 )
 
-MANIFEST: tuple[Patch, ...] = (*_CPU_CORE, *_CPU_TORCH, *_REPLICAS, *_DMR_CORE, *_DMR_TORCH)
+_CHECKFREE = tuple(
+    Patch(f"megatron.core.optimizer.{module}", symbol, why, "stage_norms", WITH_CHECKFREE, signatures=signatures)
+    for module, symbol, why, signatures in (
+        (
+            "clip_grads",
+            "multi_tensor_applier",
+            "what this rank's gradients add to a norm is kept: a lost stage's neighbours are weighted by theirs",
+            (),
+        ),
+        (
+            "optimizer",
+            "get_grad_norm_fp32",
+            "once a global norm of gradients is taken, the pipeline stages' own are summed from the same parts",
+            (),
+        ),
+    )
+)
+
+MANIFEST: tuple[Patch, ...] = (*_CPU_CORE, *_CPU_TORCH, *_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_CHECKFREE)

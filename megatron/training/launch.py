@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ft.errors import UserError
 from megatron import patches
-from megatron.patches.manifest import WITH_DMR, WITH_REPLICAS
+from megatron.patches.manifest import WITH_CHECKFREE, WITH_DMR, WITH_REPLICAS
 from megatron.training.arguments import Layout, Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.checkpointing import naming, verify
@@ -42,6 +42,8 @@ def launch(options: Options) -> int:
         use_deterministic_kernels()
     if options.fault_tolerance.executes_twice:
         patches.apply(WITH_DMR)
+    if options.fault_tolerance.ft_checkfree:
+        patches.apply(WITH_CHECKFREE)
     if options.fault_tolerance.ft_hot_swap or "FT_HSDP_REPLICA" in os.environ:
         return launch_protected(options, layout, place)
     return launch_plain(options, layout, place)

@@ -31,6 +31,23 @@ class FaultToleranceOptions:
     ft_dmr_retries: int = 2
     """How often a step that was computed wrongly is taken once more before a rank is blamed and its node evicted."""
 
+    ft_checkfree: bool = False
+    """Rebuild a pipeline stage that is lost with all its peer copies from the stages beside it (a middle stage), rather
+    than begin again from the last checkpoint."""
+
+    ft_checkfree_strategy: Literal["weighted", "uniform", "copy", "random"] = "weighted"
+    """What a lost stage is made from: its neighbours averaged, weighted by their gradient norms or not, a copy of the
+    previous one, or fresh parameters."""
+
+    ft_checkfree_norms: Literal["raw", "clipped"] = "raw"
+    """The gradient norms that neighbours are weighted by: as they are, or at most --clip-grad each."""
+
+    ft_checkfree_lr_factor: float = 1.1
+    """A rebuilt stage's learning rate is that of the others times this; further failures do not compound."""
+
+    ft_checkfree_lr_decay_iters: int = 0
+    """Steps over which that factor falls back to 1; 0: it stays."""
+
     @property
     def executes_twice(self) -> bool:
         return self.ft_dmr is not None or self.ft_dmr_plan is not None
