@@ -32,6 +32,7 @@ from megatron.training.position import JobPosition
 from megatron.training.step import rehearse
 
 if TYPE_CHECKING:
+    from ft.checkfree.settings import Settings as CheckFree
     from ft.dmr.profile.session import Profiling
     from ft.dmr.runtime.protection import Protection
     from ft.hsdp.guard import ReplicaGuard
@@ -140,6 +141,24 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
         peers=asked.ft_snapshot_peers,
         strict=asked.ft_snapshot_strict,
         checkpoints=job.options.checkpoint.save,
+        checkfree=checkfree(job.options),
+    )
+
+
+def checkfree(options: Options) -> "CheckFree | None":
+    """How a lost pipeline stage is rebuilt; None: it is not."""
+    asked = options.fault_tolerance
+    if not asked.ft_checkfree:
+        return None
+    from ft.checkfree.rate import Boost
+    from ft.checkfree.settings import Settings
+
+    return Settings(
+        asked.ft_checkfree_strategy,
+        Boost(asked.ft_checkfree_lr_factor, asked.ft_checkfree_lr_decay_iters),
+        options.optimizer.clip_grad if asked.ft_checkfree_norms == "clipped" else None,
+        partial(seed_everything, options.training),
+        options.training.seed,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ft.errors import UserError
 from megatron.training.arguments.batch import global_batch_size
+from megatron.training.arguments.check_checkfree import check_checkfree
 from megatron.training.arguments.layout import Layout, layout
 
 Problem = tuple[str, str]
@@ -40,7 +41,7 @@ def check(options, world_size: int, *, has_te: bool) -> Layout:
     checks = (
         *(_check_model, _check_pipeline, _check_moe, _check_batch),
         *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data),
-        *(_check_ft, _check_dmr, _check_plus),
+        *(_check_ft, _check_dmr, check_checkfree, _check_plus),
     )
     found = [problem for one in checks for problem in one(options, grid)]
     found += _check_needs_te(options, grid) if not has_te else []
