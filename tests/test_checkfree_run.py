@@ -9,7 +9,7 @@ ZERO = "--use-distributed-optimizer"
 FOUR = f"{ZERO} --pipeline-model-parallel-size 4 --ft-checkfree"
 
 
-def kill(step: int, *ranks: int, phase: str = "forward") -> str:
+def kill(step: int, *ranks: int, phase: str = "between") -> str:
     return ",".join(f"kill@step={step}:rank={rank}:phase={phase}" for rank in ranks)
 
 
@@ -40,6 +40,17 @@ def test_a_middle_stage_lost_with_its_copy_is_rebuilt_and_training_goes_on_with_
 def _shares(norms: list[float]) -> list[float]:
     before, after = (norm + 1e-4 for norm in norms)
     return [before / (before + after), after / (before + after)]
+
+
+@pytest.mark.parametrize("lost, holder, neighbour", [(0, 1, 1), (3, 0, 2), (2, 3, 1)])
+def test_with_swapped_training_every_stage_can_be_lost(lost, holder, neighbour, corpus, tmp_path):
+    """A stage dies together with the worker that holds its copy, which is restored from its own copy first."""
+    plus = f"{ZERO} --pipeline-model-parallel-size 4 --ft-checkfree-plus"
+    done = ft_run(tmp_path / "run", flags(corpus, plus, 16), options=f"--inject {kill(6, lost, holder)}", standby=2)
+    check_went_on(done, 16)
+    (rebuilt,) = done.named("stage_rebuilt")
+    assert (rebuilt.step, rebuilt.detail["stage"], rebuilt.detail["neighbours"][0]) == (5, lost, neighbour)
+    assert rebuilt.detail["strategy"] == ("weighted" if lost == 2 else "copy")
 
 
 def test_two_adjacent_stages_lost_lead_to_the_checkpoint_by_themselves(corpus, tmp_path):

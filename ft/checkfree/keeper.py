@@ -20,6 +20,7 @@ from ft import events
 from ft.checkfree import lending, rate, rebuild
 from ft.checkfree.blocks import StageBlocks
 from ft.checkfree.norms import StageNorms
+from ft.checkfree.plus import moments
 from ft.checkfree.settings import Settings
 from ft.errors import FallbackError, UserError
 from ft.messages import Neighbours, Repair
@@ -49,13 +50,18 @@ class StageKeeper:
         self._session, self._subject, self._settings = session, subject, settings
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
-        self._blocks = StageBlocks(subject.chunks, whole=0 < self._stage < stages - 1)
+        self._doubles = settings.doubles
+        has_end = self._stage in (0, stages - 1) or (self._doubles is not None and self._doubles.group is not None)
+        self._blocks = StageBlocks(subject.chunks, whole=not has_end)
         self._norms = StageNorms(stages, self._stage, settings.norm_limit)
         self._device = next(subject.chunks[0].parameters()).device
         self.rebuilt_at: int | None = None
         stage_norms.listen(self._norms.heard)
         subject.before_update(self._norms.begins)
-        session.observe("layout", places={str(session.rank): self._place()}, checkfree="middle")
+        if self._doubles is not None:
+            moments.refuse_common_steps(subject.optimizer)
+        kind = "middle" if self._doubles is None else "plus"
+        session.observe("layout", places={str(session.rank): self._place()}, checkfree=kind)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -70,15 +76,27 @@ class StageKeeper:
     def committed(self, step: int) -> None:
         """``step`` is done: its norms become known, and a boosted learning rate falls as far as it was asked to."""
         self._norms.settle()
-        if self.rebuilt_at is not None and self._settings.boost.decay_steps:
+        if self.rebuilt_at is not None and self._settings.boost.decay_steps and not self._has_twin:
             self._set_rate(step)
 
-    def lend(self, order: Repair, envelope: dict[str, Any]) -> None:
-        """Collective with those that are rebuilt: this rank's blocks go to those of them that it is a neighbour of."""
+    def lend(self, order: Repair, envelope: dict[str, Any]) -> bool:
+        """Collective with those that are rebuilt: this rank's blocks go to those of them that it is a neighbour of.
+
+        Returns:
+            whether this rank's own state is still that of the step; with CheckFree+ some of it may begin anew.
+        """
         own = self._session.rank
         to = [int(rank) for rank, beside in order.rebuilt.items() if own in beside.there]
-        if to:
-            lending.lend(sorted(to), self._group(), self._blocks.get(), envelope)
+        if not to:
+            return True
+        is_kept, blocks = True, self._blocks.get()
+        if self._doubles is not None:
+            blocks.append(self._ends())
+            if self._doubles.twin in to:  # its moments are fresh: only so both go on alike
+                moments.forget(self._subject.optimizer, self._end_params())
+                is_kept = False
+        lending.lend(sorted(to), self._group(), blocks, envelope)
+        return is_kept
 
     def rebuild(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
         """This rank's part of the stage from its neighbours', as of ``step``.
@@ -92,22 +110,54 @@ class StageKeeper:
         began = time.monotonic()
         lent = dict(zip(beside.there, lending.borrow(beside.there, self._group(), self._device), strict=True))
         envelope = lent[beside.there[0]][1]
+        if self._doubles is not None:
+            self._take_ends({rank: blocks.pop() for rank, (blocks, _) in lent.items()})
         norms = dict(enumerate(envelope["extra"]["checkfree"]["norms"]))
         before, after = norms.get(self._stage - 1), norms.get(self._stage + 1)
         blocks = [None if rank is None else lent[rank][0] for rank in (beside.previous, beside.following)]
         try:
-            made = rebuild.rebuild(*blocks, before, after, self._settings.strategy, *(None, self._initialise(step)))
+            made = rebuild.rebuild(*blocks, before, after, self._strategy(blocks), None, self._initialise(step))
             self._blocks.put(made.blocks)
         except UserError as error:
             raise FallbackError(str(error)) from error
         self._subject.optimizer.reload_model_params()
         position = self._subject.adopt(envelope)
         self.rebuilt_at = step
-        self._set_rate(step)
+        if not self._has_twin:
+            self._set_rate(step)
         self._settings.reseed(step)
         self._tell(step, beside, made, [before, after], time.monotonic() - began)
         how = f"rebuilt:{'+'.join(map(str, beside.there))}"
         return {**position, "checkfree": self.kept | {"norms": list(norms.values())}}, {"owned": how, "replicated": how}
+
+    def _strategy(self, blocks: list) -> str:
+        """At an end of the pipeline there is one neighbour, which with CheckFree+ has learnt this stage's work."""
+        asked = self._settings.strategy
+        return rebuild.COPY if None in blocks and asked != rebuild.RANDOM else asked
+
+    @property
+    def _has_twin(self) -> bool:
+        """Embedding or head is kept here and next door: learning rates of the two must not differ."""
+        return self._doubles is not None and self._doubles.twin is not None
+
+    def _end_params(self) -> list[torch.nn.Parameter]:
+        return [param for _, param in self._doubles.params(self._subject.chunks[0])]
+
+    def _ends(self) -> dict[str, torch.Tensor]:
+        """What of embedding and head this stage has."""
+        return {name: param.detach() for name, param in self._doubles.params(self._subject.chunks[0])}
+
+    @torch.no_grad()
+    def _take_ends(self, lent: dict[int, dict[str, torch.Tensor]]) -> None:
+        """Embedding and head exactly as the stage has them that keeps the other ones."""
+        if not self._has_twin:
+            return
+        given = lent.get(self._doubles.twin, {})
+        own = dict(self._doubles.params(self._subject.chunks[0]))
+        if {name: held.shape for name, held in given.items()} != {name: param.shape for name, param in own.items()}:
+            raise FallbackError("the stage next door does not keep this one's embedding or head")
+        for name, param in own.items():
+            param.data.copy_(given[name])
 
     def _place(self) -> dict[str, int]:
         return {

@@ -119,6 +119,7 @@ class Guard(Whole):
         self._place()
         rank = str(self.session.rank)
         self.snapshots.held_by(order.copies.get(rank, self.snapshots.peers))
+        as_committed = True
         if rank in order.rebuilt:
             self._untouched = False
             self.snapshots.begin_at(order.step, self.session.epoch)
@@ -128,8 +129,8 @@ class Guard(Whole):
             position, sources = self._from_snapshots(order.step, order.sources[rank])
             self._subject.publish_parameters()
             if order.rebuilt:
-                self._keeper.lend(order, self.snapshots.restored_envelope.envelope)
-        self._untouched = True
+                as_committed = self._keeper.lend(order, self.snapshots.restored_envelope.envelope)
+        self._untouched = as_committed
         self.is_empty = False
         self._position.set(position)
         self.snapshots.peers = self._placing.renew(order.copies)

@@ -274,11 +274,3 @@ MANIFEST: tuple[Patch, ...] = (
     *(*_CPU_CORE, *_CPU_TORCH),
     *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_CHECKFREE, *_SWAPPED_ENDS),
 )
-    *_CPU_CORE,
-    *_CPU_TORCH,
-    *_REPLICAS,
-    *_DMR_CORE,
-    *_DMR_TORCH,
-    *_CHECKFREE,
-    *_SWAPPED_ENDS,
-)

@@ -44,7 +44,7 @@ def launch(options: Options) -> int:
         write_nothing(options)
     if options.fault_tolerance.follows_operators:
         patches.apply(WITH_DMR)
-    if options.fault_tolerance.ft_checkfree:
+    if options.fault_tolerance.rebuilds_stages:
         patches.apply(WITH_CHECKFREE)
     if options.fault_tolerance.ft_checkfree_plus:
         patches.apply(WITH_SWAPPED_ENDS)

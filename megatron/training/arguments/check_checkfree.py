@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ft.schedule.routes import LEAST_STAGES
 from megatron.training.arguments.layout import Layout
 
 Problem = tuple[str, str]
@@ -10,7 +11,7 @@ Problem = tuple[str, str]
 def check_checkfree(options, grid: Layout) -> Iterator[Problem]:
     """(problem, fix) pairs; ``options`` and ``grid`` as of ``check``."""
     asked, p = options.fault_tolerance, options.parallel
-    if not asked.ft_checkfree:
+    if not asked.rebuilds_stages:
         return
     if not asked.ft_hot_swap:
         yield "--ft-checkfree is a rung of hot-swap's recoveries", "add --ft-hot-swap and start with ft run"
@@ -29,6 +30,21 @@ def check_checkfree(options, grid: Layout) -> Iterator[Problem]:
     ):
         yield "--ft-checkfree averages stages block by block: all need as many layers", "split the layers evenly"
     yield from _check_numbers(options)
+
+
+def check_plus(options, grid: Layout) -> Iterator[Problem]:
+    """What CheckFree+ needs besides: ends of the pipeline that are apart, and microbatches to swap."""
+    if not options.fault_tolerance.ft_checkfree_plus:
+        return
+    training = options.training
+    per_rank = training.micro_batch_size * grid.dp
+    if grid.pp < LEAST_STAGES:
+        problem = f"--ft-checkfree-plus swaps the first two and the last two of {grid.pp} pipeline stage(s)"
+        yield problem, f"--pipeline-model-parallel-size {LEAST_STAGES} or more"
+    if training.global_batch_size < 2 * per_rank:
+        yield "one microbatch has no half that could be swapped (--ft-checkfree-plus)", "2 microbatches or more"
+    if training.rampup_batch_size is not None and training.rampup_batch_size[0] < 2 * per_rank:
+        yield "a step of the ramp-up has one microbatch (--ft-checkfree-plus)", "begin with 2 microbatches or more"
 
 
 def _check_numbers(options) -> Iterator[Problem]:

@@ -61,10 +61,15 @@ class FaultToleranceOptions:
     """Steps over which that factor falls back to 1; 0: it stays."""
 
     ft_checkfree_plus: bool = False
-    """Train half of the microbatches with the first two and the last two stages swapped, so that a lost first or last
-    stage can be rebuilt from its neighbour (CheckFree+)."""
+    """As --ft-checkfree, and train half of the microbatches with the first two and the last two stages swapped, so that
+    the first or the last stage can be rebuilt from its neighbour, too."""
 
     @property
     def follows_operators(self) -> bool:
         """DMR follows every operator: to have it executed twice, or to profile it."""
         return self.ft_dmr is not None or self.ft_dmr_plan is not None or self.ft_dmr_profile is not None
+
+    @property
+    def rebuilds_stages(self) -> bool:
+        """A pipeline stage that is lost everywhere is rebuilt from its neighbours."""
+        return self.ft_checkfree or self.ft_checkfree_plus
