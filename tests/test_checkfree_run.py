@@ -53,7 +53,7 @@ def test_two_adjacent_stages_lost_lead_to_the_checkpoint_by_themselves(corpus, t
     assert not done.named("stage_rebuilt") and done.metrics[-1]["step"] == 12
 
 
-@pytest.mark.parametrize("phase", ["restore", "resume"])
+@pytest.mark.parametrize("phase", ["restore", pytest.param("resume", marks=pytest.mark.long)])
 def test_a_fault_during_a_rebuild_has_it_begun_again(phase, corpus, tmp_path):
     """All of stage 1 dies; while it is rebuilt, one of its new workers, or a neighbour, does as well."""
     layout = f"{ZERO} --num-layers 3 --pipeline-model-parallel-size 3 --ft-checkfree"

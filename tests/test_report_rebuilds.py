@@ -5,6 +5,7 @@ from pathlib import Path
 from histories import History
 
 from ft import events
+from ft.report.block import recovery_block
 from ft.report.rebuilds import HEAD, rebuilds, rows
 from ft.report.run import Run
 
@@ -42,3 +43,14 @@ def test_a_rebuild_that_was_begun_again_counts_once_and_two_stages_count_twice()
         (7, 1),
     ]
     assert rebuilds(run_of([4.0] * 9)) == []
+
+
+def test_the_block_at_the_terminal_names_the_stage_and_its_shares():
+    history = History()
+    history.detect(5.0, 1, step=20)
+    history.close(5.0)
+    history.open(5.05, r1="n0.w4")
+    detail = {"stage": 1, "strategy": "weighted", "weights": [0.4, 0.6], "seconds": 0.04}
+    history.say(5.2, events.STAGE_REBUILT, epoch=1, step=20, **detail)
+    history.repair(5.1, 20)
+    assert "stages    stage 1 rebuilt from its neighbours: weighted, 40 % + 60 %" in recovery_block(history.events)
