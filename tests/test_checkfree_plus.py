@@ -126,7 +126,9 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
 
     world, stages, flags = LAYOUTS[name]
     flags = f"{SHAPE} {flags} --data-path {corpus}"
-    single = flags.replace("--ft-hot-swap --ft-checkfree-plus", "").replace(f"--pipeline-model-parallel-size {stages}", "")
+    single = flags.replace("--ft-hot-swap --ft-checkfree-plus", "").replace(
+        f"--pipeline-model-parallel-size {stages}", ""
+    )
     ((expected, loss),) = ranks(in_one_process, 1, single, stages, timeout=90)
     found = ranks(by_stages, world, flags, timeout=90)
     seen = set()

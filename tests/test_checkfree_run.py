@@ -9,8 +9,9 @@ ZERO = "--use-distributed-optimizer"
 FOUR = f"{ZERO} --pipeline-model-parallel-size 4 --ft-checkfree"
 
 
-def kill(step: int, *ranks: int, phase: str = "between") -> str:
-    return ",".join(f"kill@step={step}:rank={rank}:phase={phase}" for rank in ranks)
+def kill(step: int, *ranks: int) -> str:
+    """At once: all are between the same two steps, where the fence has let them go together."""
+    return ",".join(f"kill@step={step}:rank={rank}" for rank in ranks)
 
 
 def check_went_on(done, steps: int) -> None:
@@ -28,13 +29,21 @@ def test_a_middle_stage_lost_with_its_copy_is_rebuilt_and_training_goes_on_with_
     """The copy of rank 1 is at rank 2, whose own is at rank 3."""
     done = ft_run(tmp_path / "run", flags(corpus, FOUR, 16), options=f"--inject {kill(6, 1, 2)}", standby=2)
     check_went_on(done, 16)
-    (rebuilt,) = done.named("stage_rebuilt")
-    assert (rebuilt.step, rebuilt.detail["stage"], rebuilt.detail["neighbours"]) == (5, 1, [0, 2])
+    rebuilt = lost_stage(done, 1)
+    assert rebuilt.detail["neighbours"] == [0, 2]
     assert rebuilt.detail["weights"] == pytest.approx(_shares(rebuilt.detail["norms"]))
     restored = done.named("state_restored")[-1].detail["sources"]
     assert restored == {"0": "own", "1": "rebuilt:0+2", "2": "copy:3", "3": "own"}
     plain = f"{ZERO} --pipeline-model-parallel-size 4"
-    assert done.losses[:5] == reference(4, plain, 16)[:5], "the norms that are kept change no bit of a step"
+    assert done.losses[:4] == reference(4, plain, 16)[:4], "the norms that are kept change no bit of a step"
+
+
+def lost_stage(done, stage: int):
+    """The event of its rebuild. The last step's copies may have been on their way when their owners died: then it is
+    the step before that is gone back to, or the other stage is rebuilt as well."""
+    (rebuilt,) = (each for each in done.named("stage_rebuilt") if each.detail["stage"] == stage)
+    assert rebuilt.step in (4, 5)
+    return rebuilt
 
 
 def _shares(norms: list[float]) -> list[float]:
@@ -48,8 +57,8 @@ def test_with_swapped_training_every_stage_can_be_lost(lost, holder, neighbour, 
     plus = f"{ZERO} --pipeline-model-parallel-size 4 --ft-checkfree-plus"
     done = ft_run(tmp_path / "run", flags(corpus, plus, 16), options=f"--inject {kill(6, lost, holder)}", standby=2)
     check_went_on(done, 16)
-    (rebuilt,) = done.named("stage_rebuilt")
-    assert (rebuilt.step, rebuilt.detail["stage"], rebuilt.detail["neighbours"][0]) == (5, lost, neighbour)
+    rebuilt = lost_stage(done, lost)
+    assert rebuilt.detail["neighbours"][0] == neighbour
     assert rebuilt.detail["strategy"] == ("weighted" if lost == 2 else "copy")
 
 
@@ -63,7 +72,7 @@ def test_two_adjacent_stages_lost_lead_to_the_checkpoint_by_themselves(corpus, t
     assert not done.named("stage_rebuilt") and done.metrics[-1]["step"] == 12
 
 
-@pytest.mark.parametrize("phase", ["restore", "resume"])
+@pytest.mark.parametrize("phase", ["restore", pytest.param("resume", marks=pytest.mark.long)])
 def test_a_fault_during_a_rebuild_has_it_begun_again(phase, corpus, tmp_path):
     """All of stage 1 dies; while it is rebuilt, one of its new workers, or a neighbour, does as well."""
     layout = f"{ZERO} --num-layers 3 --pipeline-model-parallel-size 3 --ft-checkfree"

@@ -83,15 +83,16 @@ def rebuilt_in_the_middle(flags: str) -> dict:
 SHAPE = "--num-layers 6 --pipeline-model-parallel-size 3 --ft-hot-swap --ft-checkfree"
 
 
-@pytest.mark.parametrize(
-    ("nproc", "extra"),
-    [
-        (3, "--use-distributed-optimizer --bf16"),
-        (3, "--ft-checkfree-lr-factor 1.5"),
-        pytest.param(6, "--use-distributed-optimizer --bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
-    ],
-    ids=["bf16 with main parameters", "float32", "tensor parallel"],
-)
+LAYOUTS = {
+    "bf16 with main parameters": (3, "--use-distributed-optimizer --bf16"),
+    "float32": (3, "--ft-checkfree-lr-factor 1.5"),
+    "tensor parallel": (6, "--use-distributed-optimizer --bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
+    "data parallel": (6, "--use-distributed-optimizer --bf16 --overlap-grad-reduce --overlap-param-gather"),
+    "experts": (6, "--use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"),
+}
+
+
+@pytest.mark.parametrize(("nproc", "extra"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_the_middle_stage_is_its_neighbours_mean_and_stays_so_at_the_next_step(nproc, extra, ranks, corpus):
     flags = f"{runs.BASE} --data-path {corpus} {SHAPE} {extra}"
     seen = ranks(rebuilt_in_the_middle, nproc, flags, timeout=120)

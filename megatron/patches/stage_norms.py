@@ -33,6 +33,11 @@ def listen(listener: Listener | None) -> None:
     _listener = listener
 
 
+def listener() -> Listener | None:
+    """Who is told."""
+    return _listener
+
+
 def _apply_to_many(operation, *args):
     global _part
     result = original(f"{_PARTS}.{_APPLIER}")(operation, *args)
