@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ft.dmr.plan.assign import PIGGYBACK
 from ft.dmr.runtime.course import At
 from ft.dmr.runtime.findings import RECOMPUTATION, Findings, Mismatch
+from ft.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
 
 
 class Segment:
@@ -27,7 +29,20 @@ class Segment:
         self._expected, self._found = findings.rows(), None
         self._next = 0
         self._out_of_step = False
+        self._by_recomputation: list[bool] = []
+        self._position = 0
         self.is_comparable = True
+
+    def settle(self, decision: Decision, *, again: bool) -> Decision:
+        """What becomes of ``decision`` about the next operator. It is compared with its recomputation on both sides or
+        on none: where a run is not as it was planned, a plan may say one thing here and another there."""
+        if not again:
+            self._by_recomputation.append(decision.set == PIGGYBACK)
+            return decision
+        number, self._position = self._position, self._position + 1
+        if number < len(self._by_recomputation) and self._by_recomputation[number]:
+            return WITH_RECOMPUTATION
+        return AT_ONCE if decision.set == PIGGYBACK else decision
 
     def primary(self, at: At, outs: Sequence[torch.Tensor]) -> None:
         """An operator of the forward has been executed."""
@@ -38,7 +53,7 @@ class Segment:
 
     def begin_again(self) -> None:
         """The recomputation begins."""
-        self._found, self._next = self._findings.rows(), 0
+        self._found, self._next, self._position = self._findings.rows(), 0, 0
         self.is_comparable = True
 
     def unchecked(self) -> None:
