@@ -21,6 +21,7 @@ WORDS = {
 
 BESIDE = {
     "in windows": "windows that came in time",
+    "early": "before their window, for their memory was needed",
     "late": "windows that did not",
     "unverified": "held against nothing",
 }
