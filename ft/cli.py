@@ -12,6 +12,7 @@ _SUBCOMMANDS = (
     (("faults",), "ft.inject.commands", "add_parser"),
     (("plan",), "ft.plan.commands", "add_parser"),
     (("dmr",), "ft.dmr.commands", "add_parser"),
+    (("diagnose",), "ft.diagnose.commands", "add_parser"),
     (("simulate",), "ft.simulate.commands", "add_parser"),
 )
 """(names, module, function). Only the module of the subcommand that is asked for is imported: simulations and planners

@@ -26,6 +26,7 @@ JOINER_ARRIVED = "joiner_arrived"
 REPAIR_ORDERED = "repair_ordered"
 GROUPS_REBUILT = "groups_rebuilt"
 STATE_RESTORED = "state_restored"
+STAGE_REBUILT = "stage_rebuilt"
 RESUMED = "resumed"
 WORKER_LOST = "worker_lost"
 RESTARTED = "restarted"
@@ -40,6 +41,11 @@ REPLICA_OFFLINE = "replica_offline"
 REPLICA_ONLINE = "replica_online"
 CAUGHT_UP = "caught_up"
 QUORUM_FORMED = "quorum_formed"
+BIT_FLIPPED = "bit_flipped"
+DMR_COVERED = "dmr_covered"
+DMR_MISMATCH = "dmr_mismatch"
+DMR_VERDICT = "dmr_verdict"
+DMR_CLEAN = "dmr_clean"
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,9 @@ SCHEMA: Mapping[str, Needs] = {
     GROUPS_REBUILT: Needs(("epoch",), ("rebuilt", "kept", "deferred", "seconds")),
     # sources: logical rank (a string) -> how its state came; seconds: of the slowest worker
     STATE_RESTORED: Needs(("epoch", "step"), ("sources", "seconds")),
+    # a stage of which nobody had a state is made from the stages beside it (CheckFree); weights: shares of the previous
+    # and the following one; neighbours: logical ranks; seconds: of the stage's first rank, from its first message on
+    STAGE_REBUILT: Needs(("epoch", "step"), ("stage", "strategy", "weights", "seconds")),
     # the first new step has begun on every worker; step: the last committed one
     RESUMED: Needs(("epoch", "step")),
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
@@ -97,6 +106,20 @@ SCHEMA: Mapping[str, Needs] = {
     CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
     # the members have changed, or the step is tried again; step: committed ones; wait_s: since the first had reported
     QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
+    # a bit-flip fault has hit; fault: its number; execution: primary, checker or None (a payload)
+    BIT_FLIPPED: Needs(
+        ("rank", "step"), ("fault", "operator", "phase", "layer", "microbatch", "element", "bit", "dtype")
+    ),
+    # strategy: naive, piggyback or plan; counts: operators of this rank's first iteration by how they are verified
+    DMR_COVERED: Needs(("rank", "step"), ("strategy", "counts")),
+    # two executions of an operator differed; how: what was compared; elements: how many, None: digests differed
+    DMR_MISMATCH: Needs(
+        ("rank", "step"), ("attempt", "operator", "phase", "layer", "microbatch", "how", "host", "device")
+    ),
+    # what follows from an attempt that went wrong on ``ranks``: action "retry", "evict" or "give up"; blamed: who is
+    DMR_VERDICT: Needs(("step",), ("attempt", "action", "reason", "ranks", "blamed")),
+    # a step came out clean after attempts that had not
+    DMR_CLEAN: Needs(("step",), ("attempt",)),
 }
 """Every event there is."""
 

@@ -68,3 +68,23 @@ def slow_launch(flags: str) -> int:
 
     loop.train_step = long_step
     return launch(flags)
+
+
+def launch_with_flip(flags: str, rank: int, step: int, bit: int) -> int:
+    """``launch``; at the end of ``step`` one bit of a master weight in ``rank``'s own optimizer shard flips."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.training import loop
+
+    plain_step = loop.train_step
+
+    def faulty_step(job):
+        done = plain_step(job)
+        if dist.get_rank() == rank and job.state.step == step:
+            optimizer = job.trainee.optimizer.chained_optimizers[0]
+            optimizer.shard_fp32_from_float16_groups[0][0].data.view(torch.int32)[0] ^= 1 << bit
+        return done
+
+    loop.train_step = faulty_step
+    return launch(flags)

@@ -98,6 +98,9 @@ ELSEWHERE = {
     "kill-agent:node=n1": "tests/test_hot_swap_nodes.py, test_a_standby_node_takes_a_lost_nodes_place",
     "partition:node=n1": "tests/test_nodes.py: needs network namespaces",
     "kill-control": "tests/test_hot_swap_faults.py",
+    "bit-flip:mode=once": "tests/test_dmr_injection.py",
+    "bit-flip:mode=repeat": "tests/test_dmr_injection.py",
+    "bit-flip:mode=stuck": "tests/test_dmr_injection.py",
     "cuda-fault": "test_what_a_lost_cuda_context_says_is_what_the_table_says, here: needs a GPU",
 }
 """Where the other rows of the table are tested."""

@@ -13,7 +13,7 @@ from ft.control.state import RUNNING
 from ft.inject import Fault, parse, schedule
 from ft.inject.acts import ACTS, IN_TRAINING
 from ft.inject.faults import OF_CONTROL, OF_NODE
-from ft.inject.kinds import FILES, GPU, HARMLESS, MEANING, OF_ACTION, ROOT, START, STOPPED, UNNOTICED, WORKER
+from ft.inject.kinds import DMR, FILES, GPU, HARMLESS, MEANING, OF_ACTION, ROOT, START, STOPPED, UNNOTICED, WORKER
 from ft.inject.messages import Frames, Reports
 from ft.inject.page import PAGE, page, read_times
 from ft.inject.table import NAMES, TABLE, row_of
@@ -58,7 +58,7 @@ def test_each_kind_is_tested_end_to_end(row):
     tested = {name for bundle in BUNDLES.values() for name, _ in bundle.faults}
     assert (row.name in tested) != (row.name in ELSEWHERE), "a kind is tested in one bundle, or says where else"
     assert not row.needs or row.name in ELSEWHERE
-    assert row.needs in ("", ROOT, GPU)
+    assert row.needs in ("", ROOT, GPU, DMR)
     if row.outcome == STOPPED:
         assert row.name in ELSEWHERE
 

@@ -5,7 +5,7 @@ from ft import messages as m
 from ft.control import drift, ends
 from ft.control.decision import Decisions
 from ft.control.failures import lose_agent
-from ft.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Worker
+from ft.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, Place, State, Worker
 from ft.control.verdict import USER_CODE, signal_name
 
 
@@ -161,9 +161,14 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
         state.shards |= {int(rank): list(names) for rank, names in detail.get("shards", {}).items()}
         state.copies |= {int(rank): list(holders) for rank, holders in detail.get("copies", {}).items()}
         state.complete |= {int(rank): bool(all_of_it) for rank, all_of_it in detail.get("complete", {}).items()}
+        state.places |= {int(rank): Place(**place) for rank, place in detail.get("places", {}).items()}
+        state.checkfree = detail.get("checkfree", state.checkfree)
         out.add(
             "the layout of "
-            + ", ".join(f"rank {r}" for r in sorted({*detail.get("shards", {}), *detail.get("copies", {})}))
+            + ", ".join(
+                f"rank {r}"
+                for r in sorted({*detail.get("shards", {}), *detail.get("copies", {}), *detail.get("places", {})})
+            )
         )
         return
     if report.event == drift.EVENT:

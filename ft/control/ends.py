@@ -46,6 +46,7 @@ def restart(state: State, now: float, reason: str, out: Decisions) -> None:
         agent.places = len(ranks.get(agent.node, ()))
     state.workers, state.seats, state.vacant, state.spawning = {}, {}, {}, {}
     state.dp_peers, state.shards, state.copies, state.complete, state.suspicions = {}, {}, {}, {}, {}
+    state.places, state.rebuilt = {}, {}
     state.recovery, state.repair, state.failed_starts, state.step = None, None, 0, 0
     state.enter(GATHERING, now)
 

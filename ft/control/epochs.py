@@ -2,7 +2,7 @@
 
 from ft import events
 from ft import messages as m
-from ft.control import ends, invariants, membership, sources
+from ft.control import ends, invariants, membership, rungs
 from ft.control.decision import Decisions
 from ft.control.state import (
     CLOSED,
@@ -144,31 +144,45 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         out.note(events.RELEASED, epoch=state.epoch - 1, steps=steps)
     if any(not w.assembled for w in seated):
         return
-    held = {w.rank: w.release.holdings for w in seated if w.release is not None}
-    complete = [rank for rank, all_of_it in state.complete.items() if all_of_it]
-    step, found, why = sources.choose(list(state.seats), held, state.dp_peers, state.recovery.spoiled, complete)
-    if step is None:
-        ends.restart(state, now, f"both copies lost: {why}", out)
+    rung = rungs.decide(_memory(state), rungs.Stages(state.checkfree, state.places, state.rebuilt))
+    if rung.name == rungs.RESTART:
+        ends.restart(state, now, rung.reason, out)
         return
     empty = [w.rank for w in seated if w.empty]
     groups = {w.rank: w.arrived if w.empty or w.release is None else w.release.groups for w in seated}
     plan = plan_rebuild(groups, empty)
     state.repair = m.Repair(
         state.epoch,
-        step,
+        rung.step,
         list(plan.rebuild),
         list(plan.defer),
-        {str(r): s for r, s in sorted(found.items())},
+        {str(r): s for r, s in sorted(rung.sources.items())},
         {str(r): holders for r, holders in sorted(state.copies.items())},
+        {str(r): beside for r, beside in sorted(rung.rebuilt.items())},
     )
+    state.rebuilt |= {state.places[rank].pp: rung.step for rank in rung.rebuilt}
     state.kept = len(plan.keep)
     out.add(
-        f"all are there; step {step} is the newest that every logical rank has a source of; of the groups "
+        f"all are there; {rung.reason}; of the groups "
         f"{len(plan.rebuild)} are rebuilt, {len(plan.defer)} deferred, {len(plan.keep)} kept",
         state.repair,
     )
-    out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=step)
+    out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=rung.step)
     state.enter(REPAIRING, now)
+
+
+def _memory(state: State) -> rungs.Memory:
+    """What those in the seats hold, and what of it has turned out unusable in this recovery."""
+    recovery = state.recovery
+    return rungs.Memory(
+        list(state.seats),
+        {w.rank: w.release.holdings for w in state.seated() if w.release is not None},
+        state.dp_peers,
+        [rank for rank, all_of_it in state.complete.items() if all_of_it],
+        recovery.spoiled,
+        recovery.unusable,
+        recovery.unbuildable,
+    )
 
 
 def _order_resume(state: State, now: float, out: Decisions) -> None:

@@ -53,9 +53,19 @@ def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisio
         )
         return
     if "FallbackError" in report.kinds and state.phase == REPAIRING:
-        state.recovery.spoiled.append(state.repair.step)
+        _spoil(state, worker)
         found = replace(found, action=RETRY, reason=f"{found.reason}; an earlier step is looked for")
     react(state, now, [Fault(worker, found)], out, step=report.step)
+
+
+def _spoil(state: State, worker: Worker) -> None:
+    """What the step was to be restored from is unusable for this worker."""
+    recovery, step = state.recovery, state.repair.step
+    recovery.spoiled.append(step)
+    if str(worker.rank) in state.repair.rebuilt:
+        recovery.unbuildable.append(step)
+    elif worker.rank is not None:
+        recovery.unusable.setdefault(worker.rank, []).append(step)
 
 
 def worker_suspects(state: State, now: float, report: m.WorkerSuspects, out: Decisions) -> None:

@@ -23,12 +23,19 @@ def violations(repair: Repair, reports: Mapping[int, WorkerRepaired], shards: Ma
     found += [f"I2 (shard completeness): {shard} is owned by ranks {_list(who)}" for shard, who in shared]
     found += [f"I2 (shard completeness): nobody owns {shard}" for shard in sorted(wanted - owners.keys())]
     for rank, report in ordered:
-        if report.shards and (str(rank) not in repair.sources or not report.sources.get("owned")):
+        if report.shards and not _has_optimizer(rank, repair, report.sources.get("owned", "")):
             found.append(f"I3 (optimizer availability): rank {rank} has no source of its optimizer shard")
     for rank, report in ordered:
         if report.step != repair.step:
             found.append(f"I4 (step atomicity): rank {rank} is at step {report.step}, all go on from {repair.step}")
     return found
+
+
+def _has_optimizer(rank: int, repair: Repair, how: str) -> bool:
+    """A rank of a stage that is rebuilt has one that begins anew; nobody else may have."""
+    if str(rank) in repair.rebuilt:
+        return how.startswith("rebuilt:")
+    return str(rank) in repair.sources and bool(how) and not how.startswith("rebuilt:")
 
 
 def _topology(ordered: list[tuple[int, WorkerRepaired]]) -> list[str]:

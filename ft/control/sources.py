@@ -23,20 +23,39 @@ def choose(
     Returns:
         (step, sources by rank, ""); or (None, {}, why there is none).
     """
-    steps = {step for held in holdings.values() for some in (held.own, *held.copies.values()) for step in some}
     missing = f"step(s) {', '.join(map(str, spoiled))} are unusable" if spoiled else ""
-    for step in sorted(steps - set(spoiled), reverse=True):
-        sources, lacking = {}, []
-        for rank in sorted(ranks):
-            source = _source(rank, step, holdings, dp_peers.get(rank, [rank]), rank in complete)
-            if source is None:
-                lacking.append(rank)
-            else:
-                sources[rank] = source
+    for step in steps_held(holdings):
+        if step in spoiled:
+            continue
+        sources, lacking = of_step(step, ranks, holdings, dp_peers, complete)
         if not lacking:
             return step, sources, ""
         missing = missing or f"of step {step}, nobody has all that logical rank(s) {', '.join(map(str, lacking))} need"
     return None, {}, missing or "nobody holds a snapshot"
+
+
+def steps_held(holdings: Mapping[int, Holdings]) -> list[int]:
+    """Steps of which anybody holds anything, the newest first."""
+    steps = {step for held in holdings.values() for some in (held.own, *held.copies.values()) for step in some}
+    return sorted(steps, reverse=True)
+
+
+def of_step(
+    step: int,
+    ranks: Collection[int],
+    holdings: Mapping[int, Holdings],
+    dp_peers: Mapping[int, list[int]],
+    complete: Collection[int] = (),
+) -> tuple[dict[int, Source], list[int]]:
+    """(sources of ``step`` by rank, ranks that have none, in order); arguments as of :func:`choose`."""
+    sources, lacking = {}, []
+    for rank in sorted(ranks):
+        source = _source(rank, step, holdings, dp_peers.get(rank, [rank]), rank in complete)
+        if source is None:
+            lacking.append(rank)
+        else:
+            sources[rank] = source
+    return sources, lacking
 
 
 def _source(

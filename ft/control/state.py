@@ -109,6 +109,17 @@ class Suspicion:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A logical rank's place in the grid, as its worker said; ``blocks``: transformer layers it holds."""
+
+    pp: int
+    tp: int
+    dp: int
+    cp: int
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Incident:
     """A failure that was judged, for the judgement of later ones."""
 
@@ -122,7 +133,8 @@ class Incident:
 @dataclass
 class Recovery:
     """The interruption under way. ``closed``: epoch that it began in; ``ranks``: that failed; ``released``: all have
-    left the last closed epoch; ``spoiled``: steps whose snapshots turned out unusable."""
+    left the last closed epoch; ``spoiled``: steps whose snapshots turned out unusable, ``unusable``: those by the
+    logical rank that found them so, ``unbuildable``: steps that a stage could not be rebuilt at."""
 
     at: float
     closed: int
@@ -130,6 +142,8 @@ class Recovery:
     ranks: list[int] = field(default_factory=list)
     released: bool = False
     spoiled: list[int] = field(default_factory=list)
+    unusable: dict[int, list[int]] = field(default_factory=dict)
+    unbuildable: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -143,6 +157,8 @@ class State:
             have not been started yet. failed_starts: standbys in a row that ended before they were ready.
         dp_peers, shards: by logical rank, as the workers said. copies: by logical rank, who its peer copies go to;
             complete: ranks whose peer copies hold all of their state. fired: numbers of injected faults that happened.
+        checkfree: which lost stages may be rebuilt from their neighbours: "" (none), "middle", or "plus" (the first and
+            the last too); places: by logical rank, where that was asked for; rebuilt: stage -> step of the last.
         settings: how the first worker, settings_of, said it was set up.
         suspicions: by worker. step: the last step that is known to be committed. repair: the last one ordered; kept:
             groups it leaves alone. last_recovery: for the status.
@@ -166,6 +182,9 @@ class State:
     shards: dict[int, list[str]] = field(default_factory=dict)
     copies: dict[int, list[int]] = field(default_factory=dict)
     complete: dict[int, bool] = field(default_factory=dict)
+    checkfree: str = ""
+    places: dict[int, Place] = field(default_factory=dict)
+    rebuilt: dict[int, int] = field(default_factory=dict)
     fired: list[int] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     settings_of: str = ""

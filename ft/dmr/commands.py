@@ -5,7 +5,10 @@ import importlib
 
 from ft.errors import UserError
 
-_SUBCOMMANDS = ("ft.dmr.plan.command", "ft.dmr.plan.explain", "ft.dmr.estimate.command")
+_SUBCOMMANDS = (
+    *("ft.dmr.profile.command", "ft.dmr.plan.command", "ft.dmr.plan.explain", "ft.dmr.estimate.command"),
+    "ft.dmr.selftest.command",
+)
 """Modules with an ``add_parser`` each, in the order in which help shows them."""
 
 _DESCRIPTION = """\

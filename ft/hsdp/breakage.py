@@ -2,15 +2,17 @@
 
 from ft.hsdp.ring import Ring
 from ft.inject.faults import Fault
+from ft.inject.flip import BIT_FLIP
 from ft.worker.faults import corrupt_tensor
+from ft.worker.session import Session
 from ft.worker.subject import Subject
 
 
 class ReplicaBreakage:
     """``ft.inject.worker.Actions`` of a worker that keeps no snapshots."""
 
-    def __init__(self, subject: Subject, ring: Ring):
-        self._subject, self._ring = subject, ring
+    def __init__(self, subject: Subject, ring: Ring, session: Session):
+        self._subject, self._ring, self._session = subject, ring, session
 
     def act(self, fault: Fault) -> None:
         """A fault of a kind that has nothing to break here says so in the worker's log, and nothing happens."""
@@ -18,5 +20,7 @@ class ReplicaBreakage:
             self._ring.cancel(f"injected: {fault}")
         elif fault.kind == "corrupt-tensor":
             corrupt_tensor(self._subject, fault)
+        elif fault.kind == BIT_FLIP and self._session.faulty_device is not None:
+            self._session.faulty_device(fault.number, fault.flip)
         else:
             print(f"injected fault {fault.number} ({fault}): a replica has nothing that it could break", flush=True)

@@ -116,7 +116,7 @@ def put_together(
     is_leader = session.rank == 0
     votes = dist.new_group(backend="gloo")
     row = {"ring": ring.address, "fetch": server.address}
-    injector = make_injector(session, ReplicaBreakage(subject, ring))
+    injector = make_injector(session, ReplicaBreakage(subject, ring, session))
     plant_phases(injector, subject, lambda: position.step + 1)
     return Parts(
         session=session,

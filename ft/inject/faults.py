@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ft.errors import UserError
+from ft.inject.flip import Flip
 
 STEP_PHASES = ("between", "forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
 """Points of a step. between: before anything of the step is done."""
@@ -37,7 +38,7 @@ class Fault:
         rank: logical rank that it hits, node: node all of whose workers it hits; both None for kill-control.
         phase: of ``PHASES``, with ``step``. seconds: how long it lasts, None: for ever, or a moment.
         factor: step time with slow over step time without. error: of ``ERRORS``. copies: of ``COPIES``.
-        value: of ``VALUES``.
+        value: of ``VALUES``. flip: of a bit-flip.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Fault:
     error: str = "recoverable"
     copies: str = "own"
     value: str = "bit"
+    flip: Flip | None = None
 
     @property
     def is_agents(self) -> bool:
@@ -63,7 +65,8 @@ class Fault:
         when = f"step {self.step}" if self.step is not None else f"{self.time:.1f} s"
         inside = f" ({self.phase})" if self.step is not None and self.phase != "between" else ""
         victim = f" of rank {self.rank}" if self.rank is not None else f" of node {self.node}" if self.node else ""
-        return f"{self.kind}{victim} at {when}{inside}"
+        which = f", {self.flip}" if self.flip is not None and str(self.flip) else ""
+        return f"{self.kind}{victim} at {when}{inside}{which}"
 
     def values(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as JSON values."""
@@ -86,6 +89,11 @@ def from_json(text: str | None) -> list[Fault]:
         UserError: it is something else.
     """
     try:
-        return [Fault(**values) for values in json.loads(text or "[]")]
+        return [_fault(values) for values in json.loads(text or "[]")]
     except (ValueError, TypeError) as error:
         raise UserError(f"FT_FAULTS is not a list of faults: {error}", "leave it to ft run to set it") from error
+
+
+def _fault(values: dict[str, Any]) -> Fault:
+    fault = Fault(**values)
+    return fault if fault.flip is None else replace(fault, flip=Flip(**fault.flip))

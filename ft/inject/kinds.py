@@ -27,7 +27,7 @@ OF_ACTION = {verdict.RETRY: IN_PLACE, verdict.REPLACE: REPLACED, verdict.RESTART
 WORKER, AGENT, NETWORK_OF_NODE, FILES, CONTROL, START = "worker", "agent", "network", "files", "control", "start"
 """Where a fault is injected. start: by starting a worker in another way than the others, not by ``--inject``."""
 
-ROOT, GPU = "root", "gpu"
+ROOT, GPU, DMR = "root", "gpu", "dmr"
 """What injecting a fault may need."""
 
 

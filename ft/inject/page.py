@@ -8,12 +8,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ft.inject.kinds import GPU, HARMLESS, MEANING, ROOT, START, Row
+from ft.inject.kinds import DMR, GPU, HARMLESS, MEANING, ROOT, START, Row
 from ft.inject.table import GROUPS
 
 PAGE = "docs/what_happens_when.md"
 TIMES = "tools/experiments/results/fault_campaign.json"
-_NEEDS = {ROOT: "root", GPU: "a GPU"}
+_NEEDS = {ROOT: "root", GPU: "a GPU", DMR: "--ft-dmr or --ft-dmr-plan"}
 _HEAD = """# What happens when X fails
 
 Made by `ft faults --markdown` from `ft/inject/table.py`, the table that also drives `ft run --inject` and the tests.

@@ -71,6 +71,7 @@ def _seat(spec: FaultSpec, world_size: int, nodes: Sequence[str], rng: random.Ra
         error=spec.error,
         copies=spec.copies,
         value=spec.value,
+        flip=None if spec.flip is None else replace(spec.flip, seed=rng.getrandbits(32)),
     )
 
 

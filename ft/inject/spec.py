@@ -4,6 +4,7 @@ KIND@KEY=VALUE[:KEY=VALUE...][,...]
 when    step=20 | time=90s | every=exponential(mean=60s) | every=weibull(shape=0.7,scale=90s) | trace=FILE
 where   rank=3 | rank=random | node=n1 | node=random; of replicas: replica=1 | replica=random
 how     phase=backward  for=5s  factor=3  error=software  copies=peer  value=nan
+        of a bit-flip: operator=mm  phase=backward  execution=checker  bit=30  mode=stuck  nth=3  probability=0.1
 how often (with every and trace)  count=10  until=10m
 """
 
@@ -15,10 +16,12 @@ from typing import Any
 from ft.errors import UserError
 from ft.inject.distributions import Distribution, parse_distribution, parse_duration
 from ft.inject.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES
+from ft.inject.flip import BIT_FLIP, Flip, read_flip
+from ft.inject.flip import KEYS as FLIP_KEYS
 from ft.inject.table import NAMES
 
 KEYS = ("step", "time", "every", "trace", "rank", "node", "phase", "for", "factor", "error", "copies", "value")
-KEYS += ("count", "until", "replica")
+KEYS += ("count", "until", "replica", *(key for key in FLIP_KEYS if key != "phase"))
 _WHEN = ("step", "time", "every", "trace")
 _LASTING = {
     "slow": 10.0,
@@ -38,6 +41,7 @@ ONLY_FOR = {
     "error": ("exception",),
     "copies": ("corrupt-snapshot",),
     "value": ("corrupt-tensor",),
+    **{key: (BIT_FLIP,) for key in FLIP_KEYS if key != "phase"},
 }
 """Kinds that a key means something for; other keys mean something for every kind."""
 
@@ -50,6 +54,7 @@ class FaultSpec:
         text: what was written, for messages. kind, phase, seconds, factor, error, copies, value: as in ``Fault``.
         step, time, every, trace: exactly one is not None. rank, node: a victim, "random", or None.
         count, until: most faults of a distribution or trace, and the second after which there are none.
+        flip: of a bit-flip.
         replica: whose rank or node is meant, "random", or None: rank and node count over all replicas.
     """
 
@@ -70,6 +75,7 @@ class FaultSpec:
     count: int | None = None
     until: float | None = None
     replica: int | str | None = None
+    flip: Flip | None = None
 
 
 def parse(text: str) -> list[FaultSpec]:
@@ -100,10 +106,14 @@ def from_values(values: Mapping[str, Any], text: str) -> FaultSpec:
     for key in keys:
         if key not in KEYS:
             raise UserError(f"{text!r}: there is no key named {key!r}", f"one of: {', '.join(KEYS)}")
+    flip = None
+    if kind == BIT_FLIP:
+        # Its phase is where operators are hit: from the beginning of its step on.
+        flip = read_flip({key: keys.pop(key) for key in FLIP_KEYS if key in keys}, text)
     _check_combination(kind, keys, text)
     read = {_FIELDS.get(key, key): _read(key, value, text) for key, value in keys.items()}
     read.setdefault("seconds", _LASTING.get(kind))
-    return FaultSpec(text=text, kind=kind, **read)
+    return FaultSpec(text=text, kind=kind, flip=flip, **read)
 
 
 def _parse_one(text: str) -> FaultSpec:

@@ -14,6 +14,7 @@ from ft.inject.faults import Fault
 from ft.inject.kinds import (
     AGENT,
     CONTROL,
+    DMR,
     FILES,
     GPU,
     HARMLESS,
@@ -238,6 +239,35 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             answer="The loss differs from there on. A shard has no second owner to be compared with: see DMR.",
         ),
         Row(
+            "bit-flip",
+            "one bit of what an operator computes flips, or of what a rank receives",
+            how="mode=once",
+            outcome=HARMLESS,
+            seen="DMR: step, rank, host, device, operator, layer, microbatch, and how many elements differ",
+            answer="Before its result is kept, every rank takes the step once more.",
+            needs=DMR,
+        ),
+        Row(
+            "bit-flip",
+            "results of a worker have a flipped bit again and again",
+            how="mode=repeat",
+            outcome=REPLACED,
+            seen="DMR: rank N is suspected of computing wrongly",
+            answer="After --ft-dmr-retries further attempts; the node counts as suspect.",
+            sign=Sign(HOST, "exception", _error("SuspectError", "ReplaceNodeError", "FtError", "Exception")),
+            needs=DMR,
+        ),
+        Row(
+            "bit-flip",
+            "a bit is stuck in one unit of a worker's device",
+            how="mode=stuck",
+            outcome=REPLACED,
+            seen="DMR: rank N is suspected of computing wrongly",
+            answer="Where the bit happens to be right nothing differs. Otherwise as for flips again and again.",
+            sign=Sign(HOST, "exception", _error("SuspectError", "ReplaceNodeError", "FtError", "Exception")),
+            needs=DMR,
+        ),
+        Row(
             "corrupt-snapshot",
             "one byte of a worker's own snapshot flips",
             how="copies=own",
@@ -449,6 +479,8 @@ def _has(fault: Fault, pair: str) -> bool:
     key, _, value = pair.partition("=")
     if key == "node":
         return fault.is_agents
+    if key == "mode":
+        return fault.flip is not None and fault.flip.mode == value
     if key == "for":
         return fault.seconds is not None and fault.seconds >= parse_duration(value)
     return getattr(fault, key) == value

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
+from ft.inject.flip import KEYS as FLIP_KEYS
 from ft.inject.spec import ONLY_FOR, FaultSpec, from_values
 
 
@@ -56,6 +57,9 @@ def _with_defaults(values: dict[str, Any], spec: FaultSpec, place: str) -> Fault
         for key, value in defaults.items():
             if spec.kind in ONLY_FOR[key] and value is not None:
                 values.setdefault(key, value)
+        if spec.flip is not None:
+            for key in FLIP_KEYS:
+                values.setdefault(key, getattr(spec.flip, key) if key != "bit" or spec.flip.bit is not None else "any")
         if not {"rank", "node"} & values.keys():
             victim = {"rank": spec.rank, "node": spec.node}
             values.update({key: value for key, value in victim.items() if value is not None})

@@ -30,7 +30,7 @@ from ft.messages.reports import (
     WorkerStarted,
     WorkerSuspects,
 )
-from ft.messages.values import Beat, GroupReport, Holdings, Seat, Source
+from ft.messages.values import Beat, GroupReport, Holdings, Neighbours, Seat, Source
 
 __all__ = [
     "ORDERS",
@@ -49,6 +49,7 @@ __all__ = [
     "Kill",
     "Master",
     "MasterChosen",
+    "Neighbours",
     "Observed",
     "Open",
     "Repair",
@@ -92,6 +93,7 @@ _NESTED = {
     ("AgentBeat", "workers"): {"": Beat},
     ("Open", "seats"): {"": Seat},
     ("Repair", "sources"): {"": Source},
+    ("Repair", "rebuilt"): {"": Neighbours},
 }
 
 

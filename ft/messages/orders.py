@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ft.messages.values import Seat, Source
+from ft.messages.values import Neighbours, Seat, Source
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Repair:
     """All have left the old epoch and every joiner has arrived: rebuild, restore ``step``, report ``WorkerRepaired``.
 
     ``rebuild``: names of the groups to build anew now. ``defer``: to be built when first used. All others are kept.
-    ``copies``: owner's logical rank -> logical ranks that its peer copies went to up to now.
+    ``copies``: owner's logical rank -> logical ranks that its peer copies went to up to now. ``rebuilt``: logical ranks
+    of stages that nobody has a state of: they have no source, and are rebuilt from their neighbours (CheckFree).
     """
 
     epoch: int
@@ -45,6 +46,7 @@ class Repair:
     defer: list[str]
     sources: dict[str, Source]
     copies: dict[str, list[int]] = field(default_factory=dict)
+    rebuilt: dict[str, Neighbours] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

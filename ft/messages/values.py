@@ -67,6 +67,20 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Neighbours:
+    """Whose blocks a lost stage is rebuilt from: logical ranks of the same place in the stage before and in the stage
+    after, None where the pipeline ends (CheckFree)."""
+
+    previous: int | None
+    following: int | None
+
+    @property
+    def there(self) -> list[int]:
+        """Those that there are, the previous one first."""
+        return [rank for rank in (self.previous, self.following) if rank is not None]
+
+
+@dataclass(frozen=True)
 class Beat:
     """What a worker is at. ``doing``: "compute", "wait" (in a group operation), "aside" (evaluation, save),
     "idle" (standby, or awaiting orders).

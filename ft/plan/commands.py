@@ -6,13 +6,18 @@ import importlib.util
 
 from ft.errors import UserError
 
-_SUBCOMMANDS = ("ft.plan.disruption.commands", "ft.plan.snapshot.commands", "ft.spare.plan.commands")
+_SUBCOMMANDS = (
+    "ft.plan.disruption.commands",
+    "ft.plan.snapshot.commands",
+    "ft.plan.schedule.commands",
+    "ft.spare.plan.commands",
+)
 
 
 def add_parser(subparsers) -> None:
     """Adds ``plan``; each of its subcommands sets ``main`` as all of ``ft`` do."""
     parser = subparsers.add_parser(
-        "plan", help="what failures cost a run, what its memory can hold, and how SPARe shares work"
+        "plan", help="what failures cost a run, what its memory can hold, how stages and groups share work"
     )
     parser.set_defaults(main=_ask)
     questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 from ft import events
 from ft.events import Event
-from ft.report import palette
+from ft.report import palette, rebuilds
 from ft.report.block import seat_changes, what_failed
+from ft.report.corruption import Corruption, corruption
+from ft.report.corruption_panel import card, panel
 from ft.report.goodput import Goodput
 from ft.report.html import cards, document, header, picture, safe, section, table
 from ft.report.lanes import origin
@@ -27,12 +29,13 @@ def page(run: Run, found: Sequence[Recovery], times: Goodput, timeline: bytes) -
     Args:
         timeline: the picture of ``ft.report.timeline`` as PNG.
     """
-    name = run.folder.resolve().name
+    name, checked = run.folder.resolve().name, corruption(run.events)
     sections = [
         header(name, _subtitle(run)),
-        _headlines(run, found, times),
+        _headlines(run, found, times, checked),
         section("Recoveries", _recoveries(found, times)),
-        section("Loss", loss_svg(run.metrics, found)),
+        *([] if checked is None else [section("Operators executed twice (DMR)", panel(checked))]),
+        section("Loss", loss_svg(run.metrics, found) + _rebuilds(run)),
         section("Timeline", picture(timeline, "who held which logical rank when, phases of the recoveries, loss")),
         section("Where the time went", _time_table(times)),
         section("Run", _run_table(run)),
@@ -49,7 +52,7 @@ def _subtitle(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _headlines(run: Run, found: Sequence[Recovery], times: Goodput) -> str:
+def _headlines(run: Run, found: Sequence[Recovery], times: Goodput, checked: Corruption | None) -> str:
     totals = [r.total for r in found if r.is_over and r.total is not None]
     redone = [r.steps_redone for r in found if r.steps_redone is not None]
     injected = sum(event.name == events.FAULT_INJECTED for event in run.events)
@@ -60,7 +63,7 @@ def _headlines(run: Run, found: Sequence[Recovery], times: Goodput) -> str:
         ("median recovery", seconds(statistics.median(totals)) if totals else "-", "from the fault to the next step"),
         ("steps redone", str(sum(redone)) if redone else "0", f"most at once: {max(redone, default=0)}"),
     ]
-    return cards(figures)
+    return cards(figures if checked is None else [*figures, card(checked)])
 
 
 def _outcomes(found: Sequence[Recovery]) -> str:
@@ -119,6 +122,15 @@ def _phase_bar(recovery: Recovery, longest: float) -> str:
 def _phase_part(name: str, took: float, share: float) -> str:
     style = f"width:{100 * share:.3f}%;background:{palette.PHASE[name]}"
     return f'<i title="{name} {seconds(took)}" style="{style}"></i>'
+
+
+def _rebuilds(run: Run) -> str:
+    """Nothing where no stage was rebuilt."""
+    made = rebuilds.rebuilds(run)
+    if not made:
+        return ""
+    title = "<p>Pipeline stages that were rebuilt from their neighbours (CheckFree), and what the loss did:</p>"
+    return title + table(rebuilds.HEAD, rebuilds.rows(made))
 
 
 def _time_table(times: Goodput) -> str:

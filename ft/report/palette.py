@@ -7,7 +7,7 @@ FIRST_WORKER = "#c3d3e4"
 """Workers that came with a start or warm restart of all."""
 
 LATER_WORKERS = ("#4f7fb0", "#3f8f55", "#b07d2a", "#a8527f", "#2f8a97", "#7468b3", "#8f6650", "#6d8a35")
-LOSS, FAULT = "#33659c", "#c8322b"
+LOSS, FAULT, MISMATCH = "#33659c", "#c8322b", "#0b7a75"
 PHASE = {
     "detect": "#c8322b",
     "release": "#e8853d",

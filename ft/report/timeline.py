@@ -8,8 +8,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from ft.events import Event
 from ft.report import palette
 from ft.report.axes import DPI, STYLE, empty, legend, plain, rows
+from ft.report.corruption import Corruption, corruption
 from ft.report.lanes import Tenure, end_of_time, origin, tenures
 from ft.report.recoveries import PHASES, Recovery
 from ft.report.run import Run, number
@@ -17,17 +19,19 @@ from ft.report.text import count, seconds, shortened
 
 _MOST_BARS = 10
 _MOST_LABELS = 16
+_DIAMOND = {"markersize": 7, "color": palette.MISMATCH, "markeredgecolor": "white"}
 
 
 @dataclass(frozen=True)
 class _Scene:
-    """What is drawn. ``end``: seconds of the time axis."""
+    """What is drawn. ``end``: seconds of the time axis. ``checked``: what DMR found, where it was on."""
 
     run: Run
     found: Sequence[Recovery]
     lanes: list[Tenure]
     zero: float
     end: float
+    checked: Corruption | None = None
 
     @property
     def ranks(self) -> int:
@@ -41,7 +45,8 @@ def draw(run: Run, found: Sequence[Recovery], path: str | Path) -> None:
         OSError: it cannot be written.
     """
     productive = sum(number(m, "step_time_s") or 0.0 for m in run.metrics)
-    scene = _Scene(run, found, tenures(run.events, found), origin(run.events), end_of_time(run.events, productive))
+    lanes, checked = tenures(run.events, found), corruption(run.events)
+    scene = _Scene(run, found, lanes, origin(run.events), end_of_time(run.events, productive), checked)
     heights = [max(1.3, min(4.5, 0.36 * scene.ranks + 0.55)), _phases_height(found), 2.3]
     figure, (lanes, phases, loss) = rows(_title(scene), heights)
     _draw_lanes(lanes, scene)
@@ -57,7 +62,7 @@ def _title(scene: _Scene) -> str:
 
 
 def _draw_lanes(axes, scene: _Scene) -> None:
-    plain(axes, "Workers on logical ranks", pad=20 if scene.found else 6)
+    plain(axes, "Workers on logical ranks", pad=20 if scene.found or _wrong(scene) else 6)
     if not scene.lanes:
         empty(axes, "no epoch has opened yet")
         return
@@ -73,6 +78,8 @@ def _draw_lanes(axes, scene: _Scene) -> None:
             if event.rank is not None:
                 colour = palette.OUTCOME[recovery.outcome]
                 axes.plot(begin, event.rank, "X", markersize=9, color=colour, markeredgecolor="white", zorder=5)
+    for event in _wrong(scene):
+        axes.plot(event.wall - scene.zero, event.rank, "D", **_DIAMOND, zorder=6)
     _number_recoveries(axes, scene)
     axes.set_xlim(0, scene.end)
     axes.set_ylim(scene.ranks - 0.4, -0.6)
@@ -80,9 +87,19 @@ def _draw_lanes(axes, scene: _Scene) -> None:
     axes.set_yticks(range(0, scene.ranks, every), [f"rank {rank}" for rank in range(0, scene.ranks, every)])
     axes.set_xlabel("seconds since the first epoch opened", **STYLE)
     outcomes = list(dict.fromkeys(recovery.outcome for recovery in scene.found))
-    if outcomes:
-        handles = [_marker(outcome) for outcome in outcomes]
+    handles = [_marker(outcome) for outcome in outcomes]
+    handles += [Line2D([], [], linestyle="", marker="D", label="mismatch (DMR)", **_DIAMOND)] if _wrong(scene) else []
+    if handles:
         legend(axes, handles, above=1.07)
+
+
+def _wrong(scene: _Scene) -> list[Event]:
+    """Mismatches that can be shown on a rank's lane, one of each attempt at a step."""
+    found = [one.event for one in scene.checked.mismatches] if scene.checked is not None else []
+    shown = {
+        (event.rank, event.step, event.epoch, str(event.detail.get("attempt"))): event for event in reversed(found)
+    }
+    return [event for event in shown.values() if event.rank is not None and event.rank < scene.ranks]
 
 
 def _marker(outcome: str) -> Line2D:
@@ -192,6 +209,16 @@ def _draw_loss(axes, scene: _Scene) -> None:
         if recovery.step is not None:
             colour = palette.OUTCOME[recovery.outcome]
             axes.axvline(recovery.step + 1, color=colour, linewidth=1.0, linestyle=(0, (4, 2)), alpha=0.8, zorder=1)
+    lines = []
     if any(recovery.step is not None for recovery in scene.found):
-        line = Line2D([], [], color=palette.FAULT, linestyle=(0, (4, 2)), linewidth=1.0, label="step that was redone")
-        legend(axes, [line])
+        lines.append(_line(palette.FAULT, (0, (4, 2)), "step that was redone"))
+    for step in scene.checked.steps if scene.checked is not None else ():
+        axes.axvline(step, color=palette.MISMATCH, linewidth=1.0, linestyle=":", zorder=1)
+    if scene.checked is not None and scene.checked.steps:
+        lines.append(_line(palette.MISMATCH, ":", "step with a mismatch (DMR)"))
+    if lines:
+        legend(axes, lines)
+
+
+def _line(colour: str, style: str | tuple, label: str) -> Line2D:
+    return Line2D([], [], color=colour, linestyle=style, linewidth=1.0, label=label)

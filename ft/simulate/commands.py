@@ -8,6 +8,7 @@ _SIMULATIONS = (
     "ft.simulate.hsdp.commands",
     "ft.simulate.quorum.commands",
     "ft.simulate.hsdp_protocol.commands",
+    "ft.simulate.churn.commands",
 )
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ft import events
 from ft.errors import FallbackError
 from ft.inject.faults import Fault
+from ft.inject.flip import BIT_FLIP
 from ft.inject.messages import Frames, Reports
 from ft.inject.phases import middle_module, plant
 from ft.inject.worker import Actions, Injector
@@ -71,6 +72,11 @@ class Breakage:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(torch.zeros(1), group=group, async_op=True)
 
+    def _break_the_device(self, fault: Fault) -> None:
+        if self.session.faulty_device is None:
+            raise FallbackError("bits are flipped by DMR (--ft-dmr, --ft-dmr-plan), which is off")
+        self.session.faulty_device(fault.number, fault.flip)
+
     def _disturb_frames(self, fault: Fault) -> None:
         self.session.server.disturb(Frames(fault.kind, fault.seconds))
 
@@ -107,6 +113,7 @@ _ACTS = {
     "stale-state": Breakage._go_stale,
     "corrupt-tensor": Breakage._corrupt_tensor,
     "out-of-step": Breakage._leave_step,
+    BIT_FLIP: Breakage._break_the_device,
     **dict.fromkeys(_FRAMES, Breakage._disturb_frames),
     **dict.fromkeys(_REPORTS, Breakage._disturb_reports),
     **dict.fromkeys(_CHECKPOINTS, Breakage._damage_checkpoint),

@@ -14,6 +14,7 @@ from ft.agent.link import Link
 from ft.control.timeouts import Timeouts
 from ft.errors import UserError
 from ft.groups import Groups, Meeting
+from ft.inject.flip import Flip
 from ft.messages import Close, Observed, Open, WorkerReady, WorkerSuspects
 from ft.snapshot import SnapshotServer, network
 from ft.worker.orders import Orders
@@ -51,6 +52,7 @@ class Session:
     Attributes:
         rank, world_size, local_rank: the seat. joins: it was taken over in mid-run, state comes from the others.
         epoch: the epoch the worker is in, open or closed. closed: that epoch is over.
+        faulty_device: for fault injection: takes the numbers of bit flips, and the flips; None without DMR.
     """
 
     def __init__(self, environment: Mapping[str, str]):
@@ -64,6 +66,7 @@ class Session:
         self.meeting = ""
         self.fired: set[int] = set()
         self.groups: Groups | None = None
+        self.faulty_device: Callable[[int, Flip], None] | None = None
         self.progress = Progress(lambda: self.groups.waiting() if self.groups is not None else None)
         self.server = SnapshotServer(network.of(environment), token=self.token)
         self._left = threading.Event()

@@ -8,7 +8,8 @@ through `replace()`, and list what it replaces here with `file="NAME"`.
 from dataclasses import dataclass
 
 SUPPORTED_CORE = "megatron-core 0.16.1 to 0.19.x"
-ALWAYS, ON_CPU, WITH_REPLICAS = "always", "cpu", "replicas"
+ALWAYS, ON_CPU = "always", "cpu"
+WITH_REPLICAS, WITH_DMR, WITH_CHECKFREE, WITH_SWAPPED_ENDS = "replicas", "dmr", "checkfree", "swapped ends"
 
 _CORE_CHECKED = ("0.16.1", "0.19.2")
 _TORCH_CHECKED = ("2.13.0",)
@@ -23,7 +24,7 @@ class Patch:
         symbol: its name there; a dot leads into a class.
         why: what goes wrong without the patch, or what the patch is for, in one sentence.
         file: the module of `megatron.patches` that replaces it.
-        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that asks for it (WITH_REPLICAS).
+        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that asks for it (WITH_REPLICAS, ...).
         kind: "core" (megatron-core) or "torch".
         signatures: the signatures it may have, without annotations; empty for a name that is no function there.
         added: the symbol is defined where core lacks it; its absence is what the patch is for.
@@ -170,4 +171,114 @@ _REPLICAS = tuple(
     )
 )
 
-MANIFEST: tuple[Patch, ...] = (*_CPU_CORE, *_CPU_TORCH, *_REPLICAS)
+_P2P_SIGNATURE = (
+    "(*, tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, prev_pipeline_rank, "
+    "next_pipeline_rank)"
+)
+_DMR_CORE = tuple(
+    Patch(f"megatron.core.{module}", symbol, why, file="double_execution", when=WITH_DMR, signatures=signatures)
+    for module, symbol, why, signatures in (
+        (
+            "pipeline_parallel.schedules",
+            "forward_step",
+            "DMR follows the forward of every microbatch, and digests what a stage gets and hands on",
+            (
+                "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
+                "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
+                "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)",
+            ),
+        ),
+        (
+            "pipeline_parallel.schedules",
+            "backward_step",
+            "DMR follows the backward of every microbatch",
+            (
+                "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
+                "(input_tensor, output_tensor, output_tensor_grad, config)",
+            ),
+        ),
+        (
+            "pipeline_parallel.p2p_communication",
+            "_batched_p2p_ops",
+            "what waits for a window is verified while tensors are on their way to other stages (D-DMR)",
+            (_P2P_SIGNATURE,),
+        ),
+        (
+            "pipeline_parallel.p2p_communication",
+            "_p2p_ops",
+            "what waits for a window is verified while tensors are on their way to other stages (D-DMR)",
+            (_P2P_SIGNATURE,),
+        ),
+        (
+            "tensor_parallel.random",
+            "CheckpointFunction.forward",
+            "the recomputation of a segment is the second execution of its forward (P-DMR)",
+            ("(ctx, run_function, distribute_saved_activations, *args)",),
+        ),
+        (
+            "tensor_parallel.random",
+            "CheckpointWithoutOutput.checkpoint",
+            "the recomputation of a segment is the second execution of its forward (P-DMR)",
+            ("(self, run_function, *args)",),
+        ),
+        (
+            "distributed.distributed_data_parallel",
+            "DistributedDataParallel.finish_grad_sync",
+            "what waits for a window is verified while gradients are being reduced (D-DMR)",
+            ("(self, force_all_reduce=False)",),
+        ),
+    )
+)
+_DMR_TORCH = tuple(
+    Patch("torch.distributed", name, why, "double_execution", WITH_DMR, kind="torch", checked_on=_TORCH_CHECKED)
+    for name, why in (
+        ("all_reduce", "all ranks of a group must have come to the same result (DMR)"),
+        ("all_to_all_single", "while tokens are on their way to experts, what waits for a window is verified (D-DMR)"),
+    )
+)
+
+_SWAPPED_ENDS = (
+    Patch(
+        "megatron.core.pipeline_parallel.schedules",
+        "forward_backward_pipelining_without_interleaving",
+        "half of the microbatches take the first two and the last two stages in the other order (CheckFree+)",
+        file="swapped_pipeline",
+        when=WITH_SWAPPED_ENDS,
+        signatures=(
+            "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+            "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+            "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+        ),
+    ),
+)
+
+_CHECKFREE = tuple(
+    Patch(f"megatron.core.optimizer.{module}", symbol, why, "stage_norms", WITH_CHECKFREE, signatures=signatures)
+    for module, symbol, why, signatures in (
+        (
+            "clip_grads",
+            "multi_tensor_applier",
+            "what this rank's gradients add to a norm is kept: a lost stage's neighbours are weighted by theirs",
+            (),
+        ),
+        (
+            "optimizer",
+            "get_grad_norm_fp32",
+            "once a global norm of gradients is taken, the pipeline stages' own are summed from the same parts",
+            (),
+        ),
+    )
+)
+
+MANIFEST: tuple[Patch, ...] = (
+    *(*_CPU_CORE, *_CPU_TORCH),
+    *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_CHECKFREE, *_SWAPPED_ENDS),
+)
+    *_CPU_CORE,
+    *_CPU_TORCH,
+    *_REPLICAS,
+    *_DMR_CORE,
+    *_DMR_TORCH,
+    *_CHECKFREE,
+    *_SWAPPED_ENDS,
+)

@@ -70,7 +70,7 @@ def _network(options: Options) -> dict:
 
 def _kernels(options: Options) -> dict:
     k, m, platform = options.kernels, options.model, patches.platform()
-    use_te, has_apex = uses_te(options), platform.offers("apex")
+    use_te, has_apex = uses_te(options), platform.offers("apex") and not options.fault_tolerance.follows_operators
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
     fused = k.bias_swiglu_fusion if m.swiglu else k.bias_gelu_fusion and not options.moe.num_experts
     fused = fused and not (m.squared_relu or m.quick_geglu)
@@ -144,5 +144,7 @@ def _recomputation(options: Options) -> dict:
 
 
 def uses_te(options: Options) -> bool:
-    """The layers are Transformer Engine's: asked for, or not refused, and there."""
+    """The layers are Transformer Engine's: asked for, or not refused, and there. (DMR could not see into them.)"""
+    if options.fault_tolerance.follows_operators:
+        return False
     return options.kernels.transformer_impl != "local" and patches.platform().offers("transformer_engine")

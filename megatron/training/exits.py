@@ -31,6 +31,7 @@ class Exits:
         self._signum: int | None = None
         self._signalled_at = 0.0
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self._reason: str | None = None
         self._group = dist.new_group(backend="gloo")
         self._previous_handler = None
 
@@ -42,6 +43,10 @@ class Exits:
     def __exit__(self, *exception) -> None:
         if self._previous_handler is not None:
             signal.signal(self._options.exit_signum, self._previous_handler)
+
+    def end(self, reason: str) -> None:
+        """Ends the run after the step under way; to be called in the same step on every rank."""
+        self._reason = reason
 
     def ask(self) -> None:
         """Tells the other ranks what this one has seen so far."""
@@ -55,7 +60,7 @@ class Exits:
         """Why the run ends after ``step``, or None: the same on every rank."""
         seen, work = self._asked
         work.wait()
-        return reason_to_exit(self._options, step, int(seen[SIGNAL]), bool(seen[DURATION]))
+        return self._reason or reason_to_exit(self._options, step, int(seen[SIGNAL]), bool(seen[DURATION]))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         """A launcher passes on what Slurm has sent to all processes of a step: within REPEAT_S that is one request."""

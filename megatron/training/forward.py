@@ -1,5 +1,6 @@
 """One microbatch through one model chunk, as megatron-core's schedules call it."""
 
+import math
 from functools import partial
 
 import torch
@@ -43,9 +44,15 @@ def masked_loss(loss_mask: torch.Tensor, losses: torch.Tensor, *, check_finite: 
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     tokens = mask.sum()
-    if check_finite and not torch.isfinite(loss):
-        raise NonFiniteLossError(f"the loss of a microbatch is {loss.item()}: training has diverged")
+    if check_finite:
+        refuse_non_finite(loss.item())
     return loss, tokens.detach().to(torch.int), torch.stack([loss.detach(), tokens])
+
+
+def refuse_non_finite(loss: float) -> None:
+    """Raises NonFiniteLossError for NaN and infinity."""
+    if not math.isfinite(loss):
+        raise NonFiniteLossError(f"the loss of a microbatch is {loss}: training has diverged")
 
 
 def _on_device(batch: dict) -> dict:

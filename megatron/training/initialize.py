@@ -79,8 +79,12 @@ def init_process_group(options: ParallelOptions, launch: Launch) -> None:
     )
 
 
-def init_model_parallel(options: ParallelOptions, layout: Layout) -> None:
-    """Makes megatron-core's process groups for ``layout``."""
+def init_model_parallel(options: ParallelOptions, layout: Layout, *, ends_are_double: bool = False) -> None:
+    """Makes megatron-core's process groups for ``layout``.
+
+    Args:
+        ends_are_double: (CheckFree+) the first two stages have the embedding, the last two the head.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -92,7 +96,12 @@ def init_model_parallel(options: ParallelOptions, layout: Layout) -> None:
         distributed_timeout_minutes=options.distributed_timeout_minutes,
         order="tp-cp-ep-pp-dp" if options.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=options.create_gloo_process_groups,
+        get_embedding_ranks=_both_ends if ends_are_double else None,
     )
+
+
+def _both_ends(pipeline: list[int]) -> list[int]:
+    return [*pipeline[:2], *pipeline[-2:]]
 
 
 _STEP_SEEDS = 1_000_003
@@ -110,13 +119,6 @@ def seed_everything(options: TrainingOptions, step: int = 0) -> None:
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def use_deterministic_kernels() -> None:
-    """For --deterministic-mode; before the first CUDA call, which is when cuBLAS and NCCL read their environment."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    torch.use_deterministic_algorithms(True)
 
 
 def destroy() -> None:

@@ -1,6 +1,7 @@
 """What a run consists of on one rank."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ft.worker.plain import Unguarded
 from megatron.core.timers import Timers
@@ -11,6 +12,10 @@ from megatron.training.loaders import Loaders
 from megatron.training.logging.runlog import RunLog
 from megatron.training.model import Trainee
 
+if TYPE_CHECKING:
+    from ft.dmr.profile.session import Profiling
+    from ft.dmr.runtime.protection import Protection
+
 
 @dataclass
 class Job:
@@ -19,6 +24,7 @@ class Job:
     Attributes:
         ending: why the run ends after the step it stands at, None while it goes on.
         guard: what carries the run through faults (``ft.worker.guard.Guard``).
+        dmr: what has every operator executed twice, or profiled; None where nobody asked for it.
     """
 
     options: Options
@@ -35,6 +41,7 @@ class Job:
     timers: Timers | None = None
     ending: str | None = None
     guard: Unguarded = field(default_factory=Unguarded)
+    dmr: "Protection | Profiling | None" = None
 
     def microbatches(self, samples: int) -> int:
         """Forwards per data-parallel rank that ``samples`` samples take."""

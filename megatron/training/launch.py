@@ -9,19 +9,14 @@ import torch.distributed as dist
 
 from ft.errors import UserError
 from megatron import patches
-from megatron.patches.manifest import WITH_REPLICAS
+from megatron.patches.manifest import WITH_CHECKFREE, WITH_DMR, WITH_REPLICAS, WITH_SWAPPED_ENDS
+from megatron.training import determinism
 from megatron.training.arguments import Layout, Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.checkpointing import naming, verify
 from megatron.training.config import transformer_config
 from megatron.training.failure import FailureNotice, report
-from megatron.training.initialize import (
-    Launch,
-    destroy,
-    init_process_group,
-    launch_from,
-    use_deterministic_kernels,
-)
+from megatron.training.initialize import Launch, destroy, init_process_group, launch_from
 from megatron.training.pretrain import pretrain
 
 
@@ -36,13 +31,32 @@ def launch(options: Options) -> int:
         if place is None or place.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    try:
+        if options.kernels.deterministic_mode:
+            determinism.enforce()
+    except UserError as error:  # a function of the node's environment: one rank of each node speaks
+        if place.local_rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     if options.logging.metrics_file is None and "FT_RUN_DIR" in os.environ:
         options.logging.metrics_file = str(Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
-    if options.kernels.deterministic_mode:
-        use_deterministic_kernels()
+    if options.fault_tolerance.ft_dmr_profile is not None:
+        write_nothing(options)
+    if options.fault_tolerance.follows_operators:
+        patches.apply(WITH_DMR)
+    if options.fault_tolerance.ft_checkfree:
+        patches.apply(WITH_CHECKFREE)
+    if options.fault_tolerance.ft_checkfree_plus:
+        patches.apply(WITH_SWAPPED_ENDS)
     if options.fault_tolerance.ft_hot_swap or "FT_HSDP_REPLICA" in os.environ:
         return launch_protected(options, layout, place)
     return launch_plain(options, layout, place)
+
+
+def write_nothing(options: Options) -> None:
+    """A run that is profiled is not the run: it leaves no trace in its checkpoints, metrics and logs."""
+    options.checkpoint.save = None
+    options.logging.metrics_file = options.logging.tensorboard_dir = None
 
 
 def launch_protected(options: Options, layout: Layout, place: Launch) -> int:

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron.training.arguments import Layout, Options
 from megatron.training.config import transformer_config, uses_te
 from megatron.training.optimizer import build_optimizer, build_scheduler
+
+if TYPE_CHECKING:
+    from ft.checkfree.plus.doubles import Doubles
+    from ft.checkfree.plus.roles import Roles
 
 
 @dataclass
@@ -56,23 +61,56 @@ def build(options: Options, layout: Layout, padded_vocab_size: int, *, initializ
     Args:
         initialize: draw weights; without it they are whatever memory holds, for who is about to be given others.
     """
-    config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize)
+    doubles = make_doubles() if options.fault_tolerance.ft_checkfree_plus else None
+    roles = None if doubles is None else doubles.roles
+    config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize, roles=roles)
+    if doubles is not None:
+        doubles.equalize(chunks[0])
+        doubles.mark(chunks[0])
     chunks = _in_data_parallel(options, config, chunks)
     optimizer = build_optimizer(options, chunks)
     _connect(options, config, chunks, optimizer)
+    if doubles is not None:
+        swap_ends(layout, chunks[0], doubles)
     return Trainee(config, chunks, optimizer, build_scheduler(options, optimizer))
 
 
+def make_doubles() -> "Doubles":
+    """Who has embedding and head twice (CheckFree+). Collective."""
+    from ft.checkfree.plus.doubles import Doubles
+
+    return Doubles()
+
+
+def swap_ends(layout: Layout, chunk: DistributedDataParallel, doubles: "Doubles") -> None:
+    """Has the pipeline run the cheapest schedule of CheckFree+ that may run."""
+    from ft.checkfree.plus.install import install
+    from ft.schedule.choose import BEST, Shape, plan
+
+    install(chunk, doubles, lambda microbatches: plan(BEST, Shape(layout.pp, microbatches)).program)
+
+
 def build_model(
-    options: Options, layout: Layout, padded_vocab_size: int, *, initialize: bool = True
+    options: Options,
+    layout: Layout,
+    padded_vocab_size: int,
+    *,
+    initialize: bool = True,
+    roles: "Roles | None" = None,
 ) -> tuple[TransformerConfig, list[torch.nn.Module]]:
-    """The model chunks of this rank, on its device and in the training precision."""
+    """The model chunks of this rank, on its device and in the training precision.
+
+    Args:
+        roles: (CheckFree+) of this stage; it has embedding or head although it is not the first or last.
+    """
     config = transformer_config(options, layout)
+    if roles is not None and roles.embeds and roles.is_double and not options.model.untie_embeddings_and_output_weights:
+        config.embedding_init_method = _zero  # core sums up all copies of a tied weight to make them equal
     if not initialize:
         # Not perform_initialization: what it leaves out marks the tensor-parallel parameters too, and without the marks
         # core counts their gradients wrongly into the norm.
         config.init_method = config.output_layer_init_method = config.embedding_init_method = _leave_as_it_is
-    chunks = _gpt_chunks(options, layout, config, padded_vocab_size)
+    chunks = _gpt_chunks(options, layout, config, padded_vocab_size, roles)
     for chunk in chunks:
         for param in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
@@ -80,6 +118,10 @@ def build_model(
     if options.precision.fp16 or options.precision.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     return config, chunks
+
+
+def _zero(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.init.zeros_(weight)
 
 
 def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
@@ -97,18 +139,24 @@ def _layer_spec(options: Options, config: TransformerConfig, vp_stage: int | Non
     return specs.get_gpt_layer_local_spec(qk_layernorm=m.qk_layernorm, normalization=m.normalization)
 
 
-def _gpt_chunks(options: Options, layout: Layout, config: TransformerConfig, vocab_size: int) -> list[GPTModel]:
+def _gpt_chunks(
+    options: Options, layout: Layout, config: TransformerConfig, vocab_size: int, roles: "Roles | None"
+) -> list[GPTModel]:
     m = options.model
     chunks = []
     for index in range(layout.vpp or 1):
         vp_stage = index if layout.vpp else None
+        embeds = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        heads = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        if roles is not None:
+            embeds, heads = roles.embeds, roles.heads
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=_layer_spec(options, config, vp_stage),
             vocab_size=vocab_size,
             max_sequence_length=m.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            pre_process=embeds,
+            post_process=heads,
             fp16_lm_cross_entropy=options.precision.fp16_lm_cross_entropy,
             share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
             position_embedding_type=m.position_embedding_type,
@@ -131,6 +179,7 @@ def _in_data_parallel(
 ) -> list[DistributedDataParallel]:
     p, t = options.parallel, options.training
     parameters = sum(param.numel() for chunk in chunks for param in chunk.parameters())
+    verified = options.fault_tolerance.follows_operators  # a wrong gradient is found, and computed once more
     scales_loss = options.precision.fp16 and options.precision.loss_scale is None  # NaN is then an expected answer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.precision.accumulate_allreduce_grads_in_fp32,
@@ -139,7 +188,7 @@ def _in_data_parallel(
         align_param_gather=p.align_param_gather and config.virtual_pipeline_model_parallel_size is not None,
         use_distributed_optimizer=p.use_distributed_optimizer,
         num_distributed_optimizer_instances=p.num_distributed_optimizer_instances,
-        check_for_nan_in_grad=t.check_for_nan_in_loss_and_grad and not scales_loss,
+        check_for_nan_in_grad=t.check_for_nan_in_loss_and_grad and not scales_loss and not verified,
         check_for_large_grads=t.check_for_large_grads,
         bucket_size=parameters // p.ddp_num_buckets if p.ddp_num_buckets else p.ddp_bucket_size,
         average_in_collective=p.ddp_average_in_collective,

@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from ft.errors import UserError
 from megatron.training import model
 from megatron.training.arguments import Layout, Options
-from megatron.training.arguments.batch import train_steps
+from megatron.training.arguments.batch import global_batch_size, train_steps
 from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.data import dataset_prefixes
 from megatron.training.data.streams import Share, follower, own_batch
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.training.double_execution import fingerprint
 from megatron.training.evaluate import evaluate, validate
 from megatron.training.exits import Exits
 from megatron.training.initialize import init_model_parallel, seed_everything
@@ -30,6 +32,9 @@ from megatron.training.position import JobPosition
 from megatron.training.step import rehearse
 
 if TYPE_CHECKING:
+    from ft.checkfree.settings import Settings as CheckFree
+    from ft.dmr.profile.session import Profiling
+    from ft.dmr.runtime.protection import Protection
     from ft.hsdp.guard import ReplicaGuard
     from ft.hsdp.place import Place
     from ft.hsdp.quorum import QuorumClient
@@ -50,7 +55,7 @@ def pretrain(
         where the run stands at its end: step and consumed samples.
     """
     started = time.monotonic()
-    init_model_parallel(options.parallel, layout)
+    init_model_parallel(options.parallel, layout, ends_are_double=options.fault_tolerance.ft_checkfree_plus)
     joins = session is not None and session.joins if place is None else place.comes_back
     client = place.announce() if place is not None and session.rank == 0 else None
     job = assemble(options, layout, started, joins=joins, place=place)
@@ -58,6 +63,8 @@ def pretrain(
         job.guard = replica(job, session, place, client)
     elif session is not None:
         job.guard = hot_swap(job, session)
+    if options.fault_tolerance.follows_operators:
+        job.dmr = double_execution(job, session)
     with job.log, job.exits:
         job.guard.carry_through(lambda: run(job))
     for loaders in (job.train_loaders, job.valid_loaders, job.test_loaders):
@@ -134,6 +141,72 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
         peers=asked.ft_snapshot_peers,
         strict=asked.ft_snapshot_strict,
         checkpoints=job.options.checkpoint.save,
+        checkfree=checkfree(job.options),
+    )
+
+
+def checkfree(options: Options) -> "CheckFree | None":
+    """How a lost pipeline stage is rebuilt; None: it is not."""
+    asked = options.fault_tolerance
+    if not asked.ft_checkfree:
+        return None
+    from ft.checkfree.rate import Boost
+    from ft.checkfree.settings import Settings
+
+    return Settings(
+        asked.ft_checkfree_strategy,
+        Boost(asked.ft_checkfree_lr_factor, asked.ft_checkfree_lr_decay_iters),
+        options.optimizer.clip_grad if asked.ft_checkfree_norms == "clipped" else None,
+        partial(seed_everything, options.training),
+        options.training.seed,
+    )
+
+
+def double_execution(job: Job, session: "Session | None") -> "Protection | Profiling":
+    """DMR for ``job``, or the profiler for a plan.
+
+    Raises:
+        UserError: the plan that was asked for is none for this run, or the run is too short to be profiled.
+    """
+    from ft.dmr.runtime.install import install
+    from ft.dmr.runtime.settings import Settings
+
+    trainee, asked = job.trainee, job.options.fault_tolerance
+    if asked.ft_dmr_profile is not None:
+        return profile(job)
+    plan, unstable = (None if name is None else Path(name) for name in (asked.ft_dmr_plan, asked.ft_dmr_unstable))
+    flips = tuple(asked.ft_dmr_inject)
+    return install(
+        Settings(asked.ft_dmr, plan, unstable, asked.ft_dmr_retries, flips, job.options.training.seed),
+        trainee.chunks,
+        trainee.optimizer,
+        trainee.scheduler,
+        JobPosition(job),
+        fingerprint=fingerprint(job.options, job.layout),
+        session=session,
+    )
+
+
+def profile(job: Job) -> "Profiling":
+    """The profiler for ``job``, which it ends.
+
+    Raises:
+        UserError: too few steps are left.
+    """
+    from ft.dmr.profile.install import install
+    from ft.dmr.profile.session import ITERATIONS
+
+    trainee, training = job.trainee, job.options.training
+    left = train_steps(training) - job.state.step
+    if left < ITERATIONS:
+        raise UserError(f"a profile takes {ITERATIONS} steps, and the run has {left} left", "give more --train-iters")
+    return install(
+        Path(job.options.fault_tolerance.ft_dmr_profile),
+        trainee.chunks,
+        trainee.optimizer,
+        job.microbatches(global_batch_size(training, job.state.consumed_train_samples)),
+        fingerprint=fingerprint(job.options, job.layout),
+        end=job.exits.end,
     )
 
 
@@ -153,6 +226,10 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
             "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
             "drop it, or --ft-hsdp-replicas",
         )
+    asked = options.fault_tolerance
+    if asked.follows_operators or asked.ft_checkfree_plus:
+        flag = "--ft-checkfree-plus" if asked.ft_checkfree_plus else "DMR (--ft-dmr, --ft-dmr-plan)"
+        raise UserError(f"{flag} does not go with replicas", "drop it, or --ft-hsdp-replicas")
     own_batch(training.global_batch_size, place.replicas, training.micro_batch_size, layout.dp)
     block = training.micro_batch_size * layout.dp
     deal, positions = where_replicas_stood(place, state.extra, state.step, state.consumed_train_samples, block)

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.patches import step_state
 from megatron.training.arguments.batch import global_batch_size
-from megatron.training.forward import make_forward_step
+from megatron.training.forward import make_forward_step, refuse_non_finite
 from megatron.training.job import Job
 from megatron.training.loaders import Loaders
 from megatron.training.logging.flops import step_flops
@@ -35,7 +35,7 @@ class Update:
 def train_step(job: Job) -> StepReport:
     """Forward and backward of every microbatch, optimizer step, schedule; advances ``job.state``."""
     started = time.perf_counter()
-    update = _update(job) if job.guard.begins() else _catch_up(job)
+    update = _verified(job) if job.guard.begins() else _catch_up(job)
     job.state.step += 1
     job.state.consumed_train_samples += update.samples
     return _report(job, update, time.perf_counter() - started)
@@ -49,7 +49,7 @@ def run_schedule(job: Job, loaders: Loaders, samples: int, *, forward_only: bool
     """
     chunks, interleaved = job.trainee.chunks, job.layout.vpp is not None
     return get_forward_backward_func()(
-        forward_step_func=make_forward_step(job.options.training.check_for_nan_in_loss_and_grad),
+        forward_step_func=make_forward_step(job.options.training.check_for_nan_in_loss_and_grad and job.dmr is None),
         data_iterator=loaders if interleaved else loaders[0],
         model=chunks if interleaved else chunks[0],
         num_microbatches=job.microbatches(samples),
@@ -66,6 +66,18 @@ def mean_loss(reported: list[torch.Tensor]) -> float:
     total = torch.stack(reported).sum(dim=0)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return (total[0] / total[1]).item()
+
+
+def _verified(job: Job) -> Update:
+    """The update; with DMR, one that came out the same twice on every rank. Until then numbers that are not finite are
+    no news of the training's."""
+    if job.dmr is None:
+        return _update(job)
+    microbatches = job.microbatches(global_batch_size(job.options.training, job.state.consumed_train_samples))
+    update = job.dmr.carry(job.state.step + 1, microbatches, lambda: _update(job))
+    if job.options.training.check_for_nan_in_loss_and_grad:
+        refuse_non_finite(update.loss if parallel_state.is_pipeline_last_stage() else 0.0)
+    return update
 
 
 def _update(job: Job) -> Update:

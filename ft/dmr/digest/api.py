@@ -49,6 +49,11 @@ def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
     return out
 
 
+def writer(device: torch.device | str) -> Backend:
+    """``write(tensor, seed, out)``, which puts ``digest(tensor, seed)`` into ``out``, int64 [2] on ``device``."""
+    return _backend(torch.device(device).type)
+
+
 def backend(device: torch.device | str) -> str:
     """Who computes digests there: "native" (C), "kernel" (Triton) or "eager" (plain torch).
 

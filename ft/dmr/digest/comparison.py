@@ -20,9 +20,31 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.dtype != b.dtype or a.shape != b.shape:
         return torch.zeros((), dtype=torch.bool, device=a.device)
     if a.device.type == "cpu" == b.device.type:
-        ours, theirs = bits.laid_out(a), bits.laid_out(b)
-        return torch.tensor(_memcmp(ours.data_ptr(), theirs.data_ptr(), ours.nbytes) == 0)
+        return torch.tensor(same(a, b))
     return (bits.integers(a) == bits.integers(b)).all()
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """``compare`` for two tensors on the CPU.
+
+    Raises:
+        UserError: one has no plain memory (sparse, quantised, meta).
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not (a.stride() == b.stride() and _is_dense(a) and a.is_neg() == b.is_neg() and a.is_conj() == b.is_conj()):
+        a, b = bits.laid_out(a), bits.laid_out(b)
+    return _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Its elements fill one piece of memory, in whatever order."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    if tensor.is_contiguous():
+        return True
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span == tensor.numel() and all(tensor.stride())
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ft.dmr.plan.assign import NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Assignment
 from ft.dmr.plan.piggyback import executes_last_again
 from ft.dmr.plan.schedule import Unit, simulate
-from ft.dmr.plan.trace import BACKWARD, CLOSE_US, INTRA, OPTIMIZER, RECOMPUTE, Operator, Trace, Window
+from ft.dmr.plan.trace import BACKWARD, CLOSE_US, IN_UNITS, INTRA, RECOMPUTE, Operator, Trace, Window
 
 
 def exposed_us(trace: Trace, op: Operator, assignment: Assignment) -> float:
@@ -132,7 +132,7 @@ class _Cost:
 
 def _cost(trace: Trace, op: Operator) -> _Cost:
     again = op.t_us if executes_last_again(trace.early_stop, op) else 0.0
-    unit = None if op.place.phase == OPTIMIZER else unit_of(op)
+    unit = unit_of(op) if op.place.phase in IN_UNITS else None
     later = unit._replace(backward=True) if unit is not None and again else unit
     return _Cost(op.place.stage, unit, later, op.check_us, op.checking.compare_us + again)
 
@@ -147,7 +147,7 @@ def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
     """Unit -> (start, end): from its first operator to its last, with the windows inside units before and after."""
     spans: dict[Unit, tuple[float, float]] = {}
     for op in trace.ops:
-        if op.place.phase != OPTIMIZER:
+        if op.place.phase in IN_UNITS:
             unit = unit_of(op)
             begin, end = spans.get(unit, (op.start_us, op.end_us))
             spans[unit] = (min(begin, op.start_us), max(end, op.end_us))

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from ft.dmr.plan.schedule import Pipeline
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = "forward", "recompute", "backward", "optimizer"
-PHASES = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER)
+BETWEEN = "between"
+"""Outside of all units, and before the optimizer's step: gradients set to zero, scaled, reduced."""
+IN_UNITS = (FORWARD, RECOMPUTE, BACKWARD)
+PHASES = (*IN_UNITS, BETWEEN, OPTIMIZER)
 INTER, INTRA = ("p2p", "dp", "bubble"), ("tp", "ep")
 """Kinds of windows: between nodes (and between a stage's units of work), and inside a unit."""
 

@@ -4,6 +4,7 @@ import argparse
 import json
 
 from ft.errors import UserError
+from ft.simulate import fields
 from ft.simulate.spare.scenario import FIELDS, Scenario, read_file, read_flags, scenario
 from ft.simulate.spare.study import study
 from ft.simulate.spare.table import as_text, as_values
@@ -40,13 +41,7 @@ def add_parser(questions) -> None:
 
 def add_flags(parser: argparse.ArgumentParser, names) -> None:
     """Adds the flags of these :data:`FIELDS`, in groups by the sections of a scenario file."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for name in names:
-        field = FIELDS[name]
-        if field.section not in groups:
-            groups[field.section] = parser.add_argument_group(_TITLES[field.section])
-        # Read later, together with the file: one place says what is wrong with a value.
-        groups[field.section].add_argument(f"--{name}", metavar=field.metavar, help=field.about.replace("%", "%%"))
+    fields.add_flags(parser, {name: FIELDS[name] for name in names}, _TITLES)
 
 
 def asked_for(given: argparse.Namespace, names, file: str | None = None) -> list[Scenario]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ft.errors import UserError
 from megatron.training.arguments.batch import global_batch_size
+from megatron.training.arguments.check_checkfree import check_checkfree
 from megatron.training.arguments.layout import Layout, layout
 
 Problem = tuple[str, str]
@@ -39,7 +40,8 @@ def check(options, world_size: int, *, has_te: bool) -> Layout:
     _fill_defaults(options, grid)
     checks = (
         *(_check_model, _check_pipeline, _check_moe, _check_batch),
-        *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data, _check_ft),
+        *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data),
+        *(_check_ft, _check_dmr, check_checkfree, _check_plus),
     )
     found = [problem for one in checks for problem in one(options, grid)]
     found += _check_needs_te(options, grid) if not has_te else []
@@ -300,3 +302,41 @@ def _check_ft(options, grid: Layout) -> Iterator[Problem]:
         yield "--ft-hot-swap protects a run by copies at other workers, and there is one worker", "run on 2 or more"
     elif wanted > others:
         yield f"--ft-snapshot-peers {wanted} with {others} other worker(s) that could hold a copy", f"at most {others}"
+
+
+def _check_dmr(options, grid: Layout) -> Iterator[Problem]:
+    asked, kernels = options.fault_tolerance, options.kernels
+    if not asked.follows_operators:
+        if asked.ft_dmr_unstable is not None:
+            yield "--ft-dmr-unstable says what DMR leaves out, and there is none", "add --ft-dmr piggyback"
+        if asked.ft_dmr_inject:
+            yield "--ft-dmr-inject flips bits of what DMR executes, and DMR is off", "add --ft-dmr naive|piggyback"
+        return
+    if asked.ft_dmr is not None and asked.ft_dmr_plan is not None:
+        yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan say two things about one operator", "drop one of them"
+    if asked.ft_dmr_profile is not None and (asked.ft_dmr is not None or asked.ft_dmr_plan is not None):
+        yield "--ft-dmr-profile measures a run without DMR", "drop --ft-dmr and --ft-dmr-plan"
+    if asked.ft_dmr_retries < 0:
+        yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"
+    if kernels.transformer_impl == "transformer_engine":
+        problem = "DMR follows operators through torch's dispatcher, which Transformer Engine's kernels bypass"
+        yield problem, "--transformer-impl local"
+    if kernels.cross_entropy_loss_fusion and kernels.cross_entropy_fusion_impl == "te":
+        yield "DMR cannot see into --cross-entropy-fusion-impl te", "--cross-entropy-fusion-impl native"
+    if asked.ft_checkfree_plus:
+        yield "DMR follows megatron-core's own schedules, and --ft-checkfree-plus has another", "drop one of them"
+
+
+def _check_plus(options, grid: Layout) -> Iterator[Problem]:
+    if not options.fault_tolerance.ft_checkfree_plus:
+        return
+    per_step = options.training.micro_batch_size * grid.dp
+    if grid.pp < 4:
+        problem = f"--ft-checkfree-plus swaps the first two and the last two of {grid.pp} pipeline stage(s)"
+        yield problem, "--pipeline-model-parallel-size 4 or more"
+    if grid.vpp is not None:
+        yield "--ft-checkfree-plus has no schedule for virtual pipeline stages", "one chunk for each stage"
+    if options.training.global_batch_size < 2 * per_step:
+        yield "one microbatch has no half that could be swapped (--ft-checkfree-plus)", "2 microbatches or more"
+    if options.training.rampup_batch_size is not None and options.training.rampup_batch_size[0] < 2 * per_step:
+        yield "a step of the ramp-up has one microbatch (--ft-checkfree-plus)", "begin with 2 microbatches or more"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.training.arguments.schema import flag
+
 
 @dataclass
 class FaultToleranceOptions:
@@ -20,3 +22,49 @@ class FaultToleranceOptions:
 
     ft_transport: Literal["tcp", "mpi"] = "tcp"
     """What snapshots and recoveries go over; for mpi start ft run, which reads this too, with mpirun --with-ft ulfm."""
+
+    ft_dmr: Literal["naive", "piggyback"] | None = None
+    """Execute every operator twice and compare: naive: at once; piggyback: what is recomputed anyway with its
+    recomputation, the rest at once. A mismatch redoes the step."""
+
+    ft_dmr_plan: str | None = None
+    """The same by a plan of ft dmr plan, which moves second executions into windows in which a rank would wait."""
+
+    ft_dmr_unstable: str | None = None
+    """A file of ft dmr selftest --out: operators that are not reproducible here, and are left unchecked."""
+
+    ft_dmr_retries: int = 2
+    """How often a step that was computed wrongly is taken once more before a rank is blamed and its node evicted."""
+
+    ft_dmr_inject: list[str] = flag([], repeats=True)
+    """Bit flips on purpose, as of ft run --inject: bit-flip@step=3:rank=1:operator=mm:phase=backward (ft faults)."""
+
+    ft_dmr_profile: str | None = None
+    """Train a few steps, write a profile for ft dmr plan into this file, and end; nothing else is written. What ft dmr
+    profile adds to a run's command."""
+
+    ft_checkfree: bool = False
+    """Rebuild a pipeline stage that is lost with all its peer copies from the stages beside it (a middle stage), rather
+    than begin again from the last checkpoint."""
+
+    ft_checkfree_strategy: Literal["weighted", "uniform", "copy", "random"] = "weighted"
+    """What a lost stage is made from: its neighbours averaged, weighted by their gradient norms or not, a copy of the
+    previous one, or fresh parameters."""
+
+    ft_checkfree_norms: Literal["raw", "clipped"] = "raw"
+    """The gradient norms that neighbours are weighted by: as they are, or at most --clip-grad each."""
+
+    ft_checkfree_lr_factor: float = 1.1
+    """A rebuilt stage's learning rate is that of the others times this; further failures do not compound."""
+
+    ft_checkfree_lr_decay_iters: int = 0
+    """Steps over which that factor falls back to 1; 0: it stays."""
+
+    ft_checkfree_plus: bool = False
+    """Train half of the microbatches with the first two and the last two stages swapped, so that a lost first or last
+    stage can be rebuilt from its neighbour (CheckFree+)."""
+
+    @property
+    def follows_operators(self) -> bool:
+        """DMR follows every operator: to have it executed twice, or to profile it."""
+        return self.ft_dmr is not None or self.ft_dmr_plan is not None or self.ft_dmr_profile is not None

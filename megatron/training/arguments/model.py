@@ -169,7 +169,8 @@ class KernelOptions:
     """Implementation of --cross-entropy-loss-fusion."""
 
     deterministic_mode: bool = False
-    """Only deterministic kernels; refuses what has none."""
+    """Only kernels that give the same bits for the same input: equal runs write equal checkpoints, to be compared with
+    ft diagnose compare. Flags and environments that exclude it are refused."""
 
     use_cpu_initialization: bool = False
     """Draw the initial weights on the CPU: the same whatever the tensor-parallel size."""
@@ -183,4 +184,8 @@ class KernelOptions:
         if self.deterministic_mode and self.attention_backend == "flash":
             raise UserError(
                 "--deterministic-mode and flash attention exclude each other", "use --attention-backend unfused"
+            )
+        if self.deterministic_mode and self.cross_entropy_loss_fusion:
+            raise UserError(
+                "--deterministic-mode and --cross-entropy-loss-fusion exclude each other", "drop one of them"
             )

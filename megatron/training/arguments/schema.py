@@ -19,7 +19,14 @@ from dataclasses import MISSING, Field, field, fields
 from typing import Any, Literal
 
 
-def flag(default: Any = None, *, on: str | list[str] | None = None, off: str | list[str] | None = None, parse=None):
+def flag(
+    default: Any = None,
+    *,
+    on: str | list[str] | None = None,
+    off: str | list[str] | None = None,
+    parse=None,
+    repeats: bool = False,
+):
     """A dataclass field whose flag is spelled differently from its name, or parsed specially.
 
     Args:
@@ -27,8 +34,9 @@ def flag(default: Any = None, *, on: str | list[str] | None = None, off: str | l
         on: spelling(s) that set the field (for a bool: to True).
         off: spelling(s) that set a bool field to False.
         parse: callable that turns one command-line word into the value.
+        repeats: (lists) the flag may be given several times, and all its values count.
     """
-    meta = {"on": _as_list(on), "off": _as_list(off), "parse": parse}
+    meta = {"on": _as_list(on), "off": _as_list(off), "parse": parse, "repeats": repeats}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -53,6 +61,8 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
         else:
             if f.metadata.get("parse"):
                 kind["type"] = f.metadata["parse"]
+            if f.metadata.get("repeats"):
+                kind["action"] = "extend"
             group.add_argument(*on, **kind, **common)
 
 

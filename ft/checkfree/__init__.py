@@ -1,0 +1,1 @@
+"""CheckFree and CheckFree+: a pipeline stage that is lost everywhere is rebuilt from its neighbours."""

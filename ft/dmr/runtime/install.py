@@ -1,0 +1,96 @@
+"""Puts DMR together for one rank of a training run of megatron-core."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ft.dmr.digest import backend, digest
+from ft.dmr.plan.assign import Plan
+from ft.dmr.runtime.course import Course
+from ft.dmr.runtime.engine import Engine
+from ft.dmr.runtime.falsify import Falsifier
+from ft.dmr.runtime.findings import Findings
+from ft.dmr.runtime.injection import make_falsifier
+from ft.dmr.runtime.messages import Messages
+from ft.dmr.runtime.mode import DoubleExecution
+from ft.dmr.runtime.protection import Protection
+from ft.dmr.runtime.queue import Queue
+from ft.dmr.runtime.settings import Settings, run_seed
+from ft.dmr.runtime.strategy import Planned, Strategy
+from ft.dmr.runtime.suspects import Limits
+from ft.dmr.runtime.undo import Undo
+from ft.dmr.runtime.unstable import Sparing
+from ft.dmr.runtime.witness import Teller
+from ft.worker.position import Position
+from ft.worker.subject import Subject
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.patches import double_execution
+
+if TYPE_CHECKING:
+    from ft.worker.session import Session
+
+
+def install(
+    settings: Settings,
+    chunks: Sequence,
+    optimizer: Any,
+    scheduler: Any,
+    position: Position,
+    *,
+    fingerprint: Mapping[str, Any],
+    session: "Session | None" = None,
+) -> Protection:
+    """DMR for a run, after model and optimizer are built; on all ranks alike, with ``WITH_DMR`` patches applied.
+
+    Args:
+        chunks, optimizer, scheduler, position: as of ``ft.worker.protect.protect``.
+        fingerprint: of the run (``ft.dmr.plan.trace.FINGERPRINT``): a plan for another one is refused.
+        session: where a suspect's place may be taken by a standby.
+
+    Raises:
+        UserError: the plan cannot be followed here, or an injection is none.
+    """
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    strategy, plan = settings.strategy(stage, fingerprint)
+    falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)
+    engine = make_engine(strategy, plan, chunks, stage, run_seed(str(sorted(fingerprint.items()))), falsifier)
+    subject = Subject(chunks, optimizer, scheduler)
+    protection = Protection(
+        engine, Undo(subject, position), Teller(session), Limits(retries=settings.retries), strategy.name
+    )
+    subject.before_update(protection.before_update)
+    double_execution.listen(engine)
+    return protection
+
+
+def make_engine(
+    strategy: Strategy,
+    plan: Plan | None,
+    chunks: Sequence,
+    stage: int,
+    seed: int,
+    falsifier: Falsifier | None = None,
+) -> Engine:
+    """Everything that follows and verifies operators on this rank."""
+    device = next(chunks[0].parameters()).device
+    backend(device)
+    digest(torch.zeros(1, device=device), seed)  # what the first digest compiles or copies is not part of a step
+    course, findings = Course(), Findings(device, seed)
+    queue = _queue(strategy, plan, findings, stage)
+    mode = DoubleExecution(course, strategy, findings, queue, stage, falsifier)
+    messages = Messages(findings, parallel_state.get_pipeline_model_parallel_group(), len(chunks))
+    engine = Engine(course, findings, queue, mode, messages, None if falsifier is None else falsifier.payload)
+    engine.watch_layers(chunks, TransformerLayer)
+    return engine
+
+
+def _queue(strategy: Strategy, plan: Plan | None, findings: Findings, stage: int) -> Queue:
+    strategy = strategy.strategy if isinstance(strategy, Sparing) else strategy
+    if plan is None or not isinstance(strategy, Planned):
+        return Queue(findings)
+    dynamic = [window.dur_us for window in plan.trace.windows if window.stage == stage and window.dynamic]
+    headroom = max((plan.trace.memory.budget or 0.0) - plan.predicted.peak_bytes, 0.0)
+    lasting = sum(dynamic) / len(dynamic) if dynamic else None
+    return Queue(findings, strategy.replays, strategy.helpers, headroom, lasting)

@@ -1,0 +1,137 @@
+"""What double execution has to know of an operator: whether it computes, what it writes to, whether it draws."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+_NOT_EXECUTED = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_efficientzerotensor"),
+        *("_unsafe_view", "_local_scalar_dense", "set_", "resize_", "resize_as_", "_pin_memory", "record_stream"),
+        *(
+            "_resize_output_",
+            "lift_fresh",
+            "lift",
+            "is_same_size",
+            "is_pinned",
+            "_assert_async",
+            "_has_same_storage_numel",
+        ),
+    )
+)
+"""They give out memory as it is, hand on what they were given, or change what a tensor is and not what it holds."""
+
+COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+_COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
+
+
+@dataclass(frozen=True, slots=True)
+class Nature:
+    """An operator's, as far as verifying it is concerned.
+
+    Args:
+        name: with its overload, without the namespace of torch's own: "mm", "add_.Tensor".
+        executes: it computes something, and is executed again. Views do not: what they show was verified before.
+        communicates: it talks to other ranks and is not repeated here.
+        written: arguments that it changes in place: (position, or None where it is given by name only; name).
+        random: it draws from a generator.
+        functional: the same operator with a result of its own in place of its first argument, where there is one.
+        copies: it may go from one device to another, which is not repeated.
+    """
+
+    name: str
+    executes: bool
+    communicates: bool = False
+    written: tuple[tuple[int | None, str], ...] = ()
+    random: bool = False
+    functional: OpOverload | None = None
+    copies: bool = False
+
+
+@functools.cache
+def nature(func: OpOverload) -> Nature:
+    """What ``func`` is, by its schema."""
+    schema = func._schema
+    name = _short(func)
+    if schema.name.split("::")[0] in COMMUNICATION_NAMESPACES:
+        return Nature(name, executes=False, communicates=True, written=_received(schema))
+    written = tuple(
+        (None if argument.kwarg_only else position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    if schema.name in _NOT_EXECUTED or (not schema.returns and not written) or _is_view(schema) or not _yields(schema):
+        return Nature(name, executes=False)
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    functional = _functional(func) if len(written) == 1 and written[0][0] == 0 and not random else None
+    return Nature(name, True, False, written, random, functional, schema.name in _COPIES)
+
+
+def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    """What a collective writes to, which its schema does not say: its first argument, unless it only sends."""
+    return ((0, schema.arguments[0].name),) if schema.name.endswith("_") else ()
+
+
+def is_counted(kind: Nature, args: Any, kwargs: dict[str, Any]) -> bool:
+    """It is an operator of plans and profiles: it computes, and that can be repeated here."""
+    return kind.executes and not (kind.copies and _changes_device(args, kwargs))
+
+
+def _changes_device(args: Any, kwargs: dict[str, Any]) -> bool:
+    devices = {tensor.device.type for tensor in tensors_in(args)}
+    asked = kwargs.get("device")
+    if asked is not None:
+        devices.add(torch.device(asked).type)
+    return len(devices) > 1
+
+
+def _short(func: OpOverload) -> str:
+    base = func._schema.name.removeprefix("aten::")
+    return base if func._overloadname == "default" else f"{base}.{func._overloadname}"
+
+
+def _is_view(schema: Any) -> bool:
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+
+
+def _yields(schema: Any) -> bool:
+    """Tensors come out of it, as results or in what it writes to."""
+    return any("Tensor" in str(one.type) for one in schema.returns) or any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
+    )
+
+
+def _functional(func: OpOverload) -> OpOverload | None:
+    """``add`` for ``add_``: the same arguments, nothing written."""
+    base = func._schema.name.removeprefix("aten::")
+    if not func._schema.name.startswith("aten::") or not base.endswith("_") or base.endswith("__"):
+        return None
+    packet = getattr(torch.ops.aten, base[:-1], None)
+    other = None if packet is None else getattr(packet, func._overloadname, None)
+    if other is None:
+        return None
+    ours, theirs = func._schema.arguments, other._schema.arguments
+    same = len(ours) == len(theirs) and all(a.name == b.name for a, b in zip(ours, theirs, strict=True))
+    return other if same and not any(a.alias_info for a in theirs) else None
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results, in order; lists of them are looked into."""
+    found: list[torch.Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _collect(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _collect(each, found)

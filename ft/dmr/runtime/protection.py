@@ -1,0 +1,119 @@
+"""The loop around an iteration: computed, compared, taken once more where anything differed anywhere."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ft.dmr.runtime import suspects
+from ft.dmr.runtime.engine import Engine
+from ft.dmr.runtime.suspects import EVICT, GIVE_UP, Limits, Outcome, Reports
+from ft.dmr.runtime.undo import Undo
+from ft.errors import FtError, ReplaceNodeError
+
+Result = TypeVar("Result")
+
+
+class CorruptionError(FtError):
+    """An iteration turned out wrong again and again, and nobody can be blamed, or nobody is there to take over."""
+
+
+class SuspectError(ReplaceNodeError):
+    """This rank computes wrongly again and again: its node is given up."""
+
+
+class Witness(Protocol):
+    """Who is told what was found."""
+
+    can_evict: bool
+    """A standby may take a suspect's place."""
+
+    def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
+        """An attempt at a step went wrong on the ranks of ``reports``; called on all ranks."""
+
+    def clean(self, step: int, attempt: int) -> None:
+        """An attempt went right after earlier ones had not."""
+
+    def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
+        """How the operators of this rank's first iteration were verified."""
+
+
+class Protection:
+    """Of one rank, for the whole run.
+
+    Args:
+        limits: when a fault counts as permanent. strategy: the name of how operators are verified.
+    """
+
+    def __init__(self, engine: Engine, undo: Undo, witness: Witness, limits: Limits, strategy: str):
+        self.engine, self._undo, self._witness, self._limits = engine, undo, witness, limits
+        self._strategy: str | None = strategy
+        self._memory = suspects.Memory(limits.memory)
+
+    def before_update(self) -> None:
+        """The optimizer is about to step."""
+        if self.engine.is_active:
+            self.engine.before_update()
+            self._undo.wait()
+
+    def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
+        """Runs ``work``, a whole iteration, until it has been computed rightly on all ranks. Collective.
+
+        Raises:
+            SuspectError: on a rank that is at fault, where somebody can take over.
+            CorruptionError: on all ranks, where nobody can, or nobody is known to be at fault.
+        """
+        attempts: list[Reports] = []
+        while True:
+            self._undo.begin()
+            with self.engine.iteration(microbatches):
+                result = work()
+            reports, earlier = self._agree(self.engine.flag(), step)
+            if not reports:
+                self._end(step, attempts)
+                return result
+            attempts.append(reports)
+            outcome = suspects.decide(attempts, earlier, self._limits)
+            self._witness.mismatch(step, len(attempts), reports, outcome)
+            self._answer(outcome, step)
+            self._undo.back()
+
+    def _agree(self, flag: torch.Tensor, step: int) -> tuple[Reports, dict[int, int]]:
+        """What all ranks have found, and each one's earlier wrong attempts; nothing on all of them where nobody has
+        found anything. One flag, and one look at it."""
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if not flag.item():
+            return {}, {}
+        told: list[Any] = [None] * dist.get_world_size()
+        own = self.engine.findings.settle()[:_MOST_TOLD]
+        dist.all_gather_object(told, (own, self._memory.before(step)))
+        return (
+            {rank: tuple(found) for rank, (found, _) in enumerate(told) if found},
+            {rank: earlier for rank, (_, earlier) in enumerate(told)},
+        )
+
+    def _end(self, step: int, attempts: list[Reports]) -> None:
+        if self._strategy is not None:
+            self._witness.covered(step, self._strategy, self.engine.coverage())
+            self._strategy = None
+        if not attempts:
+            return
+        rank = dist.get_rank()
+        self._memory.note(step, sum(bool(suspects.own_mismatches(reports.get(rank, ()))) for reports in attempts))
+        self._witness.clean(step, len(attempts) + 1)
+
+    def _answer(self, outcome: Outcome, step: int) -> None:
+        if outcome.action == GIVE_UP:
+            raise CorruptionError(f"step {step}: {outcome.reason}")
+        if outcome.action != EVICT:
+            return
+        if not self._witness.can_evict:
+            ranks = ", ".join(map(str, outcome.ranks))
+            raise CorruptionError(f"step {step}: {outcome.reason} (rank {ranks}); run with --ft-hot-swap and a standby")
+        if dist.get_rank() in outcome.ranks:
+            raise SuspectError(f"silent data corruption: {outcome.reason}")
+
+
+_MOST_TOLD = 50
+"""Mismatches that one rank tells of: what is wrong early makes much else wrong, too."""

@@ -1,0 +1,146 @@
+"""How each operator is verified: all alike, or as a plan says."""
+
+import bisect
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, Plan
+from ft.dmr.plan.trace import CLOSE_US, RECOMPUTE
+from ft.dmr.runtime.course import Unit, operator_id
+from ft.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """About one operator.
+
+    Args:
+        set: one of ``ft.dmr.plan.assign.SETS``.
+        due: (D sets) operators executed before its window; None: a dynamic one, whatever comes.
+        replay: (D sets) the AGC segment it is replayed with.
+        check_us: what verifying it is expected to take.
+    """
+
+    set: str
+    due: int | None = 0
+    replay: str | None = None
+    check_us: float = 0.0
+
+
+AT_ONCE = Decision(NAIVE)
+WITH_RECOMPUTATION = Decision(PIGGYBACK)
+
+
+class Strategy(Protocol):
+    """Says for each operator how it is verified."""
+
+    name: str
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        """``in_segment``: it belongs to an activation-checkpointing segment that is, or will be, recomputed."""
+
+
+class Naive:
+    """Every operator at once."""
+
+    name = "naive"
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        return AT_ONCE
+
+
+class Piggyback:
+    """What is recomputed anyway with its recomputation, everything else at once."""
+
+    name = "piggyback"
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        return WITH_RECOMPUTATION if in_segment else AT_ONCE
+
+
+@dataclass(frozen=True)
+class Segment:
+    """An AGC segment as the runtime needs it: how many operators are replayed, and when."""
+
+    size: int
+    due: int
+
+
+class Planned:
+    """As a plan says, for one stage.
+
+    Operators that the plan has not seen in their place (a profile of other data, experts that got no tokens) are
+    verified as ``Piggyback`` does, and counted.
+
+    Args:
+        unstable: operators that are not verified (``ft.dmr.runtime.unstable``), and not replayed.
+
+    Attributes:
+        replays: AGC segments of the stage. misfits: operators that were not as planned, by "planned, found".
+        helpers: operator -> AGC segments that replay it for what it makes, while it is verified otherwise.
+
+    Raises:
+        UserError: the plan was not made from a profile of a run, or does not know the stage.
+    """
+
+    name = "plan"
+
+    def __init__(self, plan: Plan, stage: int, unstable: Collection[str] = ()):
+        ops = [op for op in plan.trace.ops if op.place.stage == stage]
+        if not ops:
+            known = ", ".join(map(str, plan.trace.stages))
+            raise UserError(f"the DMR plan has no operators of stage {stage}, only of stages {known}", "plan this run")
+        starts = sorted(op.start_us for op in ops)
+        windows = {window.id: window for window in plan.trace.windows if window.stage == stage}
+        due = {
+            name: None if window.dynamic else bisect.bisect_left(starts, window.start_us - CLOSE_US)
+            for name, window in windows.items()
+        }
+        self.misfits: Counter[tuple[str, str]] = Counter()
+        self._decisions: dict[tuple[str, int, int], list[tuple[str, Decision]]] = {}
+        for op in ops:
+            place, how = op.place, plan.assign[op.id]
+            unit = self._decisions.setdefault((place.phase, place.chunk, place.microbatch), [])
+            if op.id != operator_id(stage, place.phase, place.chunk, place.microbatch, len(unit)):
+                raise UserError(
+                    f"the DMR plan's operator {op.id!r} is none of a profile of a run",
+                    "profile the run itself: ft dmr profile, then ft dmr plan",
+                )
+            when = 0 if how.window is None else due[how.window]
+            unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us)))
+        self.replays: dict[str, Segment] = {}
+        self.helpers: dict[str, list[str]] = {}
+        self._plan_replays(plan, stage, due, frozenset(unstable))
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        planned = self._decisions.get((unit.phase, unit.chunk, unit.microbatch), ())
+        name, decision = planned[index] if index < len(planned) else ("none", AT_ONCE)
+        if name != operator:
+            self.misfits[name, operator] += 1
+            return WITH_RECOMPUTATION if in_segment else AT_ONCE
+        if decision.set == PIGGYBACK and not in_segment:
+            return AT_ONCE
+        return decision
+
+    def _plan_replays(self, plan: Plan, stage: int, due: Mapping[str, int | None], unstable: Collection[str]) -> None:
+        by_id = {op.id: op for op in plan.trace.ops}
+        recomputed: dict[tuple, list[str]] = {}
+        for op in plan.trace.ops:
+            if op.place.stage == stage and op.place.phase == RECOMPUTE:
+                recomputed.setdefault((op.place.chunk, op.place.microbatch, op.place.layer), []).append(op.id)
+        for segment in plan.segments.values():
+            first = by_id[segment.ops[0]].place
+            if first.stage != stage:
+                continue
+            made = recomputed.get((first.chunk, first.microbatch, first.layer), []) if segment.regenerated_us else []
+            for name in made:
+                self.helpers.setdefault(name, []).append(segment.id)
+            when = due[segment.window]
+            size = sum(by_id[name].name not in unstable for name in (*segment.ops, *made))
+            self.replays[segment.id] = Segment(size, 0 if when is None else when)
+
+
+DEFERRED = (D_INTER, D_INTRA)
+SKIPPED = UNCHECKED

@@ -1,0 +1,160 @@
+"""Plans a schedule of a kind: its program, what it costs, and whether it may run; or the cheapest that may."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ft.errors import UserError
+from ft.schedule import kinds
+from ft.schedule.check import Finding, check, in_flight
+from ft.schedule.meet import meet
+from ft.schedule.program import Program
+from ft.schedule.run import Ran, run
+from ft.schedule.units import Unit
+from ft.schedule.weave import orders, weaves
+
+SWAPPING = ("two-pass", "half-half", "alternate", "woven")
+"""Kinds that CheckFree+ can train with, if they pass the check."""
+KINDS = ("1f1b", "interleaved", *SWAPPING)
+BEST = "best"
+
+_GRIDS = ((2, 1), (1, 1), (2, 3), (1, 2), (1, 3))
+"""Forward and backward times in whole numbers on which stages meet: the true ones only weigh what comes out."""
+_MOST_TRIED = 40
+"""Weaves tried for each grid: those that hold least, which are also the shortest."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is asked for.
+
+    Args:
+        stages: P. microbatches: M of an iteration. chunks: model chunks per stage, for interleaved.
+        f, b: times of a stage's forward and backward of one microbatch, all chunks together. comm: of a message. All
+            in one unit of time, whichever.
+        most_in_flight: microbatches whose activations a stage may hold at once; None: as many as it takes.
+
+    Raises:
+        UserError: there is no such pipeline.
+    """
+
+    stages: int
+    microbatches: int
+    f: float = 1.0
+    b: float = 2.0
+    comm: float = 0.0
+    chunks: int = 2
+    most_in_flight: int | None = None
+
+    def __post_init__(self):
+        if min(self.stages, self.microbatches, self.chunks) < 1:
+            raise UserError("a pipeline has at least one stage, microbatch and chunk", "give positive numbers")
+        if not (self.f > 0 and self.b > 0 and self.comm >= 0):
+            raise UserError("units take time, and messages no less than none", "give positive times")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A schedule with what it costs. ``chunks``: model chunks per stage. ``findings``: of the check."""
+
+    kind: str
+    shape: Shape
+    chunks: int
+    program: Program
+    ran: Ran
+    findings: tuple[Finding, ...]
+
+    @property
+    def valid(self) -> bool:
+        return not any(finding.faults for finding in self.findings)
+
+    @property
+    def bubble(self) -> float | None:
+        """The share of the iteration in which a stage runs no unit (all have the same work); None: it has no end."""
+        if self.ran.stuck:
+            return None
+        return 1 - self.shape.microbatches * (self.shape.f + self.shape.b) / self.ran.end
+
+    @property
+    def in_flight(self) -> list[float]:
+        """By stage, the most microbatches' activations at once; a chunk holds its share of one."""
+        return [held / self.chunks for held in in_flight(self.program)]
+
+
+def plan(kind: str, shape: Shape) -> Planned:
+    """The cheapest program of a kind, checked; one that may not run where the kind has no other.
+
+    Raises:
+        UserError: there is no schedule of this kind and shape, or for ``best`` none that may run.
+    """
+    if kind == BEST:
+        return best(compared(shape))
+    chunks = shape.chunks if kind == "interleaved" else 1
+    tried = [_weighed(kind, shape, chunks, program) for program in _programs(kind, shape)]
+    if not tried:
+        raise UserError(f"no woven order was found for {shape.stages} stages", "take --kind half-half")
+    return min(tried, key=_cost)
+
+
+def compared(shape: Shape) -> list[Planned]:
+    """Every kind that CheckFree+ could take, in the order of ``SWAPPING``."""
+    return [plan(kind, shape) for kind in SWAPPING]
+
+
+def best(planned: Iterable[Planned]) -> Planned:
+    """The shortest that may run; of equals, the one that holds least.
+
+    Raises:
+        UserError: none may run.
+    """
+    valid = [each for each in planned if each.valid]
+    if not valid:
+        raise UserError("no schedule that swaps half of the microbatches may run here", "allow more in flight")
+    return min(valid, key=_cost)
+
+
+def _cost(planned: Planned) -> tuple:
+    end = round(planned.ran.end, 9)
+    return (not planned.valid, bool(planned.ran.stuck), end, max(planned.in_flight), sum(planned.in_flight))
+
+
+def _weighed(kind: str, shape: Shape, chunks: int, program: Program) -> Planned:
+    ran = run(program, _duration(shape.f / chunks, shape.b / chunks), shape.comm)
+    most = None if shape.most_in_flight is None else [shape.most_in_flight * chunks] * shape.stages
+    return Planned(kind, shape, chunks, program, ran, tuple(check(program, most)))
+
+
+def _duration(f: float, b: float) -> Callable[[Unit], float]:
+    return lambda unit: b if unit.backward else f
+
+
+def _programs(kind: str, shape: Shape) -> Iterator[Program]:
+    """What there is to choose from within a kind."""
+    given = (shape.stages, shape.microbatches)
+    grids = [*_GRIDS, (shape.f, shape.b)]
+    if kind == "1f1b":
+        yield kinds.one_f_one_b(*given)
+    elif kind == "interleaved":
+        yield from (kinds.interleaved(*given, shape.chunks, _duration(*grid)) for grid in grids)
+    elif kind == "two-pass":
+        yield kinds.two_pass(*given)
+    elif kind == "half-half":
+        yield from (kinds.half_half(*given, _duration(*grid)) for grid in grids)
+    elif kind == "alternate":
+        yield kinds.alternate(*given)
+    elif kind == "woven":
+        yield from _woven(shape)
+    else:
+        raise UserError(f"there is no schedule {kind!r}", f"give one of {', '.join((*KINDS, BEST))}")
+
+
+def _woven(shape: Shape) -> Iterator[Program]:
+    routes = kinds.half_swapped(shape.stages, shape.microbatches)
+    near = min(_GRIDS, key=lambda grid: abs(grid[1] / grid[0] - shape.b / shape.f))
+    for f, b in dict.fromkeys((near, (1, 2))):
+        ways = weaves(shape.stages, f, b)[:_MOST_TRIED]
+        yield from map(partial(_met, routes, shape.microbatches), ways)
+
+
+def _met(routes, microbatches: int, weave) -> Program:
+    return meet(routes, orders(weave, microbatches), _duration(weave.f, weave.b))[0]

@@ -1,0 +1,50 @@
+"""CheckFree+: training runs a planned, partly swapped schedule in the place of core's 1F1B; evaluation runs core's."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.patches.replace import original, replace
+
+_MODULE, _NAME = "megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_without_interleaving"
+
+_run: Callable[..., Any] | None = None
+_plainly: Callable[[Callable[[], Any]], Any] | None = None
+
+
+def apply() -> None:
+    replace(_MODULE, _NAME, _forward_backward)
+
+
+def use(run: Callable[..., Any] | None, plainly: Callable[[Callable[[], Any]], Any] | None = None) -> None:
+    """Has training iterations executed by ``run``: core's keywords of data, model and sizes, and ``groups``; and core's
+    schedule, for evaluation, through ``plainly``."""
+    global _run, _plainly
+    _run, _plainly = run, plainly
+
+
+def _forward_backward(*, forward_step_func, data_iterator, model, num_microbatches, **others):
+    given = {"forward_step_func": forward_step_func, "data_iterator": data_iterator, "model": model}
+
+    def by_core() -> Any:
+        return original(f"{_MODULE}.{_NAME}")(**given, num_microbatches=num_microbatches, **others)
+
+    if _run is None:
+        return by_core()
+    if others.get("forward_only", False):
+        return _plainly(by_core)
+    sizes = {name: others[name] for name in ("seq_length", "micro_batch_size")}
+    return _run(**given, num_microbatches=num_microbatches, **sizes, groups=_groups())
+
+
+def _groups() -> ProcessGroupCollection:
+    """As core collects them for itself."""
+    found = ProcessGroupCollection()
+    found.tp = parallel_state.get_tensor_model_parallel_group()
+    found.pp = parallel_state.get_pipeline_model_parallel_group()
+    found.cp = parallel_state.get_context_parallel_group()
+    found.embd = parallel_state.get_embedding_group(check_initialized=False)
+    found.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    found.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return found

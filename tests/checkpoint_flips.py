@@ -1,0 +1,54 @@
+"""Bits flipped in checkpoints, as if they had been saved so: their checksums are right."""
+
+import io
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron.training.checkpointing import naming, verify
+
+
+def places(checkpoint: Path) -> dict:
+    """Where everything lies: (key, offsets) -> file, start and length."""
+    found = FileSystemReader(checkpoint).read_metadata().storage_data
+    return {(i.fqn, tuple(i.offset or ())): (s.relative_path, s.offset, s.length) for i, s in found.items()}
+
+
+def tensor(checkpoint: Path, name: str, offsets: tuple) -> torch.Tensor:
+    """One shard."""
+    file, start, length = places(checkpoint)[name, offsets]
+    return torch.load(io.BytesIO((checkpoint / file).read_bytes()[start : start + length]))
+
+
+def put(checkpoint: Path, name: str, offsets: tuple, value) -> int:
+    """Puts ``value``, as long as what it replaces, into a checkpoint; returns the rank that would have written it."""
+    file, start, length = places(checkpoint)[name, offsets]
+    made = io.BytesIO()
+    torch.save(value, made)
+    if made.tell() != length:
+        raise ValueError(f"{made.tell()} bytes for {length}")
+    data = bytearray((checkpoint / file).read_bytes())
+    data[start : start + length] = made.getvalue()
+    (checkpoint / file).write_bytes(data)
+    resign(checkpoint)
+    return int(file.split("_")[2])
+
+
+def flip(checkpoint: Path, name: str, offsets: tuple, element: int, bit: int) -> int:
+    """Flips one bit of one element of a shard; returns the rank that would have written it."""
+    shard = tensor(checkpoint, name, offsets)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.itemsize]
+    bits = shard.view(-1).view(integers)
+    one = 1 << bit
+    bits[element] ^= one - (1 << 8 * shard.itemsize) if bit == 8 * shard.itemsize - 1 else one
+    return put(checkpoint, name, offsets, shard)
+
+
+def resign(checkpoint: Path, **changes) -> None:
+    """Makes the manifest right again; ``changes``: to its fields."""
+    manifest = verify.read_manifest(checkpoint)
+    manifest.files = {name: verify.checksum(checkpoint / name) for name in manifest.files}
+    for name, value in changes.items():
+        setattr(manifest, name, value)
+    (checkpoint / naming.MANIFEST).write_text(manifest.to_json())

@@ -1,0 +1,73 @@
+"""A training job in the ranks of a test, whose steps can be taken again in another way."""
+
+import time
+from types import SimpleNamespace
+
+
+def assemble(flags: str):
+    """A job of the trainer, with DMR's patches in place; call in an initialised process group."""
+    import torch.distributed as dist
+
+    from megatron import patches
+    from megatron.patches.manifest import WITH_DMR
+    from megatron.training import pretrain
+    from megatron.training.arguments import check, parse
+    from megatron.training.initialize import init_model_parallel
+
+    patches.apply(WITH_DMR)
+    options = parse(f"{flags} --ft-dmr naive")
+    layout = check(options, dist.get_world_size(), has_te=False)
+    init_model_parallel(options.parallel, layout)
+    return pretrain.assemble(options, layout, time.monotonic())
+
+
+def protection(job, way: str, **settings):
+    """DMR for ``job``: "naive" or "piggyback"; it becomes the job's."""
+    from ft.dmr.runtime.install import install
+    from ft.dmr.runtime.settings import Settings
+    from megatron.training.double_execution import fingerprint
+    from megatron.training.position import JobPosition
+
+    trainee = job.trainee
+    of = (trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job))
+    job.dmr = install(Settings(way, **settings), *of, fingerprint=fingerprint(job.options, job.layout))
+    return job.dmr
+
+
+class Again:
+    """Takes a step of a job, tells what it has left behind, and goes back."""
+
+    def __init__(self, job):
+        from ft.dmr.runtime.undo import Undo
+        from ft.worker.subject import Subject
+        from megatron.training.position import JobPosition
+
+        self._job, self._position = job, JobPosition(job)
+        self._subject = Subject(job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
+        self._undo = Undo(self._subject, self._position)
+
+    def step(self) -> SimpleNamespace:
+        """``loss``, ``grad_norm``, and ``state``: a digest of parameters, optimizer, generators, schedule, buffers."""
+        from megatron.training.step import train_step
+
+        self._undo.begin()
+        self._undo.wait()
+        report = train_step(self._job)
+        left = SimpleNamespace(loss=report.loss, grad_norm=report.grad_norm, state=self._state())
+        self._undo.back()
+        return left
+
+    def _state(self) -> str:
+        import hashlib
+
+        import torch
+
+        from ft.snapshot.state import pack_meta
+
+        state = self._subject.state(self._position.get())
+        found = hashlib.sha256(pack_meta(state.envelope, state.blobs))
+        tensors = [tensor for section in state.sections().values() for tensor in section.values()]
+        tensors += [param for chunk in self._job.trainee.chunks for param in chunk.parameters()]
+        for tensor in tensors:
+            found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()

@@ -1,0 +1,156 @@
+"""Where a recovery's state comes from: copies, CheckFree, checkpoint, each in its turn."""
+
+import random
+
+import pytest
+
+from ft.control.rungs import COPIES, MIDDLE, PLUS, REBUILD, RESTART, Memory, Stages, decide
+from ft.control.state import Place
+from ft.messages import Holdings, Neighbours, Source
+
+
+def pipeline(pp=4, dp=1, tp=1, blocks=None, checkfree=MIDDLE, rebuilt=None):
+    """Ranks in the order tp, dp, pp; ``blocks``: layers of each stage."""
+    blocks = blocks or [2] * pp
+    places = {}
+    for rank in range(pp * dp * tp):
+        stage = rank // (dp * tp)
+        places[rank] = Place(stage, rank % tp, rank // tp % dp, 0, blocks[stage])
+    return Stages(checkfree, places, rebuilt or {})
+
+
+def memory(stages, held, copies=None, **more):
+    """``held``: rank -> steps of its own; ``copies``: holder -> owner -> steps."""
+    copies = copies or {}
+    holdings = {
+        rank: Holdings(list(steps), {str(owner): list(of) for owner, of in copies.get(rank, {}).items()})
+        for rank, steps in held.items()
+    }
+    peers: dict[tuple, list[int]] = {}
+    for rank, place in stages.places.items():
+        peers.setdefault((place.pp, place.tp), []).append(rank)
+    dp_peers = {rank: peers[place.pp, place.tp] for rank, place in stages.places.items()}
+    return Memory(list(stages.places), holdings, dp_peers, **more)
+
+
+def all_but(stages, lost, steps=(7, 6)):
+    return {rank: steps for rank in stages.places if rank not in lost}
+
+
+def test_a_copy_goes_before_a_rebuild():
+    stages = pipeline()
+    rung = decide(memory(stages, all_but(stages, [1]), {2: {1: [7, 6]}}), stages)
+    assert (rung.name, rung.step, rung.sources[1], rung.rebuilt) == (COPIES, 7, Source(2, 2), {})
+
+
+def test_a_copy_of_an_earlier_step_goes_before_a_rebuild_at_a_later_one():
+    stages = pipeline()
+    rung = decide(memory(stages, all_but(stages, [1]), {2: {1: [6]}}), stages)
+    assert (rung.name, rung.step) == (COPIES, 6)
+
+
+def test_a_stage_without_a_copy_is_rebuilt_from_the_stages_beside_it():
+    stages = pipeline()
+    rung = decide(memory(stages, all_but(stages, [1])), stages)
+    assert (rung.name, rung.step, rung.rebuilt) == (REBUILD, 7, {1: Neighbours(0, 2)})
+    assert rung.sources == {rank: Source(rank, rank) for rank in (0, 2, 3)}
+
+
+def test_each_rank_is_rebuilt_from_those_of_its_own_place():
+    stages = pipeline(pp=3, dp=2, tp=2)
+    rung = decide(memory(stages, all_but(stages, [4, 5, 6, 7])), stages)
+    assert rung.rebuilt == {rank: Neighbours(rank - 4, rank + 4) for rank in (4, 5, 6, 7)}
+
+
+def test_a_neighbour_may_itself_come_from_a_copy():
+    stages = pipeline()
+    rung = decide(memory(stages, all_but(stages, [1, 2]), {3: {2: [7]}}), stages)
+    assert rung.rebuilt == {1: Neighbours(0, 2)} and rung.sources[2] == Source(3, 3)
+
+
+def test_two_stages_that_are_not_adjacent_are_rebuilt_at_once():
+    stages = pipeline(pp=5)
+    rung = decide(memory(stages, all_but(stages, [1, 3])), stages)
+    assert rung.rebuilt == {1: Neighbours(0, 2), 3: Neighbours(2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("stages", "lost", "why"),
+    [
+        (pipeline(), [1, 2], "the adjacent stages 1 and 2 are both lost"),
+        (pipeline(), [0], "stage 0 is lost, the first one, which only CheckFree+ rebuilds"),
+        (pipeline(), [3], "stage 3 is lost, the last one, which only CheckFree+ rebuilds"),
+        (pipeline(dp=2), [2], "stage 1 is not lost whole: logical rank(s) 3 have their part"),
+        (pipeline(blocks=[2, 3, 2, 2]), [1], "(stage 0: 2, stage 1: 3, stage 2: 2)"),
+    ],
+)
+def test_what_cannot_be_rebuilt_is_named_with_what_is_left(stages, lost, why):
+    rung = decide(memory(stages, all_but(stages, lost)), stages)
+    assert (rung.name, rung.step) == (RESTART, None)
+    assert rung.reason.startswith("both copies lost: of step 7, nobody has all that logical rank(s) ")
+    assert why in rung.reason and rung.reason.endswith("what is left is the last persistent checkpoint")
+
+
+def test_without_checkfree_a_lost_stage_means_a_restart_as_ever():
+    stages = pipeline(checkfree="")
+    rung = decide(memory(stages, all_but(stages, [1])), stages)
+    assert rung.name == RESTART
+    assert rung.reason == "both copies lost: of step 7, nobody has all that logical rank(s) 1 need"
+
+
+def test_with_checkfree_plus_the_first_and_the_last_stage_have_one_neighbour():
+    stages = pipeline(checkfree=PLUS)
+    assert decide(memory(stages, all_but(stages, [0])), stages).rebuilt == {0: Neighbours(None, 1)}
+    assert decide(memory(stages, all_but(stages, [3])), stages).rebuilt == {3: Neighbours(2, None)}
+
+
+def test_what_an_interrupted_rebuild_left_in_part_is_rebuilt_whole_at_the_same_step_only():
+    stages = pipeline(dp=2, rebuilt={1: 7})
+    held = all_but(stages, [2, 3]) | {3: (7,)}
+    assert decide(memory(stages, held), stages).rebuilt == {2: Neighbours(0, 4), 3: Neighbours(1, 5)}
+    stages = pipeline(dp=2, rebuilt={1: 5})
+    assert decide(memory(stages, held), stages).name == REBUILD, "step 6, of which rank 3 has nothing"
+    assert decide(memory(stages, all_but(stages, [2])), stages).name == RESTART
+
+
+def test_a_stage_whose_snapshots_are_unusable_is_rebuilt_and_one_that_could_not_be_is_not_tried_again():
+    stages = pipeline()
+    found = memory(stages, all_but(stages, [], (7,)), spoiled=[7], unusable={2: [7]})
+    assert decide(found, stages).rebuilt == {2: Neighbours(1, 3)}
+    found = memory(stages, all_but(stages, [2], (7,)), unbuildable=[7])
+    rung = decide(found, stages)
+    assert rung.name == RESTART and "at step 7 the neighbours' blocks turned out unusable" in rung.reason
+
+
+def test_before_all_have_said_where_they_are_nothing_is_rebuilt():
+    stages = pipeline()
+    told = Stages(MIDDLE, {rank: place for rank, place in stages.places.items() if rank != 1})
+    rung = decide(memory(stages, all_but(stages, [1])), told)
+    assert rung.name == RESTART and "logical rank(s) 1 have not said which stage they are of" in rung.reason
+
+
+def test_whatever_is_lost_every_rank_has_one_origin_of_one_step_or_all_restart():
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    lots = random.Random(seed)
+    for _ in range(300):
+        stages = pipeline(
+            lots.randint(2, 5), lots.randint(1, 2), lots.randint(1, 2), checkfree=lots.choice((MIDDLE, PLUS))
+        )
+        ranks = list(stages.places)
+        alive = [rank for rank in ranks if lots.random() < 0.75]
+        held = {rank: sorted(lots.sample((5, 6, 7), lots.randint(1, 2)), reverse=True) for rank in alive}
+        copies = {rank: {lots.choice([r for r in ranks if r != rank]): [lots.choice((6, 7))]} for rank in alive}
+        found = memory(stages, held, copies)
+        rung = decide(found, stages)
+        if rung.name == RESTART:
+            assert not rung.sources and not rung.rebuilt and rung.reason
+            continue
+        assert sorted([*rung.sources, *rung.rebuilt]) == ranks
+        assert bool(rung.rebuilt) == (rung.name == REBUILD)
+        for rank, source in rung.sources.items():
+            of_rank = held[rank] if source.owned == rank else copies[source.owned][rank]
+            assert rung.step in of_rank
+        for rank, beside in rung.rebuilt.items():
+            assert all(neighbour in rung.sources for neighbour in beside.there)
+            assert {stages.places[n].pp - stages.places[rank].pp for n in beside.there} <= {-1, 1}

@@ -1,0 +1,83 @@
+"""--deterministic-mode: equal runs write equal checkpoints, and what excludes that is refused."""
+
+from pathlib import Path
+
+import pytest
+import small_runs as runs
+
+from ft.errors import UserError
+from megatron.training import determinism
+from megatron.training.arguments import parse
+
+# Padded optimizer buckets, as they lie in memory: what is not initialised gets into the files.
+FLAGS = (
+    f"{runs.BASE} --train-iters 2 --save-interval 1 --mock-data --deterministic-mode --bf16 --attention-dropout 0.1 "
+    "--hidden-dropout 0.1 --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+    "--no-dist-ckpt-optim-fully-reshardable --num-experts 4 --disable-bias-linear "
+)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """Every file but those with the time or a random name in them."""
+    named = {"manifest.json", ".metadata"}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name not in named
+    }
+
+
+def test_two_runs_write_the_same_bytes(ranks, tmp_path):
+    written = []
+    for name in ("first", "second"):
+        assert ranks(runs.launch, 4, f"{FLAGS} --save {tmp_path}/run", init=False, timeout=120) == [0] * 4
+        (tmp_path / "run").rename(tmp_path / name)  # the path is part of what a checkpoint says about its run
+        written.append(_files(tmp_path / name))
+    first, second = written
+    assert sorted(first) == sorted(second) and "iter_0000002/__3_0.distcp" in first
+    assert [name for name in first if first[name] != second[name]] == []
+    assert first["iter_0000001/__0_0.distcp"] != first["iter_0000002/__0_0.distcp"]
+
+
+def test_what_is_not_reproducible_is_refused():
+    for flags in ("--attention-backend flash", "--use-flash-attn", "--cross-entropy-loss-fusion"):
+        with pytest.raises(UserError, match="exclude each other"):
+            parse(f"{FLAGS} {flags}")
+
+
+def test_an_environment_that_is_silent_is_completed_and_one_that_contradicts_is_refused():
+    assert determinism.missing({}) == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "Ring",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
+    good = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Tree", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    assert determinism.missing(good) == {}
+    for name, bad in {
+        "CUBLAS_WORKSPACE_CONFIG": ":0:0",
+        "NCCL_ALGO": "NVLS",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1",
+    }.items():
+        with pytest.raises(UserError, match=f"{name}={bad}") as error:
+            determinism.missing({**good, name: bad})
+        assert "unset it, or set it to " in error.value.fix
+
+
+def _enforced() -> list:
+    import os
+
+    import torch
+
+    os.environ.pop("OMP_NUM_THREADS", None)
+    torch.set_num_threads(2)
+    determinism.enforce()
+    cudnn = torch.backends.cudnn
+    return [torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, torch.get_num_threads()]
+
+
+def test_a_process_is_made_reproducible(ranks):
+    assert ranks(_enforced, 1) == [[True, True, False, 1]]
+
+
+def test_a_run_is_refused_where_the_environment_contradicts(ranks, tmp_path):
+    assert ranks(runs.launch, 2, f"{FLAGS} --save {tmp_path}", init=False, env={"NCCL_ALGO": "NVLS"}) == [2, 2]
+    assert ranks.output(0).count("error: --deterministic-mode with NCCL_ALGO=NVLS") == 1
+    assert "error" not in ranks.output(1)

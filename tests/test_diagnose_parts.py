@@ -1,0 +1,114 @@
+"""How values differ, and where a rank is, against slow definitions of both."""
+
+import math
+import random
+import struct
+
+import pytest
+import torch
+
+from ft.diagnose import difference
+from ft.diagnose.compare import classed
+from ft.diagnose.difference import of_tensors, of_values
+from ft.diagnose.grid import coordinates, copies
+
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+def _ordered(bits: int, width: int) -> int:
+    """A floating-point number's place in the order of all, zero being both zeros' place."""
+    sign, magnitude = bits >> (width - 1), bits & ((1 << (width - 1)) - 1)
+    return -magnitude if sign else magnitude
+
+
+def _tensor(bits: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(x.to_bytes(dtype.itemsize, "little") for x in bits)), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_differences_are_those_of_the_definition(dtype, monkeypatch):
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    chance = random.Random(seed)
+    monkeypatch.setattr(difference, "_BLOCK", 7)
+    width = 8 * dtype.itemsize
+    for _ in range(20):
+        a = [chance.randrange(1 << width) for _ in range(chance.randint(1, 40))]
+        b = [x if chance.random() < 0.6 else chance.choice([x ^ 1, chance.randrange(1 << width)]) for x in a]
+        raw = [_tensor(values, dtype) for values in (a, b)]
+        found = of_tensors(*raw)
+        at = [i for i in range(len(a)) if a[i] != b[i]]
+        if not at:
+            assert found is None
+            continue
+        ours, theirs = (each.double().tolist() for each in raw)
+        sound = [i for i in at if math.isfinite(ours[i]) and math.isfinite(theirs[i])]
+        assert (found.elements, found.differing, found.first, found.last) == (len(a), len(at), at[0], at[-1])
+        assert found.not_finite == len(at) - len(sound)
+        ulp = max((abs(_ordered(a[i], width) - _ordered(b[i], width)) for i in sound), default=None)
+        assert found.ulp == (None if ulp is None else min(ulp, 2**63 - 1))
+        assert found.absolute == max((abs(ours[i] - theirs[i]) for i in sound), default=None)
+        mask = 0
+        for i in at:
+            mask |= a[i] ^ b[i]
+        assert found.mask == mask
+
+
+def test_zeros_of_both_signs_differ_by_a_bit_and_by_nothing():
+    found = of_tensors(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    assert (found.differing, found.ulp, found.absolute, found.mask) == (1, 0, 0.0, 1 << 31)
+
+
+def test_values_of_other_kinds():
+    assert of_values(None, None) is of_values("a", "a") is of_values(True, True) is of_values([], []) is None
+    assert of_values({"a": [1, 2.0]}, {"a": [1, 2.0]}) is None
+    assert of_values({"a": [1, 2.0, "x"]}, {"a": [1, 2.5, "y"]}).differing == 2
+    assert of_values({"a": 1}, {"b": 1}).differing == 2
+    assert of_values(1, True) is not None and of_values(1, 1.0) is not None and of_values(1, None) is not None
+    nan = struct.unpack("d", struct.pack("q", 0x7FF8000000000001))[0]
+    assert of_values(float("nan"), float("nan")) is None and of_values(float("nan"), nan) is not None
+    assert (of_values(7, 12).absolute, of_values(7, 12).ulp, of_values(1.0, 1.0 + 2**-52).ulp) == (5.0, None, 1)
+    assert of_values(2**70, 2**70) is None and of_values(2**70, 2**71).differing == 1
+    assert of_tensors(torch.zeros(3), torch.zeros(3).double()).differing == 3
+    assert of_tensors(torch.zeros(0), torch.zeros(0)) is None
+    assert of_tensors(torch.tensor([True, False]), torch.tensor([True, True])).absolute == 1.0
+
+
+def test_runs_that_agree_are_classed_together():
+    assert classed("abcbb", str.__eq__) == ((1, 3, 4), (0,), (2,))
+    assert classed("xyxy", str.__eq__) == ((0, 2), (1, 3))
+
+
+def test_places_are_those_of_megatron_core():
+    from megatron.core.parallel_state import RankGenerator
+
+    sizes = [(tp, cp, ep, dp, pp) for tp in (1, 2) for cp in (1, 2) for ep in (1, 2) for dp in (2, 4) for pp in (1, 3)]
+    for tp, cp, ep, dp, pp in sizes:
+        for pipeline_first in (False, True):
+            order = "tp-cp-ep-pp-dp" if pipeline_first else "tp-cp-ep-dp-pp"
+            world = tp * cp * dp * pp
+            layout = {"world_size": world, "tp": tp, "cp": cp, "ep": ep, "etp": 1, "dp": dp, "pp": pp, "vpp": None}
+            dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+            expert = RankGenerator(tp=1, ep=ep, dp=tp * cp * dp // ep, pp=pp, cp=1, order=order)
+            if dense.get_ranks("pp") != expert.get_ranks("pp"):
+                continue  # megatron-core refuses it
+            for generator, name, token in (
+                *((dense, name, name) for name in ("tp", "cp", "dp", "pp")),
+                *((expert, name, token) for name, token in (("ep", "ep"), ("edp", "dp")) if ep > 1),
+            ):
+                for group in generator.get_ranks(token):
+                    places = [coordinates(rank, layout, pipeline_first)[name] for rank in group]
+                    assert places == list(range(len(group))), (layout, pipeline_first, name)
+            for group in dense.get_ranks("dp-cp"):
+                assert [group[0], *copies(group[0], layout, pipeline_first, False)] == sorted(group)
+            if ep > 1:
+                for group in expert.get_ranks("dp"):
+                    assert [group[0], *copies(group[0], layout, pipeline_first, True)] == sorted(group)
+
+
+def test_a_layout_that_says_little_is_read_as_one_of_each():
+    assert coordinates(3, {"world_size": 4}, False) == {"tp": 0, "cp": 0, "dp": 3, "pp": 0}
+    assert copies(0, {"world_size": 2, "pp": 2}, False, expert=True) == []
