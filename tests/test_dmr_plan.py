@@ -243,6 +243,8 @@ def test_a_known_plan_that_cannot_be_followed_here_changes_nothing():
     assert ample.predicted.t_plan < tight.predicted.t_plan
     assert plan(trace, 1500.0, known=[ample]) == tight
     assert plan(trace, 1e6, known=[tight]).predicted == ample.predicted
+    fewer = Options(kinds=("tp",))
+    assert plan(trace, 1e6, fewer, known=[ample]) == plan(trace, 1e6, fewer)
 
 
 def test_nothing_to_do_is_a_plan_too():
