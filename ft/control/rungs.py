@@ -99,7 +99,7 @@ def decide(memory: Memory, stages: Stages) -> Rung:
 
 
 def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> Rung:
-    """REBUILD at ``step``, or RESTART with what speaks against it. ``again``: what was rebuilt at it before, as well."""
+    """REBUILD at ``step``, or RESTART with what speaks against it. ``again``: what was rebuilt at it as well."""
     if step in memory.unbuildable:
         return Rung(RESTART, None, f"at step {step} the neighbours' blocks turned out unusable")
     if unknown := sorted(rank for rank in memory.ranks if rank not in stages.places):
