@@ -26,6 +26,7 @@ JOINER_ARRIVED = "joiner_arrived"
 REPAIR_ORDERED = "repair_ordered"
 GROUPS_REBUILT = "groups_rebuilt"
 STATE_RESTORED = "state_restored"
+STAGE_REBUILT = "stage_rebuilt"
 RESUMED = "resumed"
 WORKER_LOST = "worker_lost"
 RESTARTED = "restarted"
@@ -78,6 +79,9 @@ SCHEMA: Mapping[str, Needs] = {
     GROUPS_REBUILT: Needs(("epoch",), ("rebuilt", "kept", "deferred", "seconds")),
     # sources: logical rank (a string) -> how its state came; seconds: of the slowest worker
     STATE_RESTORED: Needs(("epoch", "step"), ("sources", "seconds")),
+    # a stage of which nobody had a state is made from the stages beside it (CheckFree); weights: shares of the previous
+    # and the following one; neighbours: logical ranks; seconds: of the stage's first rank, from its first message on
+    STAGE_REBUILT: Needs(("epoch", "step"), ("stage", "strategy", "weights", "seconds")),
     # the first new step has begun on every worker; step: the last committed one
     RESUMED: Needs(("epoch", "step")),
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),

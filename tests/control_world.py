@@ -206,8 +206,11 @@ class World:
         for rank in ranks or sorted(self.state.seats):
             if self.holder(rank) is None:
                 continue
-            source = order.sources[str(rank)]
-            how = "own" if source.owned == rank else f"copy:{source.owned}"
+            beside, source = order.rebuilt.get(str(rank)), order.sources.get(str(rank))
+            if beside is not None:
+                how = f"rebuilt:{'+'.join(map(str, beside.there))}"
+            else:
+                how = "own" if source.owned == rank else f"copy:{source.owned}"
             said = m.WorkerRepaired(
                 *(self.worker(rank), order.epoch, rank, order.step, "topology", [f"optimizer {rank}"]),
                 *(1, 1, 0, {"owned": how, "replicated": how}, 0.01, 0.02),

@@ -37,7 +37,8 @@ OURS = {
     *("--keep-last", "--metrics-file", "--no-exit-signal-handler", "--progress-bar"),
     *("--ft-hot-swap", "--ft-snapshot-peers", "--ft-snapshot-strict", "--ft-transport"),
     *("--ft-dmr", "--ft-dmr-inject", "--ft-dmr-plan", "--ft-dmr-profile", "--ft-dmr-retries", "--ft-dmr-unstable"),
-    "--ft-checkfree-plus",
+    *("--ft-checkfree", "--ft-checkfree-plus", "--ft-checkfree-strategy", "--ft-checkfree-norms"),
+    *("--ft-checkfree-lr-factor", "--ft-checkfree-lr-decay-iters"),
 }
 
 

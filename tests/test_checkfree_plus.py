@@ -5,7 +5,7 @@ import re
 import pytest
 import small_runs as runs
 
-PP4 = "--pipeline-model-parallel-size 4 --num-layers 4 --ft-checkfree-plus "
+PP4 = "--pipeline-model-parallel-size 4 --num-layers 4 --ft-hot-swap --ft-checkfree-plus "
 TIED = "--position-embedding-type learned_absolute "
 UNTIED = "--untie-embeddings-and-output-weights "
 SHAPE = runs.BASE.replace("--untie-embeddings-and-output-weights ", "") + "--global-batch-size 8 --micro-batch-size 1 "
@@ -114,7 +114,7 @@ LAYOUTS = {
     "pp6-untied-overlapped": (
         6,
         6,
-        "--pipeline-model-parallel-size 6 --num-layers 6 --ft-checkfree-plus --use-distributed-optimizer "
+        "--pipeline-model-parallel-size 6 --num-layers 6 --ft-hot-swap --ft-checkfree-plus --use-distributed-optimizer "
         "--overlap-grad-reduce " + UNTIED,
     ),
 }
@@ -126,7 +126,9 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
 
     world, stages, flags = LAYOUTS[name]
     flags = f"{SHAPE} {flags} --data-path {corpus}"
-    single = flags.replace("--ft-checkfree-plus", "").replace(f"--pipeline-model-parallel-size {stages}", "")
+    single = flags.replace("--ft-hot-swap --ft-checkfree-plus", "").replace(
+        f"--pipeline-model-parallel-size {stages}", ""
+    )
     ((expected, loss),) = ranks(in_one_process, 1, single, stages, timeout=90)
     found = ranks(by_stages, world, flags, timeout=90)
     seen = set()
@@ -140,21 +142,23 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
 
 
 def a_few_steps(flags: str) -> list:
-    """After every step the bits of what this rank has twice or as a copy."""
-    from ft.checkfree.plus.doubles import Doubles
+    """After every step the bits of what this rank has twice or as a copy; before the last one its moments are fresh."""
+    from ft.checkfree.plus import moments
     from megatron.training.step import train_step
 
     job = assemble(flags)
-    doubles = Doubles()
+    doubles = job.trainee.doubles
     found = []
-    for _ in range(3):
+    for step in range(3):
+        if step == 2:
+            moments.forget(job.trainee.optimizer, [param for _, param in doubles.params(job.trainee.chunks[0])])
         report = train_step(job)
         held = {name: param.detach().clone() for name, param in doubles.params(job.trainee.chunks[0])}
         found.append((report.loss, report.grad_norm, held))
     return found
 
 
-@pytest.mark.parametrize("extra", [UNTIED, TIED + "--bf16"])
+@pytest.mark.parametrize("extra", [UNTIED + "--use-distributed-optimizer", TIED + "--bf16"])
 def test_copies_stay_equal_bit_for_bit_after_every_step(extra, ranks, corpus):
     import torch
 

@@ -1,11 +1,14 @@
 """Bit flips on purpose: what they are asked for with, what they do to memory, and that DMR makes them good."""
 
 import random
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import small_runs as runs
 import torch
+from ft_runs import flags, ft_run
 
 from ft.dmr.plan import trace
 from ft.dmr.runtime import mode
@@ -16,6 +19,8 @@ from ft.errors import UserError
 from ft.inject import flip as flips
 from ft.inject import from_json, parse, schedule, to_json
 from ft.inject.flip import CHECKER, ONCE, PRIMARY, REPEAT, STUCK, Flip
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools" / "experiments"))
 
 
 def planned(text: str, seed: int = 0):
@@ -191,18 +196,10 @@ def test_a_stuck_bit_is_met_by_one_of_two_executions_and_may_be_right():
 # --- end to end ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    from megatron import patches
-
-    patches.apply()
-    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def train_twice(flags: str) -> dict:
+def train_twice(given: str) -> dict:
     """Trains with DMR; what was flipped and found here, and the steps that came out clean after that."""
     from ft.dmr.runtime import injection, witness
     from megatron import patches
@@ -225,7 +222,7 @@ def train_twice(flags: str) -> dict:
     from ft.dmr.runtime import install
 
     injection.Teller, install.Teller = Hits, Witness
-    runs.run(flags)
+    runs.run(given)
     return told
 
 
@@ -254,3 +251,46 @@ def test_one_flip_makes_all_ranks_take_the_step_again(ranks, corpus, tmp_path):
     assert hits[4] == ("native_layer_norm", "recompute", "checker")
     assert hits[5][1:] == ("backward", "checker")
     assert hits[6][1:] == ("optimizer", "primary")
+
+
+def flips_everywhere(flags: str, count: int) -> dict[str, int]:
+    """Outcomes of flips of random results of an iteration, each from the same state."""
+    from collections import Counter
+
+    import dmr_detection
+    import dmr_jobs
+
+    case = dmr_detection.Case(1, "piggyback", flags)
+    result = dmr_detection.flips_of(dmr_detection.Lab(dmr_jobs.assemble(flags), case), case, count, seed=count)
+    return {"false alarms": result["false_alarms"], **Counter(flip["outcome"] for flip in result["flips"])}
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_flips_of_every_operator_are_found(precision, ranks, corpus):
+    import dmr_detection
+
+    flags = f"{runs.BASE} {dmr_detection.TINY} --attention-dropout 0.1 {RECOMPUTED} {precision} --data-path {corpus}"
+    (found,) = ranks(flips_everywhere, 1, flags, 60, timeout=120)
+    assert found.pop("false alarms") == 0
+    assert sum(found.values()) == 60
+    assert set(found) <= {"found", "error"}
+
+
+@pytest.mark.parametrize("mode", [REPEAT, STUCK])
+def test_a_device_that_computes_wrongly_again_and_again_is_replaced(mode, corpus, reference, tmp_path):
+    layout, which = f"--use-distributed-optimizer {RECOMPUTED}", "operator=mm:bit=20"
+    done = ft_run(
+        tmp_path / "run",
+        flags(corpus, f"{layout} --ft-dmr piggyback", 14),
+        nproc=2,
+        options=f"--inject bit-flip@step=5:rank=1:{which}:mode={mode}",
+    )
+    assert done.code == 0, done.explain()
+    (detected,) = [event for event in done.named("fault_detected") if event.rank is not None]
+    assert (detected.rank, detected.detail["action"]) == (1, "replace"), done.explain()
+    flipped = done.named("bit_flipped")
+    assert {(event.rank, event.worker) for event in flipped} == {(1, detected.worker)}, (
+        "its successor is another device"
+    )
+    assert [event.detail["number"] for event in done.named("fault_injected")] == [1]
+    assert done.losses == reference(2, layout, 14), done.explain()

@@ -1,5 +1,6 @@
 """The planner at run time: what waits, what windows take, and what memory forces."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from ft.dmr.plan.online import (
 )
 from ft.dmr.plan.planner import Options, plan
 from ft.dmr.plan.schedule import Pipeline
+from ft.dmr.plan.trace import Memory, Operator, Place, Tensor, Trace, Window
+from ft.dmr.plan.waiting import Waiting
 
 QUEUE = (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0))
 
@@ -83,6 +86,69 @@ def test_nothing_is_lost_or_executed_twice_whatever_happens():
             executed += names(found.execute)
             queue = found.queue
         assert sorted(executed + names(queue)) == sorted(f"o{i}" for i in range(seen))
+
+
+def test_under_pressure_what_no_window_soon_can_hold_goes_first():
+    found = under_pressure(QUEUE, 150.0, longest_us=20.0)
+    assert names(found.execute) == ["b"] and names(found.queue) == ["a", "c"]
+    assert names(under_pressure(QUEUE, 90.0, longest_us=20.0).execute) == ["b", "a"]
+    assert names(under_pressure(QUEUE, 0.0, longest_us=7.0).execute) == ["b", "c", "a"]
+
+
+def test_what_never_fits_does_not_crowd_out_what_does():
+    tensors, ops, windows, now = {}, [], [], 0.0
+    for i in range(40):
+        length = 100.0 if i % 4 == 0 else 10.0
+        tensors[f"t{i}"] = Tensor(f"t{i}", 10.0, now + length)
+        ops.append(Operator(f"o{i}", "mm", Place(phase="backward"), now, length, (), (f"t{i}",)))
+        now += length
+        windows.append(Window(f"w{i}", 0, now, 10.0, "ep", True))
+        now += 10.0
+    trace = Trace({}, tuple(ops), tensors, tuple(windows), Memory({}))
+    # Ten long ones that fit no window, and memory for four.
+    assert plan(trace, 40.0).predicted.exposed_us == 1000.0
+
+
+def test_a_queue_that_lives_on_decides_as_one_that_is_looked_at_anew_each_time():
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(40):
+        waiting, entries = Waiting(), []
+        for i in range(80):
+            what, limit = rng.randrange(5), rng.choice((0.0, 8.0, 20.0, math.inf))
+            if what <= 1:
+                entry = Entry(f"o{i}", rng.choice((0.0, 5.0, rng.uniform(0, 20))), rng.choice((0.0, 40.0, 7.0)))
+                waiting.put(entry)
+                entries.append(entry)
+                taken, expected = [], []
+            elif what == 2:
+                headroom = rng.choice((0.0, 60.0, 200.0))
+                taken, expected = waiting.press(headroom, limit), _pressed(entries, headroom, limit)
+            elif what == 3:
+                taken, left = waiting.fill(limit if limit < math.inf else 30.0), limit if limit < math.inf else 30.0
+                expected = []
+                for entry in sorted(entries, key=lambda entry: -entry.check_us):
+                    if entry.check_us <= left:
+                        expected.append(entry)
+                        left -= entry.check_us
+            else:
+                taken = [one] if (one := waiting.oldest(limit)) is not None else []
+                expected = [entry for entry in entries if entry.check_us <= limit][:1]
+            assert taken == expected
+            entries = [entry for entry in entries if entry not in taken]
+            assert list(waiting) == entries and len(waiting) == len(entries)
+            assert waiting.held == sum(entry.bytes for entry in entries)
+
+
+def _pressed(entries, headroom, longest_us):
+    forced, held = [], sum(entry.bytes for entry in entries)
+    holding = sorted((entry for entry in entries if entry.bytes), key=lambda entry: (entry.check_us, entry.op))
+    while held > headroom and holding:
+        entry = holding.pop() if holding[-1].check_us > longest_us else holding.pop(0)
+        held -= entry.bytes
+        forced.append(entry)
+    return forced
 
 
 def test_in_a_trace_of_dynamic_windows_they_are_used_and_nothing_is_overrun():

@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from dmr_traces import PRINT, pipeline_trace, random_trace
@@ -20,13 +22,20 @@ TRACE = pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0)
 BUDGET = "6000"
 
 
-@pytest.fixture
-def files(tmp_path):
-    """A profile and its plan."""
-    profile, out = tmp_path / "prof.json", tmp_path / "plan.json"
+@pytest.fixture(scope="session")
+def planned(tmp_path_factory):
+    """A profile and its plan, once for all."""
+    folder = tmp_path_factory.mktemp("planned")
+    profile, out = folder / "prof.json", folder / "plan.json"
     write_trace(profile, TRACE)
     assert cli.main(["dmr", "plan", str(profile), "--memory-budget", BUDGET, "--out", str(out)]) == 0
     return profile, out
+
+
+@pytest.fixture
+def files(planned, tmp_path):
+    """Copies of both, to be changed."""
+    return tuple(Path(shutil.copy(path, tmp_path)) for path in planned)
 
 
 def refused(capsys, *words: str) -> str:
@@ -125,6 +134,8 @@ def _cycle(values):
         (lambda values: values["fingerprint"].pop("torch"), "has no 'torch'"),
         (lambda values: values["memory"]["timeline"][0].update(live=-5), "live = -5"),
         (lambda values: values["schedule"].update(stages=0), "stages = 0"),
+        (lambda values: values["schedule"].update(microbatches=10**12), "has more than 10000000 forwards"),
+        (lambda values: values["ops"][3].update(t_us=10**400), "which is no time or size"),
     ],
 )
 def test_profiles_and_plans_that_cannot_be_are_refused_with_what_is_wrong(change, said, files, capsys):
@@ -135,6 +146,10 @@ def test_profiles_and_plans_that_cannot_be_are_refused_with_what_is_wrong(change
 
 def _deferred(values) -> str:
     return next(name for name, how in values["assign"].items() if how["set"] == "D_intra")
+
+
+def _index(values) -> int:
+    return next(i for i, op in enumerate(values["ops"]) if op["id"] == _deferred(values))
 
 
 @pytest.mark.parametrize(
@@ -149,12 +164,36 @@ def _deferred(values) -> str:
         (lambda values: [each.update(dur_us=0.1) for each in values["windows"]], "of verification"),
         (lambda values: values["memory"].update(budget=1000.0), "and the plan's budget is"),
         (lambda values: values["assign"][_deferred(values)].update(agc_segment="s"), "AGC segment 's'"),
+        (lambda values: values["assign"][_deferred(values)].update(set="unchecked"), "leaves it unchecked"),
+        (lambda values: values["assign"][_deferred(values)].update(set="naive"), "has a window"),
+        (lambda values: values["ops"][_index(values)].update(mutates=["w"]), "must be verified at once"),
+        (lambda values: values["ops"][_index(values)].update(deterministic=False), "is not reproducible"),
+        (lambda values: values["agc_segments"][0]["keeps"].pop(0), "which it neither keeps nor makes"),
+        (lambda values: values["agc_segments"][0].update(load_us=0.1), "is said to take 0.1"),
+        (lambda values: values["agc_segments"][0]["ops"].append("ghost"), "has operator 'ghost'"),
+        (lambda values: values["agc_segments"][0].update(window="door"), "a window 'door' that"),
+        (lambda values: values["agc_segments"].append(values["agc_segments"][0]), "lists AGC segment"),
         (lambda values: values.pop("assign"), "is a profile and no plan"),
         (lambda values: values["predicted"].pop("t_plan"), "has no 't_plan'"),
     ],
 )
 def test_plans_that_cannot_be_followed_are_refused_with_what_is_wrong(change, said, files, capsys):
     assert said in refused(capsys, "explain", changed(files[1], change))
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ('{"version":1,"assign":{"a":{"set":"P"},"a":{"set":"naive"}}}', "has 'a' twice"),
+        ("[" * 100_000, "cannot be understood"),
+        ('{"version":' + "1" * 5000 + "}", "cannot be understood"),
+        ("[1, 2]", "is not a JSON object"),
+    ],
+)
+def test_a_file_that_says_one_thing_twice_or_cannot_be_understood_is_refused(text, said, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    assert said in refused(capsys, "explain", str(path))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])

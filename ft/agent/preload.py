@@ -26,7 +26,7 @@ _TRAINER = (
     "encodings.idna",  # the first name that is looked up asks for it
 )
 _REPLICAS = ("ft.hsdp.parts", "ft.hsdp.resume")
-_FAULT_TOLERANCE = ("ft.worker.session", "ft.worker.protect")
+_FAULT_TOLERANCE = ("ft.worker.session", "ft.worker.protect", "ft.checkfree.keeper")
 
 
 class UnfitForForking(Exception):

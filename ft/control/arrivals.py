@@ -165,7 +165,10 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
         state.checkfree = detail.get("checkfree", state.checkfree)
         out.add(
             "the layout of "
-            + ", ".join(f"rank {r}" for r in sorted({*detail.get("shards", {}), *detail.get("copies", {})}))
+            + ", ".join(
+                f"rank {r}"
+                for r in sorted({*detail.get("shards", {}), *detail.get("copies", {}), *detail.get("places", {})})
+            )
         )
         return
     if report.event == drift.EVENT:

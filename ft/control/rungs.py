@@ -17,6 +17,7 @@ COPIES, REBUILD, RESTART = "copies", "rebuild", "restart"
 MIDDLE, PLUS = "middle", "plus"
 """Which stages CheckFree may rebuild: those with two neighbours; with CheckFree+ the first and the last as well."""
 
+AGAINST = "CheckFree cannot help"
 LAST_RUNG = "what is left is the last persistent checkpoint"
 
 
@@ -88,7 +89,7 @@ def decide(memory: Memory, stages: Stages) -> Rung:
             return rung
         against = against or rung.reason
     against = against or "there is no stage to rebuild from"
-    return Rung(RESTART, None, f"{lost}; CheckFree cannot help: {against}; {LAST_RUNG}")
+    return Rung(RESTART, None, f"{lost}; {AGAINST}: {against}; {LAST_RUNG}")
 
 
 def _rebuild(step: int, memory: Memory, stages: Stages) -> Rung:

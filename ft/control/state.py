@@ -133,8 +133,8 @@ class Incident:
 @dataclass
 class Recovery:
     """The interruption under way. ``closed``: epoch that it began in; ``ranks``: that failed; ``released``: all have
-    left the last closed epoch; ``spoiled``: steps whose snapshots turned out unusable, ``unusable``: those by the logical
-    rank that found them so, ``unbuildable``: steps that a stage could not be rebuilt at."""
+    left the last closed epoch; ``spoiled``: steps whose snapshots turned out unusable, ``unusable``: those by the
+    logical rank that found them so, ``unbuildable``: steps that a stage could not be rebuilt at."""
 
     at: float
     closed: int

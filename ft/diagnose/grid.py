@@ -1,6 +1,7 @@
 """Where a logical rank is in the grid of its run, and which ranks hold the same shards."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 
 def coordinates(rank: int, layout: Mapping[str, int | None], pipeline_first: bool) -> dict[str, int]:
@@ -39,7 +40,19 @@ def copies(rank: int, layout: Mapping[str, int | None], pipeline_first: bool, ex
         expert: the parameter is one of an expert that is spread over expert-parallel ranks.
     """
     spread = expert and (layout.get("ep") or 1) > 1
-    names = ("etp", "ep", "pp") if spread else ("tp", "pp")
-    mine = coordinates(rank, layout, pipeline_first)
-    places = ((other, coordinates(other, layout, pipeline_first)) for other in range(layout["world_size"]))
-    return [other for other, place in places if other != rank and all(place[n] == mine[n] for n in names)]
+    group = _groups(tuple(sorted(layout.items())), pipeline_first, spread)
+    return [other for other in group[rank] if other != rank]
+
+
+@lru_cache
+def _groups(layout: tuple[tuple[str, int | None], ...], pipeline_first: bool, spread: bool) -> list[list[int]]:
+    """Every rank's replicas, and itself."""
+    sizes, names = dict(layout), ("etp", "ep", "pp") if spread else ("tp", "pp")
+    groups: dict[tuple, list[int]] = {}
+    held = []
+    for rank in range(sizes["world_size"]):
+        place = coordinates(rank, sizes, pipeline_first)
+        group = groups.setdefault(tuple(place[name] for name in names), [])
+        group.append(rank)
+        held.append(group)
+    return held

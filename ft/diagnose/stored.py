@@ -93,8 +93,9 @@ class Stored:
         Raises:
             UserError: the file is damaged, or holds a type that is not read from checkpoints.
         """
-        with _named(self.path / piece.file), open(self.path / piece.file, "rb", buffering=0) as stream:
-            data = os.pread(stream.fileno(), piece.length, piece.start)
+        with _named(self.path / piece.file), open(self.path / piece.file, "rb") as stream:
+            stream.seek(piece.start)
+            data = stream.read(piece.length)
         return _decoded(self, piece.file, piece.name, io.BytesIO(data))
 
     def common(self) -> dict[str, Any]:
@@ -189,16 +190,18 @@ def read(path: Path) -> Stored:
 
 def _pieces(metadata: Metadata) -> list[Piece]:
     """In the order of files and of places in them."""
+    tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    sizes = {(name, tuple(c.offsets)): tuple(c.sizes) for name, about in tensors.items() for c in about.chunks}
     found = []
     for index, place in metadata.storage_data.items():
-        about = metadata.state_dict_metadata[index.fqn]
         where = (place.relative_path, place.offset, place.length)
-        if isinstance(about, TensorStorageMetadata):
-            chunk = next(c for c in about.chunks if c.offsets == index.offset)
-            sizes = (tuple(chunk.sizes), tuple(about.size), about.properties.dtype)
-            found.append(Piece(index.fqn, tuple(index.offset), *sizes, *where))
-        else:
+        about = tensors.get(index.fqn)
+        if about is None:
             found.append(Piece(index.fqn, None, (), (), None, *where))
+        else:
+            at = tuple(index.offset)
+            shape = (sizes[index.fqn, at], tuple(about.size), about.properties.dtype)
+            found.append(Piece(index.fqn, at, *shape, *where))
     return sorted(found, key=lambda piece: (piece.rank, piece.file, piece.start))
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,7 +109,7 @@ def _row(found: Comparison, run: int, about: Subject, parts: Sequence[tuple[Find
         elements=elements,
         difference=total,
         index=_index(finding.piece, total.first, about.stacked),
-        ranks=tuple(sorted({each.piece.rank for each, _ in parts})),
+        ranks=tuple(sorted({_writer(found, run, each) for each, _ in parts})),
         majority=all(each.has_majority(len(found.runs)) for each, _ in parts),
     )
 
@@ -152,22 +153,27 @@ class RankShare:
 
 def ranks(found: Comparison) -> list[RankShare]:
     """Every rank that wrote something that differs, by run; what is the same on all ranks is left out."""
-    keys = sorted({(run, f.piece.rank) for f in found.findings for run in f.differences if f.piece.file != COMMON})
-    return [_share(found, run, rank) for run, rank in keys]
+    shares = []
+    for run, stored in enumerate(found.stored):
+        by_rank: dict[int, list[Finding]] = {}
+        for finding in _sharded(found, run):
+            by_rank.setdefault(_writer(found, run, finding), []).append(finding)
+        wrote = Counter(piece.rank for piece in stored.pieces.values())
+        shares += [_share(found, run, rank, wrote[rank], by_rank[rank]) for rank in sorted(by_rank)]
+    return shares
 
 
-def _share(found: Comparison, run: int, rank: int) -> RankShare:
-    mine = [f for f in _sharded(found, run) if f.piece.rank == rank]
-    manifest = found.stored[run].manifest
+def _share(found: Comparison, run: int, rank: int, pieces: int, mine: Sequence[Finding]) -> RankShare:
+    differences = [finding.differences[run] for finding in mine]
     return RankShare(
         run=run,
         rank=rank,
-        place=rank_place(manifest, rank),
-        copies=_copies(found, mine),
-        pieces=sum(piece.rank == rank for piece in found.stored[run].pieces.values()),
+        place=rank_place(found.stored[run].manifest, rank),
+        copies=_copies(found, run, mine),
+        pieces=pieces,
         differing=len(mine),
-        elements=sum(f.differences[run].differing for f in mine),
-        ulp=max((f.differences[run].ulp for f in mine if f.differences[run].ulp is not None), default=None),
+        elements=sum(each.differing for each in differences),
+        ulp=max((each.ulp for each in differences if each.ulp is not None), default=None),
     )
 
 
@@ -185,29 +191,33 @@ def suspects(found: Comparison, run: int) -> tuple[int, ...]:
     beside pieces that convict, and alone leave all of these ranks suspect.
     """
     mine = _sharded(found, run)
-    own = {f.piece.rank for f in mine if _is_own(found, f)}
-    groups = ({f.piece.rank, *_copies(found, [f])} for f in mine)
+    own = {_writer(found, run, f) for f in mine if _is_own(found, run, f)}
+    groups = ({_writer(found, run, f), *_copies(found, run, [f])} for f in mine)
     return tuple(sorted(own or set().union(*groups)))
 
 
-def _is_own(found: Comparison, finding: Finding) -> bool:
+def _is_own(found: Comparison, run: int, finding: Finding) -> bool:
     """Whether ``finding`` is about the state of the rank that wrote it, and not of one it has it from."""
-    stored = found.stored[0].manifest.optimizer
+    stored = found.stored[run].manifest.optimizer
     in_memory = stored != "fully_reshardable" and _BUCKET.fullmatch(finding.piece.name) is not None
     generators = subject(finding.piece).kind == "generators"
-    return in_memory or generators or stored in ("replicated", None) or not _copies(found, [finding])
+    return in_memory or generators or stored in ("replicated", None) or not _copies(found, run, [finding])
 
 
 def _sharded(found: Comparison, run: int) -> list[Finding]:
     return [f for f in found.findings if run in f.differences and f.piece.file != COMMON]
 
 
-def _copies(found: Comparison, findings: Sequence[Finding]) -> tuple[int, ...]:
-    """The other ranks that hold what one rank wrote."""
-    manifest = found.stored[0].manifest
+def _writer(found: Comparison, run: int, finding: Finding) -> int:
+    """The rank of ``run`` that wrote its piece; runs that were saved in different ways may differ in that."""
+    return found.stored[run].pieces.get(finding.piece.key, finding.piece).rank
+
+
+def _copies(found: Comparison, run: int, findings: Sequence[Finding]) -> tuple[int, ...]:
+    """The other ranks that hold what one rank of ``run`` wrote."""
+    manifest = found.stored[run].manifest
     expert = all(".experts." in f.piece.name for f in findings)
-    rank = findings[0].piece.rank
-    return tuple(copies(rank, manifest.layout, _pipeline_first(manifest.run), expert))
+    return tuple(copies(_writer(found, run, findings[0]), manifest.layout, _pipeline_first(manifest.run), expert))
 
 
 def _pipeline_first(run: Mapping[str, Any]) -> bool:

@@ -33,6 +33,7 @@ def describe(recovery: Recovery) -> str:
         *_row("verdict", _verdict(recovery)),
         *_row("seats", seat_changes(recovery)),
         *_row("state", _state(recovery)),
+        *_row("stages", ", ".join(map(_stage, recovery.stages))),
     ]
     lines += _phase_lines(recovery)
     lines.append("-" * _WIDTH)
@@ -99,6 +100,13 @@ def _state(recovery: Recovery) -> str:
     if recovery.attempts > 1:
         parts.append(f"{recovery.attempts} epochs")
     return ", ".join(parts)
+
+
+def _stage(rebuilt: Event) -> str:
+    """ "stage 1 rebuilt from its neighbours: weighted, 40 % + 60 %"."""
+    shares = " + ".join(f"{100 * share:.0f} %" for share in rebuilt.detail.get("weights", ()) if share)
+    how = ", ".join(part for part in (str(rebuilt.detail.get("strategy", "")), shares) if part)
+    return f"stage {rebuilt.detail.get('stage')} rebuilt from its neighbours: {how}"
 
 
 def _phase_lines(recovery: Recovery) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ft import events
 from ft.events import Event
-from ft.report import palette
+from ft.report import palette, rebuilds
 from ft.report.block import seat_changes, what_failed
 from ft.report.corruption import Corruption, corruption
 from ft.report.corruption_panel import card, panel
@@ -35,7 +35,7 @@ def page(run: Run, found: Sequence[Recovery], times: Goodput, timeline: bytes) -
         _headlines(run, found, times, checked),
         section("Recoveries", _recoveries(found, times)),
         *([] if checked is None else [section("Operators executed twice (DMR)", panel(checked))]),
-        section("Loss", loss_svg(run.metrics, found)),
+        section("Loss", loss_svg(run.metrics, found) + _rebuilds(run)),
         section("Timeline", picture(timeline, "who held which logical rank when, phases of the recoveries, loss")),
         section("Where the time went", _time_table(times)),
         section("Run", _run_table(run)),
@@ -122,6 +122,15 @@ def _phase_bar(recovery: Recovery, longest: float) -> str:
 def _phase_part(name: str, took: float, share: float) -> str:
     style = f"width:{100 * share:.3f}%;background:{palette.PHASE[name]}"
     return f'<i title="{name} {seconds(took)}" style="{style}"></i>'
+
+
+def _rebuilds(run: Run) -> str:
+    """Nothing where no stage was rebuilt."""
+    made = rebuilds.rebuilds(run)
+    if not made:
+        return ""
+    title = "<p>Pipeline stages that were rebuilt from their neighbours (CheckFree), and what the loss did:</p>"
+    return title + table(rebuilds.HEAD, rebuilds.rows(made))
 
 
 def _time_table(times: Goodput) -> str:

@@ -52,7 +52,7 @@ class Recovery:
         seats: what changed. phases: name -> seconds, those that are known, in order. total: seconds, None under way.
         step: the committed step that was gone back to. steps_redone: with the interrupted one.
         rebuilt, kept, deferred: groups, None where unknown. sources: logical rank -> how its state came.
-        attempts: epochs it took.
+        attempts: epochs it took. stages: ``stage_rebuilt`` of the last of them.
     """
 
     number: int
@@ -75,6 +75,7 @@ class Recovery:
     sources: dict[str, Any] = field(default_factory=dict)
     attempts: int = 1
     reason: str = ""
+    stages: list[Event] = field(default_factory=list)
 
     @property
     def category(self) -> str:
@@ -266,6 +267,9 @@ def _recovery(number: int, read: _Open) -> Recovery:
         sources=_of(state, "sources") or {},
         attempts=max(1, sum(event.name == events.EPOCH_OPENED for event in read.events)),
         reason=_reason(read),
+        stages=[
+            e for e in read.events if e.name == events.STAGE_REBUILT and opened is not None and e.epoch == opened.epoch
+        ],
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ft.report import rebuilds
 from ft.report.block import what_failed
 from ft.report.corruption import corruption
 from ft.report.corruption_panel import summary_of, text_table
@@ -28,6 +29,10 @@ def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence
         lines += ["", table(("#", "outcome", "step", "redone", "total", "what happened"), rows, right=(0, 2, 3, 4))]
     wrong = "" if checked is None else text_table(checked)
     lines += ["", wrong] if wrong else []
+    made = rebuilds.rebuilds(run)
+    if made:
+        lines += ["", "stages rebuilt from their neighbours (CheckFree)"]
+        lines += [table(rebuilds.HEAD, rebuilds.rows(made), right=(0, 1, 3, 4, 5, 6))]
     lines += ["", *(f"{'wrote':<10} {path}" for path in files)]
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ft.errors import UserError
 from ft.schedule import kinds
@@ -90,10 +91,24 @@ def plan(kind: str, shape: Shape) -> Planned:
     if kind == BEST:
         return best(compared(shape))
     chunks = shape.chunks if kind == "interleaved" else 1
-    tried = [_weighed(kind, shape, chunks, program) for program in _programs(kind, shape)]
-    if not tried:
-        raise UserError(f"no woven order was found for {shape.stages} stages", "take --kind half-half")
-    return min(tried, key=_cost)
+    found = min(map(partial(_weigh, shape, chunks), _programs(kind, shape)), key=lambda weighed: weighed.cost)
+    most = None if shape.most_in_flight is None else [shape.most_in_flight * chunks] * shape.stages
+    return Planned(kind, shape, chunks, found.program, found.ran, tuple(check(found.program, most)))
+
+
+class _Weighed(NamedTuple):
+    """A program, and its cost: what holds too much or never ends is dearest, then time counts, then memory."""
+
+    cost: tuple
+    program: Program
+    ran: Ran
+
+
+def _weigh(shape: Shape, chunks: int, program: Program) -> _Weighed:
+    ran = run(program, _duration(shape.f / chunks, shape.b / chunks), shape.comm)
+    held = in_flight(program)
+    too_much = shape.most_in_flight is not None and max(held) > shape.most_in_flight * chunks
+    return _Weighed((too_much, bool(ran.stuck), round(ran.end, 9), max(held), sum(held)), program, ran)
 
 
 def compared(shape: Shape) -> list[Planned]:
@@ -110,18 +125,7 @@ def best(planned: Iterable[Planned]) -> Planned:
     valid = [each for each in planned if each.valid]
     if not valid:
         raise UserError("no schedule that swaps half of the microbatches may run here", "allow more in flight")
-    return min(valid, key=_cost)
-
-
-def _cost(planned: Planned) -> tuple:
-    end = round(planned.ran.end, 9)
-    return (not planned.valid, bool(planned.ran.stuck), end, max(planned.in_flight), sum(planned.in_flight))
-
-
-def _weighed(kind: str, shape: Shape, chunks: int, program: Program) -> Planned:
-    ran = run(program, _duration(shape.f / chunks, shape.b / chunks), shape.comm)
-    most = None if shape.most_in_flight is None else [shape.most_in_flight * chunks] * shape.stages
-    return Planned(kind, shape, chunks, program, ran, tuple(check(program, most)))
+    return min(valid, key=lambda each: (round(each.ran.end, 9), max(each.in_flight), sum(each.in_flight)))
 
 
 def _duration(f: float, b: float) -> Callable[[Unit], float]:

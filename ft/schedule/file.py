@@ -81,7 +81,8 @@ def write(values: Mapping[str, Any], path: Path) -> None:
     """
     head = {name: value for name, value in values.items() if name != "steps"}
     stages = ["  [\n   " + ",\n   ".join(map(json.dumps, steps)) + "\n  ]" for steps in values["steps"]]
-    text = json.dumps(head, indent=1)[:-2] + ',\n "steps": [\n' + ",\n".join(stages) + "\n ]\n}\n"
+    lines = [f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items()]
+    text = "{\n" + "".join(lines) + ' "steps": [\n' + ",\n".join(stages) + "\n ]\n}\n"
     try:
         path.write_text(text)
     except OSError as error:

@@ -115,6 +115,19 @@ class Capture:
         rng.restore(blobs)
         return envelope["extra"]
 
+    def adopt(self, envelope: dict[str, Any]) -> dict[str, Any]:
+        """Takes over from the envelope of another pipeline stage what all stages have alike; returns ``extra``.
+
+        The schedule and the loss scaler go on; moments, and the steps an optimizer counts, begin anew.
+        """
+        for part, scaler in zip(self._parts, envelope["scalers"], strict=False):
+            optimizers.set_scaler(part, scaler)
+        if self._scheduler is not None:
+            optimizers.set_schedule(self._scheduler, envelope["scheduler"])
+        for part in self._parts:
+            optimizers.forget(part.optimizer)
+        return envelope["extra"]
+
     def _find(self) -> None:
         """Sorts all tensors anew: their first time, or after they have been replaced (a checkpoint was loaded)."""
         self._owned, self._replicated, self._counters = {}, {}, {}

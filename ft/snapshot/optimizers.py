@@ -46,6 +46,23 @@ def allocate(inner: torch.optim.Optimizer) -> None:
         set_numbers(group, values)
 
 
+@torch.no_grad()
+def forget(inner: torch.optim.Optimizer) -> None:
+    """Makes all state as it is before a first step; parameters stay."""
+    for _, _, of, key in entries(inner):
+        if key == "main":
+            continue
+        if isinstance(of[key], torch.Tensor):
+            of[key].zero_()
+        elif of[key] is not None:
+            of[key] = type(of[key])(0)
+    for group in inner.param_groups:
+        if isinstance(group.get("step"), torch.Tensor):
+            group["step"].zero_()
+        else:
+            group.pop("step", None)  # optimizers that count by groups begin with none
+
+
 def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str]]:
     """Every value of the state and every parameter.
 

@@ -210,12 +210,7 @@ class Snapshots:
             EpochClosed: interrupted.
         """
         epoch = max(self._closed, self._epoch) + 1 if epoch is None else epoch
-        if epoch <= self._closed:
-            raise EpochClosed(self._closed, self._reason)
-        if epoch > self._epoch:
-            self.settle()
-        elif self._progress is not None:
-            self._progress.wait()
+        self._leave_what_was(epoch)
         tables = self._tables_of(state.sections())
         slot, how = self._restorer.find(tables, step, source, keep_tensors, epoch)
         if slot is None:
@@ -226,6 +221,16 @@ class Snapshots:
         self._stock.drop_after(step)
         self._taken = self._safe = step
         return how
+
+    def begin_at(self, step: int, epoch: int) -> None:
+        """The live state of ``step`` comes from elsewhere than a snapshot; those of later steps are forgotten.
+
+        Raises:
+            EpochClosed: ``epoch`` is over.
+        """
+        self._leave_what_was(epoch)
+        self._stock.drop_after(step)
+        self._taken = self._safe = step
 
     def corrupt(self, owner: int | None = None, byte: int = 0, step: int | None = None) -> int:
         """Flips one bit of a snapshot held here, as failing memory would: for fault injection.
@@ -277,6 +282,15 @@ class Snapshots:
         self.settle()
         self._copier.close()
         self._plans.clear()
+
+    def _leave_what_was(self, epoch: int) -> None:
+        """Before a state is put in place in ``epoch``: nothing of the last one is under way any more."""
+        if epoch <= self._closed:
+            raise EpochClosed(self._closed, self._reason)
+        if epoch > self._epoch:
+            self.settle()
+        elif self._progress is not None:
+            self._progress.wait()
 
     def _copied(self, slot: Slot, error: BaseException | None) -> None:
         if error is None:

@@ -1,13 +1,13 @@
 """A training run that survives faults: every committed step is snapshot, every interruption ends in the next epoch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ft.inject.worker import Injector
-from ft.messages import Finish, Repair, WorkerDone, WorkerFailed, WorkerResumed
+from ft.messages import Finish, Repair, Source, WorkerDone, WorkerFailed, WorkerResumed
 from ft.snapshot import Snapshots
 from ft.worker.failures import failure, report_failure
 from ft.worker.faults import plant_phases
@@ -19,6 +19,9 @@ from ft.worker.reminder import said
 from ft.worker.session import Session
 from ft.worker.subject import Subject
 
+if TYPE_CHECKING:
+    from ft.checkfree.keeper import StageKeeper
+
 _ASIDE = ("evaluate", "save")
 
 
@@ -28,6 +31,7 @@ class Guard(Whole):
     Args:
         subject: model, optimizer and schedule. position: the trainer's own state.
         snapshots: of this worker. injector: planned faults. placing: who holds the copies of them.
+        keeper: where a pipeline stage that is lost everywhere may be rebuilt (CheckFree), else None.
     """
 
     def __init__(
@@ -38,9 +42,11 @@ class Guard(Whole):
         snapshots: Snapshots,
         injector: Injector,
         placing: Placing,
+        keeper: "StageKeeper | None" = None,
     ):
         self.session, self.snapshots, self.shards = session, snapshots, subject.shards
         self._subject, self._position, self._injector, self._placing = subject, position, injector, placing
+        self._keeper = keeper
         self.is_empty = session.joins
         self._untouched = not session.joins
         self._committed, self._tidied = 0, -1
@@ -90,6 +96,8 @@ class Guard(Whole):
             self._fence = None
             self._forget_moved_copies()
         step = self.step
+        if self._keeper is not None:
+            self._keeper.committed(step)
         self._take(step)
         self.session.progress.committed(step)
         self.at("between")
@@ -105,23 +113,36 @@ class Guard(Whole):
         next snapshot on copies go where the new seats ask for.
 
         Returns:
-            how the state came: {"owned": "own" | "copy:RANK", "replicated": ...}.
+            how the state came: {"owned": "own" | "copy:RANK" | "rebuilt:RANK+RANK", "replicated": ...}.
         """
         self._subject.abandon_step()
         self._place()
-        step, source = order.step, order.sources[str(self.session.rank)]
-        self.snapshots.held_by(order.copies.get(str(self.session.rank), self.snapshots.peers))
+        rank = str(self.session.rank)
+        self.snapshots.held_by(order.copies.get(rank, self.snapshots.peers))
+        as_committed = True
+        if rank in order.rebuilt:
+            self._untouched = False
+            self.snapshots.begin_at(order.step, self.session.epoch)
+            position, sources = self._keeper.rebuild(order.step, order.rebuilt[rank])
+            self._subject.publish_parameters()
+        else:
+            position, sources = self._from_snapshots(order.step, order.sources[rank])
+            self._subject.publish_parameters()
+            if order.rebuilt:
+                as_committed = self._keeper.lend(order, self.snapshots.restored_envelope.envelope)
+        self._untouched = as_committed
+        self.is_empty = False
+        self._position.set(position)
+        self.snapshots.peers = self._placing.renew(order.copies)
+        return sources
+
+    def _from_snapshots(self, step: int, source: Source) -> tuple[dict[str, Any], dict[str, str]]:
+        """The state of ``step`` is put in place; returns (the trainer's position, how it came)."""
         keep = self._untouched and self.step == step
         sources = self.snapshots.restore(
             self._subject.state(self._position.get()), step, source, keep_tensors=keep, epoch=self.session.epoch
         )
-        extra = self._subject.apply_envelope(self.snapshots.restored_envelope)
-        self._untouched = True
-        self.is_empty = False
-        self._subject.publish_parameters()
-        self._position.set(extra)
-        self.snapshots.peers = self._placing.renew(order.copies)
-        return sources
+        return self._subject.apply_envelope(self.snapshots.restored_envelope), sources
 
     def resumes(self) -> None:
         """First thing in an epoch: the state is made safe with the peers, under the epoch's seats."""

@@ -58,6 +58,10 @@ class Subject:
         """Puts everything beside the tensors back; returns the trainer's position."""
         return self._capture.apply(restored)
 
+    def adopt(self, envelope: dict[str, Any]) -> dict[str, Any]:
+        """Goes on where another pipeline stage stands, with an optimizer that begins anew; returns the position."""
+        return self._capture.adopt(envelope)
+
     def abandon_step(self) -> None:
         step_state.abandon_step(self.chunks, self.optimizer)
 

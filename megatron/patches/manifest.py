@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 SUPPORTED_CORE = "megatron-core 0.16.1 to 0.19.x"
 ALWAYS, ON_CPU = "always", "cpu"
-WITH_REPLICAS, WITH_DMR, WITH_SWAPPED_ENDS = "replicas", "dmr", "swapped ends"
+WITH_REPLICAS, WITH_DMR, WITH_CHECKFREE, WITH_SWAPPED_ENDS = "replicas", "dmr", "checkfree", "swapped ends"
 
 _CORE_CHECKED = ("0.16.1", "0.19.2")
 _TORCH_CHECKED = ("2.13.0",)
@@ -252,4 +252,25 @@ _SWAPPED_ENDS = (
     ),
 )
 
-MANIFEST: tuple[Patch, ...] = (*_CPU_CORE, *_CPU_TORCH, *_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_SWAPPED_ENDS)
+_CHECKFREE = tuple(
+    Patch(f"megatron.core.optimizer.{module}", symbol, why, "stage_norms", WITH_CHECKFREE, signatures=signatures)
+    for module, symbol, why, signatures in (
+        (
+            "clip_grads",
+            "multi_tensor_applier",
+            "what this rank's gradients add to a norm is kept: a lost stage's neighbours are weighted by theirs",
+            (),
+        ),
+        (
+            "optimizer",
+            "get_grad_norm_fp32",
+            "once a global norm of gradients is taken, the pipeline stages' own are summed from the same parts",
+            (),
+        ),
+    )
+)
+
+MANIFEST: tuple[Patch, ...] = (
+    *(*_CPU_CORE, *_CPU_TORCH),
+    *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_CHECKFREE, *_SWAPPED_ENDS),
+)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ft.errors import UserError
 from megatron import patches
-from megatron.patches.manifest import WITH_DMR, WITH_REPLICAS, WITH_SWAPPED_ENDS
+from megatron.patches.manifest import WITH_CHECKFREE, WITH_DMR, WITH_REPLICAS, WITH_SWAPPED_ENDS
 from megatron.training import determinism
 from megatron.training.arguments import Layout, Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
@@ -44,6 +44,8 @@ def launch(options: Options) -> int:
         write_nothing(options)
     if options.fault_tolerance.follows_operators:
         patches.apply(WITH_DMR)
+    if options.fault_tolerance.rebuilds_stages:
+        patches.apply(WITH_CHECKFREE)
     if options.fault_tolerance.ft_checkfree_plus:
         patches.apply(WITH_SWAPPED_ENDS)
     if options.fault_tolerance.ft_hot_swap or "FT_HSDP_REPLICA" in os.environ:

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Trainee:
-    """What is being trained: model chunks of this rank (one, or one per virtual stage), optimizer, schedule."""
+    """What is being trained: model chunks of this rank (one, or one per virtual stage), optimizer, schedule; who has
+    embedding and head twice (CheckFree+)."""
 
     config: TransformerConfig
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    doubles: "Doubles | None" = None
 
     @contextmanager
     def whole_params(self):
@@ -72,7 +74,7 @@ def build(options: Options, layout: Layout, padded_vocab_size: int, *, initializ
     _connect(options, config, chunks, optimizer)
     if doubles is not None:
         swap_ends(layout, chunks[0], doubles)
-    return Trainee(config, chunks, optimizer, build_scheduler(options, optimizer))
+    return Trainee(config, chunks, optimizer, build_scheduler(options, optimizer), doubles)
 
 
 def make_doubles() -> "Doubles":

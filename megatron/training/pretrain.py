@@ -32,6 +32,8 @@ from megatron.training.position import JobPosition
 from megatron.training.step import rehearse
 
 if TYPE_CHECKING:
+    from ft.checkfree.plus.doubles import Doubles
+    from ft.checkfree.settings import Settings as CheckFree
     from ft.dmr.profile.session import Profiling
     from ft.dmr.runtime.protection import Protection
     from ft.hsdp.guard import ReplicaGuard
@@ -140,6 +142,25 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
         peers=asked.ft_snapshot_peers,
         strict=asked.ft_snapshot_strict,
         checkpoints=job.options.checkpoint.save,
+        checkfree=checkfree(job.options, trainee.doubles),
+    )
+
+
+def checkfree(options: Options, doubles: "Doubles | None" = None) -> "CheckFree | None":
+    """How a lost pipeline stage is rebuilt; None: it is not."""
+    asked = options.fault_tolerance
+    if not asked.rebuilds_stages:
+        return None
+    from ft.checkfree.rate import Boost
+    from ft.checkfree.settings import Settings
+
+    return Settings(
+        asked.ft_checkfree_strategy,
+        Boost(asked.ft_checkfree_lr_factor, asked.ft_checkfree_lr_decay_iters),
+        options.optimizer.clip_grad if asked.ft_checkfree_norms == "clipped" else None,
+        partial(seed_everything, options.training),
+        options.training.seed,
+        doubles,
     )
 
 
@@ -208,8 +229,12 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
             "drop it, or --ft-hsdp-replicas",
         )
     asked = options.fault_tolerance
-    if asked.follows_operators or asked.ft_checkfree_plus:
-        flag = "--ft-checkfree-plus" if asked.ft_checkfree_plus else "DMR (--ft-dmr, --ft-dmr-plan)"
+    if asked.follows_operators or asked.rebuilds_stages:
+        flag = (
+            "CheckFree (--ft-checkfree, --ft-checkfree-plus)"
+            if asked.rebuilds_stages
+            else "DMR (--ft-dmr, --ft-dmr-plan)"
+        )
         raise UserError(f"{flag} does not go with replicas", "drop it, or --ft-hsdp-replicas")
     own_batch(training.global_batch_size, place.replicas, training.micro_batch_size, layout.dp)
     block = training.micro_batch_size * layout.dp

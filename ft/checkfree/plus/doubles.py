@@ -28,19 +28,20 @@ class Doubles:
 
     Attributes:
         roles: this stage's. group: of the original and the copy with this rank's tensor and data coordinates; None on
-            stages between.
+            stages between. twin: the other one's logical rank, None there.
     """
 
     def __init__(self):
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         stages = dist.get_world_size(pipeline)
         self.roles = Roles(dist.get_rank(pipeline), stages)
-        self.group, self._original = None, -1
+        self.group, self.twin, self._original = None, None, -1
         for pair in pairs(stages):
             for ranks in _all_pairs(pipeline, pair):
                 group = dist.new_group(sorted(ranks))
                 if dist.get_rank() in ranks:
                     self.group, self._original = group, ranks[0]
+                    self.twin = ranks[1] if dist.get_rank() == ranks[0] else ranks[0]
 
     def params(self, chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """What this stage has twice or as a copy; a tied weight too."""

@@ -74,8 +74,9 @@ def _inconsistent(
 
 def _replayed(segment: AgcSegment, ops: list[Operator], recomputed: Mapping[tuple, list[Operator]]) -> list[Operator]:
     """What of its block's recomputation is executed again before it: up to the last result that is not kept."""
-    missing = {name for op in ops for name in op.in_ids} - set(segment.keeps)
-    again = recomputed.get(_block(ops[0]), []) if segment.regenerated_us else []
+    inside = {name for op in ops for name in op.out_ids}
+    missing = {name for op in ops for name in op.in_ids} - inside - set(segment.keeps)
+    again = recomputed.get(_block(ops[0]), [])
     last = max((i for i, op in enumerate(again) if missing & set(op.out_ids)), default=-1)
     return again[: last + 1]
 
@@ -89,6 +90,9 @@ def _not_replayable(
             if name not in there:
                 yield f"needs a tensor {name!r} for operator {op.id!r}, which it neither keeps nor makes"
         there |= set(op.out_ids)
+    takes = sum(op.t_us for op in replayed)
+    if takes > segment.regenerated_us + CLOSE_US:
+        yield f"regenerates for {takes:.3f} us, and is said to do so for {segment.regenerated_us:.3f}"
     for op in replayed:
         changed = changes.first(op, window)
         if changed is not None:

@@ -14,7 +14,7 @@ from ft.dmr.runtime.mode import DoubleExecution
 from ft.dmr.runtime.operators import tensors_in
 from ft.dmr.runtime.queue import Queue
 from ft.dmr.runtime.reductions import Reductions
-from ft.dmr.runtime.segments import Segment
+from ft.dmr.runtime.segments import Scripts, Segment
 
 
 class Engine:
@@ -37,7 +37,9 @@ class Engine:
         wire: Callable[[str, Course, Sequence[torch.Tensor]], None] | None = None,
     ):
         self.course, self.findings, self.queue, self.mode = course, findings, queue, mode
-        self._messages, self._reductions, self._wire = messages, Reductions(findings), wire
+        self._messages, self._wire = messages, wire
+        self._reductions = Reductions(findings, None if wire is None else self._falsify_reduced)
+        self._scripts = Scripts()
         self.is_active = False
 
     @contextlib.contextmanager
@@ -150,7 +152,7 @@ class Engine:
             if calls == 1:
                 if self.mode.segment is not None:  # inside another one, whose recomputation covers it
                     return function(*args)
-                segment = Segment(self.findings)
+                segment = Segment(self.findings, self._scripts)
                 return self._primary(segment, function, args)
             return self._again(segment, function, args)
 
@@ -170,8 +172,6 @@ class Engine:
         if not self.is_active or tensor.device.type != self.findings.device.type:
             return
         with self._unwatched():
-            if self._wire is not None and is_over:
-                self._wire("all-reduce", self.course, [tensor])
             at = self.course.at("all_reduce", self.course.unit.index)
             (self._reductions.done if is_over else self._reductions.begun)(group, tensor, at)
 
@@ -185,6 +185,9 @@ class Engine:
     def _falsify_received(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._wire is not None and tensors:
             self._wire("p2p", self.course, tensors)
+
+    def _falsify_reduced(self, tensor: torch.Tensor) -> None:
+        self._wire("all-reduce", self.course, [tensor])
 
     def _primary(self, segment: Segment, function: Callable, args: Sequence[Any]) -> Any:
         self.mode.segment, self.mode.again = segment, False

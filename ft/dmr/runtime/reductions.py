@@ -1,6 +1,6 @@
 """All-reduces: everybody in a group must have come to the same result."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,14 @@ from ft.dmr.runtime.findings import REDUCTION, Findings, Rows
 
 
 class Reductions:
-    """Results of one rank's all-reduces in one iteration, by group."""
+    """Results of one rank's all-reduces in one iteration, by group.
 
-    def __init__(self, findings: Findings):
-        self._findings = findings
+    Args:
+        falsify: changes a result, in experiments.
+    """
+
+    def __init__(self, findings: Findings, falsify: Callable[[torch.Tensor], None] | None = None):
+        self._findings, self._falsify = findings, falsify
         self.restart()
 
     def restart(self) -> None:
@@ -25,6 +29,8 @@ class Reductions:
         """``tensor`` is the result of an all-reduce in ``group``."""
         if dist.get_world_size(group) == 1:
             return
+        if self._falsify is not None:
+            self._falsify(tensor)
         _, rows, places = self._rows.setdefault(group.group_name, (group, self._findings.rows(), []))
         rows.add(tensor.detach())
         places.append(at)

@@ -18,7 +18,7 @@ tags), no deadlock with sends that wait for their receivers, memory.
 1f1b, interleaved   megatron-core's, nothing swapped: to compare with
 two-pass            normal microbatches, a flush, and those with the first two and the last two stages swapped
 half-half           the same without the flush, each stage as soon as it can: holds what 1F1B holds
-woven               normal and swapped in turn, so that no stage ever waits between its first and its last unit
+woven               normal and swapped in turn, so that no stage waits once all have begun: holds two more than 1F1B
 alternate           1F1B's order with every second microbatch swapped: refused, because messages cross
 best                the cheapest of those that may run (CheckFree+)"""
 

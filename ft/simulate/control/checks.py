@@ -186,13 +186,30 @@ class Checks:
                 self.fail(f"repair of epoch {order.epoch} begins, {worker.name} (rank {rank}) is not assembled")
         spoiled = self._cluster.plane.state.recovery.spoiled
         best = self._best(seated, set(spoiled))
-        if order.step != best:
+        if order.rebuilt:
+            self._check_rebuilt(order, seated, best)
+        elif order.step != best:
             self.fail(f"step {order.step} is restored, the newest that everybody has a source of is {best}")
         if order.step < self.committed - 1 and not spoiled:
             self.fail(f"step {order.step} is restored, committed was {self.committed}")
         self._check_kept(order, seated)
         self.redone += self.committed - order.step
         self.committed = order.step
+
+    def _check_rebuilt(self, order: m.Repair, seated: "dict[int, Worker]", best: int | None) -> None:
+        """Whole stages, of which nobody has all, from neighbours of which somebody has all (CheckFree)."""
+        shape = self._cluster.shape
+        rebuilt = {int(rank): beside for rank, beside in order.rebuilt.items()}
+        if best is not None or not shape.checkfree:
+            self.fail(f"stages are rebuilt at step {order.step}, though step {best} could be restored: {rebuilt}")
+        for rank, beside in rebuilt.items():
+            if any(peer not in rebuilt for peer in shape.dp_peers(rank)):
+                self.fail(f"rank {rank} is rebuilt, but not all of its stage: {rebuilt}")
+            parts = [shape.part_of(other) for other in beside.there]
+            if parts != [shape.part_of(rank) - 1, shape.part_of(rank) + 1]:
+                self.fail(f"rank {rank} is rebuilt from ranks {beside.there}, which are not beside it")
+        if sorted([*rebuilt, *map(int, order.sources)]) != sorted(seated):
+            self.fail(f"not every rank has one origin: rebuilt {rebuilt}, sources {order.sources}")
 
     def _best(self, seated: "dict[int, Worker]", spoiled: set[int]) -> int | None:
         shape = self._cluster.shape

@@ -68,8 +68,7 @@ def _repair(worker: "Worker", order: m.Repair) -> Generator[float | None, None, 
         if name in worker.groups:
             worker.groups[name] = [False, False, 0]
     rebuild_s = cluster.time.now - began
-    sources = yield from worker.snapshots.restore(order.step, order.sources[str(worker.rank)])
-    yield from worker.wait_for(cluster.mesh.join(worker, "parameters", None), "parameters")
+    sources = yield from _restore(worker, order)
     cluster.checks.restored(worker, order.step)
     worker.repaired_epoch = worker.epoch
     rebuilt, deferred = set(worker.groups) & set(order.rebuild), set(worker.groups) & set(order.defer)
@@ -89,6 +88,19 @@ def _repair(worker: "Worker", order: m.Repair) -> Generator[float | None, None, 
             restore_s=round(cluster.time.now - began - rebuild_s, 3),
         )
     )
+
+
+def _restore(worker: "Worker", order: m.Repair) -> Generator[float | None, None, dict[str, str]]:
+    """``Guard.restore``: whose stage was lost gets its state from a neighbour, which has its own in place by then."""
+    beside = order.rebuilt.get(str(worker.rank))
+    if beside is None:
+        sources = yield from worker.snapshots.restore(order.step, order.sources[str(worker.rank)])
+    parameters = worker.cluster.mesh.join(worker, "parameters", (worker.owned, worker.replicated))
+    yield from worker.wait_for(parameters, "parameters")
+    if beside is not None:
+        worker.snapshots.rebuild(order.step, parameters.members[beside.there[0]][1])
+        sources = dict.fromkeys(("owned", "replicated"), f"rebuilt:{'+'.join(map(str, beside.there))}")
+    return sources
 
 
 def _topology(worker: "Worker") -> str:

@@ -1,9 +1,10 @@
 """What a simulated run looks like, drawn from its seed."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
+from ft.control.state import Place
 from ft.control.timeouts import Timeouts
 from ft.snapshot.peers import peers_of
 
@@ -31,7 +32,8 @@ class Shape:
     Attributes:
         dp: logical ranks that hold the same part of the model; 1: no data parallelism. near: they are neighbours, most
             often on one node; otherwise far apart. copies: of each logical rank's snapshot.
-        nodes: (seats, standbys) of each.
+        nodes: (seats, standbys) of each. checkfree: parts of the model are pipeline stages, and one that is lost may be
+            rebuilt from its neighbours.
     """
 
     world_size: int
@@ -42,10 +44,15 @@ class Shape:
     max_restarts: int
     hot_swap: bool = True
     groups: dict[str, list[int]] = field(default_factory=dict, compare=False)
+    checkfree: bool = False
 
     def part_of(self, rank: int) -> int:
         """Which part of the model the rank holds."""
         return rank // self.dp if self.near else rank % (self.world_size // self.dp)
+
+    def place_of(self, rank: int) -> Place:
+        """Where it is in the pipeline."""
+        return Place(self.part_of(rank), 0, self.dp_peers(rank).index(rank), 0, 1)
 
     def dp_peers(self, rank: int) -> list[int]:
         return _peers(self, rank)
@@ -106,6 +113,8 @@ def draw_shape(lots: random.Random, world_size: int | None = None) -> Shape:
         lots.choice([0, 1, 3, 3, 9]),
         lots.random() < 0.97,
     )
+    if world // dp >= 3 and random.Random(repr(shape)).random() < 0.5:
+        shape = replace(shape, checkfree=True)
     shape.groups["world"] = list(range(world))
     for rank in range(world):
         shape.groups.setdefault(f"dp{shape.part_of(rank)}", shape.dp_peers(rank))

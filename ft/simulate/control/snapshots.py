@@ -105,6 +105,16 @@ class Snapshots:
         worker.empty = worker.touched = False
         return how
 
+    def rebuild(self, step: int, lent: Any) -> None:
+        """Puts a state in place that is made from a neighbour's (``Guard.restore`` of a rebuilt stage)."""
+        worker = self._worker
+        history = lent[0][2]
+        worker.owned = (worker.rank, step, history)
+        worker.replicated = (self._cluster.shape.part_of(worker.rank), step, history)
+        worker.step = step
+        self.stock.drop_after(step)
+        worker.empty = worker.touched = False
+
     def _fetch(self, step: int, source: m.Source) -> Generator[float | None, None, tuple[Slot, dict[str, str]]]:
         worker, cluster = self._worker, self._cluster
         staging = self.stock.own.begin(step, worker.epoch, None)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ft.errors import UserError
 from megatron.training.arguments.batch import global_batch_size
+from megatron.training.arguments.check_checkfree import check_checkfree, check_plus
 from megatron.training.arguments.layout import Layout, layout
 
 Problem = tuple[str, str]
@@ -40,7 +41,7 @@ def check(options, world_size: int, *, has_te: bool) -> Layout:
     checks = (
         *(_check_model, _check_pipeline, _check_moe, _check_batch),
         *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data),
-        *(_check_ft, _check_dmr, _check_plus),
+        *(_check_ft, _check_dmr, check_checkfree, check_plus),
     )
     found = [problem for one in checks for problem in one(options, grid)]
     found += _check_needs_te(options, grid) if not has_te else []
@@ -324,18 +325,3 @@ def _check_dmr(options, grid: Layout) -> Iterator[Problem]:
         yield "DMR cannot see into --cross-entropy-fusion-impl te", "--cross-entropy-fusion-impl native"
     if asked.ft_checkfree_plus:
         yield "DMR follows megatron-core's own schedules, and --ft-checkfree-plus has another", "drop one of them"
-
-
-def _check_plus(options, grid: Layout) -> Iterator[Problem]:
-    if not options.fault_tolerance.ft_checkfree_plus:
-        return
-    per_step = options.training.micro_batch_size * grid.dp
-    if grid.pp < 4:
-        problem = f"--ft-checkfree-plus swaps the first two and the last two of {grid.pp} pipeline stage(s)"
-        yield problem, "--pipeline-model-parallel-size 4 or more"
-    if grid.vpp is not None:
-        yield "--ft-checkfree-plus has no schedule for virtual pipeline stages", "one chunk for each stage"
-    if options.training.global_batch_size < 2 * per_step:
-        yield "one microbatch has no half that could be swapped (--ft-checkfree-plus)", "2 microbatches or more"
-    if options.training.rampup_batch_size is not None and options.training.rampup_batch_size[0] < 2 * per_step:
-        yield "a step of the ramp-up has one microbatch (--ft-checkfree-plus)", "begin with 2 microbatches or more"

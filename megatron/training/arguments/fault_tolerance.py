@@ -43,11 +43,33 @@ class FaultToleranceOptions:
     """Train a few steps, write a profile for ft dmr plan into this file, and end; nothing else is written. What ft dmr
     profile adds to a run's command."""
 
+    ft_checkfree: bool = False
+    """Rebuild a pipeline stage that is lost with all its peer copies from the stages beside it (a middle stage), rather
+    than begin again from the last checkpoint."""
+
+    ft_checkfree_strategy: Literal["weighted", "uniform", "copy", "random"] = "weighted"
+    """What a lost stage is made from: its neighbours averaged, weighted by their gradient norms or not, a copy of the
+    previous one, or fresh parameters."""
+
+    ft_checkfree_norms: Literal["raw", "clipped"] = "raw"
+    """The gradient norms that neighbours are weighted by: as they are, or at most --clip-grad each."""
+
+    ft_checkfree_lr_factor: float = 1.1
+    """A rebuilt stage's learning rate is that of the others times this; further failures do not compound."""
+
+    ft_checkfree_lr_decay_iters: int = 0
+    """Steps over which that factor falls back to 1; 0: it stays."""
+
     ft_checkfree_plus: bool = False
-    """Train half of the microbatches with the first two and the last two stages swapped, so that a lost first or last
-    stage can be rebuilt from its neighbour (CheckFree+)."""
+    """As --ft-checkfree, and train half of the microbatches with the first two and the last two stages swapped, so that
+    the first or the last stage can be rebuilt from its neighbour, too."""
 
     @property
     def follows_operators(self) -> bool:
         """DMR follows every operator: to have it executed twice, or to profile it."""
         return self.ft_dmr is not None or self.ft_dmr_plan is not None or self.ft_dmr_profile is not None
+
+    @property
+    def rebuilds_stages(self) -> bool:
+        """A pipeline stage that is lost everywhere is rebuilt from its neighbours."""
+        return self.ft_checkfree or self.ft_checkfree_plus

@@ -1,0 +1,31 @@
+"""What was asked of CheckFree."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ft.checkfree.rate import Boost
+from ft.checkfree.rebuild import WEIGHTED
+
+if TYPE_CHECKING:
+    from ft.checkfree.plus.doubles import Doubles
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How lost stages are rebuilt.
+
+    Attributes:
+        strategy: of :data:`ft.checkfree.rebuild.STRATEGIES`. boost: of the rebuilt stage's learning rate.
+        norm_limit: gradient norms above it count as it in the weights; None: raw.
+        reseed: called with a step: seeds this rank's random number generators for its place, at that step.
+        seed: of the run, for the strategy "random".
+        doubles: who has embedding and head twice, so that the first and the last stage can be rebuilt; None: nobody.
+    """
+
+    strategy: str = WEIGHTED
+    boost: Boost = field(default_factory=Boost)
+    norm_limit: float | None = None
+    reseed: Callable[[int], None] = lambda step: None
+    seed: int = 0
+    doubles: "Doubles | None" = None

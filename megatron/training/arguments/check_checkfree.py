@@ -1,0 +1,60 @@
+"""What CheckFree needs: stages of as many transformer blocks each, and a neighbour on either side."""
+
+from collections.abc import Iterator
+
+from ft.schedule.routes import LEAST_STAGES
+from megatron.training.arguments.layout import Layout
+
+Problem = tuple[str, str]
+
+
+def check_checkfree(options, grid: Layout) -> Iterator[Problem]:
+    """(problem, fix) pairs; ``options`` and ``grid`` as of ``check``."""
+    asked, p = options.fault_tolerance, options.parallel
+    if not asked.rebuilds_stages:
+        return
+    if not asked.ft_hot_swap:
+        yield "--ft-checkfree is a rung of hot-swap's recoveries", "add --ft-hot-swap and start with ft run"
+    if grid.pp < 3:
+        yield f"--ft-checkfree with {grid.pp} pipeline stage(s): none has two neighbours", "use PP 3 or more"
+    if grid.vpp:
+        yield (
+            "--ft-checkfree with the interleaved schedule: a stage's layers do not lie between its neighbours'",
+            "drop --num-layers-per-virtual-pipeline-stage",
+        )
+    uneven = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    if (
+        any(layers is not None for layers in uneven)
+        or p.account_for_embedding_in_pipeline_split
+        or p.account_for_loss_in_pipeline_split
+    ):
+        yield "--ft-checkfree averages stages block by block: all need as many layers", "split the layers evenly"
+    yield from _check_numbers(options)
+
+
+def check_plus(options, grid: Layout) -> Iterator[Problem]:
+    """What CheckFree+ needs besides: ends of the pipeline that are apart, and microbatches to swap."""
+    if not options.fault_tolerance.ft_checkfree_plus:
+        return
+    training = options.training
+    per_rank = training.micro_batch_size * grid.dp
+    if grid.pp < LEAST_STAGES:
+        problem = f"--ft-checkfree-plus swaps the first two and the last two of {grid.pp} pipeline stage(s)"
+        yield problem, f"--pipeline-model-parallel-size {LEAST_STAGES} or more"
+    if training.global_batch_size < 2 * per_rank:
+        yield "one microbatch has no half that could be swapped (--ft-checkfree-plus)", "2 microbatches or more"
+    if training.rampup_batch_size is not None and training.rampup_batch_size[0] < 2 * per_rank:
+        yield "a step of the ramp-up has one microbatch (--ft-checkfree-plus)", "begin with 2 microbatches or more"
+
+
+def _check_numbers(options) -> Iterator[Problem]:
+    asked = options.fault_tolerance
+    if not 0.0 < asked.ft_checkfree_lr_factor <= 100.0:
+        yield f"--ft-checkfree-lr-factor is {asked.ft_checkfree_lr_factor}", "above 0, up to 100"
+    if asked.ft_checkfree_lr_decay_iters < 0:
+        yield f"--ft-checkfree-lr-decay-iters is {asked.ft_checkfree_lr_decay_iters}", "0 (the factor stays) or more"
+    if asked.ft_checkfree_strategy == "weighted" and not options.optimizer.clip_grad:
+        yield (
+            "--ft-checkfree-strategy weighted with --clip-grad 0: gradient norms are taken for clipping only",
+            "give --clip-grad a large number, or use --ft-checkfree-strategy uniform",
+        )

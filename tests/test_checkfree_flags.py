@@ -1,0 +1,41 @@
+"""Flags of CheckFree: what it needs is said before anything starts."""
+
+import pytest
+
+from ft.errors import UserError
+from megatron.training.arguments import check, parse
+from megatron.training.pretrain import checkfree
+
+GOOD = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
+    "--train-iters 4 --mock-data --ft-hot-swap --ft-checkfree --pipeline-model-parallel-size 4 "
+)
+
+
+def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_stays_boosted():
+    options = parse(GOOD)
+    check(options, 4, has_te=False)
+    settings = checkfree(options)
+    assert (settings.strategy, settings.norm_limit) == ("weighted", None)
+    assert (settings.boost.factor, settings.boost.decay_steps) == (1.1, 0)
+    options = parse(f"{GOOD} --ft-checkfree-norms clipped --clip-grad 0.5 --ft-checkfree-strategy uniform")
+    assert (checkfree(options).norm_limit, checkfree(options).strategy) == (0.5, "uniform")
+    assert checkfree(parse(GOOD.replace("--ft-checkfree", ""))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "world", "problem"),
+    [
+        (("--ft-hot-swap", ""), 4, "a rung of hot-swap's recoveries"),
+        (("size 4", "size 2"), 2, "with 2 pipeline stage(s): none has two neighbours"),
+        (("size 4", "size 4 --num-layers-per-virtual-pipeline-stage 1"), 4, "the interleaved schedule"),
+        (("size 4", "size 4 --decoder-first-pipeline-num-layers 2"), 4, "all need as many layers"),
+        (("size 4", "size 4 --ft-checkfree-lr-factor 0"), 4, "--ft-checkfree-lr-factor is 0"),
+        (("size 4", "size 4 --ft-checkfree-lr-decay-iters -1"), 4, "--ft-checkfree-lr-decay-iters is -1"),
+        (("size 4", "size 4 --clip-grad 0"), 4, "gradient norms are taken for clipping only"),
+    ],
+)
+def test_what_cannot_work_is_refused(change, world, problem):
+    with pytest.raises(UserError) as error:
+        check(parse(GOOD.replace(*change)), world, has_te=False)
+    assert problem in str(error.value)

@@ -1,0 +1,84 @@
+"""CheckFree end to end: `ft run` loses whole pipeline stages."""
+
+import math
+
+import pytest
+from ft_runs import flags, ft_run
+
+ZERO = "--use-distributed-optimizer"
+FOUR = f"{ZERO} --pipeline-model-parallel-size 4 --ft-checkfree"
+
+
+def kill(step: int, *ranks: int) -> str:
+    """At once: all are between the same two steps, where the fence has let them go together."""
+    return ",".join(f"kill@step={step}:rank={rank}" for rank in ranks)
+
+
+def check_went_on(done, steps: int) -> None:
+    assert done.code == 0, done.explain()
+    assert not done.named("restarted"), done.explain()
+    losses = done.losses
+    assert len(losses) == steps and all(map(math.isfinite, losses)), losses
+    assert sum(losses[-4:]) < sum(losses[:4]), losses
+    assert all(event.detail["violations"] == [] for event in done.named("invariants_checked"))
+
+
+def test_a_middle_stage_lost_with_its_copy_is_rebuilt_and_training_goes_on_with_the_same_batch(
+    corpus, reference, tmp_path
+):
+    """The copy of rank 1 is at rank 2, whose own is at rank 3."""
+    done = ft_run(tmp_path / "run", flags(corpus, FOUR, 16), options=f"--inject {kill(6, 1, 2)}", standby=2)
+    check_went_on(done, 16)
+    rebuilt = lost_stage(done, 1)
+    assert rebuilt.detail["neighbours"] == [0, 2]
+    assert rebuilt.detail["weights"] == pytest.approx(_shares(rebuilt.detail["norms"]))
+    restored = done.named("state_restored")[-1].detail["sources"]
+    assert restored == {"0": "own", "1": "rebuilt:0+2", "2": "copy:3", "3": "own"}
+    plain = f"{ZERO} --pipeline-model-parallel-size 4"
+    assert done.losses[:4] == reference(4, plain, 16)[:4], "the norms that are kept change no bit of a step"
+
+
+def lost_stage(done, stage: int):
+    """The event of its rebuild. The last step's copies may have been on their way when their owners died: then it is
+    the step before that is gone back to, or the other stage is rebuilt as well."""
+    (rebuilt,) = (each for each in done.named("stage_rebuilt") if each.detail["stage"] == stage)
+    assert rebuilt.step in (4, 5)
+    return rebuilt
+
+
+def _shares(norms: list[float]) -> list[float]:
+    before, after = (norm + 1e-4 for norm in norms)
+    return [before / (before + after), after / (before + after)]
+
+
+@pytest.mark.parametrize("lost, holder, neighbour", [(0, 1, 1), (3, 0, 2), (2, 3, 1)])
+def test_with_swapped_training_every_stage_can_be_lost(lost, holder, neighbour, corpus, tmp_path):
+    """A stage dies together with the worker that holds its copy, which is restored from its own copy first."""
+    plus = f"{ZERO} --pipeline-model-parallel-size 4 --ft-checkfree-plus"
+    done = ft_run(tmp_path / "run", flags(corpus, plus, 16), options=f"--inject {kill(6, lost, holder)}", standby=2)
+    check_went_on(done, 16)
+    rebuilt = lost_stage(done, lost)
+    assert rebuilt.detail["neighbours"][0] == neighbour
+    assert rebuilt.detail["strategy"] == ("weighted" if lost == 2 else "copy")
+
+
+def test_two_adjacent_stages_lost_lead_to_the_checkpoint_by_themselves(corpus, tmp_path):
+    saving = f"{FOUR} --save {tmp_path}/save --save-interval 4"
+    done = ft_run(tmp_path / "run", flags(corpus, saving, 12), options=f"--inject {kill(7, 1, 2, 3)}", standby=3)
+    assert done.code == 0, done.explain()
+    (restarted,) = done.named("restarted")
+    assert "the adjacent stages 1 and 2 are both lost" in restarted.detail["reason"]
+    assert restarted.detail["reason"].endswith("what is left is the last persistent checkpoint")
+    assert not done.named("stage_rebuilt") and done.metrics[-1]["step"] == 12
+
+
+@pytest.mark.parametrize("phase", ["restore", pytest.param("resume", marks=pytest.mark.long)])
+def test_a_fault_during_a_rebuild_has_it_begun_again(phase, corpus, tmp_path):
+    """All of stage 1 dies; while it is rebuilt, one of its new workers, or a neighbour, does as well."""
+    layout = f"{ZERO} --num-layers 3 --pipeline-model-parallel-size 3 --ft-checkfree"
+    victim = 3 if phase == "resume" else 4
+    faults = f"{kill(6, 2, 3)},kill@step=6:rank={victim}:phase={phase}"
+    done = ft_run(tmp_path / "run", flags(corpus, layout, 16), nproc=6, options=f"--inject {faults}", standby=3)
+    check_went_on(done, 16)
+    assert len(done.named("fault_injected")) == 3, done.explain()
+    assert done.named("stage_rebuilt") and {e.step for e in done.named("stage_rebuilt")} == {5}

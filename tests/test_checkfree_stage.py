@@ -1,0 +1,166 @@
+"""A lost stage's parameters, optimizer, schedule and position, made from its neighbours on a real model of core."""
+
+import math
+import random
+
+import numpy
+import pytest
+import small_runs as runs
+
+STEPS = 2
+
+
+def rebuilt_in_the_middle(flags: str) -> dict:
+    """Trains, loses the middle stage's state, rebuilds it and trains on; what this rank has seen of it."""
+    from types import SimpleNamespace
+
+    import torch
+    import torch.distributed as dist
+
+    from ft.checkfree.keeper import KeptPosition, StageKeeper
+    from ft.messages import Neighbours, Repair
+    from ft.worker.subject import Subject
+    from megatron import patches
+    from megatron.core import parallel_state
+    from megatron.patches.manifest import WITH_CHECKFREE
+    from megatron.training import pretrain
+    from megatron.training.arguments import check, parse
+    from megatron.training.initialize import init_model_parallel
+    from megatron.training.position import JobPosition
+    from megatron.training.step import train_step
+
+    patches.apply(WITH_CHECKFREE)
+    options = parse(flags)
+    layout = check(options, dist.get_world_size(), has_te=False)
+    init_model_parallel(options.parallel, layout)
+    job = pretrain.assemble(options, layout, 0.0)
+    trainee, told = job.trainee, []
+    session = SimpleNamespace(rank=dist.get_rank(), observe=lambda name, **detail: told.append((name, detail)))
+    subject = Subject(trainee.chunks, trainee.optimizer, trainee.scheduler)
+    keeper = StageKeeper(session, subject, pretrain.checkfree(options))
+    position = KeptPosition(JobPosition(job), keeper)
+    for _ in range(STEPS):
+        report = train_step(job)
+        keeper.committed(job.state.step)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    beside = dist.get_world_size() // layout.pp
+    lost = {str(r): Neighbours(r - beside, r + beside) for r in range(beside, 2 * beside)}
+    lr = trainee.optimizer.param_groups[0]["lr"]
+    seen = {"stage": stage, "norms": keeper.kept["norms"], "grad_norm": report.grad_norm}
+
+    def blocks():
+        return [{name: t.float().numpy().copy() for name, t in b.items()} for b in keeper._blocks.get()]
+
+    seen["neighbour"] = blocks()
+    for _ in range(2):  # a second time, because the first was interrupted
+        subject.abandon_step()
+        if stage == 1:
+            for parameter in trainee.chunks[0].parameters():
+                parameter.data.fill_(float("nan"))
+            job.state.step = 0
+            at, how = keeper.rebuild(STEPS, lost[str(dist.get_rank())])
+            subject.publish_parameters()
+            position.set(at)
+            seen |= {"how": how, "event": [event for event in told if event[0] == "stage_rebuilt"]}
+        else:
+            envelope = subject.state(position.get()).envelope
+            keeper.lend(Repair(1, STEPS, [], [], {}, {}, lost), envelope)
+    seen["rebuilt"], seen["step"], seen["kept"] = blocks(), job.state.step, keeper.kept
+    group = trainee.optimizer.param_groups[0]
+    seen["lr"] = [lr, group["lr"]]
+    seen["moments"] = max(
+        float(value.abs().max())
+        for part in getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
+        for held in part.optimizer.state.values()
+        for key, value in held.items()
+        if isinstance(value, torch.Tensor)
+    )
+    seen["loss"] = train_step(job).loss
+    seen["after"] = blocks()
+    return seen
+
+
+SHAPE = "--num-layers 6 --pipeline-model-parallel-size 3 --ft-hot-swap --ft-checkfree"
+
+
+LAYOUTS = {
+    "bf16 with main parameters": (3, "--use-distributed-optimizer --bf16"),
+    "float32": (3, "--ft-checkfree-lr-factor 1.5"),
+    "tensor parallel": (6, "--use-distributed-optimizer --bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
+    "data parallel": (6, "--use-distributed-optimizer --bf16 --overlap-grad-reduce --overlap-param-gather"),
+    "experts": (6, "--use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"),
+}
+
+
+@pytest.mark.parametrize(("nproc", "extra"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_the_middle_stage_is_its_neighbours_mean_and_stays_so_at_the_next_step(nproc, extra, ranks, corpus):
+    flags = f"{runs.BASE} --data-path {corpus} {SHAPE} {extra}"
+    seen = ranks(rebuilt_in_the_middle, nproc, flags, timeout=120)
+    per = nproc // 3
+    norms = seen[0]["norms"]
+    assert all(one["norms"] == norms for one in seen), "every rank knows every stage's norm"
+    assert math.sqrt(sum(n * n for n in norms)) == pytest.approx(seen[0]["grad_norm"], rel=1e-5)
+    share = (norms[2] + 1e-4) / (norms[0] + norms[2] + 2e-4)
+    factor = 1.5 if "factor" in extra else 1.1
+    rounding = 2**-8 if "bf16" in extra else 1e-6
+    for rank in range(per, 2 * per):
+        one, before, after = seen[rank], seen[rank - per]["neighbour"], seen[rank + per]["neighbour"]
+        assert len(one["rebuilt"]) == 2 and one["step"] == STEPS
+        for made, a, b in zip(one["rebuilt"], before, after, strict=True):
+            for name in made:
+                numpy.testing.assert_allclose(
+                    made[name], (1 - share) * a[name] + share * b[name], rtol=rounding, atol=1e-7
+                )
+        assert one["how"] == {
+            "owned": f"rebuilt:{rank - per}+{rank + per}",
+            "replicated": f"rebuilt:{rank - per}+{rank + per}",
+        }
+        assert one["kept"] == {"norms": norms, "rebuilt_at": STEPS}
+        assert one["moments"] == 0.0
+        assert one["lr"][1] == pytest.approx(factor * one["lr"][0]), "a second rebuild does not compound"
+        moved = [abs(x[n] - y[n]).max() for x, y in zip(one["rebuilt"], one["after"], strict=True) for n in x]
+        assert 0 < max(moved) < 0.05, "a step of Adam moves what was rebuilt, not what was there before"
+    assert all(math.isfinite(one["loss"]) for one in seen if one["stage"] == 2)
+    event = seen[per]["event"][0][1]
+    assert (event["stage"], event["step"], event["strategy"]) == (1, STEPS, "weighted")
+    assert event["weights"] == pytest.approx([1 - share, share])
+
+
+def test_what_is_lent_arrives_bit_for_bit(ranks):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    same = ranks(_lend_and_borrow, 3, seed)
+    assert same == [True, True, True]
+
+
+def _lend_and_borrow(seed: int) -> bool:
+    import torch
+    import torch.distributed as dist
+
+    from ft.checkfree.lending import borrow, lend
+
+    def made(rank):
+        lots = torch.Generator().manual_seed(seed + rank)
+        return [
+            {
+                "a": torch.randn(3, 5, generator=lots).to(torch.bfloat16),
+                "b": torch.randn(7, generator=lots),
+                "c": torch.randint(9, (1,), generator=lots),
+                "none": torch.empty(0),
+            }
+            for _ in range(2)
+        ]
+
+    world, rank = dist.group.WORLD, dist.get_rank()
+    if rank != 1:
+        lend([1], world, made(rank), {"of": rank, "note": "é"})
+        return True
+    got = borrow([0, 2], world, torch.device("cpu"))
+    return all(
+        envelope == {"of": lender, "note": "é"}
+        and all(
+            block.keys() == wanted.keys() and all(torch.equal(block[n], wanted[n]) for n in wanted)
+            for block, wanted in zip(blocks, made(lender), strict=True)
+        )
+        for lender, (blocks, envelope) in zip((0, 2), got, strict=True)
+    )

@@ -1,0 +1,199 @@
+"""What a verification may execute again and when: counterparts, regenerated activations, windows and units."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from dmr_traces import pipeline_trace
+
+from ft.dmr.plan.agc import Graph
+from ft.dmr.plan.assign import NAIVE, PIGGYBACK
+from ft.dmr.plan.check import problems
+from ft.dmr.plan.planner import Options, plan
+from ft.dmr.plan.predict import Clock
+from ft.dmr.plan.schedule import Pipeline
+from ft.dmr.plan.trace import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    Checking,
+    Memory,
+    Operator,
+    Place,
+    Segment,
+    Tensor,
+    Trace,
+    Window,
+    rooms,
+)
+
+
+def segment_trace(forward: str, recomputed: str, early_stop: bool = False) -> Trace:
+    """A segment whose forward and recomputation have operators of these names, one letter and 10 us each."""
+    ops = []
+    for phase, names in ((FORWARD, forward), (RECOMPUTE, recomputed)):
+        for i, name in enumerate(names):
+            segment = Segment("s", last=phase == FORWARD and i == len(names) - 1)
+            start = 10.0 * len(ops)
+            ops.append(
+                Operator(f"{phase}{i}", name, Place(phase=phase), start, 10.0, (), (), Checking(segment=segment))
+            )
+    return Trace({}, tuple(ops), {}, (), Memory({}), None, early_stop)
+
+
+@pytest.mark.parametrize(
+    "forward, recomputed, early_stop, at_once",
+    [
+        ("abcd", "abcd", False, set()),
+        # Recomputation ends where the backward needs nothing more; only the last operator is executed once more.
+        ("abcd", "ab", True, {"forward2"}),
+        ("abcd", "ab", False, {"forward2", "forward3"}),
+        # A forward without gradients may consist of other operators.
+        ("abc", "axc", False, {"forward1", "recompute1"}),
+        ("aa", "aaa", False, {"recompute2"}),
+    ],
+)
+def test_only_what_the_recomputation_executes_too_is_verified_by_it(forward, recomputed, early_stop, at_once):
+    found = plan(segment_trace(forward, recomputed, early_stop), 0.0)
+    assert {name for name, how in found.assign.items() if how.set == NAIVE} == at_once
+    assert not list(problems(found))
+    claimed = replace(found, assign={name: replace(how, set=PIGGYBACK) for name, how in found.assign.items()})
+    assert sum("nothing recomputes it" in problem for problem in problems(claimed)) == len(at_once)
+
+
+@pytest.mark.parametrize("checking", [{"deterministic": False}, {"mutates": ("w",)}])
+def test_activations_are_not_regenerated_by_operators_that_cannot_be_repeated(checking):
+    trace = pipeline_trace(Pipeline(1, 1), layers=1, size=100.0, tp_us=0.0)
+    trace = replace(trace, windows=(Window("late", 0, 200.0, 200.0, "p2p"),))
+    budget = trace.memory.peak(0) + 250.0
+    [segment] = plan(trace, budget).segments.values()
+    assert segment.regenerated_us > 0
+    first = next(i for i, op in enumerate(trace.ops) if op.place.phase == RECOMPUTE)
+    ops = list(trace.ops)
+    ops[first] = replace(ops[first], checking=replace(ops[first].checking, **checking))
+    found = plan(replace(trace, ops=tuple(ops)), budget)
+    assert all(segment.regenerated_us == 0 for segment in found.segments.values()) and not list(problems(found))
+
+
+def test_activations_are_not_regenerated_from_what_has_changed():
+    trace = pipeline_trace(Pipeline(1, 1), layers=1, size=100.0, tp_us=0.0)
+    end = max(op.end_us for op in trace.ops)
+    # The block's input, which its recomputation reads and its backward does not, is overwritten behind the block.
+    change = Operator("b", "add_", Place(layer=1, phase=BACKWARD), end, 1.0, (), (), Checking(mutates=("0.0.0.0.in",)))
+    trace = replace(trace, ops=(*trace.ops, change), windows=(Window("late", 0, 210.0, 200.0, "p2p"),))
+    found = plan(trace, trace.memory.peak(0) + 250.0)
+    assert all(segment.regenerated_us == 0 for segment in found.segments.values()) and not list(problems(found))
+    # Nor is a plan believed that does so.
+    calm = plan(replace(trace, ops=trace.ops[:-1]), trace.memory.peak(0) + 250.0)
+    assign = {**calm.assign, "b": found.assign["b"]}
+    said = list(problems(replace(calm, trace=replace(trace, memory=calm.trace.memory), assign=assign)))
+    assert any("again beyond a change of '0.0.0.0.in'" in problem for problem in said)
+
+
+def test_time_that_windows_share_is_used_once():
+    windows = (Window("a", 0, 10.0, 30.0, "p2p"), Window("b", 0, 20.0, 30.0, "tp"), Window("c", 0, 25.0, 5.0, "tp"))
+    assert rooms(windows) == {"a": 30.0, "b": 10.0, "c": 0.0}
+    ops = tuple(Operator(f"o{i}", "mm", Place(phase=BACKWARD), 0.0, 10.0) for i in range(6))
+    found = plan(Trace({}, ops, {}, windows, Memory({})), 0.0)
+    assert found.predicted.exposed_us == 20.0 and not list(problems(found))
+    both = {name: replace(how, set="D_intra", window="b") for name, how in found.assign.items() if how.window != "a"}
+    assert any("window 'b' has" in problem for problem in problems(replace(found, assign=found.assign | both)))
+
+
+def unit_trace(*windows: tuple[float, float]) -> Trace:
+    """A forward (0 to 10 us), a backward (40 to 50), and windows inside units (start, end)."""
+    ops = [Operator("f", "mm", Place(), 0.0, 10.0), Operator("b", "mm", Place(phase=BACKWARD), 40.0, 10.0)]
+    found = [Window(f"w{i}", 0, begin, end - begin, "tp") for i, (begin, end) in enumerate(windows)]
+    return Trace({}, tuple(ops), {}, tuple(found), Memory({}), Pipeline(1, 1))
+
+
+@pytest.mark.parametrize(
+    "windows, takes",
+    [
+        ([], 20.0),
+        ([(10.0, 15.0)], 25.0),
+        # A backward without recomputation begins with a transfer, after it has waited.
+        ([(35.0, 40.0)], 25.0),
+        ([(10.0, 12.0), (30.0, 35.0), (35.0, 40.0)], 32.0),
+        ([(11.0, 12.0), (38.0, 39.0)], 24.0),
+        ([(10.0, 40.0)], 50.0),
+        ([(5.0, 12.0), (50.0, 55.0)], 27.0),
+    ],
+)
+def test_a_window_inside_units_belongs_to_the_unit_it_adjoins(windows, takes):
+    assert Clock(unit_trace(*windows)).none_us() == pytest.approx(takes)
+
+
+def test_windows_before_all_units_or_without_any_do_no_harm():
+    trace = unit_trace((0.0, 5.0))
+    later = replace(trace, ops=tuple(replace(op, start_us=op.start_us + 5) for op in trace.ops))
+    assert Clock(later).none_us() == pytest.approx(25.0)
+    assert Clock(replace(trace, ops=())).none_us() == pytest.approx(5.0)
+
+
+def long_run(n: int, dynamic: bool, seed: int) -> Trace:
+    """A profile that names no layers: ``n`` operators in a row, a window after every 500, a buffer changed often."""
+    rng = random.Random(seed)
+    tensors, ops, windows, now = {"w": Tensor("w", 1e6), "buffer": Tensor("buffer", 1e8)}, [], [], 0.0
+    for i in range(n):
+        length, changes = rng.uniform(5, 400), i % 7 == 0
+        tensors[f"t{i}"] = Tensor(f"t{i}", float(rng.randint(1, 4) * 2**20), now + length + rng.uniform(0, 20_000))
+        reads = ("w", f"t{i - 1}") if i else ("w",)
+        reads += ("buffer",) if changes or i % 5 == 0 else ()
+        checking = Checking(1.0, ("buffer",) if changes else ())
+        ops.append(Operator(f"o{i}", "mm", Place(phase=BACKWARD), now, length, reads, (f"t{i}",), checking))
+        now += length
+        if i % 500 == 499:
+            windows.append(Window(f"w{i}", 0, now, rng.uniform(1e4, 1e5), "ep" if dynamic else "p2p", dynamic))
+            now += windows[-1].dur_us
+    return Trace({}, tuple(ops), tensors, tuple(windows), Memory({0: ((0.0, 1e9),)}))
+
+
+def check_long_run(n: int, dynamic: bool) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    trace = long_run(n, dynamic, seed)
+    tight, ample = plan(trace, 1.1e9), plan(trace, 1e15)
+    for found in (tight, ample):
+        assert not list(problems(found))
+    assert ample.predicted.t_plan <= tight.predicted.t_plan < tight.predicted.t_naive
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_profile_that_names_no_layers_is_planned_too(dynamic):
+    check_long_run(2000, dynamic)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_profile_of_30_000_operators_is_planned_too(dynamic):
+    check_long_run(30_000, dynamic)
+
+
+def test_segments_of_a_run_come_longest_first_and_none_twice():
+    from ft.dmr.plan.agc import _by_time
+
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(30):
+        ops = [Operator(f"o{i}", "mm", Place(), 0.0, rng.choice((0.0, 1.0, rng.uniform(0, 9)))) for i in range(12)]
+        runs, longest = [ops[:7], ops[7:]], rng.uniform(0, 40)
+        found = [tuple(op.id for op in part) for _, part in _by_time(runs, longest)]
+        sums = [sum(op.check_us for op in part) for _, part in _by_time(runs, longest)]
+        assert sums == sorted(sums, reverse=True) or sums == pytest.approx(sorted(sums, reverse=True))
+        parts = [run[a:b] for run in runs for a in range(len(run)) for b in range(a + 1, len(run) + 1)]
+        fitting = {tuple(op.id for op in part) for part in parts if sum(op.check_us for op in part) <= longest + 1e-9}
+        assert len(set(found)) == len(found) and set(found) <= fitting
+        assert all(sum(op.check_us for op in part) > longest - 1e-9 for part in parts if _ids(part) not in set(found))
+
+
+def _ids(part: list[Operator]) -> tuple[str, ...]:
+    return tuple(op.id for op in part)
+
+
+def test_a_graph_without_recomputation_regenerates_nothing():
+    trace = pipeline_trace(Pipeline(1, 1), layers=1)
+    ops = tuple(op for op in trace.ops if op.place.phase == BACKWARD)
+    assert Graph(ops).regenerated(ops) is None
+    assert plan(replace(trace, ops=ops), 1e6, Options(phases=2)).assign.keys() == {op.id for op in ops}

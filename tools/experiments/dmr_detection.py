@@ -1,0 +1,349 @@
+"""Does DMR find every flipped bit, and nothing where no bit was flipped?
+
+    python tools/experiments/dmr_detection.py --case NAME --flips 500 --into FOLDER    flips in one kind of run
+    python tools/experiments/dmr_detection.py --clean NAME --steps 1000 --into FOLDER  training as it is
+    python tools/experiments/dmr_detection.py --report --into FOLDER                   the table of what is in FOLDER
+
+A run is a tiny model of megatron-core, trained by our trainer on one or two CPU processes. For each flip one iteration
+is computed from the same state: one bit of one element of one result (or of what was received from the other rank) is
+changed, DMR looks, and everything is put back. First an iteration without a flip tells which results there are; flips
+then go round the operators, phases and executions in turn, so that rare ones are hit as often as frequent ones.
+
+found: DMR's flag is up on all ranks, and the operator that was hit is among those that the hit rank names. error: the
+iteration ended with an exception (an index that was flipped is out of range, say) after DMR had found the flip. ended:
+it did so before DMR looked. masked: not found, and loss and all that is trained are what they are without the flip.
+missed: none of these; training would go on with something wrong.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+
+_FOLDER = "DETECTION_FOLDER"
+TINY = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 "
+TINY += "--global-batch-size 2 --train-iters 1000000 --log-interval 1000000 "
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1 "
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+SELECTIVE = "--recompute-granularity selective "
+LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 1 "
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear "
+PP2, TP2 = "--pipeline-model-parallel-size 2 ", "--tensor-model-parallel-size 2 "
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+INTERLEAVED = PP2 + "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4 "
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of run.
+
+    Attributes:
+        indices: results that are no floating-point numbers are hit, too. Of two ranks, an index that is out of range
+            would end one and leave the other waiting.
+    """
+
+    world: int
+    way: str
+    flags: str
+
+    @property
+    def indices(self) -> bool:
+        return self.world == 1
+
+
+CASES = {
+    "naive-fp32": Case(1, "naive", DROPOUT),
+    "naive-bf16": Case(1, "naive", DROPOUT + LLAMA + "--bf16 "),
+    "recomputed-fp32": Case(1, "piggyback", DROPOUT + FULL + LLAMA),
+    "recomputed-bf16": Case(1, "piggyback", DROPOUT + FULL + "--bf16 "),
+    "selective-bf16": Case(1, "piggyback", DROPOUT + SELECTIVE + "--bf16 --clip-grad 0.01 "),
+    "sgd-fp32": Case(1, "piggyback", FULL + "--optimizer sgd --position-embedding-type learned_absolute "),
+    "experts-fp32": Case(1, "piggyback", DROPOUT + FULL + EXPERTS),
+    "experts-bf16": Case(1, "naive", DROPOUT + EXPERTS + "--swiglu --bf16 "),
+    "pp2-fp32": Case(2, "piggyback", PP2 + DROPOUT + FULL),
+    "pp2-interleaved-bf16": Case(2, "piggyback", INTERLEAVED + DROPOUT + FULL + "--bf16 "),
+    "tp2-bf16": Case(2, "piggyback", TP2 + DROPOUT + FULL + "--bf16 "),
+    "dp2-fp32": Case(2, "naive", DROPOUT),
+    "dp2-overlap-bf16": Case(2, "piggyback", OVERLAP + DROPOUT + FULL + "--bf16 "),
+    "ep2-fp32": Case(2, "piggyback", OVERLAP + DROPOUT + EXPERTS + "--expert-model-parallel-size 2 "),
+}
+CLEAN = {
+    "pp2-interleaved-experts-bf16": Case(
+        2, "piggyback", INTERLEAVED + DROPOUT + EXPERTS + "--bf16 --global-batch-size 2 " + OVERLAP
+    ),
+    "ep2-overlap-fp32": Case(2, "piggyback", OVERLAP + DROPOUT + EXPERTS + "--expert-model-parallel-size 2 "),
+    "pp2-ep2-overlap-bf16": Case(
+        4,
+        "piggyback",
+        OVERLAP + DROPOUT + EXPERTS + PP2 + "--expert-model-parallel-size 2 --bf16 --global-batch-size 4 ",
+    ),
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, help="flip bits in this kind of run")
+    parser.add_argument("--flips", type=int, default=400, metavar="N")
+    parser.add_argument(
+        "--clean", choices=CLEAN, help="train like this without flips; another --seed: other data and weights"
+    )
+    parser.add_argument("--steps", type=int, default=1000, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--stop-after", type=float, default=200.0, metavar="S", help="begin nothing after so long")
+    parser.add_argument("--into", type=Path, required=True, help="folder for results, one JSON file each")
+    parser.add_argument("--report", action="store_true", help="write the table from what is in --into")
+    given = parser.parse_args(argv)
+    if _FOLDER in os.environ:
+        in_rank(given)
+        return 0
+    given.into.mkdir(parents=True, exist_ok=True)
+    if given.case or given.clean:
+        with tempfile.TemporaryDirectory() as folder:
+            launch(given, argv, Path(folder))
+    if given.report:
+        from dmr_detection_report import write
+
+        print(write(given.into, ROOT))
+    return 0
+
+
+def launch(given: argparse.Namespace, argv: list[str], folder: Path) -> None:
+    """Runs the ranks; rank 0 writes the result."""
+    import small_runs as runs
+
+    from megatron import patches
+
+    patches.apply()
+    runs.make_corpus(folder, documents=10)
+    world = (CASES[given.case] if given.case else CLEAN[given.clean]).world
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", _FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, __file__, *argv], env=environment, check=True)
+
+
+# --- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def in_rank(given: argparse.Namespace) -> None:
+    import dmr_jobs
+    import small_runs as runs
+    import torch.distributed as dist
+
+    from megatron.training.arguments import parse
+    from megatron.training.initialize import destroy, init_process_group, launch_from
+
+    case = CASES[given.case] if given.case else CLEAN[given.clean]
+    flags = f"{runs.BASE} {TINY} {case.flags} --seed {1234 + given.seed} --data-path {os.environ[_FOLDER]}/corpus"
+    init_process_group(parse(flags).parallel, launch_from(os.environ))
+    job = dmr_jobs.assemble(flags)
+    if given.case:
+        result = {"case": given.case, **flips_of(Lab(job, case), case, given.flips, given.seed, given.stop_after)}
+    else:
+        result = train(given, case, job)
+    if dist.get_rank() == 0:
+        name = f"flips-{given.case}-{given.seed}" if given.case else f"clean-{given.clean}-{given.seed}"
+        (given.into / f"{name}.json").write_text(json.dumps(result) + "\n")
+        print(name, {key: value for key, value in result.items() if key != "flips"}, flush=True)
+    destroy()
+
+
+def train(given: argparse.Namespace, case: Case, job) -> dict:
+    """Trains; alarms are what DMR says of it."""
+    import dmr_jobs
+    import torch.distributed as dist
+
+    from megatron.training.step import train_step
+
+    protection = dmr_jobs.protection(job, case.way)
+    alarms: list[str] = []
+
+    def mismatch(step, attempt, reports, outcome):
+        alarms.append(
+            f"step {step}, attempt {attempt}: {[str(one) for found in reports.values() for one in found][:3]}"
+        )
+
+    protection._witness.mismatch = mismatch
+    began, done, losses, verified = time.monotonic(), 0, [], 0
+    over = [False]
+    while done < given.steps and not over[0]:
+        losses.append(train_step(job).loss)
+        verified += sum(protection.engine.coverage().values())
+        done += 1
+        over = [time.monotonic() - began > given.stop_after]
+        dist.broadcast_object_list(over, src=0) if done % 20 == 0 else over.__setitem__(0, False)
+    return {
+        "case": given.clean,
+        "world": case.world,
+        "way": case.way,
+        "flags": case.flags.split(),
+        "steps": done,
+        "alarms": alarms,
+        "operators": verified,
+        "coverage": protection.engine.coverage(),
+        "seconds": time.monotonic() - began,
+    }
+
+
+class Catalogue:
+    """What an iteration of one rank has to flip: (operator, phase, execution, floating point)."""
+
+    def __init__(self):
+        self.found: list[tuple] = []
+
+    def restart(self) -> None:
+        self.found = []
+
+    def falsify(self, execution, operator, course, tensors) -> None:
+        kinds = [tensor.is_floating_point() for tensor in tensors if tensor.numel()]
+        if kinds:
+            self.found.append((operator, course.unit.phase, execution, all(kinds)))
+
+    def payload(self, kind, course, tensors) -> None:
+        self.falsify(None, kind, course, tensors)
+
+
+def one_flip(tell, number: int, seed: int):
+    """A falsifier of the ``number``-th result of an iteration."""
+    from ft.dmr.runtime.falsify import Falsifier
+    from ft.inject.flip import Flip
+
+    class Exact(Falsifier):
+        seen = -1
+
+        def falsify(self, execution, operator, course, tensors):
+            if not any(tensor.numel() for tensor in tensors):
+                return
+            self.seen += 1
+            if self.seen == number:
+                self.arm(number, Flip(operator, seed=seed))
+                super().falsify(execution, operator, course, tensors)
+
+    return Exact(tell)
+
+
+class Lab:
+    """Takes iterations of a job from one state, with one falsifier each."""
+
+    def __init__(self, job, case: Case):
+        import dmr_jobs
+
+        self._job, self._again = job, dmr_jobs.Again(job)
+        self.engine = dmr_jobs.protection(job, case.way).engine
+        self.falsifier = None
+        self.engine.mode._disturbance = self
+        self.engine._wire = self.payload
+        self.engine._reductions._falsify = self.engine._falsify_reduced
+
+    def falsify(self, *args) -> None:
+        if self.falsifier is not None:
+            self.falsifier.falsify(*args)
+
+    def payload(self, *args) -> None:
+        if self.falsifier is not None:
+            self.falsifier.payload(*args)
+
+    def attempt(self, falsifier) -> tuple[bool, list, str | None, tuple]:
+        """(somebody has found something, what was found here, error, what is left behind)."""
+        import torch.distributed as dist
+
+        from megatron.training.step import _update
+
+        self.falsifier, error, loss = falsifier, None, None
+        self._again._undo.begin()
+        self._again._undo.wait()
+        with self.engine.iteration(2):
+            try:
+                loss = _update(self._job).loss
+            except Exception as caught:
+                if dist.get_world_size() > 1:
+                    raise
+                error = f"{type(caught).__name__}: {caught}".splitlines()[0][:200]
+        self.falsifier = None
+        flag = self.engine.flag()
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        found = list(self.engine.findings.settle())
+        left = None if flag.item() else (repr(loss), self._again._state())
+        self._again._undo.back()
+        return bool(flag.item()), found, error, left
+
+
+def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = float("inf")) -> dict:
+    """``count`` flips, one after the other, and what became of each. Collective."""
+    import torch.distributed as dist
+
+    catalogue = Catalogue()
+    for _ in range(2):  # what the first iteration of a process does once is not there in later ones
+        catalogue.restart()
+        alarmed, _, _, clean = lab.attempt(catalogue)
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, catalogue.found)
+    began, flips, alarms = time.monotonic(), [], int(alarmed)
+    for number, (rank, index) in enumerate(plan(told, case, count, seed)):
+        over = [time.monotonic() - began > stop_after]
+        dist.broadcast_object_list(over, src=0)
+        if over[0]:
+            break
+        hits: list = []
+        falsifier = one_flip(hits.append, index, seed * 1_000_003 + number) if dist.get_rank() == rank else None
+        alarmed, found, error, left = lab.attempt(falsifier)
+        mine = judge(hits, alarmed, found, error, left == clean) if dist.get_rank() == rank else None
+        word = [mine]
+        dist.broadcast_object_list(word, src=rank)
+        flips.append({"rank": rank, **word[0]})
+        if number % 50 == 49:
+            alarms += int(lab.attempt(None)[0])
+    return {
+        "world": case.world,
+        "way": case.way,
+        "flags": case.flags.split(),
+        "groups": len({(rank, key[:3]) for rank, found in enumerate(told) for key in found}),
+        "results": sum(map(len, told)),
+        "false_alarms": alarms,
+        "seconds": time.monotonic() - began,
+        "flips": flips,
+    }
+
+
+def plan(told: list[list[tuple]], case: Case, count: int, seed: int):
+    """Which result of which rank is hit, group by group in turn."""
+    draw = random.Random(f"flips {seed}")
+    groups: dict[tuple, list] = defaultdict(list)
+    for rank, found in enumerate(told):
+        for index, (*key, floating) in enumerate(found):
+            if floating or case.indices:
+                groups[tuple(key)].append((rank, index))
+    names = sorted(groups, key=str)
+    draw.shuffle(names)
+    for number in range(count):
+        yield draw.choice(groups[names[number % len(names)]])
+
+
+def judge(hits: list, alarmed: bool, found: list, error: str | None, is_same: bool) -> dict:
+    if not hits:
+        return {"outcome": "nothing hit"}
+    (hit,) = hits
+    names = {one.at.operator for one in found}
+    named = hit.operator in names or (hit.execution is None)
+    quiet = "ended" if error else "masked" if is_same else "missed"
+    outcome = ("error" if error else "found") if alarmed else quiet
+    return {
+        "outcome": outcome if not alarmed or named else "found elsewhere",
+        "error": error,
+        "how": sorted({one.how for one in found}),
+        "mismatches": len(found),
+        **hit.values(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
