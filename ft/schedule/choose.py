@@ -23,7 +23,7 @@ _GRIDS = ((2, 1), (1, 1), (2, 3), (1, 2), (1, 3))
 """Forward and backward times in whole numbers on which stages meet: the true ones only weigh what comes out."""
 _SMALL = ((2, 1), (1, 1), (1, 2), (1, 3))
 """Those of them with short periods, in which all weaves are found in no time."""
-_MOST_TRIED = 24
+_MOST_TRIED = 12
 """Weaves tried for each grid: those that hold least, which are also the shortest."""
 _OFF = (0.9, 1.1)
 
