@@ -103,7 +103,7 @@ def test_who_draws(func):
 
 
 def test_collectives_are_not_repeated_and_write():
-    import torch.distributed  # noqa: F401
+    import torch.distributed
 
     kind = nature(torch.ops.c10d.allreduce_.default)
     assert (kind.executes, kind.communicates, len(kind.written)) == (False, True, 1)
