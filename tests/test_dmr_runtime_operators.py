@@ -103,8 +103,6 @@ def test_who_draws(func):
 
 
 def test_collectives_are_not_repeated_and_write():
-    import torch.distributed
-
     kind = nature(torch.ops.c10d.allreduce_.default)
     assert (kind.executes, kind.communicates, len(kind.written)) == (False, True, 1)
     assert nature(torch.ops.c10d.send.default).written == ()
@@ -212,7 +210,7 @@ def test_a_wrong_result_in_place_is_seen():
 @pytest.mark.parametrize("offset", [0, 1])
 def test_zeroes_are_verified_by_looking(size, dtype, offset):
     kind = nature(aten.zero_.default)
-    assert checked_by_looking(kind)
+    assert checked_by_looking(kind, (torch.ones(1),), {})
     x = torch.ones(size + offset, dtype=dtype)[offset:]
     x.zero_()
     assert same(*expected(kind, (x,), {}))
@@ -230,12 +228,19 @@ def test_a_zero_of_the_wrong_sign_is_seen():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_copies_are_verified_by_looking(dtype):
     kind, target, source = nature(aten.copy_.default), torch.empty(4, 6, dtype=dtype).t(), normal(4)
-    assert checked_by_looking(kind)
     for args, kwargs in (((target, source), {}), ((target,), {"src": source})):
+        assert checked_by_looking(kind, args, kwargs)
         aten.copy_(*args, **kwargs)
         assert same(*expected(kind, args, kwargs))
     target[2, 1] += 1
     assert not same(*expected(kind, (target, source), {}))
+
+
+def test_a_copy_onto_itself_is_not_compared_with_itself():
+    kind, x = nature(aten.copy_.default), normal(4)
+    assert not checked_by_looking(kind, (x[1:3], x[1:3]), {})
+    assert not checked_by_looking(kind, (x,), {"src": x})
+    assert not checked_by_looking(nature(aten.mul_.Scalar), (x, 2.0), {})
 
 
 def test_a_drawn_result_is_drawn_again():

@@ -204,15 +204,14 @@ class Engine:
             segment.begin_again()
         self.mode.segment, self.mode.again = segment, True
         try:
-            result = function(*args)
-        finally:
+            return function(*args)
+        finally:  # torch's own checkpointing stops early by an exception
             self.mode.segment, self.mode.again = None, False
             self.course.back(unit)
             self.course.layer = layer
-        if segment is not None:
-            with self._unwatched():
-                segment.end_again()
-        return result
+            if segment is not None:
+                with self._unwatched():
+                    segment.end_again()
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:
