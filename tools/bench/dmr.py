@@ -182,7 +182,8 @@ def result(arguments: argparse.Namespace, times: dict, kept: dict) -> dict:
         plan = read_plan(Path(arguments.plan))
         found |= {"predicted_over": round(plan.predicted.overhead, 4), "peak_bytes": plan.predicted.peak_bytes}
         found["budget_bytes"] = plan.trace.memory.budget
-    return {**found, "cores": os.cpu_count(), "load": [round(one, 1) for one in os.getloadavg()], **vars(arguments)}
+    found |= {"cores": os.cpu_count(), "load": [round(one, 1) for one in os.getloadavg()], **vars(arguments)}
+    return found if arguments.plan is None else {**found, "plan": Path(arguments.plan).name}
 
 
 if __name__ == "__main__":
