@@ -4,7 +4,7 @@ What a rebuilt stage consists of (CheckFree's paper, section 4.2; what it leaves
 
 parameters          the neighbours' blocks, averaged (:mod:`ft.checkfree.rebuild`); main parameters follow
 moments, steps      fresh
-learning rate       times a factor (:mod:`ft.checkfree.rate`), by max_lr and min_lr: core's schedule reads no lr_mult
+learning rate       times a factor, by max_lr and min_lr: core's schedule reads no lr_mult (:mod:`ft.checkfree.rate`)
 schedule, scaler    the neighbour's: they are the same on all stages
 position            the neighbour's
 random numbers      seeded anew for this place and step

@@ -65,7 +65,7 @@ def expected(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
     size = next(
         n for n in (8, 4, 2, 1) if flat.nbytes % n == 0 and flat.storage_offset() * flat.element_size() % n == 0
     )
-    return flat.reshape(-1).view(_INTEGERS[size]).any(), torch.zeros((), dtype=torch.bool, device=target.device)
+    return flat.reshape(-1).view(_INTEGERS[size]).any().bool(), torch.zeros((), dtype=torch.bool, device=target.device)
 
 
 def check_in_place(kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
