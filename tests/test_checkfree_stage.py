@@ -51,6 +51,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     def blocks():
         return [{name: t.float().numpy().copy() for name, t in b.items()} for b in keeper._blocks.get()]
 
+    subject.publish_parameters()  # as in a recovery: with --overlap-param-gather they are on their way
     seen["neighbour"] = blocks()
     for _ in range(2):  # a second time, because the first was interrupted
         subject.abandon_step()

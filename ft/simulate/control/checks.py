@@ -216,6 +216,20 @@ class Checks:
         if sorted([*rebuilt, *map(int, order.sources)]) != sorted(seated):
             self.fail(f"not every rank has one origin: rebuilt {rebuilt}, sources {order.sources}")
         self._rebuilt_at.add(order.step)
+        self._take_as_committed(order, seated)
+
+    def _take_as_committed(self, order: m.Repair, seated: "dict[int, Worker]") -> None:
+        """All who have a state may have done a step that those who are lost had not: it is the past from here on."""
+        slots = [
+            (seated[source.owned].snapshots.stock, int(rank), source.owned) for rank, source in order.sources.items()
+        ]
+        found = [(stock.own if owner == rank else stock.copies[rank]).find(order.step) for stock, rank, owner in slots]
+        histories = {slot.value[0][2] for slot in found}
+        if len(histories) > 1:
+            self.fail(f"stages are rebuilt beside states of step {order.step} of {len(histories)} different pasts")
+        if order.step == self.committed + 1:
+            self._lineage[order.step] = histories.pop()
+            self.committed, self.furthest = order.step, max(self.furthest, order.step)
 
     def _best(self, seated: "dict[int, Worker]", spoiled: set[int]) -> int | None:
         shape = self._cluster.shape
