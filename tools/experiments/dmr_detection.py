@@ -261,7 +261,7 @@ class Lab:
         self.falsifier, error, loss = falsifier, None, None
         self._again._undo.begin()
         self._again._undo.wait()
-        with self.engine.iteration(2):
+        with self.engine.iteration(self._job.microbatches(self._job.options.training.global_batch_size)):
             try:
                 loss = _update(self._job).loss
             except Exception as caught:
