@@ -81,7 +81,9 @@ CLEAN = {
     "pp2-interleaved-experts-bf16": Case(
         2, "piggyback", INTERLEAVED + DROPOUT + EXPERTS + "--bf16 --global-batch-size 2 " + OVERLAP
     ),
-    "ep2-overlap-fp32": Case(2, "piggyback", OVERLAP + DROPOUT + EXPERTS + "--expert-model-parallel-size 2 "),
+    "ep2-overlap-recomputed-fp32": Case(
+        2, "piggyback", OVERLAP + DROPOUT + FULL + EXPERTS + "--expert-model-parallel-size 2 "
+    ),
     "pp2-ep2-overlap-bf16": Case(
         4,
         "piggyback",
