@@ -81,7 +81,9 @@ CLEAN = {
     "pp2-interleaved-experts-bf16": Case(
         2, "piggyback", INTERLEAVED + DROPOUT + EXPERTS + "--bf16 --global-batch-size 2 " + OVERLAP
     ),
-    "ep2-overlap-fp32": Case(2, "piggyback", OVERLAP + DROPOUT + EXPERTS + "--expert-model-parallel-size 2 "),
+    "ep2-overlap-recomputed-fp32": Case(
+        2, "piggyback", OVERLAP + DROPOUT + FULL + EXPERTS + "--expert-model-parallel-size 2 "
+    ),
     "pp2-ep2-overlap-bf16": Case(
         4,
         "piggyback",
@@ -261,7 +263,7 @@ class Lab:
         self.falsifier, error, loss = falsifier, None, None
         self._again._undo.begin()
         self._again._undo.wait()
-        with self.engine.iteration(2):
+        with self.engine.iteration(self._job.microbatches(self._job.options.training.global_batch_size)):
             try:
                 loss = _update(self._job).loss
             except Exception as caught:

@@ -27,15 +27,14 @@ def _all(results: Sequence[dict]) -> list[dict]:
 def _head(results: Sequence[dict]) -> str:
     flips = _all(results)
     count = Counter(flip["outcome"] for flip in flips)
-    unmasked = len(flips) - count["masked"] - count["ended"]
+    unmasked = len(flips) - count["masked"]
     found = sum(count[name] for name in _FOUND)
     types = Counter(flip["dtype"] for flip in flips)
     operators = len({flip["operator"] for flip in flips})
     return (
-        f"{_COMMAND}\n\n{len(flips)} flipped bits, {unmasked} of them not masked: {found} found "
-        f"({found / unmasked:.2%}), {unmasked - found} missed.\n"
-        f"{count['error']} of these iterations ended with an error after the flip had been found; "
-        f"{count['ended']} others did so before,\nwhich nobody can overlook.\n"
+        f"{_COMMAND}\n\n{len(flips)} flipped bits, {unmasked} of them not masked: {found} found by DMR "
+        f"({found / unmasked:.2%}),\n{count['ended']} ended their iteration with an error before DMR looked, "
+        f"{unmasked - found - count['ended']} missed.\n"
         f"{operators} operators; results of type {', '.join(f'{name} {n}' for name, n in types.most_common())}.\n"
         f"Iterations without a flip in between: {sum(result['false_alarms'] for result in results)} alarms.\n"
     )
