@@ -17,7 +17,7 @@ def answer(capsys, *words: str) -> dict:
     [
         ("", "plus", "copies", "step 0"),
         ("2", "off", "restart", "both copies lost"),
-        ("2", "middle", "rebuild", "stage 2 of step 0: rebuilt"),
+        ("2", "middle", "rebuild", "of step 0, stage 2 is rebuilt"),
         ("1,4", "middle", "rebuild", "stage 1, 4"),
         ("2,3", "plus", "restart", "the adjacent stages 2 and 3 are both lost"),
         ("0", "middle", "restart", "only CheckFree+ rebuilds"),

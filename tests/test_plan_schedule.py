@@ -62,6 +62,9 @@ def test_the_file_has_all_that_it_takes_to_run(kind, capsys, tmp_path):
     assert not any(finding.faults for finding in check(program))
     assert run(program, lambda unit: 1.0).end == run(planned.program, lambda unit: 1.0).end
     values = json.loads(path.read_text())
+    predicted = values.pop("predicted")
+    assert set(predicted) == {"forward", "backward", "comm", "time", "bubbles", "in_flight"}
+    assert predicted["time"] == planned.ran.end
     assert values == json.loads(json.dumps(as_values(program, kind)))
     dones = {step["do"] for steps in values["steps"] for step in steps}
     assert dones == {"forward", "backward", "transfer"} | ({"flush"} if kind == "two-pass" else set())

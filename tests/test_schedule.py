@@ -13,7 +13,7 @@ from ft.schedule.check import check, in_flight
 from ft.schedule.choose import BEST, SWAPPING, Shape, best, compared, plan
 from ft.schedule.kinds import half_swapped
 from ft.schedule.meet import meet
-from ft.schedule.play import Stuck
+from ft.schedule.play import Stuck, play
 from ft.schedule.program import Program
 from ft.schedule.routes import Routes, straight, swapped
 from ft.schedule.run import run
@@ -53,7 +53,7 @@ def test_bubbles_at_6_stages_and_24_microbatches(kind, bubbles, held):
     assert found.valid and found.bubble == pytest.approx(bubbles, abs=5e-4) and max(found.in_flight) == held
 
 
-@pytest.mark.parametrize("stages", range(4, 17))
+@pytest.mark.parametrize("stages", [4, 5, 6, 7, 8, 9, 12, 15])
 def test_woven_costs_what_1f1b_costs(stages):
     """Less at 4 stages, where both halves enter and leave at once; one unit of f more at odd numbers from 7."""
     microbatches = 2 * stages
@@ -138,8 +138,9 @@ def test_orders_that_wait_for_each_other_get_no_batches():
     routes = Routes.of(4, ["normal", "swapped"])
     order = [[unit for m in (0, 1) for unit in routes.units(m) if unit.stage == stage] for stage in range(4)]
     order[0].sort(key=lambda unit: not unit.backward)
-    with pytest.raises(Stuck, match="wait for each other"):
-        meet(routes, order, length)
+    for played in (lambda: meet(routes, order, length), lambda: play(order, routes.needs, length)):
+        with pytest.raises(Stuck, match="wait for each other"):
+            played()
 
 
 def changed(program: Program, stage: int, steps) -> Program:

@@ -21,7 +21,7 @@ WORDS = {
 
 BESIDE = {
     "in windows": "verified in their window",
-    "early": "before it",
+    "early": "before it, for their memory was needed",
     "late": "after the last one",
     "unverified": "held against nothing",
 }

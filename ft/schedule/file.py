@@ -8,6 +8,8 @@
   step. An op is ``{"op": "send" | "receive", "peer": 2, "microbatch": 3, "what": "activation" | "gradient"}``. It may
   be some steps after the unit that made the result, and some before the one that needs it: it is kept between.
 - ``{"do": "flush"}``: wait for all stages.
+
+``ways`` has each way's stages by position, ``swapped`` the microbatches that take the swapped one.
 """
 
 import json

@@ -5,7 +5,7 @@ away (deallocate_pipeline_outputs) does not reach these. Before anything of that
 for it is verified.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,27 @@ from ft.dmr.runtime.findings import WINDOW, Findings, Mismatch
 from ft.dmr.runtime.operators import Nature, tensors_in
 from ft.dmr.runtime.twice import execute_again, results
 
+NEVER = 1 << 62
+"""Later than any operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of a verification, and bytes that wait with it and would be free without."""
+
+    us: float = 0.0
+    bytes: float = 0.0
+
 
 @dataclass(slots=True)
 class Entry:
-    """One operator that waits. ``due``: the number of executed operators from which on its window has begun."""
+    """One operator that waits.
+
+    Args:
+        versions: of its tensors, as it was executed. storages: address -> bytes of the memory they lie in.
+        due: the number of executed operators from which on its window has begun; below 0: a dynamic one.
+        cost: what verifying it is expected to take and to keep.
+    """
 
     at: At
     kind: Nature
@@ -28,14 +45,10 @@ class Entry:
     kwargs: dict[str, Any]
     outs: list[torch.Tensor]
     versions: list[int]
+    storages: dict[int, int]
     state: torch.Tensor | None
     due: int
-    check_us: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that wait with it; what other entries share is counted with each."""
-        return sum(tensor.nbytes for tensor in (*tensors_in((self.args, self.kwargs)), *self.outs))
+    cost: Cost
 
 
 def entry(
@@ -45,14 +58,16 @@ def entry(
     out: Any,
     state: torch.Tensor | None,
     due: int,
-    check_us: float = 0.0,
+    cost: Cost = Cost(),
 ) -> Entry:
     """An operator that has just been executed, kept for later. It must write nothing in place."""
     func, args, kwargs = call
     kept_args, kept_kwargs = _handles(args), _handles(kwargs)
     outs = [tensor.detach() for tensor in tensors_in(out)]
-    versions = [tensor._version for tensor in tensors_in((kept_args, kept_kwargs, outs))]
-    return Entry(at, kind, func, kept_args, kept_kwargs, outs, versions, state, due, check_us)
+    kept = tensors_in((kept_args, kept_kwargs, outs))
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
+    versions = [tensor._version for tensor in kept]
+    return Entry(at, kind, func, kept_args, kept_kwargs, outs, versions, storages, state, due, cost)
 
 
 def _handles(value: Any) -> Any:
@@ -69,59 +84,67 @@ class Waiting:
     """The queue, in order of execution.
 
     Args:
-        verify: takes an entry, and compares.
+        verify: takes an entry, and compares. lasting: addresses of memory that is there anyway: parameters.
+
+    Attributes:
+        nbytes: of the memory that is kept now; most_bytes: at most so far.
     """
 
-    def __init__(self, verify: Callable[[Entry], None]):
-        self._verify = verify
-        self._entries: list[Entry] = []
+    def __init__(self, verify: Callable[[Entry], None], lasting: Collection[int] = ()):
+        self._verify, self._lasting = verify, frozenset(lasting)
+        self._entries: dict[int, Entry] = {}
         self._users: dict[int, int] = {}
-        self.most_bytes = 0
-        self._bytes = 0
+        self.nbytes = self.most_bytes = 0
+        self._next_due = NEVER
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def entries(self) -> Sequence[Entry]:
-        return self._entries
-
-    @property
-    def nbytes(self) -> int:
-        return self._bytes
-
     def put(self, one: Entry) -> None:
-        self._entries.append(one)
-        for storage in _storages(one):
-            self._users[storage] = self._users.get(storage, 0) + 1
-        self._bytes += one.nbytes
-        self.most_bytes = max(self.most_bytes, self._bytes)
+        self._entries[id(one)] = one
+        if one.due >= 0:
+            self._next_due = min(self._next_due, one.due)
+        for storage, size in one.storages.items():
+            users = self._users.get(storage, 0)
+            self._users[storage] = users + 1
+            self.nbytes += 0 if users or storage in self._lasting else size
+        self.most_bytes = max(self.most_bytes, self.nbytes)
 
     def take(self, wanted: Callable[[Entry], bool]) -> int:
         """Verifies what is ``wanted``, in order; returns how many."""
-        due = [one for one in self._entries if wanted(one)]
-        if not due:
-            return 0
-        ids = set(map(id, due))
-        self._entries = [one for one in self._entries if id(one) not in ids]
-        for one in due:
-            for storage in _storages(one):
-                self._users[storage] -= 1
-                if not self._users[storage]:
-                    del self._users[storage]
-            self._bytes -= one.nbytes
-            self._verify(one)
-        return len(due)
+        return self.take_these([number for number, one in self._entries.items() if wanted(one)])
 
-    def before_change(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are about to be written in place: what waits for their memory is verified first."""
-        hit = {storage for tensor in tensors if (storage := _storage(tensor)) in self._users}
-        if hit:
-            self.take(lambda one: not hit.isdisjoint(_storages(one)))
+    def take_these(self, numbers: Sequence[int]) -> int:
+        """Verifies those with these ``id``s; returns how many."""
+        for number in numbers:
+            one = self._entries.pop(number)
+            self._verify(one)
+            self._let_go(one)
+        return len(numbers)
+
+    def _let_go(self, one: Entry) -> None:
+        for storage, size in one.storages.items():
+            self._users[storage] -= 1
+            if not self._users[storage]:
+                del self._users[storage]
+                self.nbytes -= 0 if storage in self._lasting else size
+
+    def take_due(self, executed: int) -> int:
+        """Verifies what is due after so many operators; returns how many."""
+        if executed < self._next_due:
+            return 0
+        done = self.take(lambda one: 0 <= one.due <= executed)
+        self._next_due = min((one.due for one in self._entries.values() if one.due >= 0), default=NEVER)
+        return done
+
+    def before_change(self, tensors: Iterable[torch.Tensor]) -> int:
+        """These are about to be written in place: what waits for their memory is verified first; returns how many."""
+        hit = {storage for tensor in tensors if (storage := tensor.untyped_storage()._cdata) in self._users}
+        return self.take(lambda one: not hit.isdisjoint(one.storages)) if hit else 0
 
     def drop(self) -> None:
         """Forgets all that waits."""
-        self._entries, self._users, self._bytes = [], {}, 0
+        self._entries, self._users, self.nbytes, self._next_due = {}, {}, 0, NEVER
 
 
 def verify(one: Entry, findings: Findings) -> None:
@@ -132,11 +155,3 @@ def verify(one: Entry, findings: Findings) -> None:
         return
     again = execute_again(one.func, one.args, one.kwargs, one.state)
     findings.pair(one.at, WINDOW, one.outs, results(one.kind, one.args, one.kwargs, again))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _storages(one: Entry) -> set[int]:
-    return {_storage(tensor) for tensor in (*tensors_in((one.args, one.kwargs)), *one.outs)}

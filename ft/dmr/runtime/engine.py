@@ -65,9 +65,10 @@ class Engine:
         self.course.update()
 
     def coverage(self) -> dict[str, int]:
-        """Operators of the last iteration by how they were verified; "late": deferred ones that no window was left for;
-        "unverified": compared with nothing."""
-        queue = {"in windows": self.queue.in_windows, "late": self.queue.late}
+        """Operators of the last iteration by how they were verified. Deferred ones: "in windows"; "early": before that,
+        because their memory was about to be changed or is scarce; "late": no window was left. "unverified": compared
+        with nothing."""
+        queue = {"in windows": self.queue.in_windows, "early": self.queue.early, "late": self.queue.late}
         return {**self.mode.counts, **queue, "unverified": self.findings.unverified}
 
     def flag(self) -> torch.Tensor:

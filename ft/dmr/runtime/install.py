@@ -1,6 +1,6 @@
 """Puts DMR together for one rank of a training run of megatron-core."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +78,9 @@ def make_engine(
     backend(device)
     digest(torch.zeros(1, device=device), seed)  # what the first digest compiles or copies is not part of a step
     course, findings = Course(), Findings(device, seed)
-    queue = _queue(strategy, plan, findings, stage)
+    queue = _queue(
+        strategy, plan, findings, stage, {p.untyped_storage()._cdata for c in chunks for p in c.parameters()}
+    )
     mode = DoubleExecution(course, strategy, findings, queue, stage, falsifier)
     messages = Messages(findings, parallel_state.get_pipeline_model_parallel_group(), len(chunks))
     engine = Engine(course, findings, queue, mode, messages, None if falsifier is None else falsifier.payload)
@@ -86,11 +88,11 @@ def make_engine(
     return engine
 
 
-def _queue(strategy: Strategy, plan: Plan | None, findings: Findings, stage: int) -> Queue:
+def _queue(strategy: Strategy, plan: Plan | None, findings: Findings, stage: int, lasting: Collection[int]) -> Queue:
     strategy = strategy.strategy if isinstance(strategy, Sparing) else strategy
     if plan is None or not isinstance(strategy, Planned):
         return Queue(findings)
     dynamic = [window.dur_us for window in plan.trace.windows if window.stage == stage and window.dynamic]
-    headroom = max((plan.trace.memory.budget or 0.0) - plan.predicted.peak_bytes, 0.0)
-    lasting = sum(dynamic) / len(dynamic) if dynamic else None
-    return Queue(findings, strategy.replays, strategy.helpers, headroom, lasting)
+    headroom = max((plan.trace.memory.budget or 0.0) - plan.trace.memory.peak(stage), 0.0)
+    mean_us = sum(dynamic) / len(dynamic) if dynamic else None
+    return Queue(findings, strategy.replays, strategy.helpers, headroom, mean_us, lasting)

@@ -76,6 +76,8 @@ class DoubleExecution(TorchDispatchMode):
         if kind.written and self._queue:
             self._queue.before_change(tensors_in(written(kind, args, kwargs)))
         decision = self._strategy.decide(unit, index, kind.name, self._is_recomputed())
+        if self.segment is not None:
+            decision = self.segment.settle(decision, kind.name, again=self.again)
         state = state_before(kind, args, kwargs) if self._queue.helpers and kind.random else None
         self.counts[decision.set] = self.counts.get(decision.set, 0) + 1
         if decision.set == NAIVE:

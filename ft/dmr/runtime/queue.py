@@ -1,13 +1,14 @@
 """All that waits for windows on one rank: single operators and AGC segments; and when it is verified."""
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ft.dmr.plan import online
-from ft.dmr.runtime.deferred import Waiting, entry, verify
+from ft.dmr.plan import waiting as online
+from ft.dmr.runtime.deferred import Cost, Entry, Waiting, entry, verify
 from ft.dmr.runtime.findings import Findings
 from ft.dmr.runtime.replay import Replay
 from ft.dmr.runtime.strategy import Decision, Segment
@@ -20,11 +21,13 @@ class Queue:
 
     Args:
         segments: the plan's AGC segments. helpers: operators that these execute again for what they make.
-        headroom: bytes that may wait without a place in the plan (dynamic windows). dynamic_us: how long such windows
+        headroom: bytes that may wait, those with a place in the plan included. dynamic_us: how long dynamic windows
             last; None: not known.
+        lasting: addresses of memory that is there anyway: parameters.
 
     Attributes:
-        in_windows: verifications that were executed in windows; late: those that no window was left for.
+        in_windows: operators that were verified in windows; early: before, because their memory was about to be changed
+            or is scarce; late: for which no window was left.
     """
 
     def __init__(
@@ -34,26 +37,29 @@ class Queue:
         helpers: Mapping[str, list[str]] | None = None,
         headroom: float = 0.0,
         dynamic_us: float | None = None,
+        lasting: Collection[int] = (),
     ):
         self._findings = findings
         self._segments, self.helpers = segments or {}, helpers or {}
         self._headroom, self._dynamic_us = headroom, dynamic_us
-        self._waiting = Waiting(lambda one: verify(one, findings))
+        self._waiting, self._dynamic = Waiting(self._gone, lasting), online.Waiting()
         self._replays: dict[str, Replay] = {}
         self._over: set[str] = set()
-        self.in_windows = self.late = 0
+        self.in_windows = self.early = self.late = 0
 
     def restart(self) -> None:
         """An iteration begins; what an interrupted one left behind is forgotten."""
         self._waiting.drop()
+        self._dynamic = online.Waiting()
         self._replays, self._over = {}, set()
-        self.in_windows = self.late = 0
+        self.in_windows = self.early = self.late = 0
 
     def __bool__(self) -> bool:
         return bool(len(self._waiting) or self._replays)
 
     @property
     def most_bytes(self) -> int:
+        """The most that single operators have kept at a time, without parameters."""
         return self._waiting.most_bytes
 
     def put(self, at, kind, call: Call, out: Any, state: torch.Tensor | None, decision: Decision) -> bool:
@@ -61,9 +67,11 @@ class Queue:
         if decision.replay is not None:
             return self._record(decision.replay, at, kind, call, out, state)
         if decision.due is not None:
-            self._waiting.put(entry(at, kind, call, out, state, decision.due, decision.check_us))
+            self._waiting.put(entry(at, kind, call, out, state, decision.due))
             return True
-        self._waiting.put(entry(at, kind, call, out, state, -1, decision.check_us))
+        one = entry(at, kind, call, out, state, -1, Cost(decision.check_us, decision.bytes))
+        self._waiting.put(one)
+        self._dynamic.put(online.Entry(str(id(one)), one.cost.us, one.cost.bytes))
         self._relieve()
         return True
 
@@ -75,36 +83,34 @@ class Queue:
     def before_change(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are about to be written in place."""
         tensors = list(tensors)
-        self._waiting.before_change(tensors)
+        self.early += self._waiting.before_change(tensors)
         if self._replays:
-            storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-            for name in [n for n, one in self._replays.items() if any(map(one.uses, storages))]:
-                self._finish(name)
+            storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+            for name in [name for name, one in self._replays.items() if one.changes(storages)]:
+                self.early += self._finish(name)
 
     def window(self, executed: int) -> None:
         """A window is open, after ``executed`` operators of the iteration: what is due is verified."""
-        done = self._waiting.take(lambda one: 0 <= one.due <= executed)
+        self.in_windows += self._waiting.take_due(executed)
         due = [name for name, one in self._replays.items() if one.is_whole and one.due <= executed]
         for name in due:
-            self._finish(name)
-        self.in_windows += done + len(due)
+            self.in_windows += self._finish(name)
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """A window of unknown length is open: the oldest are verified until it closes (SpareTrain, Method 4)."""
+        lasts = math.inf if self._dynamic_us is None else self._dynamic_us
         began = time.perf_counter()
         while not is_over():
-            queue = self._dynamic()
-            decision = online.in_dynamic_window(queue, (time.perf_counter() - began) * 1e6, self._dynamic_us)
-            if not decision.execute:
+            chosen = self._dynamic.oldest(lasts - (time.perf_counter() - began) * 1e6)
+            if chosen is None:
                 return
-            self.in_windows += self._take(decision.execute)
+            self.in_windows += self._waiting.take_these([int(chosen.op)])
 
     def drain(self) -> None:
         """Everything that waits is verified now: the optimizer is about to change what it reads."""
         self.late += self._waiting.take(lambda one: True)
         for name in list(self._replays):
-            self.late += 1
-            self._finish(name)
+            self.late += self._finish(name)
 
     def _record(self, name: str, at, kind, call: Call, out: Any, state: Any, *, compares: bool = True) -> bool:
         if name in self._over:
@@ -116,19 +122,19 @@ class Queue:
         replay.record(at, kind, call, out, state, compares=compares)
         return True
 
-    def _finish(self, name: str) -> None:
+    def _finish(self, name: str) -> int:
         self._over.add(name)
-        self._replays.pop(name).verify()
+        return self._replays.pop(name).verify()
 
-    def _dynamic(self) -> tuple[online.Entry, ...]:
-        return tuple(
-            online.Entry(str(id(one)), one.check_us, one.nbytes) for one in self._waiting.entries if one.due < 0
-        )
+    def _gone(self, one: Entry) -> None:
+        """An entry is being verified, whoever asked for it."""
+        name = str(id(one))
+        if name in self._dynamic:
+            self._dynamic.take(name)
+        verify(one, self._findings)
 
     def _relieve(self) -> None:
-        """Memory for what has no place in the plan is limited."""
-        self._take(online.under_pressure(self._dynamic(), self._headroom).execute)
-
-    def _take(self, chosen: Sequence[online.Entry]) -> int:
-        names = {one.op for one in chosen}
-        return self._waiting.take(lambda one: str(id(one)) in names) if names else 0
+        """Memory is limited: what has a place in the plan has its memory there, the rest shares what is left."""
+        planned = max(self._waiting.nbytes - self._dynamic.held, 0.0)
+        pressed = self._dynamic.press(max(self._headroom - planned, 0.0))
+        self.early += self._waiting.take_these([int(one.op) for one in pressed])

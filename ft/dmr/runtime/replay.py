@@ -3,7 +3,7 @@
 Of what is made inside only digests are kept; the replay makes it anew, and each of its operators is compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,15 +84,19 @@ class Replay:
                 self._expected.add(tensor)
                 self._places.append((at, WINDOW))
 
-    def uses(self, storage: int) -> bool:
-        """It will read that memory."""
-        return any(tensor.untyped_storage()._cdata == storage for tensor, _ in self._kept.values())
+    def changes(self, storages: Collection[int]) -> bool:
+        """That memory is about to be written in place. Whether the replay will read it: then it has to come first. What
+        it makes anew itself is not what later operators will find there."""
+        for storage in storages:
+            self._makers.pop(storage, None)
+        return any(tensor.untyped_storage()._cdata in storages for tensor, _ in self._kept.values())
 
-    def verify(self) -> None:
-        """Replays and compares."""
+    def verify(self) -> int:
+        """Replays and compares; returns how many operators."""
+        compared = sum(step.compares for step in self._steps)
         if any(tensor._version != version for tensor, version in self._kept.values()):
-            self._findings.unverified += len(self._places)
-            return
+            self._findings.unverified += compared
+            return 0
         last = self._last_uses()
         made: dict[int, list[torch.Tensor]] = {}
         found = self._findings.rows()
@@ -107,6 +111,7 @@ class Replay:
         expected, got = self._expected.table(), found.table()
         if got.device.type != "cpu" or not torch.equal(expected, got):
             self._findings.tables(self._places, expected, got)
+        return compared
 
     def _last_uses(self) -> dict[int, list[int]]:
         """Step -> steps whose results nobody needs after it."""

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ft.dmr.plan.assign import PIGGYBACK
 from ft.dmr.runtime.course import At
 from ft.dmr.runtime.findings import RECOMPUTATION, Findings, Mismatch
+from ft.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
 
 _CONFIRMED = 3
 _MOST_SCRIPTS = 1000
@@ -65,7 +67,23 @@ class Segment:
         self._places: list[tuple[At, str]] = []
         self._widths: list[int] = []
         self._expected, self._found = findings.rows(), None
+        self._forward: list[tuple[str, bool]] = []
+        self._position = 0
         self.is_comparable = True
+
+    def settle(self, decision: Decision, name: str, *, again: bool) -> Decision:
+        """What becomes of ``decision`` about the next operator. It is compared with its recomputation on both sides or
+        on none: where a run is not as it was planned, a plan may say one thing here and another there."""
+        if not again:
+            self._forward.append((name, decision.set == PIGGYBACK))
+            return decision
+        if self._position == len(self._forward) or self._forward[self._position][0] != name:
+            return decision  # the forward had none: what it is becomes clear when it is expected
+        is_compared = self._forward[self._position][1]
+        self._position += 1
+        if is_compared:
+            return WITH_RECOMPUTATION
+        return AT_ONCE if decision.set == PIGGYBACK else decision
 
     def primary(self, at: At, outs: Sequence[torch.Tensor]) -> None:
         """An operator of the forward has been executed."""
@@ -82,6 +100,7 @@ class Segment:
         self._steps: list[Step] = []
         self._rows: list[range] = []
         self._lost_at: int | None = None
+        self._position = 0
         self.is_comparable = True
 
     def unchecked(self) -> None:

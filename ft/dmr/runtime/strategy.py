@@ -20,13 +20,14 @@ class Decision:
         set: one of ``ft.dmr.plan.assign.SETS``.
         due: (D sets) operators executed before its window; None: a dynamic one, whatever comes.
         replay: (D sets) the AGC segment it is replayed with.
-        check_us: what verifying it is expected to take.
+        check_us: what verifying it is expected to take. bytes: that wait with it, and would be free without.
     """
 
     set: str
     due: int | None = 0
     replay: str | None = None
     check_us: float = 0.0
+    bytes: float = 0.0
 
 
 AT_ONCE = Decision(NAIVE)
@@ -109,13 +110,22 @@ class Planned:
                     "profile the run itself: ft dmr profile, then ft dmr plan",
                 )
             when = 0 if how.window is None else due[how.window]
-            unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us)))
+            kept = (plan.trace.tensors[tensor] for tensor in dict.fromkeys(op.tensors))
+            size = sum(tensor.bytes for tensor in kept if tensor.free_us is not None)
+            unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us, size)))
+        # Tensor-parallel ranks do not all have the same parameters to update, and no need of a plan for that.
+        self._all_at_once = {
+            unit for unit, found in self._decisions.items() if all(one.set == NAIVE for _, one in found)
+        }
         self.replays: dict[str, Segment] = {}
         self.helpers: dict[str, list[str]] = {}
         self._plan_replays(plan, stage, due, frozenset(unstable))
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
-        planned = self._decisions.get((unit.phase, unit.chunk, unit.microbatch), ())
+        where = (unit.phase, unit.chunk, unit.microbatch)
+        if where in self._all_at_once:
+            return AT_ONCE
+        planned = self._decisions.get(where, ())
         name, decision = planned[index] if index < len(planned) else ("none", AT_ONCE)
         if name != operator:
             self.misfits[name, operator] += 1
