@@ -186,6 +186,18 @@ def test_an_unchecked_operator_in_a_segment_makes_what_follows_naive():
     assert 0 < counts[PIGGYBACK] < whole.coverage()[PIGGYBACK]
 
 
+def test_a_graph_that_is_kept_is_recomputed_twice():
+    engine, block = engine_of(Piggyback()), Block()
+    with engine.iteration(1):
+        x = torch.randn(4, 16, requires_grad=True)
+        out = checkpoint(engine.recomputed(block), x, use_reentrant=False).sum()
+        out.backward(retain_graph=True)
+        once = x.grad.clone()
+        out.backward()
+    assert torch.equal(x.grad, 2 * once)
+    assert not engine.flag().item(), engine.findings.settle()
+
+
 def test_outside_of_an_iteration_nothing_is_watched():
     engine = engine_of(Piggyback())
     function = engine.recomputed(torch.exp)

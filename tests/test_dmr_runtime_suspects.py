@@ -104,6 +104,7 @@ def test_the_rank_s_own_executions_count_more_than_what_it_received():
 def test_who_received_wrongly_each_time_is_evicted_where_others_did_not():
     history = [attempt(r1=MESSAGE, r2=MESSAGE), attempt(r1=MESSAGE), attempt(r1=MESSAGE, r3=MESSAGE)]
     assert decide(history, NOBODY, Limits(2)).ranks == (1,)
+    assert decide([attempt(r2=MESSAGE)] * 3, NOBODY, Limits(2)).ranks == (2,), "nobody else has to have found anything"
     everybody = [attempt(r0=REDUCTION, r1=REDUCTION, r2=REDUCTION, r3=REDUCTION)] * 3
     assert decide(everybody, NOBODY, Limits(2)).action == GIVE_UP
 

@@ -5,9 +5,13 @@ import json
 import pytest
 import small_runs as runs
 import torch
+from dmr_traces import pipeline_trace
 from harness import RankFailed
 
 from ft import cli
+from ft.dmr.plan.file import read_plan
+from ft.dmr.plan.schedule import Pipeline
+from ft.dmr.plan.trace_file import write_trace
 from ft.dmr.runtime.course import Unit
 from ft.dmr.runtime.strategy import SKIPPED, Naive, Piggyback
 from ft.dmr.runtime.unstable import Sparing, Unstable, read_unstable, write_unstable
@@ -187,6 +191,21 @@ def test_a_strategy_leaves_them_out_and_nothing_else():
             assert sparing.decide(Unit("F"), 0, "mm", in_segment) == inner.decide(Unit("F"), 0, "mm", in_segment)
         assert "index_put_" in sparing.name
         assert inner.name in sparing.name
+
+
+def test_a_plan_claims_nothing_for_them(tmp_path, capsys):
+    profile, out, names = (str(tmp_path / name) for name in ("prof.json", "plan.json", "u.json"))
+    trace = pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0)
+    write_trace(tmp_path / "prof.json", trace)
+    unstable = trace.ops[0].name
+    write_unstable(tmp_path / "u.json", Unstable((unstable, "of another model"), "", ""))
+    words = ["dmr", "plan", profile, "--memory-budget", "6000", "--unstable", names, "--out", out]
+    assert cli.main(words) == 0
+    assert "NOT verified" in capsys.readouterr().out
+    found = read_plan(tmp_path / "plan.json")
+    sets = {op.name: found.assign[op.id].set for op in found.trace.ops}
+    assert {name for name, how in sets.items() if how == SKIPPED} == {unstable}
+    assert cli.main([*words[:6], names + "x"]) == 2
 
 
 @pytest.mark.parametrize(

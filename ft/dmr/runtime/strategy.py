@@ -148,7 +148,8 @@ class Planned:
             for name in made:
                 self.helpers.setdefault(name, []).append(segment.id)
             when = due[segment.window]
-            size = sum(by_id[name].name not in unstable for name in (*segment.ops, *made))
+            replayed = (name for name in (*segment.ops, *made) if plan.assign[name].set != UNCHECKED)
+            size = sum(by_id[name].name not in unstable for name in replayed)
             self.replays[segment.id] = Segment(size, 0 if when is None else when)
 
 

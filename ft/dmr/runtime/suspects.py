@@ -44,7 +44,8 @@ def decide(attempts: Sequence[Reports], earlier: Mapping[int, int], limits: Limi
     """What to do after the last of ``attempts`` at one iteration went wrong.
 
     A rank whose own executions differed in every attempt is at fault. Where only messages or reductions differed, it is
-    who received them wrongly each time. ``earlier``: rank -> wrong attempts in the iterations remembered.
+    who received them wrongly each time, unless that is everybody. ``earlier``: rank -> wrong attempts in the iterations
+    remembered, of all ranks.
     """
     wrong = Counter(rank for reports in attempts for rank, found in reports.items() if own_mismatches(found))
     often = [rank for rank in sorted(wrong) if wrong[rank] + earlier.get(rank, 0) >= limits.repeats]
@@ -59,13 +60,10 @@ def decide(attempts: Sequence[Reports], earlier: Mapping[int, int], limits: Limi
         return Outcome(EVICT, always, f"wrong in {len(attempts)} attempts out of {len(attempts)}")
     on_wires = Counter(rank for reports in attempts for rank, found in reports.items() if found)
     receivers = tuple(rank for rank in sorted(on_wires) if on_wires[rank] == len(attempts))
-    if receivers and len(receivers) < _everybody(attempts):
+    if receivers and len(receivers) < len(earlier):
         return Outcome(EVICT, receivers, f"received or reduced wrongly in {len(attempts)} attempts")
-    return Outcome(GIVE_UP, reason=f"{len(attempts)} attempts went wrong, and no rank did so in all of them")
-
-
-def _everybody(attempts: Sequence[Reports]) -> int:
-    return max(len(reports) for reports in attempts)
+    nobody = "all ranks received wrongly in each of them" if receivers else "no rank did so in all of them"
+    return Outcome(GIVE_UP, reason=f"{len(attempts)} attempts went wrong, and {nobody}")
 
 
 class Memory:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.dmr.digest import compare, differing
-from ft.dmr.runtime.operators import Nature, nature, tensors_in
+from ft.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
 from ft.dmr.runtime.twice import check_in_place, execute_again, state_before, written
 
 STABLE, UNSTABLE, REFUSED, NOT_TRIED = "stable", "unstable", "refused", "not tried"
@@ -81,7 +81,7 @@ class Probe(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         kind = nature(func)
-        if not kind.executes or (kind.copies and _changes_device(args, kwargs)):
+        if not is_counted(kind, args, kwargs):
             return func(*args, **kwargs)
         finding = self._of(kind, args, kwargs)
         if finding.calls >= self._calls:
@@ -156,11 +156,3 @@ def _deterministic_algorithms() -> Iterator[None]:
 def _worse(one: str | None, other: str) -> str:
     order = (None, STABLE, NOT_TRIED, UNSTABLE, REFUSED)
     return max(one, other, key=order.index)
-
-
-def _changes_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    devices = {tensor.device.type for tensor in tensors_in(args)}
-    asked = kwargs.get("device")
-    if asked is not None:
-        devices.add(torch.device(asked).type)
-    return len(devices) > 1
