@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, Plan
 from ft.dmr.plan.trace import CLOSE_US, RECOMPUTE
+from ft.dmr.runtime.abreast import Abreast
 from ft.dmr.runtime.course import Unit, operator_id
 from ft.errors import UserError
 
@@ -79,7 +80,7 @@ class Planned:
         unstable: operators that are not verified (``ft.dmr.runtime.unstable``), and not replayed.
 
     Attributes:
-        replays: AGC segments of the stage. misfits: operators that were not as planned, by "planned, found".
+        replays: AGC segments of the stage. misfits: operators that were not found in the plan, by phase and name.
         helpers: operator -> AGC segments that replay it for what it makes, while it is verified otherwise.
 
     Raises:
@@ -114,6 +115,7 @@ class Planned:
             size = sum(tensor.bytes for tensor in kept if tensor.free_us is not None)
             unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us, size)))
         # Tensor-parallel ranks do not all have the same parameters to update, and no need of a plan for that.
+        self._abreast = {unit: Abreast([name for name, _ in found]) for unit, found in self._decisions.items()}
         self._all_at_once = {
             unit for unit, found in self._decisions.items() if all(one.set == NAIVE for _, one in found)
         }
@@ -125,11 +127,12 @@ class Planned:
         where = (unit.phase, unit.chunk, unit.microbatch)
         if where in self._all_at_once:
             return AT_ONCE
-        planned = self._decisions.get(where, ())
-        name, decision = planned[index] if index < len(planned) else ("none", AT_ONCE)
-        if name != operator:
-            self.misfits[name, operator] += 1
+        follower = self._abreast.get(where)
+        place = None if follower is None else follower.find(index, operator)
+        if place is None:
+            self.misfits[unit.phase, operator] += 1
             return WITH_RECOMPUTATION if in_segment else AT_ONCE
+        decision = self._decisions[where][place][1]
         if decision.set == PIGGYBACK and not in_segment:
             return AT_ONCE
         return decision
