@@ -28,7 +28,7 @@ def test_a_stage_lost_with_its_copy_is_rebuilt_and_all_go_on():
     assert (repair.step, repair.rebuilt) == (5, {"1": m.Neighbours(0, 2)})
     assert repair.sources == {"0": m.Source(0, 0), "2": m.Source(3, 3), "3": m.Source(3, 3)}
     assert m.decode(m.encode(repair)) == repair
-    assert "nobody has stage 1 of step 5: rebuilt from the stages beside (CheckFree)" in world.last
+    assert "of step 5, stage 1 is rebuilt from the stages beside (CheckFree)" in world.last
     assert kinds(world.repair()) == ["Resume"]
     world.resume()
     assert world.state.phase == RUNNING

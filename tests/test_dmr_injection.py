@@ -278,7 +278,7 @@ def test_flips_of_every_operator_are_found(precision, ranks, corpus):
 
 @pytest.mark.parametrize("mode", [REPEAT, STUCK])
 def test_a_device_that_computes_wrongly_again_and_again_is_replaced(mode, corpus, reference, tmp_path):
-    layout, which = f"--use-distributed-optimizer {RECOMPUTED}", "operator=mm:bit=30"
+    layout, which = f"--use-distributed-optimizer {RECOMPUTED}", "operator=mm:bit=20"
     done = ft_run(
         tmp_path / "run",
         flags(corpus, f"{layout} --ft-dmr piggyback", 14),

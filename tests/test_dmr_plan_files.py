@@ -220,6 +220,8 @@ def test_a_budget_has_to_be_given_and_to_be_enough(files, capsys):
     for wrong in ("80XB", "-3GB", "0", "much"):
         assert "no size like 80GB" in refused(capsys, "plan", profile, f"--memory-budget={wrong}")
     assert "none was asked" in refused(capsys)
+    known = ("--known", str(files[1]), "--phases", "1")
+    assert "fewer are asked for" in refused(capsys, "plan", profile, "--memory-budget", "80GB", *known)
 
 
 def test_sizes_are_read_and_written():

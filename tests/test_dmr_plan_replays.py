@@ -61,6 +61,30 @@ def test_only_what_the_recomputation_executes_too_is_verified_by_it(forward, rec
     assert sum("nothing recomputes it" in problem for problem in problems(claimed)) == len(at_once)
 
 
+@pytest.mark.parametrize(
+    "changed, set_of_it",
+    [
+        # New memory in each execution: both find the same there.
+        (("mine", "again"), PIGGYBACK),
+        # A counter, which goes on in the recomputation.
+        (("counter", "counter"), NAIVE),
+        (("mine", "w"), NAIVE),
+    ],
+)
+def test_what_changes_a_tensor_is_verified_by_the_recomputation_if_that_is_its_own(changed, set_of_it):
+    trace = segment_trace("abc", "abc")
+    ops = list(trace.ops)
+    for i, name in zip((1, 4), changed, strict=True):
+        ops[i] = replace(ops[i], checking=replace(ops[i].checking, mutates=(name,)))
+    ops.append(Operator("end", "add_", Place(phase=BACKWARD), 60.0, 1.0, (), (), Checking(mutates=("w",))))
+    found = plan(replace(trace, ops=tuple(ops)), 0.0)
+    assert {found.assign[ops[i].id].set for i in (1, 4)} == {set_of_it}
+    assert {found.assign[ops[i].id].set for i in (0, 2, 3, 5)} == {PIGGYBACK} and not list(problems(found))
+    claimed = {ops[i].id: replace(found.assign[ops[i].id], set=PIGGYBACK) for i in (1, 4)}
+    wrong = list(problems(replace(found, assign=found.assign | claimed)))
+    assert len(wrong) == (2 if set_of_it == NAIVE else 0)
+
+
 @pytest.mark.parametrize("checking", [{"deterministic": False}, {"mutates": ("w",)}])
 def test_activations_are_not_regenerated_by_operators_that_cannot_be_repeated(checking):
     trace = pipeline_trace(Pipeline(1, 1), layers=1, size=100.0, tp_us=0.0)

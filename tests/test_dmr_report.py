@@ -80,7 +80,7 @@ def test_sets_come_before_what_is_counted_beside():
     history.covered(1.0, late=900, naive=1, D_inter=50, unchecked=2, unverified=0, **{"in windows": 3, "other": 4})
     assert coverage(corruption(history.events)) == (
         "200 in windows between units, 16 other, 8 unchecked (not reproducible), 4 at once, "
-        "3600 windows that did not, 12 windows that came in time"
+        "3600 after the last one, 12 verified in their window"
     )
 
 

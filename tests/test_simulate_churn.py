@@ -171,6 +171,12 @@ def test_the_fallback_restores_the_excess_of_its_checkpoint():
     assert early.executed[0] - early.undone[0] == pytest.approx(expected)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_jump_may_be_made_good_at_once():
+    found = struck(CHECKFREE, (9_900.0, 1), law=replace(LAW, made_good=1e-3))
+    assert found.executed[0] == pytest.approx(1000)
+
+
 # --- against closed forms, and steps ----------------------------------------------------------------------------------
 
 
@@ -426,6 +432,7 @@ def test_the_rates_at_which_published_hours_would_be_ours(capsys):
         ("--trace nowhere.csv --rates 5%", "--rates or --trace"),
         ("--trace nowhere.csv --seeds 3", "--seeds"),
         ("--ends checkpoint --fallback 0", "--fallback"),
+        ("--iterations 100", "--evaluate"),
         ("--strategies raid", "none of checkpoint,"),
         ("--fit 10%", "[published]"),
         ("--fit ten", "--fit ten"),

@@ -1,10 +1,10 @@
 """CheckFree on one rank: what is kept for a rebuild while training runs, and both sides of a rebuild.
 
-Of what a rebuilt stage is made (the paper's section 4.2; ``shared`` findings on megatron-core in the README):
+What a rebuilt stage consists of (CheckFree's paper, section 4.2; what it leaves open is as in the authors' code):
 
 parameters          the neighbours' blocks, averaged (:mod:`ft.checkfree.rebuild`); main parameters follow
 moments, steps      fresh
-learning rate       times a factor (:mod:`ft.checkfree.rate`)
+learning rate       times a factor, by max_lr and min_lr: core's schedule reads no lr_mult (:mod:`ft.checkfree.rate`)
 schedule, scaler    the neighbour's: they are the same on all stages
 position            the neighbour's
 random numbers      seeded anew for this place and step

@@ -17,6 +17,7 @@ COPIES, REBUILD, RESTART = "copies", "rebuild", "restart"
 MIDDLE, PLUS = "middle", "plus"
 """Which stages CheckFree may rebuild: those with two neighbours; with CheckFree+ the first and the last as well."""
 
+AGAINST = "CheckFree cannot help"
 LAST_RUNG = "what is left is the last persistent checkpoint"
 
 
@@ -73,26 +74,33 @@ class Rung:
 def decide(memory: Memory, stages: Stages) -> Rung:
     """The first rung that bears.
 
-    Copies of an earlier step go before a rebuild at a later one: what they cost is a step.
+    Copies of an earlier step go before a rebuild at a later one: what they cost is a step. With CheckFree+ a rebuild
+    that was begun at the very step is begun anew: it changes the neighbour that has the other copy of embedding or head
+    too, and snapshots of both may be of before and after.
     """
     step, found, why = sources.choose(memory.ranks, memory.holdings, memory.dp_peers, memory.spoiled, memory.complete)
     if step is not None:
+        begun = stages.checkfree == PLUS and step in stages.rebuilt.values()
+        rung = _rebuild(step, memory, stages, again=True) if begun else None
+        if rung is not None and rung.name == REBUILD:
+            return rung
         return Rung(COPIES, step, f"step {step} is the newest that every logical rank has a source of", found)
     lost = f"both copies lost: {why}"
     if not stages.checkfree:
         return Rung(RESTART, None, lost)
     against = ""
     for step in sources.steps_held(memory.holdings):
-        rung = _rebuild(step, memory, stages)
-        if rung.name == REBUILD:
-            return rung
+        for again in (True, False) if stages.checkfree == PLUS else (False,):
+            rung = _rebuild(step, memory, stages, again=again)
+            if rung.name == REBUILD:
+                return rung
         against = against or rung.reason
     against = against or "there is no stage to rebuild from"
-    return Rung(RESTART, None, f"{lost}; CheckFree cannot help: {against}; {LAST_RUNG}")
+    return Rung(RESTART, None, f"{lost}; {AGAINST}: {against}; {LAST_RUNG}")
 
 
-def _rebuild(step: int, memory: Memory, stages: Stages) -> Rung:
-    """REBUILD at ``step``, or RESTART with what speaks against it."""
+def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> Rung:
+    """REBUILD at ``step``, or RESTART with what speaks against it. ``again``: what was rebuilt at it as well."""
     if step in memory.unbuildable:
         return Rung(RESTART, None, f"at step {step} the neighbours' blocks turned out unusable")
     if unknown := sorted(rank for rank in memory.ranks if rank not in stages.places):
@@ -102,14 +110,15 @@ def _rebuild(step: int, memory: Memory, stages: Stages) -> Rung:
     members: dict[int, list[int]] = {}
     for rank in sorted(memory.ranks):
         members.setdefault(stages.places[rank].pp, []).append(rank)
-    lost = sorted({stages.places[rank].pp for rank in lacking})
-    against = _against(step, lost, lacking, members, stages)
+    lost = {stages.places[rank].pp for rank in lacking}
+    lost |= {stage for stage, at in stages.rebuilt.items() if again and at == step}
+    against = _against(step, sorted(lost), lacking, members, stages)
     if against:
         return Rung(RESTART, None, against)
     at = {place: rank for rank, place in stages.places.items()}
-    rebuilt = {rank: _neighbours(stages.places[rank], at) for stage in lost for rank in members[stage]}
+    rebuilt = {rank: _neighbours(stages.places[rank], at) for stage in sorted(lost) for rank in members[stage]}
     kept = {rank: source for rank, source in found.items() if rank not in rebuilt}
-    reason = f"nobody has stage {_list(lost)} of step {step}: rebuilt from the stages beside (CheckFree)"
+    reason = f"of step {step}, stage {_list(sorted(lost))} is rebuilt from the stages beside (CheckFree)"
     return Rung(REBUILD, step, reason, kept, rebuilt)
 
 

@@ -14,7 +14,7 @@ from ft.errors import UserError
 BIT_FLIP = "bit-flip"
 ANY = "any"
 ONCE, REPEAT, STUCK = "once", "repeat", "stuck"
-PHASES = ("forward", "recompute", "backward", "optimizer")
+PHASES = ("forward", "recompute", "backward", "between", "optimizer")
 PRIMARY, CHECKER = "primary", "checker"
 P2P, ALL_REDUCE = "p2p", "all-reduce"
 PAYLOADS = (P2P, ALL_REDUCE)

@@ -9,6 +9,7 @@ from ft.errors import UserError
 _SUBCOMMANDS = (
     "ft.plan.disruption.commands",
     "ft.plan.snapshot.commands",
+    "ft.plan.policy.commands",
     "ft.plan.schedule.commands",
     "ft.spare.plan.commands",
 )

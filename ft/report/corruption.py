@@ -20,9 +20,9 @@ WORDS = {
 """What the sets of a plan (``ft.dmr.plan.assign.SETS``) are called here."""
 
 BESIDE = {
-    "in windows": "windows that came in time",
-    "early": "before their window, for their memory was needed",
-    "late": "windows that did not",
+    "in windows": "verified in their window",
+    "early": "before it, for their memory was needed",
+    "late": "after the last one",
     "unverified": "held against nothing",
 }
 """What is counted beside the sets (``ft.dmr.runtime.engine.Engine.coverage``)."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ft.errors import UserError
 from ft.schedule import kinds
@@ -20,8 +21,11 @@ BEST = "best"
 
 _GRIDS = ((2, 1), (1, 1), (2, 3), (1, 2), (1, 3))
 """Forward and backward times in whole numbers on which stages meet: the true ones only weigh what comes out."""
-_MOST_TRIED = 40
+_SMALL = ((2, 1), (1, 1), (1, 2), (1, 3))
+"""Those of them with short periods, in which all weaves are found in no time."""
+_MOST_TRIED = 12
 """Weaves tried for each grid: those that hold least, which are also the shortest."""
+_OFF = (0.9, 1.1)
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,32 @@ def plan(kind: str, shape: Shape) -> Planned:
     if kind == BEST:
         return best(compared(shape))
     chunks = shape.chunks if kind == "interleaved" else 1
-    tried = [_weighed(kind, shape, chunks, program) for program in _programs(kind, shape)]
-    if not tried:
-        raise UserError(f"no woven order was found for {shape.stages} stages", "take --kind half-half")
-    return min(tried, key=_cost)
+    weighed = [_weigh(shape, chunks, program) for program in _programs(kind, shape)]
+    least = min(each.cost for each in weighed)
+    found = min((each for each in weighed if each.cost == least), key=partial(_off, shape, chunks))
+    most = None if shape.most_in_flight is None else [shape.most_in_flight * chunks] * shape.stages
+    return Planned(kind, shape, chunks, found.program, found.ran, tuple(check(found.program, most)))
+
+
+class _Weighed(NamedTuple):
+    """A program, and its cost: what holds too much or never ends is dearest, then time counts, then memory."""
+
+    cost: tuple
+    program: Program
+    ran: Ran
+
+
+def _weigh(shape: Shape, chunks: int, program: Program) -> _Weighed:
+    ran = run(program, _duration(shape.f / chunks, shape.b / chunks), shape.comm)
+    most = max(in_flight(program))
+    too_much = shape.most_in_flight is not None and most > shape.most_in_flight * chunks
+    return _Weighed((too_much, bool(ran.stuck), round(ran.end, 9), most), program, ran)
+
+
+def _off(shape: Shape, chunks: int, weighed: _Weighed) -> tuple[float, int]:
+    """What it takes when a backward is a tenth shorter or longer than was said, then all that stages hold."""
+    ends = (run(weighed.program, _duration(shape.f / chunks, b * shape.b / chunks), shape.comm).end for b in _OFF)
+    return round(sum(ends), 9), sum(in_flight(weighed.program))
 
 
 def compared(shape: Shape) -> list[Planned]:
@@ -110,18 +136,7 @@ def best(planned: Iterable[Planned]) -> Planned:
     valid = [each for each in planned if each.valid]
     if not valid:
         raise UserError("no schedule that swaps half of the microbatches may run here", "allow more in flight")
-    return min(valid, key=_cost)
-
-
-def _cost(planned: Planned) -> tuple:
-    end = round(planned.ran.end, 9)
-    return (not planned.valid, bool(planned.ran.stuck), end, max(planned.in_flight), sum(planned.in_flight))
-
-
-def _weighed(kind: str, shape: Shape, chunks: int, program: Program) -> Planned:
-    ran = run(program, _duration(shape.f / chunks, shape.b / chunks), shape.comm)
-    most = None if shape.most_in_flight is None else [shape.most_in_flight * chunks] * shape.stages
-    return Planned(kind, shape, chunks, program, ran, tuple(check(program, most)))
+    return min(valid, key=lambda each: (round(each.ran.end, 9), max(each.in_flight), sum(each.in_flight)))
 
 
 def _duration(f: float, b: float) -> Callable[[Unit], float]:
@@ -131,7 +146,7 @@ def _duration(f: float, b: float) -> Callable[[Unit], float]:
 def _programs(kind: str, shape: Shape) -> Iterator[Program]:
     """What there is to choose from within a kind."""
     given = (shape.stages, shape.microbatches)
-    grids = [*_GRIDS, (shape.f, shape.b)]
+    grids = [*_GRIDS, (shape.f + shape.comm, shape.b + shape.comm)]
     if kind == "1f1b":
         yield kinds.one_f_one_b(*given)
     elif kind == "interleaved":
@@ -149,12 +164,15 @@ def _programs(kind: str, shape: Shape) -> Iterator[Program]:
 
 
 def _woven(shape: Shape) -> Iterator[Program]:
+    """Orders of several grids, each with its messages as stages meet on its grid and as they meet by the true times.
+
+    A batch comes before nearly every unit, so that a message's time is as good as part of the unit's.
+    """
+    true = (shape.f + shape.comm, shape.b + shape.comm)
     routes = kinds.half_swapped(shape.stages, shape.microbatches)
-    near = min(_GRIDS, key=lambda grid: abs(grid[1] / grid[0] - shape.b / shape.f))
-    for f, b in dict.fromkeys((near, (1, 2))):
-        ways = weaves(shape.stages, f, b)[:_MOST_TRIED]
-        yield from map(partial(_met, routes, shape.microbatches), ways)
-
-
-def _met(routes, microbatches: int, weave) -> Program:
-    return meet(routes, orders(weave, microbatches), _duration(weave.f, weave.b))[0]
+    near = sorted(_SMALL, key=lambda grid: abs(grid[1] / grid[0] - shape.b / shape.f))[:2]
+    for grid in dict.fromkeys((*near, (1, 2))):
+        for weave in weaves(shape.stages, *grid)[:_MOST_TRIED]:
+            order = orders(weave, shape.microbatches)
+            for f, b in dict.fromkeys((grid, true)):
+                yield meet(routes, order, _duration(f, b))[0]

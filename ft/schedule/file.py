@@ -8,6 +8,8 @@
   step. An op is ``{"op": "send" | "receive", "peer": 2, "microbatch": 3, "what": "activation" | "gradient"}``. It may
   be some steps after the unit that made the result, and some before the one that needs it: it is kept between.
 - ``{"do": "flush"}``: wait for all stages.
+
+``ways`` has each way's stages by position, ``swapped`` the microbatches that take the swapped one.
 """
 
 import json
@@ -81,7 +83,8 @@ def write(values: Mapping[str, Any], path: Path) -> None:
     """
     head = {name: value for name, value in values.items() if name != "steps"}
     stages = ["  [\n   " + ",\n   ".join(map(json.dumps, steps)) + "\n  ]" for steps in values["steps"]]
-    text = json.dumps(head, indent=1)[:-2] + ',\n "steps": [\n' + ",\n".join(stages) + "\n ]\n}\n"
+    lines = [f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items()]
+    text = "{\n" + "".join(lines) + ' "steps": [\n' + ",\n".join(stages) + "\n ]\n}\n"
     try:
         path.write_text(text)
     except OSError as error:

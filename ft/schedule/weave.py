@@ -11,6 +11,7 @@ Times are whole numbers; the orders that come out are then good for any forward 
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -49,7 +50,8 @@ _SEARCHED = 8
 _MOST_DELAY = 12
 
 
-def weaves(stages: int, f: int, b: int, more: int = 2) -> list[Weave]:
+@lru_cache(maxsize=64)
+def weaves(stages: int, f: int, b: int, more: int = 2) -> tuple[Weave, ...]:
     """All weaves with the least delay per microbatch, and with up to ``more`` above it; those that hold least first.
 
     Args:
@@ -60,7 +62,7 @@ def weaves(stages: int, f: int, b: int, more: int = 2) -> list[Weave]:
     else:
         least = next((delay for delay in range(_MOST_DELAY + 1) if any(_tilings(stages, f, b, delay))), None)
         found = [] if least is None else list(_tilings(stages, f, b, least + more))
-    return sorted(found, key=lambda weave: (weave.held, weave))
+    return tuple(sorted(found, key=lambda weave: (weave.held, weave)))
 
 
 def orders(weave: Weave, microbatches: int) -> list[list[Unit]]:

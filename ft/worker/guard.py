@@ -129,6 +129,7 @@ class Guard(Whole):
             position, sources = self._from_snapshots(order.step, order.sources[rank])
             self._subject.publish_parameters()
             if order.rebuilt:
+                self._untouched = False  # until it is over: with CheckFree+ a lender changes some of its own state
                 as_committed = self._keeper.lend(order, self.snapshots.restored_envelope.envelope)
         self._untouched = as_committed
         self.is_empty = False

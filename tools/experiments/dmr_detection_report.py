@@ -27,14 +27,15 @@ def _all(results: Sequence[dict]) -> list[dict]:
 def _head(results: Sequence[dict]) -> str:
     flips = _all(results)
     count = Counter(flip["outcome"] for flip in flips)
-    unmasked = len(flips) - count["masked"]
+    unmasked = len(flips) - count["masked"] - count["ended"]
     found = sum(count[name] for name in _FOUND)
     types = Counter(flip["dtype"] for flip in flips)
     operators = len({flip["operator"] for flip in flips})
     return (
         f"{_COMMAND}\n\n{len(flips)} flipped bits, {unmasked} of them not masked: {found} found "
         f"({found / unmasked:.2%}), {unmasked - found} missed.\n"
-        f"{count['error']} of these iterations ended with an error after the flip had been found.\n"
+        f"{count['error']} of these iterations ended with an error after the flip had been found; "
+        f"{count['ended']} others did so before,\nwhich nobody can overlook.\n"
         f"{operators} operators; results of type {', '.join(f'{name} {n}' for name, n in types.most_common())}.\n"
         f"Iterations without a flip in between: {sum(result['false_alarms'] for result in results)} alarms.\n"
     )
@@ -42,15 +43,16 @@ def _head(results: Sequence[dict]) -> str:
 
 def _cases(results: Sequence[dict]) -> list[str]:
     lines = [
-        f"{'run':22} {'ranks':>5} {'way':9} {'results':>7} {'flips':>6} {'found':>6} {'error':>6} {'masked':>6} missed"
+        f"{'run':22} {'ranks':>5} {'way':9} {'results':>7} "
+        f"{'flips':>6} {'found':>6} {'error':>6} {'ended':>6} {'masked':>6} {'missed':>6}"
     ]
     for result in results:
         count = Counter(flip["outcome"] for flip in _all([result]))
         total = count.total()
-        missed = total - count["found"] - count["error"] - count["masked"]
+        missed = total - count["found"] - count["error"] - count["masked"] - count["ended"]
         lines.append(
             f"{result['case']:22} {result['world']:5} {result['way']:9} {result['results']:7} {total:6} "
-            f"{count['found']:6} {count['error']:6} {count['masked']:6} {missed:6}"
+            f"{count['found']:6} {count['error']:6} {count['ended']:6} {count['masked']:6} {missed:6}"
         )
     flags = [f"{result['case']}: {' '.join(result['flags'])}" for result in results]
     return [*lines, "results: of operators and messages in one iteration of all ranks", "", *flags]
@@ -61,7 +63,7 @@ def _operators(flips: Sequence[dict]) -> list[str]:
     for flip in flips:
         by_name[flip["operator"]].append(flip)
     titles = " ".join(f"{kind:>9}" for kind in (*_KINDS, "float32", "bfloat16", "others"))
-    lines = [f"{'operator':32} {'flips':>6} {'found':>6} {'masked':>6} {'missed':>6} {titles}"]
+    lines = [f"{'operator':32} {'flips':>6} {'found':>6} {'ended':>6} {'masked':>6} {'missed':>6} {titles}"]
     for name in sorted(by_name):
         lines.append(_line(name, by_name[name]))
     return [*lines, _line("all", flips)]
@@ -69,20 +71,23 @@ def _operators(flips: Sequence[dict]) -> list[str]:
 
 def _line(name: str, flips: Sequence[dict]) -> str:
     outcomes = Counter(flip["outcome"] for flip in flips)
-    found, masked = sum(outcomes[each] for each in _FOUND), outcomes["masked"]
+    found, masked, ended = sum(outcomes[each] for each in _FOUND), outcomes["masked"], outcomes["ended"]
     places = Counter(flip["execution"] for flip in flips) + Counter(flip["phase"] for flip in flips)
     types = Counter(flip["dtype"] if flip["dtype"] in ("float32", "bfloat16") else "others" for flip in flips)
     cells = [*(places[kind] for kind in _KINDS), *(types[kind] for kind in ("float32", "bfloat16", "others"))]
-    counts = f"{len(flips):6} {found:6} {masked:6} {len(flips) - found - masked:6}"
+    counts = f"{len(flips):6} {found:6} {ended:6} {masked:6} {len(flips) - found - ended - masked:6}"
     return f"{name:32} {counts} {' '.join(f'{cell:9}' for cell in cells)}"
 
 
 def _clean(results: Sequence[dict]) -> list[str]:
     lines = []
-    for result in results:
+    for name in dict.fromkeys(result["case"] for result in results):
+        runs = [result for result in results if result["case"] == name]
+        steps, operators = (sum(run[key] for run in runs) for key in ("steps", "operators"))
+        alarms = [alarm for run in runs for alarm in run["alarms"]]
         lines.append(
-            f"clean: {result['case']}, {result['world']} ranks, {result['steps']} iterations, {result['operators']} "
-            f"operators verified on rank 0: {len(result['alarms'])} false alarms\n       {' '.join(result['flags'])}"
+            f"clean: {name}, {runs[0]['world']} ranks: {steps} iterations, {operators} operators verified on rank 0, "
+            f"{len(alarms)} false alarms\n       {' '.join(runs[0]['flags'])}"
         )
-        lines += result["alarms"][:10]
+        lines += alarms[:10]
     return lines

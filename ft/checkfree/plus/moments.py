@@ -24,14 +24,27 @@ def refuse_common_steps(optimizer: Any) -> None:
 
 @torch.no_grad()
 def forget(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
-    """Makes this rank's part of the state of ``params`` as it is before a first step; no weight changes."""
+    """Makes this rank's part of the state of ``params`` as it is before a first step of the model as it stands: its
+    weights stay, and main parameters are those, as with whoever is given these weights alone."""
     params = list(params)
     for part in optimizers.parts(optimizer):
         for param in params:
             main = _main(part, param)
-            state = {} if main is None else part.optimizer.state.get(main, {})
+            if main is None:
+                continue
+            _follow(part, param, main)
+            state = part.optimizer.state.get(main, {})
             for key, value in state.items():
                 state[key] = value.zero_() if isinstance(value, torch.Tensor) else type(value)(0)
+
+
+def _follow(part: Any, param: torch.nn.Parameter, main: torch.nn.Parameter) -> None:
+    """Rounds the main parameter to what the model has."""
+    whole = param.detach().reshape(-1)
+    if isinstance(part, DistributedOptimizer):
+        mine = part._get_model_param_range_map(param)["param"]
+        whole = whole[mine.start : mine.end]
+    main.data.view(-1).copy_(whole)
 
 
 def _main(part: Any, param: torch.nn.Parameter) -> torch.nn.Parameter | None:

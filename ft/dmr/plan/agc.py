@@ -170,7 +170,7 @@ class Graph:
 
     def regenerated(self, ops: tuple[Operator, ...]) -> Candidate | None:
         """The segment with the recomputation executed once more; None where it reads nothing of that, or where that
-        would not give the same bits, or change something in place a second time."""
+        takes no time, would not give the same bits, or would change something in place a second time."""
         block = _block(ops[0])[:3]
         again = self._recomputed.get(block, [])
         boundary = self._boundary(ops)
@@ -185,6 +185,8 @@ class Graph:
         needed = [name for op in replayed for name in op.in_ids if name not in written]
         tensors = dict.fromkeys([name for name in boundary if name not in written] + needed)
         extra = sum(op.t_us for op in replayed)
+        if not extra:
+            return None
         return Candidate(ops, sum(op.check_us for op in ops) + extra, extra, tuple(tensors), replayed)
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import groupby
 
-from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, Assignment, Plan, deferred_set
+from ft.dmr.plan.assign import D_INTER, D_INTRA, PIGGYBACK, UNCHECKED, Assignment, Plan, deferred_set
 from ft.dmr.plan.check_segments import Changes, bad_segments
 from ft.dmr.plan.piggyback import executed_twice, executes_last_again
 from ft.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Window, rooms
@@ -26,7 +26,7 @@ def problems(plan: Plan) -> Iterator[str]:
         yield from _not_for_it(op, how)
         if how.set == PIGGYBACK:
             again = executes_last_again(plan.trace.early_stop, op) and op.checking.segment.name in twice.segments
-            if not again and op.id not in twice.ops:
+            if op.id not in twice.ops and (not again or op.checking.mutates):
                 yield f"operator {op.id!r} is in set P, but nothing recomputes it"
         elif how.set in (D_INTER, D_INTRA):
             if how.window not in windows:
@@ -57,7 +57,7 @@ def _not_for_it(op: Operator, how: Assignment) -> Iterator[str]:
         yield f"{name} is reproducible, and the plan leaves it unchecked"
     if how.set != UNCHECKED and not op.checking.deterministic:
         yield f"{name} is not reproducible, and is in set {how.set} to be compared"
-    if how.set != NAIVE and op.checking.deterministic and (op.checking.mutates or op.place.phase == OPTIMIZER):
+    if how.set in (D_INTER, D_INTRA) and (op.checking.mutates or op.place.phase == OPTIMIZER):
         yield f"{name} changes what it reads, and must be verified at once"
     if how.set not in (D_INTER, D_INTRA) and (how.window or how.agc_segment) is not None:
         yield f"{name} is in set {how.set}, and has a window or an AGC segment besides"

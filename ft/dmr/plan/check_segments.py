@@ -76,7 +76,7 @@ def _replayed(segment: AgcSegment, ops: list[Operator], recomputed: Mapping[tupl
     """What of its block's recomputation is executed again before it: up to the last result that is not kept."""
     inside = {name for op in ops for name in op.out_ids}
     missing = {name for op in ops for name in op.in_ids} - inside - set(segment.keeps)
-    again = recomputed.get(_block(ops[0]), [])
+    again = recomputed.get(_block(ops[0]), []) if segment.regenerated_us else []
     last = max((i for i, op in enumerate(again) if missing & set(op.out_ids)), default=-1)
     return again[: last + 1]
 

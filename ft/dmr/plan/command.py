@@ -57,6 +57,8 @@ def run(given: argparse.Namespace) -> int:
     budget = given.memory_budget or trace.memory.budget
     if budget is None:
         raise UserError(f"{given.profile} has no memory budget, and none is given", "give --memory-budget, as 80GB")
+    if given.known and given.phases < PHASES:
+        raise UserError("an earlier plan has all phases, and fewer are asked for", "leave --known or --phases out")
     kinds = tuple(kind for kind in INTER + INTRA if kind not in given.no_windows)
     known = [read_plan(Path(each)) for each in given.known]
     found = plan(trace, budget, Options(given.phases, kinds), known)

@@ -34,8 +34,8 @@ def plan(trace: Trace, budget: float, options: Options | None = None, known: Seq
         budget: bytes that each stage may use, training included.
         options: default: all phases, all windows.
         known: earlier plans of the same operators, as for less memory or shorter windows: where they can still be
-            followed the new one is never worse. (Stages of more than some 100 operators are planned greedily: more room
-            may by itself lose as much as an operator.)
+            followed, with all phases and these windows, the new one is never worse. (Stages of more than some 100
+            operators are planned greedily: more room may by itself lose as much as an operator.)
 
     Raises:
         UserError: training alone needs more than the budget.
@@ -51,7 +51,7 @@ def plan(trace: Trace, budget: float, options: Options | None = None, known: Seq
     for phase, parts in attempts(trace, budget, options.phases, options.kinds):
         by_phase[phase].append(parts)
     if options.phases == PHASES:
-        by_phase[PHASES] += [[part] for each in known if (part := _still(kept, each)) is not None]
+        by_phase[PHASES] += [[part] for each in known if (part := _still(kept, each, options.kinds)) is not None]
     times = (clock.none_us(), clock.time_us(naive))
     best, reached = None, []
     for phase, candidates in by_phase.items():
@@ -90,10 +90,11 @@ def _best_of_each_stage(candidates: Sequence[Sequence[Part]], clock: Clock) -> l
     return [min(parts, key=lambda part: clock.exposed_us(part.assign)) for parts in zip(*whole, strict=True)]
 
 
-def _still(trace: Trace, known: Plan) -> Part | None:
-    """An earlier plan as a plan of this trace; None where it cannot be followed here."""
+def _still(trace: Trace, known: Plan, kinds: Sequence[str]) -> Part | None:
+    """An earlier plan as a plan of this trace; None where it cannot be followed here, or uses other windows."""
     moved = replace(known, trace=trace)
-    if any(problems(moved)):
+    unwanted = {window.id for window in trace.windows if window.kind not in kinds}
+    if any(how.window in unwanted for how in known.assign.values()) or any(problems(moved)):
         return None
     peak = max(peaks(moved, {window.id: window for window in trace.windows}).values(), default=0.0)
     return Part(known.assign, known.segments, peak)

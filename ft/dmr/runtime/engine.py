@@ -14,7 +14,7 @@ from ft.dmr.runtime.mode import DoubleExecution
 from ft.dmr.runtime.operators import tensors_in
 from ft.dmr.runtime.queue import Queue
 from ft.dmr.runtime.reductions import Reductions
-from ft.dmr.runtime.segments import Segment
+from ft.dmr.runtime.segments import Scripts, Segment
 
 
 class Engine:
@@ -39,6 +39,7 @@ class Engine:
         self.course, self.findings, self.queue, self.mode = course, findings, queue, mode
         self._messages, self._wire = messages, wire
         self._reductions = Reductions(findings, None if wire is None else self._falsify_reduced)
+        self._scripts = Scripts()
         self.is_active = False
 
     @contextlib.contextmanager
@@ -152,7 +153,7 @@ class Engine:
             if calls == 1:
                 if self.mode.segment is not None:  # inside another one, whose recomputation covers it
                     return function(*args)
-                segment = Segment(self.findings)
+                segment = Segment(self.findings, self._scripts)
                 return self._primary(segment, function, args)
             return self._again(segment, function, args)
 
@@ -203,15 +204,14 @@ class Engine:
             segment.begin_again()
         self.mode.segment, self.mode.again = segment, True
         try:
-            result = function(*args)
-        finally:
+            return function(*args)
+        finally:  # torch's own checkpointing stops early by an exception
             self.mode.segment, self.mode.again = None, False
             self.course.back(unit)
             self.course.layer = layer
-        if segment is not None:
-            with self._unwatched():
-                segment.end_again()
-        return result
+            if segment is not None:
+                with self._unwatched():
+                    segment.end_again()
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:

@@ -77,11 +77,14 @@ class DoubleExecution(TorchDispatchMode):
             self._queue.before_change(tensors_in(written(kind, args, kwargs)))
         decision = self._strategy.decide(unit, index, kind.name, self._is_recomputed())
         if self.segment is not None:
-            decision = self.segment.settle(decision, again=self.again)
+            decision = self.segment.settle(decision, kind.name, again=self.again)
         state = state_before(kind, args, kwargs) if self._queue.helpers and kind.random else None
         self.counts[decision.set] = self.counts.get(decision.set, 0) + 1
         if decision.set == NAIVE:
             out = self._at_once(kind, func, args, kwargs, index)
+        elif decision.set == PIGGYBACK and self.again and self.segment.is_extra(kind.name):
+            out = self._at_once(kind, func, args, kwargs, index)
+            self.segment.again(course.at(kind.name, index), results(kind, args, kwargs, out))
         elif decision.set == PIGGYBACK:
             out = func(*args, **kwargs)
             self._with_recomputation(kind, args, kwargs, out, index)
@@ -105,7 +108,7 @@ class DoubleExecution(TorchDispatchMode):
         return self.segment is not None and self.segment.is_comparable
 
     def _at_once(self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int) -> Any:
-        if kind.written and not checked_by_looking(kind):
+        if kind.written and not checked_by_looking(kind, args, kwargs):
             again = check_in_place(kind, func, args, kwargs)
             out = func(*args, **kwargs)
             ours = tensors_in(written(kind, args, kwargs))

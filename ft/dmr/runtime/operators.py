@@ -64,8 +64,9 @@ def nature(func: OpOverload) -> Nature:
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    if schema.name in _NOT_EXECUTED or (not schema.returns and not written) or _is_view(schema) or not _yields(schema):
-        return Nature(name, executes=False)
+    is_idle = schema.name in _NOT_EXECUTED or torch.Tag.inplace_view in func.tags
+    if is_idle or (not schema.returns and not written) or _is_view(schema) or not _yields(schema):
+        return Nature(name, executes=False, written=written)
     random = torch.Tag.nondeterministic_seeded in func.tags
     functional = _functional(func) if len(written) == 1 and written[0][0] == 0 and not random else None
     return Nature(name, True, False, written, random, functional, schema.name in _COPIES)

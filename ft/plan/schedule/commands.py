@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from ft.errors import UserError
-from ft.plan.schedule.table import as_text, as_values
+from ft.plan.schedule.table import as_text, as_values, predicted
 from ft.schedule.choose import BEST, KINDS, Planned, Shape, best, compared, plan
 from ft.schedule.file import as_values as program_values
 from ft.schedule.file import write
@@ -17,8 +17,8 @@ tags), no deadlock with sends that wait for their receivers, memory.
 
 1f1b, interleaved   megatron-core's, nothing swapped: to compare with
 two-pass            normal microbatches, a flush, and those with the first two and the last two stages swapped
-half-half           the same without the flush, each stage as soon as it can: holds what 1F1B holds
-woven               normal and swapped in turn, so that no stage ever waits between its first and its last unit
+half-half           the same without the flush, each stage as soon as it can: none holds more than 1F1B's first
+woven               normal and swapped in turn, so that no stage waits once all have begun: holds two more
 alternate           1F1B's order with every second microbatch swapped: refused, because messages cross
 best                the cheapest of those that may run (CheckFree+)"""
 
@@ -62,7 +62,8 @@ def run(given: argparse.Namespace) -> int:
         _draw(found, Path(given.plot))
     _refuse(found)
     if given.out is not None:
-        write(program_values(found.program, found.kind), Path(given.out))
+        values = program_values(found.program, found.kind)
+        write(values | {"predicted": predicted(found)}, Path(given.out))
     return 0
 
 

@@ -83,6 +83,12 @@ def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
     }
 
 
+def predicted(found: Planned) -> dict[str, Any]:
+    """What the file of the steps says about them: the times that were given, and what comes of them."""
+    given = {"forward": found.shape.f, "backward": found.shape.b, "comm": found.shape.comm}
+    return given | {name: value for name, value in _summary(found).items() if name not in ("kind", "valid")}
+
+
 def _summary(found: Planned) -> dict[str, Any]:
     return {
         "kind": found.kind,

@@ -101,7 +101,7 @@ class _Runs:
         n = np.where(self.measures, due, self.n + (until - self.at) / how.iteration_s)
         checkpoint = np.floor(n / how.interval) * how.interval
         passed = checkpoint > np.floor(self.n / how.interval) * how.interval
-        self.saved = np.where(passed, self.excess * law.kept(checkpoint - self.n), self.saved)
+        self.saved = np.where(passed, self.excess * law.kept(np.maximum(checkpoint - self.n, 0.0)), self.saved)
         self.excess = self.excess * law.kept(n - self.n)
         self.executed += n - self.n
         self.n, self.at = n, until

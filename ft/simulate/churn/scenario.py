@@ -164,6 +164,9 @@ def scenario(values: Mapping[str, Any]) -> Scenario:
         raise UserError("several seeds of one trace: nothing in it is left to chance", "leave --seeds out")
     if has["ends"] == CHECKPOINT and not has["fallback"]:
         raise UserError("ends that fall to a checkpoint, and no checkpoint", "give --fallback 1 or more")
+    if has["evaluate"] > has["iterations"]:
+        problem = f"the loss is measured every {has['evaluate']} iterations, and there are {has['iterations']}"
+        raise UserError(problem, "give an --evaluate that is no more than --iterations")
     law = Convergence(has["floor"], has["above"], has["exponent"], has["iterations"], has["made-good"], has["evaluate"])
     return Scenario(
         costs=_costs(has),

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft import messages as m
 from ft.control.codec import to_json
+from ft.control.rungs import PLUS
 from ft.control.state import ENDED
 from ft.simulate.control.legitimacy import Legitimacy
 
@@ -40,6 +41,7 @@ class Checks:
         self._opens: dict[int, m.Open] = {}
         self._dead: set[str] = set()
         self._calls, self._before = 0, None
+        self._rebuilt_at: set[int] = set()
 
     def fail(self, text: str) -> None:
         raise Violation(text)
@@ -200,16 +202,20 @@ class Checks:
         """Whole stages, of which nobody has all, from neighbours of which somebody has all (CheckFree)."""
         shape = self._cluster.shape
         rebuilt = {int(rank): beside for rank, beside in order.rebuilt.items()}
-        if best is not None or not shape.checkfree:
+        begun = shape.checkfree == PLUS and order.step in self._rebuilt_at
+        if not shape.checkfree or (best is not None and not begun):
             self.fail(f"stages are rebuilt at step {order.step}, though step {best} could be restored: {rebuilt}")
         for rank, beside in rebuilt.items():
             if any(peer not in rebuilt for peer in shape.dp_peers(rank)):
                 self.fail(f"rank {rank} is rebuilt, but not all of its stage: {rebuilt}")
             parts = [shape.part_of(other) for other in beside.there]
-            if parts != [shape.part_of(rank) - 1, shape.part_of(rank) + 1]:
+            count = shape.world_size // shape.dp
+            stages = range(count) if shape.checkfree == PLUS else range(-1, count + 1)
+            if parts != [part for part in (shape.part_of(rank) - 1, shape.part_of(rank) + 1) if part in stages]:
                 self.fail(f"rank {rank} is rebuilt from ranks {beside.there}, which are not beside it")
         if sorted([*rebuilt, *map(int, order.sources)]) != sorted(seated):
             self.fail(f"not every rank has one origin: rebuilt {rebuilt}, sources {order.sources}")
+        self._rebuilt_at.add(order.step)
 
     def _best(self, seated: "dict[int, Worker]", spoiled: set[int]) -> int | None:
         shape = self._cluster.shape

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from ft.control.rungs import MIDDLE, PLUS
 from ft.control.state import Place
 from ft.control.timeouts import Timeouts
 from ft.snapshot.peers import peers_of
@@ -32,8 +33,8 @@ class Shape:
     Attributes:
         dp: logical ranks that hold the same part of the model; 1: no data parallelism. near: they are neighbours, most
             often on one node; otherwise far apart. copies: of each logical rank's snapshot.
-        nodes: (seats, standbys) of each. checkfree: parts of the model are pipeline stages, and one that is lost may be
-            rebuilt from its neighbours.
+        nodes: (seats, standbys) of each. checkfree: parts of the model are pipeline stages, and those that are lost may
+            be rebuilt from their neighbours: "" (none), or as of ``ft.control.rungs.Stages``.
     """
 
     world_size: int
@@ -44,7 +45,7 @@ class Shape:
     max_restarts: int
     hot_swap: bool = True
     groups: dict[str, list[int]] = field(default_factory=dict, compare=False)
-    checkfree: bool = False
+    checkfree: str = ""
 
     def part_of(self, rank: int) -> int:
         """Which part of the model the rank holds."""
@@ -113,8 +114,8 @@ def draw_shape(lots: random.Random, world_size: int | None = None) -> Shape:
         lots.choice([0, 1, 3, 3, 9]),
         lots.random() < 0.97,
     )
-    if world // dp >= 3 and random.Random(repr(shape)).random() < 0.5:
-        shape = replace(shape, checkfree=True)
+    if world // dp >= 3:
+        shape = replace(shape, checkfree=random.Random(repr(shape)).choice(["", MIDDLE, PLUS]))
     shape.groups["world"] = list(range(world))
     for rank in range(world):
         shape.groups.setdefault(f"dp{shape.part_of(rank)}", shape.dp_peers(rank))

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ft import messages as m
-from ft.control.rungs import MIDDLE
 from ft.simulate.control.errors import Broken, EpochClosed, Exited
 from ft.simulate.control.recovery import recover
 from ft.simulate.control.snapshots import Snapshots
@@ -157,7 +156,7 @@ class Worker:
         said = {"dp_peers": {str(rank): shape.dp_peers(rank)}, "shards": {str(rank): [f"optimizer {rank}"]}}
         said |= {"copies": {str(rank): shape.copies_at(rank)}, "complete": {str(rank): len(shape.dp_peers(rank)) == 1}}
         if shape.checkfree:
-            said |= {"places": {str(rank): asdict(shape.place_of(rank))}, "checkfree": MIDDLE}
+            said |= {"places": {str(rank): asdict(shape.place_of(rank))}, "checkfree": shape.checkfree}
         self.say(m.Observed("layout", {"worker": self.name, **said}))
         if not self.empty:
             step, history = self.cluster.load(self.epoch)

@@ -1,0 +1,1 @@
+"""``ft plan policy``: which rung of recovery serves after which failure."""

@@ -1,0 +1,101 @@
+"""CheckFree+: two stages have the embedding, and two the head: the same bits after every rebuild and every step."""
+
+import math
+
+import pytest
+import small_runs as runs
+
+SHAPE = (
+    "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 8 --micro-batch-size 1 --ft-hot-swap "
+    "--ft-checkfree-plus "
+)
+
+
+def every_stage_in_turn(flags: str) -> list[dict]:
+    """Loses and rebuilds one stage after the other; what this rank has of the ends after each rebuild and each step."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from ft.checkfree.keeper import KeptPosition, StageKeeper
+    from ft.messages import Neighbours, Repair
+    from ft.worker.subject import Subject
+    from megatron import patches
+    from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
+    from megatron.training import pretrain
+    from megatron.training.arguments import check, parse
+    from megatron.training.initialize import init_model_parallel
+    from megatron.training.position import JobPosition
+    from megatron.training.step import train_step
+
+    patches.apply(WITH_CHECKFREE, WITH_SWAPPED_ENDS)
+    options = parse(flags)
+    layout = check(options, dist.get_world_size(), has_te=False)
+    init_model_parallel(options.parallel, layout, ends_are_double=True)
+    job = pretrain.assemble(options, layout, 0.0)
+    trainee, rank = job.trainee, dist.get_rank()
+    doubles = trainee.doubles
+    subject = Subject(trainee.chunks, trainee.optimizer, trainee.scheduler)
+    session = SimpleNamespace(rank=rank, observe=lambda name, **detail: None)
+    keeper = StageKeeper(session, subject, pretrain.checkfree(options, doubles))
+    position, seen = KeptPosition(JobPosition(job), keeper), []
+
+    def note(when: str) -> None:
+        ends = {name: p.detach().float().numpy().tobytes() for name, p in doubles.params(trainee.chunks[0])}
+        seen.append({"when": when, "ends": ends, "loss": None})
+
+    def step() -> None:
+        loss = train_step(job).loss
+        keeper.committed(job.state.step)
+        note(f"step {job.state.step}")
+        seen[-1]["loss"] = loss
+
+    step()
+    step()
+    per, last = dist.get_world_size() // 4, 3
+    for lost in (0, 3, 1, 2):
+        ranks = range(lost * per, (lost + 1) * per)
+        before, after = (-per if lost > 0 else None), (per if lost < last else None)
+        beside = {
+            str(r): Neighbours(None if before is None else r + before, None if after is None else r + after)
+            for r in ranks
+        }
+        subject.abandon_step()
+        if rank in ranks:
+            for parameter in trainee.chunks[0].parameters():
+                parameter.data.fill_(float("nan"))
+            at, _ = keeper.rebuild(job.state.step, beside[str(rank)])
+            subject.publish_parameters()
+            position.set(at)
+        else:
+            envelope = subject.state(position.get()).envelope
+            keeper.lend(Repair(1, job.state.step, [], [], {}, {}, beside), envelope)
+        note(f"stage {lost} rebuilt")
+        step()
+        step()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("nproc", "extra"),
+    [
+        (4, "--use-distributed-optimizer --bf16"),
+        (4, "--bf16 --position-embedding-type learned_absolute"),
+        (8, "--use-distributed-optimizer --bf16"),
+    ],
+    ids=["sharded optimizer", "tied, replicated optimizer", "data parallel"],
+)
+def test_both_copies_of_embedding_and_head_stay_the_same_bits(nproc, extra, ranks, tmp_path_factory):
+    corpus = runs.make_corpus(tmp_path_factory.mktemp("ends"))
+    base = runs.BASE.replace("--untie-embeddings-and-output-weights ", "") if "learned" in extra else runs.BASE
+    seen = ranks(every_stage_in_turn, nproc, f"{base} --data-path {corpus} {SHAPE} {extra}", timeout=120)
+    per = nproc // 4
+    for rank in range(nproc):
+        stage = rank // per
+        twin = rank + (per if stage in (0, 2) else -per)
+        for mine, theirs in zip(seen[rank], seen[twin], strict=True):
+            assert mine["ends"] and mine["ends"].keys() == theirs["ends"].keys()
+            for name, held in mine["ends"].items():
+                assert held == theirs["ends"][name], f"{name} of ranks {rank} and {twin}, {mine['when']}"
+    losses = [one["loss"] for one in seen[-1] if one["loss"] is not None]
+    assert len(losses) == 10 and all(map(math.isfinite, losses))

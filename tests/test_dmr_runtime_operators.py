@@ -1,0 +1,270 @@
+"""What DMR knows of an operator, and second executions of those that write in place."""
+
+import pytest
+import torch
+
+from ft.dmr.digest import same
+from ft.dmr.runtime.operators import is_counted, nature, tensors_in
+from ft.dmr.runtime.twice import (
+    check_in_place,
+    checked_by_looking,
+    execute_again,
+    expected,
+    generator_of,
+    results,
+    state_before,
+    written,
+)
+
+aten = torch.ops.aten
+
+
+def overloads():
+    """Every operator of torch's own."""
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        try:
+            if name.startswith("aten::"):
+                yield getattr(getattr(aten, base), overload or "default")
+        except (AttributeError, RuntimeError):  # those of TorchScript alone
+            continue
+
+
+def test_every_operator_of_torch_has_a_nature():
+    natures = [(func, nature(func)) for func in overloads()]
+    assert len(natures) > 2000
+    for func, kind in natures:
+        draws = any("Generator" in str(argument.type) for argument in func._schema.arguments)
+        assert not draws or kind.random or not kind.executes, kind
+        if kind.functional is not None:
+            assert not nature(kind.functional).written, kind
+        for position, name in kind.written:
+            assert position is None or func._schema.arguments[position].name == name
+
+
+EXECUTED = {
+    "mm": (aten.mm.default, ()),
+    "add.Tensor": (aten.add.Tensor, ()),
+    "native_layer_norm_backward": (aten.native_layer_norm_backward.default, ()),
+    "_softmax": (aten._softmax.default, ()),
+    "embedding_dense_backward": (aten.embedding_dense_backward.default, ()),
+    "add_.Tensor": (aten.add_.Tensor, ((0, "self"),)),
+    "index_put_": (aten.index_put_.default, ((0, "self"),)),
+    "exp.out": (aten.exp.out, ((None, "out"),)),
+    "_foreach_mul_.Scalar": (aten._foreach_mul_.Scalar, ((0, "self"),)),
+    "_foreach_norm.Scalar": (aten._foreach_norm.Scalar, ()),
+    "clone": (aten.clone.default, ()),
+    "_to_copy": (aten._to_copy.default, ()),
+    "zeros": (aten.zeros.default, ()),
+    "arange.start": (aten.arange.start, ()),
+    "max.dim_max": (aten.max.dim_max, ((None, "max"), (None, "max_values"))),
+}
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_operators_that_compute(name):
+    func, writes = EXECUTED[name]
+    kind = nature(func)
+    assert (kind.name, kind.executes, kind.communicates, kind.written) == (name, True, False, writes)
+    assert not kind.random
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        *(aten.view.default, aten.t.default, aten.split.Tensor, aten.expand.default, aten.detach.default),
+        *(aten.as_strided.default, aten._unsafe_view.default, aten.unbind.int, aten.slice.Tensor, aten.alias.default),
+        *(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default),
+        *(aten._local_scalar_dense.default, aten.is_same_size.default, aten.equal.default, aten.lift_fresh.default),
+        *(aten.set_.source_Storage, aten.resize_.default, aten.squeeze_.dim, aten.transpose_.default),
+        *(aten.detach_.default, aten.t_.default, aten.as_strided_.default),
+    ],
+    ids=str,
+)
+def test_what_is_not_executed_again(func):
+    assert not nature(func).executes
+
+
+@pytest.mark.parametrize("func", [aten.squeeze_.dim, aten.set_.source_Storage, aten.resize_.default], ids=str)
+def test_who_waits_for_a_tensor_hears_that_it_becomes_another(func):
+    assert nature(func).written == ((0, "self"),)
+
+
+RANDOM = (
+    *(aten.bernoulli_.float, aten.bernoulli.default, aten.native_dropout.default, aten.rand.default, aten.randn_like),
+    *(aten.normal_.default, aten.uniform_.default, aten.multinomial.default, aten.randperm.default, aten.randint.low),
+    *(aten.exponential_.default, aten.random_.default, aten._scaled_dot_product_efficient_attention.default),
+)
+
+
+@pytest.mark.parametrize("func", RANDOM, ids=str)
+def test_who_draws(func):
+    assert nature(getattr(func, "default", func)).random
+
+
+def test_collectives_are_not_repeated_and_write():
+    kind = nature(torch.ops.c10d.allreduce_.default)
+    assert (kind.executes, kind.communicates, len(kind.written)) == (False, True, 1)
+    assert nature(torch.ops.c10d.send.default).written == ()
+
+
+def test_a_copy_to_another_device_is_not_counted():
+    kind, x = nature(aten._to_copy.default), torch.ones(2)
+    assert is_counted(kind, (x,), {"dtype": torch.float16})
+    assert not is_counted(kind, (x,), {"device": "meta"})
+    assert not is_counted(nature(aten.copy_.default), (torch.empty(2, device="meta"), x), {})
+    assert is_counted(nature(aten.copy_.default), (torch.empty(2), x), {})
+
+
+def test_tensors_are_found_wherever_they_are():
+    a, b, c = (torch.tensor(float(i)) for i in range(3))
+    assert [float(one) for one in tensors_in([a, (b, [None, 3, "x"]), {"k": c}])] == [0.0, 1.0, 2.0]
+    assert tensors_in(None) == []
+
+
+def normal(*size: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def _transposed():
+    return normal(6, 4).t()
+
+
+def _aliased():
+    x = normal(9)
+    return (x,), {"out": x}
+
+
+def _drawn(**kwargs):
+    return (normal(64), 0.3), kwargs
+
+
+IN_PLACE = {
+    "functional": (aten.add_.Tensor, lambda: ((normal(5, 3), normal(5, 3)), {"alpha": 2})),
+    "broadcast": (aten.mul_.Tensor, lambda: ((normal(5, 3), normal(3)), {})),
+    "of another type": (aten.add_.Tensor, lambda: ((normal(5, dtype=torch.bfloat16), normal(5)), {})),
+    "comparison": (aten.eq_.Tensor, lambda: ((normal(5), normal(5)), {})),
+    "transposed": (aten.add_.Tensor, lambda: ((_transposed(), normal(4, 6)), {})),
+    "every second": (aten.mul_.Scalar, lambda: ((normal(8, 6)[::2, 1::2], 3.0), {})),
+    "part of a buffer": (aten.addcmul_.default, lambda: ((normal(40)[8:20], normal(12), normal(12)), {"value": 0.5})),
+    "reads itself": (aten.addmm_.default, lambda: ((normal(4, 4), *[normal(4, 4)] * 2), {})),
+    "lerp": (aten.lerp_.Scalar, lambda: ((normal(7), normal(7) + 1, 0.1), {})),
+    "foreach": (aten._foreach_add_.List, lambda: (([normal(3), normal(2, 2)], [normal(3), normal(2, 2)]), {})),
+    "foreach, strided": (aten._foreach_mul_.Scalar, lambda: (([_transposed(), normal(9)[::3]], 0.5), {})),
+    "index_put": (
+        aten.index_put_.default,
+        lambda: ((normal(6), [torch.tensor([1, 1, 4])], normal(3), True), {}),
+    ),
+    "scatter_add": (aten.scatter_add_.default, lambda: ((normal(6), 0, torch.tensor([1, 1, 4]), normal(3)), {})),
+    "masked_fill": (aten.masked_fill_.Scalar, lambda: ((normal(6), normal(6) > 0, 9.0), {})),
+    "out=": (aten.exp.out, lambda: ((normal(9),), {"out": torch.empty(9)})),
+    "out= of another size": (aten.exp.out, lambda: ((normal(9),), {"out": torch.empty(0)})),
+    "two outs": (aten.max.dim_max, lambda: ((normal(4, 3), 1), {"max": torch.empty(4), "max_values": _numbers(4)})),
+    "aliased": (aten.exp.out, _aliased),
+    "drawn": (aten.bernoulli_.float, _drawn),
+    "drawn, strided": (aten.normal_.default, lambda: ((_transposed(),), {})),
+    "drawn from a generator": (aten.bernoulli_.float, lambda: _drawn(generator=_own)),
+    "empty": (aten.add_.Tensor, lambda: ((torch.empty(0), torch.empty(0)), {})),
+    "one number": (aten.add_.Tensor, lambda: ((torch.tensor(2.0), torch.tensor(3.0)), {})),
+    "not a number": (aten.div_.Tensor, lambda: ((torch.zeros(5), torch.zeros(5)), {})),
+    "whole numbers": (aten.add_.Scalar, lambda: ((_numbers(4), 3), {})),
+    "loss scale": (
+        aten._amp_update_scale_.default,
+        lambda: ((torch.tensor(8.0), torch.tensor(1, dtype=torch.int32), torch.tensor(0.0), 2.0, 0.5, 2), {}),
+    ),
+}
+_own = torch.Generator().manual_seed(5)
+
+
+def _numbers(size: int) -> torch.Tensor:
+    return torch.arange(size)
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_written_in_place_is_known_before(name):
+    func, call = IN_PLACE[name]
+    args, kwargs = call()
+    kind = nature(func)
+    assert kind.executes and kind.written
+    given = [tensor.clone() for tensor in tensors_in((args, kwargs))]
+    generators = [torch.get_rng_state(), _own.get_state()]
+    again = check_in_place(kind, func, args, kwargs)
+    assert all(same(a, b) for a, b in zip(given, tensors_in((args, kwargs)), strict=True))
+    assert all(map(torch.equal, generators, [torch.get_rng_state(), _own.get_state()]))
+    func(*args, **kwargs)
+    ours = tensors_in(written(kind, args, kwargs))
+    assert len(ours) == len(again) > 0
+    assert all(same(a, b) for a, b in zip(ours, again, strict=True))
+
+
+def test_a_wrong_result_in_place_is_seen():
+    x = normal(8)
+    again = check_in_place(nature(aten.mul_.Scalar), aten.mul_.Scalar, (x, 2.0), {})
+    x.mul_(2.0)
+    x.view(torch.int32)[3] ^= 1
+    assert not same(x, again[0])
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_zeroes_are_verified_by_looking(size, dtype, offset):
+    kind = nature(aten.zero_.default)
+    assert checked_by_looking(kind, (torch.ones(1),), {})
+    x = torch.ones(size + offset, dtype=dtype)[offset:]
+    x.zero_()
+    assert same(*expected(kind, (x,), {}))
+    if size:
+        x[-1] = 1
+        assert not same(*expected(kind, (x,), {}))
+
+
+def test_a_zero_of_the_wrong_sign_is_seen():
+    kind, x = nature(aten.zero_.default), torch.zeros(4, 3).t()
+    x[1, 2] = -0.0
+    assert not same(*expected(kind, (x,), {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_copies_are_verified_by_looking(dtype):
+    kind, target, source = nature(aten.copy_.default), torch.empty(4, 6, dtype=dtype).t(), normal(4)
+    for args, kwargs in (((target, source), {}), ((target,), {"src": source})):
+        assert checked_by_looking(kind, args, kwargs)
+        aten.copy_(*args, **kwargs)
+        assert same(*expected(kind, args, kwargs))
+    target[2, 1] += 1
+    assert not same(*expected(kind, (target, source), {}))
+
+
+def test_a_copy_onto_itself_is_not_compared_with_itself():
+    kind, x = nature(aten.copy_.default), normal(4)
+    assert not checked_by_looking(kind, (x[1:3], x[1:3]), {})
+    assert not checked_by_looking(kind, (x,), {"src": x})
+    assert not checked_by_looking(nature(aten.mul_.Scalar), (x, 2.0), {})
+
+
+def test_a_drawn_result_is_drawn_again():
+    for generator in (None, _own):
+        kwargs = {} if generator is None else {"generator": generator}
+        kind, args = nature(aten.bernoulli.default), (torch.full((200,), 0.5),)
+        state = state_before(kind, args, kwargs)
+        out = aten.bernoulli(*args, **kwargs)
+        now = generator_of(args, kwargs).get_state()
+        assert same(out, execute_again(aten.bernoulli.default, args, kwargs, state))
+        assert torch.equal(now, generator_of(args, kwargs).get_state())
+        assert not same(out, aten.bernoulli(*args, **kwargs))
+
+
+def test_the_generator_comes_back_after_an_error():
+    before = torch.get_rng_state()
+    state = torch.Generator().manual_seed(3).get_state()
+    with pytest.raises(RuntimeError):
+        execute_again(aten.bernoulli.default, (torch.full((2,), 7.0),), {}, state)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_results_are_what_was_returned_or_else_written():
+    x = normal(3)
+    assert results(nature(aten.exp.default), (x,), {}, x.exp())[0].shape == x.shape
+    lists = [normal(3), normal(2)]
+    assert results(nature(aten._foreach_mul_.Scalar), (lists, 2.0), {}, None) == lists

@@ -1,0 +1,259 @@
+"""Parts of DMR's runtime by themselves: where a rank stands, what comparisons have shown, the state to go back to."""
+
+import pytest
+import torch
+
+from ft.dmr.digest import digest
+from ft.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
+from ft.dmr.runtime.course import At, Course, operator_id
+from ft.dmr.runtime.findings import AT_ONCE, MESSAGE, Findings, Mismatch
+from ft.dmr.runtime.segments import Scripts, Segment
+from ft.dmr.runtime.undo import Undo
+from ft.snapshot.state import RankState
+
+SEED = 1234567
+
+
+def counted(course: Course, times: int = 1) -> tuple:
+    """(phase, chunk, microbatch, index) of the last of so many operators."""
+    for _ in range(times):
+        unit, index = course.count()
+    return unit.phase, unit.chunk, unit.microbatch, index
+
+
+def test_operators_are_numbered_within_their_unit():
+    course = Course()
+    assert counted(course) == (BETWEEN, 0, 0, 0)
+    assert course.forward(0) == 0
+    assert counted(course, 3) == (FORWARD, 0, 0, 2)
+    course.outside()
+    assert counted(course) == (BETWEEN, 0, 0, 1)
+    course.update()
+    assert counted(course) == (OPTIMIZER, 0, 0, 0)
+    assert course.executed == 6
+    course.restart()
+    assert (course.executed, counted(course)) == (0, (BETWEEN, 0, 0, 0))
+    assert operator_id(2, FORWARD, 1, 3, 7) == "s2.forward.1.3.7"
+
+
+def test_interleaved_chunks_count_their_own_microbatches():
+    course, outputs = Course(), {}
+    order = [0, 0, 1, 1, 0, 1]
+    for chunk in order:
+        microbatch = course.forward(chunk)
+        output = outputs[chunk, microbatch] = object()
+        course.made(output, chunk, microbatch)
+        counted(course, 2)
+        course.outside()
+    assert sorted(outputs) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    for place in reversed(list(outputs)):
+        assert course.backward(outputs[place]) == place
+        assert counted(course) == (BACKWARD, *place, 0)
+        course.outside()
+    assert course.backward(object()) == (0, 0)
+    assert counted(course) == (BACKWARD, 0, 0, 1)
+
+
+def test_recomputation_is_a_unit_of_its_own_within_a_backward():
+    course = Course()
+    output = object()
+    course.made(output, 1, course.forward(1))
+    course.backward(output)
+    counted(course, 4)
+    for segment in range(2):
+        before = course.recompute()
+        assert counted(course, 3) == (RECOMPUTE, 1, 0, 3 * segment + 2)
+        course.back(before)
+        assert counted(course) == (BACKWARD, 1, 0, 4 + segment)
+
+
+def test_a_place_names_the_layer():
+    course = Course()
+    course.forward(0)
+    course.layer = 5
+    assert course.at("mm", 3) == At("mm", FORWARD, 0, 0, 5, 3)
+    course.outside()
+    assert course.at("mm", 3).layer == 0
+
+
+def at(operator: str = "mm", index: int = 0) -> At:
+    return At(operator, FORWARD, 0, 2, 3, index)
+
+
+@pytest.fixture
+def findings() -> Findings:
+    return Findings(torch.device("cpu"), SEED)
+
+
+def test_equal_pairs_are_no_finding(findings):
+    odd = torch.tensor([float("nan"), -0.0, 1.0])
+    findings.pair(at(), AT_ONCE, [odd, torch.empty(0)], [odd.clone(), torch.empty(0)])
+    assert not findings.flag().item()
+    assert findings.settle() == []
+
+
+def test_a_difference_is_counted_in_elements(findings):
+    x = torch.zeros(4, 5)
+    y = x.clone()
+    y[1, 2], y[3, 0] = -0.0, 7
+    findings.pair(at(), AT_ONCE, [x, x], [x, y])
+    assert findings.flag().item() == 1
+    (found,) = findings.settle()
+    assert (found.elements, found.of, found.how) == (2, 20, AT_ONCE)
+    assert str(found) == "mm in the forward of microbatch 2, layer 3, compared with at once, 2 of 20 elements differ"
+    assert found.values()["operator"] == "mm" and found.values()["elements"] == 2
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16)])
+def test_another_shape_or_type_is_a_difference(findings, other):
+    findings.pair(at(), AT_ONCE, [torch.zeros(4)], [other])
+    (found,) = findings.settle()
+    assert found.elements is None and "against" in found.note
+
+
+def test_pairs_have_to_be_pairs(findings):
+    with pytest.raises(ValueError, match="zip"):
+        findings.pair(at(), AT_ONCE, [torch.zeros(1)], [])
+
+
+def test_rows_of_tables_are_held_against_each_other(findings):
+    places = [(at(index=i), MESSAGE) for i in range(300)]
+    ours, theirs = findings.rows(), findings.rows()
+    assert ours.table().shape == (0, 2)
+    tensors = [torch.full((3,), float(i)) for i in range(300)]
+    for i, tensor in enumerate(tensors):
+        ours.add(tensor)
+        theirs.add(tensor if i not in (7, 128, 299) else tensor + 1)
+    assert ours.count == 300
+    assert torch.equal(ours.table()[200].flatten(), digest(tensors[200], SEED).flatten())
+    findings.tables(places, ours.table(), ours.table().clone())
+    assert not findings.flag().item()
+    findings.tables(places, ours.table(), theirs.table())
+    assert findings.flag().item() == 1
+    assert [one.at.index for one in findings.settle()] == [7, 128, 299]
+    assert len(findings.settle()) == 3, "what is settled is not told twice"
+    findings.restart()
+    assert not findings.flag().item()
+    assert findings.settle() == []
+
+
+def test_a_note_raises_the_flag(findings):
+    findings.note(Mismatch(at(), AT_ONCE, note="odd"))
+    assert findings.flag().item() == 1
+
+
+def segment_of(findings: Findings, forward: list, again: list, times: int = 1) -> None:
+    """``forward``, ``again``: (operator, value) each; the mode's part is played here."""
+    scripts = Scripts()
+    for _ in range(times):
+        segment = Segment(findings, scripts)
+        for index, (name, value) in enumerate(forward):
+            segment.primary(at(name, index), [torch.tensor([value])])
+        segment.begin_again()
+        for index, (name, value) in enumerate(again):
+            segment.is_extra(name)
+            segment.again(at(name, index), [torch.tensor([value])])
+        segment.end_again()
+
+
+OPS = [("mm", 1.0), ("add", 2.0), ("native_layer_norm", 3.0), ("mm", 4.0)]
+
+
+def test_a_segment_that_comes_out_the_same(findings):
+    segment_of(findings, OPS, OPS)
+    assert (findings.flag().item(), findings.unverified) == (0, 0)
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_a_row_that_differs_names_its_operator(findings, wrong):
+    again = [(name, value + (i == wrong)) for i, (name, value) in enumerate(OPS)]
+    segment_of(findings, OPS, again)
+    assert findings.flag().item() == 1
+    (found,) = findings.settle()
+    assert (found.at.operator, found.at.index) == (OPS[wrong][0], wrong)
+
+
+def test_early_stopping_leaves_the_rest_unverified(findings):
+    segment_of(findings, OPS, OPS[:3])
+    assert (findings.flag().item(), findings.unverified) == (0, 1)
+    segment_of(findings, OPS, [])
+    assert (findings.flag().item(), findings.unverified) == (0, 5)
+
+
+def test_an_operator_that_the_forward_had_not_is_no_finding_and_its_loss_is(findings):
+    more = [*OPS[:2], ("sum", 9.0), *OPS[2:]]
+    segment_of(findings, OPS, more, times=6)
+    assert findings.flag().item() == 0
+    segment_of(findings, more, OPS)
+    assert [one.at.operator for one in findings.settle()] == ["sum"]
+
+
+def test_after_an_unchecked_operator_nothing_is_compared(findings):
+    segment = Segment(findings, Scripts())
+    assert segment.is_comparable
+    segment.unchecked()
+    assert not segment.is_comparable
+    segment.begin_again()
+    assert segment.is_comparable
+
+
+class Trainee:
+    """Parameters that an update changes, and a step count beside them: what ``ft.worker.subject.Subject`` is."""
+
+    def __init__(self):
+        self.owned = {"moment": torch.randn(64)}
+        self.replicated = {"weight": torch.randn(8, 8), "bias": torch.randn(3).bfloat16()}
+        self.steps, self.published, self.abandoned = 7, 0, 0
+
+    def state(self, position: dict) -> RankState:
+        envelope = {"steps": self.steps, "position": position}
+        return RankState(
+            dict(self.owned), dict(self.replicated), envelope, {"rng": torch.get_rng_state().numpy().tobytes()}
+        )
+
+    def abandon_step(self) -> None:
+        self.abandoned += 1
+
+    def apply_envelope(self, state: RankState) -> dict:
+        self.steps = state.envelope["steps"]
+        torch.set_rng_state(torch.frombuffer(bytearray(state.blobs["rng"]), dtype=torch.uint8))
+        return state.envelope["position"]
+
+    def publish_parameters(self) -> None:
+        self.published += 1
+
+
+class Place:
+    def __init__(self):
+        self.samples = 40
+
+    def get(self) -> dict:
+        return {"samples": self.samples}
+
+    def set(self, position: dict) -> None:
+        self.samples = position["samples"]
+
+
+def test_everything_is_as_it_was_before_the_step():
+    trainee, place = Trainee(), Place()
+    undo = Undo(trainee, place)
+    for attempt in range(3):
+        tensors = [*trainee.owned.values(), *trainee.replicated.values()]
+        before = [tensor.clone() for tensor in tensors]
+        undo.begin()
+        undo.wait()
+        drawn = torch.rand(5)
+        for tensor in tensors:
+            tensor.mul_(1.5).add_(attempt)
+        trainee.steps, place.samples = 99, 99
+        undo.back()
+        assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+        assert torch.equal(drawn, torch.rand(5))
+        assert (trainee.steps, place.samples, trainee.published, trainee.abandoned) == (7, 40, attempt + 1, attempt + 1)
+    trainee.owned["moment"] = torch.randn(128)
+    undo.begin()
+    undo.wait()
+    trainee.owned["moment"].zero_()
+    undo.back()
+    assert trainee.owned["moment"].any(), "a state of another shape is kept as well"
+    undo.close()

@@ -1,0 +1,112 @@
+"""``ft plan schedule``: tables, the keys that programs get, the file of steps, and input that cannot work."""
+
+import json
+
+import pytest
+
+from ft import cli
+from ft.errors import UserError
+from ft.schedule.check import check
+from ft.schedule.choose import KINDS, Shape, plan
+from ft.schedule.file import as_values, from_values, read
+from ft.schedule.run import run
+
+
+def ask(capsys, words: str, code: int = 0) -> tuple[str, str]:
+    assert cli.main(["plan", "schedule", *words.split()]) == code
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+def test_the_cheapest_is_shown_beside_the_others(capsys):
+    out, _ = ask(capsys, "--pp 6 --microbatches 24")
+    assert out.startswith("woven: 6 stages, 24 microbatches; forward 1, backward 2, message 0")
+    assert "bubbles 17.2 %" in out and "in flight, by stage: 8, 8, 5, 4, 2, 2" in out
+    assert "ok  message order per pair" in out and "\n0: F0 F1' F2" in out.replace("  0:", "0:")
+    rows = {line.split()[0]: line for line in out.splitlines() if "%" in line and line[0].isalnum()}
+    assert {"1f1b", "two-pass", "half-half", "alternate", "woven"} <= rows.keys()
+    assert "29.4 %" in rows["two-pass"] and "no: message order per pair" in rows["alternate"]
+
+
+def test_programs_get_these_keys(capsys):
+    found = json.loads(ask(capsys, "--pp 4 --microbatches 8 --kind half-half --json")[0])
+    summary = {"kind", "time", "bubbles", "in_flight", "valid"}
+    assert set(found) == {*summary, "stages", "microbatches", "faults", "order", "beside"}
+    assert found["valid"] and not any(found["faults"].values()) and [len(order) for order in found["order"]] == [16] * 4
+    assert [set(each) for each in found["beside"]] == [summary]
+    assert found["beside"][0]["kind"] == "1f1b" and found["beside"][0]["time"] == 33
+
+
+def test_times_are_in_the_unit_in_which_they_are_given(capsys):
+    scaled = json.loads(ask(capsys, "--pp 6 --microbatches 24 --forward 10 --comm 1 --json")[0])
+    plain = json.loads(ask(capsys, "--pp 6 --microbatches 24 --forward 1 --comm 0.1 --json")[0])
+    assert scaled["time"] == pytest.approx(10 * plain["time"]) and scaled["order"] == plain["order"]
+
+
+def test_what_crosses_messages_is_shown_and_refused(capsys, tmp_path):
+    path = tmp_path / "steps.json"
+    out, err = ask(capsys, f"--pp 6 --microbatches 24 --kind alternate --out {path}", code=2)
+    assert (
+        "NO  message order per pair" in out
+        and "0 -> 1: message 4 sent is the result of F6, received as that of B1" in out
+    )
+    assert "may not run" in err and "--kind best" in err and not path.exists()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "alternate"])
+def test_the_file_has_all_that_it_takes_to_run(kind, capsys, tmp_path):
+    path = tmp_path / "steps.json"
+    ask(capsys, f"--pp 4 --microbatches 8 --kind {kind} --out {path}")
+    program, planned = read(path), plan(kind, Shape(4, 8))
+    assert program.stages == planned.program.stages and program.routes.ways == planned.program.routes.ways
+    assert not any(finding.faults for finding in check(program))
+    assert run(program, lambda unit: 1.0).end == run(planned.program, lambda unit: 1.0).end
+    values = json.loads(path.read_text())
+    predicted = values.pop("predicted")
+    assert set(predicted) == {"forward", "backward", "comm", "time", "bubbles", "in_flight"}
+    assert predicted["time"] == planned.ran.end
+    assert values == json.loads(json.dumps(as_values(program, kind)))
+    dones = {step["do"] for steps in values["steps"] for step in steps}
+    assert dones == {"forward", "backward", "transfer"} | ({"flush"} if kind == "two-pass" else set())
+    if kind == "woven":
+        assert values["ways"] == {"normal": [0, 1, 2, 3], "swapped": [1, 0, 3, 2]} and values["swapped"] == [1, 3, 5, 7]
+        step = {"do": "forward", "microbatch": 1, "way": "swapped", "position": 0}
+        assert values["steps"][1][0] == step
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "steps.json"
+    for text in ("", "{}", "[]", '{"format": "ft-schedule", "version": 2}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match="is no schedule"):
+            read(path)
+    with pytest.raises(UserError, match="is no schedule"):
+        read(tmp_path / "nowhere.json")
+    values = as_values(plan("two-pass", Shape(4, 4)).program, "two-pass")
+    values["steps"][0][0]["do"] = "nothing"
+    with pytest.raises(ValueError, match="nothing"):
+        from_values(values)
+
+
+def test_the_picture_is_a_png_and_a_bad_path_is_said(capsys, tmp_path):
+    path = tmp_path / "schedule.png"
+    ask(capsys, f"--pp 4 --microbatches 6 --plot {path}")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "cannot be written" in ask(capsys, f"--pp 4 --microbatches 6 --plot {tmp_path}/no/where.png", code=2)[1]
+    assert "cannot be written" in ask(capsys, f"--pp 4 --microbatches 6 --out {tmp_path}/no/where.json", code=2)[1]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--pp 3 --microbatches 8", "first two and last two"),
+        ("--pp 4 --microbatches 1", "no half"),
+        ("--pp 0 --microbatches 4 --kind 1f1b", "at least one stage"),
+        ("--pp 4 --microbatches 4 --forward 0", "units take time"),
+        ("--pp 6 --microbatches 7 --kind interleaved", "interleaved schedule cannot run"),
+        ("--pp 6 --microbatches 24 --most-in-flight 1", "no schedule that swaps"),
+        ("--pp 6 --microbatches 24 --kind woven --most-in-flight 6", "memory (stage 0 holds 8 microbatches at once"),
+    ],
+)
+def test_what_cannot_work_is_said(words, said, capsys):
+    assert said in ask(capsys, words, code=2)[1]

@@ -1,0 +1,278 @@
+"""Schedules of CheckFree+: what they cost, that the check lets them through, and that it lets nothing else through."""
+
+import queue
+import random
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from ft.errors import UserError
+from ft.schedule.check import check, in_flight
+from ft.schedule.choose import BEST, SWAPPING, Shape, best, compared, plan
+from ft.schedule.kinds import half_swapped
+from ft.schedule.meet import meet
+from ft.schedule.play import Stuck, play
+from ft.schedule.program import Program
+from ft.schedule.routes import Routes, straight, swapped
+from ft.schedule.run import run
+from ft.schedule.units import Unit
+from ft.schedule.weave import orders, weaves
+
+MAY_RUN = tuple(kind for kind in SWAPPING if kind != "alternate")
+
+
+def seeded() -> random.Random:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    return random.Random(seed)
+
+
+def broken(program: Program, **more) -> set[str]:
+    """The rules that do not hold."""
+    return {finding.rule for finding in check(program, **more) if finding.faults}
+
+
+def length(unit: Unit) -> float:
+    return 2.0 if unit.backward else 1.0
+
+
+@pytest.mark.parametrize(
+    "kind, bubbles, held",
+    [
+        ("1f1b", 0.172, 6),
+        ("two-pass", 0.294, 6),
+        ("half-half", 0.200, 6),
+        ("woven", 0.172, 8),
+        ("interleaved", 0.094, 8.5),
+    ],
+)
+def test_bubbles_at_6_stages_and_24_microbatches(kind, bubbles, held):
+    found = plan(kind, Shape(6, 24))
+    assert found.valid and found.bubble == pytest.approx(bubbles, abs=5e-4) and max(found.in_flight) == held
+
+
+@pytest.mark.parametrize("stages", [4, 5, 6, 7, 8, 9, 12, 15])
+def test_woven_costs_what_1f1b_costs(stages):
+    """Less at 4 stages, where both halves enter and leave at once; one unit of f more at odd numbers from 7."""
+    microbatches = 2 * stages
+    more = -3 if stages == 4 else 1 if stages % 2 and stages > 5 else 0
+    found = plan("woven", Shape(stages, microbatches))
+    assert found.valid and found.ran.end == 3 * (microbatches + stages - 1) + more
+    assert max(found.in_flight) <= stages + 2
+
+
+@pytest.mark.parametrize("stages", range(4, 11))
+def test_half_half_costs_one_microbatch_s_time_more_than_1f1b_and_holds_no_more(stages):
+    found = plan("half-half", Shape(stages, 24))
+    assert found.valid and found.ran.end <= 3 * (24 + stages - 1) + 3
+    ahead = [stages - min(stage, swapped(stages)[stage].stage) for stage in range(stages)]
+    assert all(held <= most for held, most in zip(found.in_flight, ahead, strict=True))
+
+
+def test_every_schedule_of_any_shape_may_run():
+    rng = seeded()
+    for _ in range(8):
+        f, b = rng.choice(((1, 2), (1, 1), (1, 3), (2, 1), (rng.uniform(0.5, 2), rng.uniform(0.5, 5))))
+        shape = Shape(rng.randint(4, 8), rng.randint(2, 24), f, b, rng.choice((0, 0, 0.1)))
+        planned = compared(shape)
+        for found in planned:
+            assert found.valid == (found.kind != "alternate"), (shape, found.kind, found.findings)
+            ways = found.program.routes.ways
+            assert ways.count(swapped(shape.stages)) == shape.microbatches // 2
+            least = (shape.microbatches + shape.stages - 2) * (f + b)
+            assert not found.valid or found.ran.end >= least - 1e-9
+        assert best(planned).ran.end == pytest.approx(min(found.ran.end for found in planned if found.valid))
+
+
+def test_what_a_stage_may_hold_decides_which_is_best():
+    assert plan(BEST, Shape(6, 24)).kind == "woven"
+    assert plan(BEST, Shape(6, 24, most_in_flight=6)).kind == "half-half"
+    with pytest.raises(UserError, match="no schedule"):
+        plan(BEST, Shape(6, 24, most_in_flight=2))
+
+
+@pytest.mark.parametrize("stages", range(4, 9))
+def test_alternate_is_refused(stages):
+    found = plan("alternate", Shape(stages, 24))
+    assert not found.valid
+    assert "message order per pair" in {finding.rule for finding in found.findings if finding.faults}
+
+
+def test_no_way_of_timing_deadlocks_a_schedule_or_lets_messages_cross():
+    rng = seeded()
+    for _ in range(10):
+        found = plan(rng.choice(MAY_RUN), Shape(rng.randint(4, 8), rng.randint(2, 16)))
+        times = {
+            unit: rng.expovariate(1) for units in map(found.program.order, range(found.shape.stages)) for unit in units
+        }
+        ran = run(found.program, times.__getitem__, rng.random())
+        assert not ran.stuck and len(ran.times) == len(times)
+        for unit, (start, _) in ran.times.items():
+            source = found.program.routes.needs(unit)
+            assert source is None or ran.times[source][1] <= start
+
+
+def test_batches_exist_for_any_order_that_has_a_way_through():
+    """Random orders, drawn by running random units that are ready, get programs that pass the check."""
+    rng = seeded()
+    for _ in range(20):
+        stages, microbatches = rng.randint(4, 7), rng.randint(2, 8)
+        routes = Routes.of(stages, [rng.choice(("normal", "swapped")) for _ in range(microbatches)])
+        order, done = [[] for _ in range(stages)], set()
+        left = [unit for microbatch in range(microbatches) for unit in routes.units(microbatch)]
+        while left:
+            ready = [unit for unit in left if (source := routes.needs(unit)) is None or source in done]
+            unit = rng.choice(ready)
+            order[unit.stage].append(unit)
+            done.add(unit)
+            left.remove(unit)
+        program, end = meet(routes, order, length)
+        assert not broken(program)
+        assert run(program, length).end == pytest.approx(end)
+        assert [program.order(stage) for stage in range(stages)] == order
+
+
+def test_orders_that_wait_for_each_other_get_no_batches():
+    routes = Routes.of(4, ["normal", "swapped"])
+    order = [[unit for m in (0, 1) for unit in routes.units(m) if unit.stage == stage] for stage in range(4)]
+    order[0].sort(key=lambda unit: not unit.backward)
+    for played in (lambda: meet(routes, order, length), lambda: play(order, routes.needs, length)):
+        with pytest.raises(Stuck, match="wait for each other"):
+            played()
+
+
+def changed(program: Program, stage: int, steps) -> Program:
+    return replace(program, stages=tuple(tuple(steps) if i == stage else old for i, old in enumerate(program.stages)))
+
+
+def test_the_check_notices_every_kind_of_damage():
+    rng = seeded()
+    program = plan("woven", Shape(6, 8)).program
+    for _ in range(30):
+        stage = rng.randrange(6)
+        steps = list(program.stages[stage])
+        units = [i for i, step in enumerate(steps) if isinstance(step, Unit)]
+        batches = [i for i, step in enumerate(steps) if not isinstance(step, Unit)]
+        at = rng.choice(units)
+        assert "every unit once, after what it needs" in broken(changed(program, stage, steps[:at] + steps[at + 1 :]))
+        assert "every unit once, after what it needs" in broken(changed(program, stage, [*steps, steps[at]]))
+        at = rng.choice(batches)
+        lacking = broken(changed(program, stage, steps[:at] + steps[at + 1 :]))
+        assert {"message order per pair", "no deadlock"} & lacking
+        first, last = units[0], units[-1]
+        turned = steps[:]
+        turned[first], turned[last] = turned[last], turned[first]
+        assert broken(changed(program, stage, turned))
+
+
+def test_two_messages_in_the_other_order_at_one_end_are_noticed():
+    program = plan("half-half", Shape(6, 8)).program
+    steps = list(program.stages[3])
+    sends = [i for i, step in enumerate(steps) if any(isinstance(m, tuple) and m[:2] == (3, 4) for m in step)]
+    steps[sends[0]], steps[sends[1]] = steps[sends[1]], steps[sends[0]]
+    assert "message order per pair" in broken(changed(program, 3, steps))
+
+
+def test_two_stages_that_both_send_first_deadlock():
+    routes = Routes.of(4, ["normal", "swapped"])
+    order = [[unit for m in (0, 1) for unit in routes.units(m) if unit.stage == stage] for stage in range(4)]
+    program, _ = meet(routes, order, length)
+    apart = [
+        [
+            part
+            for step in steps
+            for part in (
+                [step] if isinstance(step, Unit) else [(m,) for m in sorted(step, key=lambda m: m.source != stage)]
+            )
+        ]
+        for stage, steps in enumerate(program.stages)
+    ]
+    both = replace(program, stages=tuple(map(tuple, apart)))
+    exchanged = any(len(step) > 1 for steps in program.stages for step in steps if not isinstance(step, Unit))
+    assert ("no deadlock" in broken(both)) == exchanged
+
+
+def test_memory_is_checked_by_stage():
+    found = plan("woven", Shape(6, 24))
+    held = in_flight(found.program)
+    assert held == [8, 8, 5, 4, 2, 2]
+    assert not broken(found.program, most_in_flight=held)
+    assert broken(found.program, most_in_flight=[8, 7, 5, 4, 2, 2]) == {"memory"}
+
+
+@pytest.mark.parametrize("stages", [4, 5, 6, 8, 10])
+def test_no_stage_of_a_woven_schedule_waits_once_all_have_begun(stages):
+    ran = plan("woven", Shape(stages, 40)).ran
+    begin, end = 0.4 * ran.end, 0.6 * ran.end
+    worked = [0.0] * stages
+    for unit, (start, stop) in ran.times.items():
+        worked[unit.stage] += max(0.0, min(stop, end) - max(start, begin))
+    assert worked == pytest.approx([end - begin] * stages)
+
+
+def test_weaves_of_more_stages_than_are_searched_grow_out_of_narrower_ones():
+    for stages in (9, 10, 11):
+        grown = weaves(stages, 1, 2)
+        assert grown and all(len(weave.normal.forwards) == stages for weave in grown)
+        assert not broken(meet(half_swapped(stages, 9), orders(grown[-1], 9), length)[0])
+
+
+def test_stages_on_threads_follow_a_program_and_every_result_is_right():
+    """Each thread follows its stage's steps with sends that wait; values show which stages they went through."""
+    rng = seeded()
+    for kind in MAY_RUN[1:]:
+        found = plan(kind, Shape(6, 8))
+        assert follow(found.program, rng) == {
+            m: "".join(str(place.stage) for place in way) for m, way in enumerate(found.program.routes.ways)
+        }
+
+
+def follow(program: Program, rng: random.Random) -> dict[int, str]:
+    """Runs a program on threads; by microbatch, the stages whose backwards ran, the last of them first in time."""
+    channels = {(a, b): (queue.Queue(), queue.Queue()) for a in range(6) for b in range(6)}
+    results: dict[int, str] = {}
+    naps = [[rng.uniform(0, 5e-4) for _ in steps] for steps in program.stages]
+
+    def work(stage: int) -> None:
+        values: dict[Unit, str] = {}
+        for step, nap in zip(program.stages[stage], naps[stage], strict=True):
+            if isinstance(step, Unit):
+                time.sleep(nap)
+                source = program.routes.needs(step)
+                before = "" if source is None or step.backward != source.backward else values[source]
+                values[step] = str(stage) + before if step.backward else before + str(stage)
+                if program.routes.receiver(step) is None:
+                    results[step.microbatch] = values[step]
+                continue
+            for source, target, unit in step:
+                if source == stage:
+                    channels[source, target][0].put(values[unit])
+                else:
+                    channels[source, target][1].put(None)
+            for source, target, unit in step:
+                if source == stage:
+                    channels[source, target][1].get(timeout=10)
+                else:
+                    values[unit] = channels[source, target][0].get(timeout=10)
+
+    threads = [threading.Thread(target=work, args=(stage,)) for stage in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def test_ways_and_shapes_that_do_not_exist_are_refused():
+    assert [place.stage for place in swapped(6)] == [1, 0, 2, 3, 5, 4]
+    assert [place.stage for place in straight(3, 2)] == [0, 1, 2, 0, 1, 2]
+    for wrong in ((3, 8), (6, 1)):
+        with pytest.raises(UserError):
+            plan("woven", Shape(*wrong))
+    for wrong in ((0, 1), (4, 0), (4, 4, 0.0), (4, 4, 1.0, -1.0), (4, 4, 1, 2, -1)):
+        with pytest.raises(UserError):
+            Shape(*wrong)
+    with pytest.raises(UserError, match="there is no schedule"):
+        plan("zigzag", Shape(4, 8))
