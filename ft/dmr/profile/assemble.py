@@ -185,7 +185,8 @@ class _Stage:
         memory = self.record.notes.memory
         made = sum(memory[number].bytes for number in (*done.outs, *done.changes))
         segment = None if done.segment is None else Segment(f"s{self.record.stage}.ac{done.segment}", is_last)
-        checking = Checking(self.costs.us(made), self._names(done.changes), done.rng, segment=segment)
+        costs = {"compare_us": self.costs.us(made), "defer_us": self.costs.defer_us}
+        checking = Checking(mutates=self._names(done.changes), rng=done.rng, segment=segment, **costs)
         identity = operator_id(self.record.stage, *done.unit, done.index)
         names = self._names(done.ins), self._names(done.outs)
         return Operator(identity, done.name, done.place, start, time.us, *names, checking)
