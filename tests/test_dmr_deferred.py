@@ -192,6 +192,15 @@ def test_memory_that_several_wait_for_counts_once_and_parameters_not_at_all(squa
     assert rank.queue.most_bytes == 3 * square.nbytes
 
 
+def test_a_segment_keeps_its_boundary_and_not_what_it_makes(square):
+    rank = Rank(segments={"agc": Replayed(3, 3)})
+    replayed(rank, square)
+    assert rank.queue.most_bytes == square.nbytes
+    rank.queue.window(3)
+    rank.execute(MM, square, square, due=9)
+    assert rank.queue.most_bytes == 2 * square.nbytes
+
+
 def test_an_iteration_that_was_broken_off_leaves_nothing_behind(square):
     rank = Rank(segments={"agc": Replayed(2, 1)}, headroom=1e9)
     rank.execute(MM, square, square, flip=True)

@@ -163,7 +163,7 @@ class Engine:
         """Something is on its way, and this rank is about to wait for it."""
         if self.is_active and self.queue:
             with self._unwatched():
-                self.queue.window(self.course.executed)
+                self.queue.window(self.mode.position)
 
     def waited(self) -> None:
         """The last window is over."""
@@ -180,7 +180,7 @@ class Engine:
         """Something is on its way, and takes another time in every iteration."""
         if self.is_active and self.queue:
             with self._unwatched():
-                self.queue.window(self.course.executed)
+                self.queue.window(self.mode.position)
                 self.queue.dynamic_window(is_over)
 
     def _falsify_received(self, tensors: Sequence[torch.Tensor]) -> None:
