@@ -168,10 +168,12 @@ def test_waiting_memory_is_limited_where_windows_are_not_planned(square):
 
 
 def test_a_dynamic_window_takes_what_ends_within_it(square):
-    rank = Rank(headroom=1e9, dynamic_us=5.0)
+    rank = Rank(headroom=1e9, dynamic_us=[5.0, 1e9])
     rank.execute(MM, square, square, due=None)
     rank.queue.dynamic_window(lambda: False)
     assert rank.queue.in_windows == 0
+    rank.queue.dynamic_window(lambda: False)
+    assert rank.queue.in_windows == 1
     rank = Rank(headroom=1e9)
     rank.execute(MM, square, square, due=None)
     rank.queue.dynamic_window(lambda: True)

@@ -21,8 +21,8 @@ class Queue:
 
     Args:
         segments: the plan's AGC segments. helpers: operators that these execute again for what they make.
-        headroom: bytes that may wait, those with a place in the plan included. dynamic_us: how long dynamic windows
-            last; None: not known.
+        headroom: bytes that may wait, those with a place in the plan included. dynamic_us: how long an iteration's
+            dynamic windows last, one after the other; those beyond are as long as it takes.
         lasting: addresses of memory that is there anyway: parameters.
 
     Attributes:
@@ -38,7 +38,7 @@ class Queue:
         segments: Mapping[str, Segment] | None = None,
         helpers: Mapping[str, list[str]] | None = None,
         headroom: float = 0.0,
-        dynamic_us: float | None = None,
+        dynamic_us: Sequence[float] = (),
         lasting: Collection[int] = (),
     ):
         self._findings = findings
@@ -47,6 +47,7 @@ class Queue:
         self._waiting, self._dynamic = Waiting(self._gone, lasting), online.Waiting()
         self._replays: dict[str, Replay] = {}
         self._over: set[str] = set()
+        self._opened = 0
         self._lasting, self._replay_bytes, self.most_bytes = lasting, 0, 0
         self.in_windows = self.early = self.late = 0
 
@@ -54,7 +55,7 @@ class Queue:
         """An iteration begins; what an interrupted one left behind is forgotten."""
         self._waiting.drop()
         self._dynamic = online.Waiting()
-        self._replays, self._over, self._replay_bytes = {}, set(), 0
+        self._replays, self._over, self._replay_bytes, self._opened = {}, set(), 0, 0
         self.in_windows = self.early = self.late = 0
 
     def __bool__(self) -> bool:
@@ -98,7 +99,8 @@ class Queue:
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """A window of unknown length is open: the oldest are verified until it closes (SpareTrain, Method 4)."""
-        lasts = math.inf if self._dynamic_us is None else self._dynamic_us
+        number, self._opened = self._opened, self._opened + 1
+        lasts = self._dynamic_us[number] if number < len(self._dynamic_us) else math.inf
         began = time.perf_counter()
         while not is_over():
             chosen = self._dynamic.oldest(lasts - (time.perf_counter() - began) * 1e6)
