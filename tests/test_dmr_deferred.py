@@ -168,10 +168,12 @@ def test_waiting_memory_is_limited_where_windows_are_not_planned(square):
 
 
 def test_a_dynamic_window_takes_what_ends_within_it(square):
-    rank = Rank(headroom=1e9, dynamic_us=5.0)
+    rank = Rank(headroom=1e9, dynamic_us=[5.0, 1e9])
     rank.execute(MM, square, square, due=None)
     rank.queue.dynamic_window(lambda: False)
     assert rank.queue.in_windows == 0
+    rank.queue.dynamic_window(lambda: False)
+    assert rank.queue.in_windows == 1
     rank = Rank(headroom=1e9)
     rank.execute(MM, square, square, due=None)
     rank.queue.dynamic_window(lambda: True)
@@ -190,6 +192,15 @@ def test_memory_that_several_wait_for_counts_once_and_parameters_not_at_all(squa
     rank.queue.window(6)
     rank.execute(MM, square, weight, due=9)
     assert rank.queue.most_bytes == 3 * square.nbytes
+
+
+def test_a_segment_keeps_its_boundary_and_not_what_it_makes(square):
+    rank = Rank(segments={"agc": Replayed(3, 3)})
+    replayed(rank, square)
+    assert rank.queue.most_bytes == square.nbytes
+    rank.queue.window(3)
+    rank.execute(MM, square, square, due=9)
+    assert rank.queue.most_bytes == 2 * square.nbytes
 
 
 def test_an_iteration_that_was_broken_off_leaves_nothing_behind(square):

@@ -198,16 +198,17 @@ def profile(job: Job) -> "Profiling":
     from ft.dmr.profile.install import install
     from ft.dmr.profile.session import ITERATIONS
 
-    trainee, training = job.trainee, job.options.training
+    trainee, training, asked = job.trainee, job.options.training, job.options.fault_tolerance
     left = train_steps(training) - job.state.step
     if left < ITERATIONS:
         raise UserError(f"a profile takes {ITERATIONS} steps, and the run has {left} left", "give more --train-iters")
     return install(
-        Path(job.options.fault_tolerance.ft_dmr_profile),
+        Path(asked.ft_dmr_profile),
         trainee.chunks,
         trainee.optimizer,
         job.microbatches(global_batch_size(training, job.state.consumed_train_samples)),
         fingerprint=fingerprint(job.options, job.layout),
+        unstable=None if asked.ft_dmr_unstable is None else Path(asked.ft_dmr_unstable),
         end=job.exits.end,
     )
 

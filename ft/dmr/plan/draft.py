@@ -33,12 +33,16 @@ class Draft:
         self.otherwise: dict[str, Assignment] = {}
         self.segments: dict[str, AgcSegment] = {}
         self._changes = _changes(self.ops)
-        self._deferrable = {op.id for op in self.ops if op.checking.deterministic and not self.at_once(op)}
+        self._deferrable = {op.id for op in self.ops if self._is_worth_deferring(op)}
         self._drained = min((op.start_us for op in self.ops if op.place.phase == OPTIMIZER), default=float("inf"))
 
     def at_once(self, op: Operator) -> bool:
         """It has to be verified when it is executed: it changes its inputs, or is the optimizer's."""
         return bool(op.checking.mutates) or op.place.phase == OPTIMIZER
+
+    def _is_worth_deferring(self, op: Operator) -> bool:
+        verifiable = op.checking.deterministic and not self.at_once(op)
+        return verifiable and (op.check_us > op.checking.defer_us or not op.checking.defer_us)
 
     def open(self, op: Operator) -> bool:
         """Not decided yet, and free to be deferred."""

@@ -62,6 +62,7 @@ class Checking:
         rng: it draws random numbers, whose state is kept for its repetition.
         deterministic: executed twice it gives the same bits; else no comparison says anything about it.
         segment: the activation-checkpointing segment that recomputes it, or None.
+        defer_us: what putting its verification aside costs at once: it is not deferred where verifying costs no more.
     """
 
     compare_us: float = 0.0
@@ -69,6 +70,7 @@ class Checking:
     rng: bool = False
     deterministic: bool = True
     segment: Segment | None = None
+    defer_us: float = 0.0
 
 
 @dataclass(frozen=True)

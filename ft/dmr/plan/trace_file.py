@@ -150,6 +150,7 @@ def _operator(found: Fields) -> Operator:
         rng=found.flag("rng", False),
         deterministic=found.flag("deterministic", True),
         segment=segment,
+        defer_us=found.amount("defer_us", 0.0),
     )
     return Operator(
         id=found.text("id"),
@@ -232,6 +233,7 @@ def operator_values(op: Operator) -> dict[str, Any]:
         "in_ids": list(op.in_ids),
         "out_ids": list(op.out_ids),
         "compare_us": checking.compare_us,
+        "defer_us": checking.defer_us,
         "mutates": list(checking.mutates),
         "rng": checking.rng,
         "ac_segment": segment and segment.name,

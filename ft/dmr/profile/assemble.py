@@ -5,7 +5,7 @@ others wait for it. So units of work are as long as each stage has measured them
 schedule leaves (``ft.dmr.plan.schedule``), with messages as fast as the faster ones were seen to be.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ft.dmr.plan.schedule import Pipeline, Timeline, Unit, idle, orders, simulate
@@ -49,12 +49,13 @@ def assemble(
     costs: ComparisonCosts,
     fingerprint: Mapping[str, object],
     budget: float | None = None,
+    unstable: Collection[str] = (),
 ) -> Trace:
     """The trace of one iteration.
 
     Args:
         records: of every stage, in order. pipeline: the run's, its ``comm_us`` yet unknown.
-        budget: bytes that a device has, if that is known.
+        budget: bytes that a device has, if that is known. unstable: names of operators that are not reproducible.
 
     Raises:
         UserError: the stages have not worked through that schedule.
@@ -69,7 +70,7 @@ def assemble(
     timeline = simulate(pipeline, us.__getitem__)
     begins = max(found[0].us for found in cut)
     stages = [
-        _Stage(record, _starts(record, found, timeline, begins), costs)
+        _Stage(record, _starts(record, found, timeline, begins), costs, frozenset(unstable))
         for record, found in zip(records, cut, strict=True)
     ]
     windows = [
@@ -165,6 +166,7 @@ class _Stage:
     record: StageRecord
     starts: Sequence[float]
     costs: ComparisonCosts
+    unstable: frozenset[str]
 
     def operators(self) -> list[Operator]:
         last = self._last_of_segments()
@@ -185,7 +187,9 @@ class _Stage:
         memory = self.record.notes.memory
         made = sum(memory[number].bytes for number in (*done.outs, *done.changes))
         segment = None if done.segment is None else Segment(f"s{self.record.stage}.ac{done.segment}", is_last)
-        checking = Checking(self.costs.us(made), self._names(done.changes), done.rng, segment=segment)
+        costs = {"compare_us": self.costs.us(made), "defer_us": self.costs.defer_us}
+        nature = {"rng": done.rng, "deterministic": done.name not in self.unstable}
+        checking = Checking(mutates=self._names(done.changes), segment=segment, **nature, **costs)
         identity = operator_id(self.record.stage, *done.unit, done.index)
         names = self._names(done.ins), self._names(done.outs)
         return Operator(identity, done.name, done.place, start, time.us, *names, checking)

@@ -13,6 +13,7 @@ from ft.dmr.profile.session import Profiling, Target, device_memory
 from ft.dmr.profile.stopwatch import stopwatch
 from ft.dmr.profile.storages import Storages
 from ft.dmr.runtime.course import Course
+from ft.dmr.runtime.unstable import read_unstable
 from ft.worker.subject import Subject
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -26,12 +27,17 @@ def install(
     microbatches: int,
     *,
     fingerprint: Mapping[str, Any],
+    unstable: Path | None = None,
     end: Callable[[str], None],
 ) -> Profiling:
     """The profiler for a run, after model and optimizer are built; on all ranks alike, with ``WITH_DMR`` patches.
 
     Args:
         path: where rank 0 writes. microbatches: of an iteration, on each rank. end: as of ``Profiling``.
+        unstable: a file of ft dmr selftest, or None.
+
+    Raises:
+        UserError: that file cannot be read.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     device = next(chunks[0].parameters()).device
@@ -40,7 +46,8 @@ def install(
     recorder = Recorder(course, stage, stopwatch(device), lambda: Storages(_state(chunks, optimizer), in_use))
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
-    target = Target(path, fingerprint, _pipeline(chunks, microbatches), device_memory(device), _speaks())
+    left_out = frozenset() if unstable is None else frozenset(read_unstable(unstable).operators)
+    target = Target(path, fingerprint, _pipeline(chunks, microbatches), device_memory(device), _speaks(), left_out)
     profiling = Profiling(engine, recorder, stage, target, end)
     Subject(chunks, optimizer).before_update(profiling.before_update)
     double_execution.listen(engine)

@@ -30,6 +30,7 @@ class Target:
     Args:
         path: of the file. fingerprint: of the run. pipeline: its schedule. budget: bytes of a device, if known.
         writes: this rank is the one that speaks for its stage.
+        unstable: names of operators that are not reproducible (``ft.dmr.runtime.unstable``).
     """
 
     path: Path
@@ -37,6 +38,7 @@ class Target:
     pipeline: Pipeline
     budget: float | None
     writes: bool
+    unstable: frozenset[str] = frozenset()
 
 
 class Profiling:
@@ -87,7 +89,8 @@ class Profiling:
         records = sorted((each for each in collected if each is not None), key=lambda each: each.stage)
         target = self._target
         costs = measure(self._engine.findings.device)
-        write_trace(target.path, assemble(records, target.pipeline, costs, target.fingerprint, target.budget))
+        rest = (target.fingerprint, target.budget, target.unstable)
+        write_trace(target.path, assemble(records, target.pipeline, costs, *rest))
 
     def _medians(self) -> tuple[Timed, ...]:
         """Of each event of the iteration that was written down. What other iterations had not is known from it alone:

@@ -87,14 +87,14 @@ class Waiting:
         verify: takes an entry, and compares. lasting: addresses of memory that is there anyway: parameters.
 
     Attributes:
-        nbytes: of the memory that is kept now; most_bytes: at most so far.
+        nbytes: of the memory that is kept now.
     """
 
     def __init__(self, verify: Callable[[Entry], None], lasting: Collection[int] = ()):
         self._verify, self._lasting = verify, frozenset(lasting)
         self._entries: dict[int, Entry] = {}
         self._users: dict[int, int] = {}
-        self.nbytes = self.most_bytes = 0
+        self.nbytes = 0
         self._next_due = NEVER
 
     def __len__(self) -> int:
@@ -108,7 +108,6 @@ class Waiting:
             users = self._users.get(storage, 0)
             self._users[storage] = users + 1
             self.nbytes += 0 if users or storage in self._lasting else size
-        self.most_bytes = max(self.most_bytes, self.nbytes)
 
     def take(self, wanted: Callable[[Entry], bool]) -> int:
         """Verifies what is ``wanted``, in order; returns how many."""

@@ -60,8 +60,9 @@ class Engine:
 
     def before_update(self) -> None:
         """The optimizer is about to change what waiting verifications read."""
-        self.queue.drain()
-        self._reductions.finish()
+        with self._unwatched():
+            self.queue.drain()
+            self._reductions.finish()
         self.course.update()
 
     def coverage(self) -> dict[str, int]:
@@ -164,7 +165,7 @@ class Engine:
         """Something is on its way, and this rank is about to wait for it."""
         if self.is_active and self.queue:
             with self._unwatched():
-                self.queue.window(self.course.executed)
+                self.queue.window(self.mode.position)
 
     def waited(self) -> None:
         """The last window is over."""
@@ -179,9 +180,9 @@ class Engine:
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """Something is on its way, and takes another time in every iteration."""
-        if self.is_active and self.queue:
+        if self.is_active:
             with self._unwatched():
-                self.queue.window(self.course.executed)
+                self.queue.window(self.mode.position)
                 self.queue.dynamic_window(is_over)
 
     def _falsify_received(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -94,5 +94,4 @@ def _queue(strategy: Strategy, plan: Plan | None, findings: Findings, stage: int
         return Queue(findings)
     dynamic = [window.dur_us for window in plan.trace.windows if window.stage == stage and window.dynamic]
     headroom = max((plan.trace.memory.budget or 0.0) - plan.trace.memory.peak(stage), 0.0)
-    mean_us = sum(dynamic) / len(dynamic) if dynamic else None
-    return Queue(findings, strategy.replays, strategy.helpers, headroom, mean_us, lasting)
+    return Queue(findings, strategy.replays, strategy.helpers, headroom, dynamic, lasting)

@@ -42,6 +42,7 @@ class DoubleExecution(TorchDispatchMode):
     Attributes:
         segment: the activation-checkpointing segment under way; again: it is being recomputed.
         counts: operators verified, by set.
+        position: how many of a plan's operators are behind: one more or less of others does not move its windows.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class DoubleExecution(TorchDispatchMode):
         self.segment: Segment | None = None
         self.again = False
         self.counts: dict[str, int] = {}
+        self.position = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -76,6 +78,7 @@ class DoubleExecution(TorchDispatchMode):
         if kind.written and self._queue:
             self._queue.before_change(tensors_in(written(kind, args, kwargs)))
         decision = self._strategy.decide(unit, index, kind.name, self._is_recomputed())
+        self.position = decision.ordinal or self.position
         if self.segment is not None:
             decision = self.segment.settle(decision, kind.name, again=self.again)
         state = state_before(kind, args, kwargs) if self._queue.helpers and kind.random else None

@@ -42,11 +42,16 @@ class Replay:
     """One AGC segment in one iteration.
 
     Args:
-        size: how many operators it has. due: as of a deferred entry.
+        size: how many operators it has. due: as of a deferred entry. lasting: addresses of memory that is there anyway.
+
+    Attributes:
+        nbytes: of the memory that its boundary tensors keep.
     """
 
-    def __init__(self, findings: Findings, size: int, due: int):
+    def __init__(self, findings: Findings, size: int, due: int, lasting: Collection[int] = ()):
         self._findings, self._size, self.due = findings, size, due
+        self._counted = set(lasting)
+        self.nbytes = 0
         self._steps: list[_Step] = []
         self._makers: dict[int, tuple[StorageWeakRef, int, int, torch.dtype]] = {}
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
@@ -56,11 +61,6 @@ class Replay:
     @property
     def is_whole(self) -> bool:
         return len(self._steps) == self._size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the boundary tensors."""
-        return sum(tensor.nbytes for tensor, _ in self._kept.values())
 
     def record(
         self,
@@ -132,6 +132,10 @@ class Replay:
                 return _Made(step, out, tuple(value.shape), value.stride(), value.storage_offset())
             kept = value.detach()
             self._kept[id(kept)] = (kept, kept._version)
+            storage = value.untyped_storage()
+            if storage._cdata not in self._counted:
+                self._counted.add(storage._cdata)
+                self.nbytes += storage.nbytes()
             return kept
         if isinstance(value, tuple | list):
             return type(value)(self._refer(each) for each in value)

@@ -3,11 +3,12 @@
 import bisect
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, Plan
 from ft.dmr.plan.trace import CLOSE_US, RECOMPUTE
+from ft.dmr.runtime.abreast import Abreast
 from ft.dmr.runtime.course import Unit, operator_id
 from ft.errors import UserError
 
@@ -18,7 +19,8 @@ class Decision:
 
     Args:
         set: one of ``ft.dmr.plan.assign.SETS``.
-        due: (D sets) operators executed before its window; None: a dynamic one, whatever comes.
+        due: (D sets) operators planned before its window; None: a dynamic one, whatever comes.
+        ordinal: operators planned until this one, and with it; 0: it is none of a plan.
         replay: (D sets) the AGC segment it is replayed with.
         check_us: what verifying it is expected to take. bytes: that wait with it, and would be free without.
     """
@@ -28,6 +30,7 @@ class Decision:
     replay: str | None = None
     check_us: float = 0.0
     bytes: float = 0.0
+    ordinal: int = 0
 
 
 AT_ONCE = Decision(NAIVE)
@@ -79,7 +82,7 @@ class Planned:
         unstable: operators that are not verified (``ft.dmr.runtime.unstable``), and not replayed.
 
     Attributes:
-        replays: AGC segments of the stage. misfits: operators that were not as planned, by "planned, found".
+        replays: AGC segments of the stage. misfits: operators that were not found in the plan, by phase and name.
         helpers: operator -> AGC segments that replay it for what it makes, while it is verified otherwise.
 
     Raises:
@@ -101,7 +104,7 @@ class Planned:
         }
         self.misfits: Counter[tuple[str, str]] = Counter()
         self._decisions: dict[tuple[str, int, int], list[tuple[str, Decision]]] = {}
-        for op in ops:
+        for ordinal, op in enumerate(ops, 1):
             place, how = op.place, plan.assign[op.id]
             unit = self._decisions.setdefault((place.phase, place.chunk, place.microbatch), [])
             if op.id != operator_id(stage, place.phase, place.chunk, place.microbatch, len(unit)):
@@ -112,8 +115,9 @@ class Planned:
             when = 0 if how.window is None else due[how.window]
             kept = (plan.trace.tensors[tensor] for tensor in dict.fromkeys(op.tensors))
             size = sum(tensor.bytes for tensor in kept if tensor.free_us is not None)
-            unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us, size)))
+            unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us, size, ordinal)))
         # Tensor-parallel ranks do not all have the same parameters to update, and no need of a plan for that.
+        self._abreast = {unit: Abreast([name for name, _ in found]) for unit, found in self._decisions.items()}
         self._all_at_once = {
             unit for unit, found in self._decisions.items() if all(one.set == NAIVE for _, one in found)
         }
@@ -124,14 +128,16 @@ class Planned:
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         where = (unit.phase, unit.chunk, unit.microbatch)
         if where in self._all_at_once:
-            return AT_ONCE
-        planned = self._decisions.get(where, ())
-        name, decision = planned[index] if index < len(planned) else ("none", AT_ONCE)
-        if name != operator:
-            self.misfits[name, operator] += 1
+            planned = self._decisions[where]
+            return planned[min(index, len(planned) - 1)][1]
+        follower = self._abreast.get(where)
+        place = None if follower is None else follower.find(index, operator)
+        if place is None:
+            self.misfits[unit.phase, operator] += 1
             return WITH_RECOMPUTATION if in_segment else AT_ONCE
+        decision = self._decisions[where][place][1]
         if decision.set == PIGGYBACK and not in_segment:
-            return AT_ONCE
+            return replace(AT_ONCE, ordinal=decision.ordinal)
         return decision
 
     def _plan_replays(self, plan: Plan, stage: int, due: Mapping[str, int | None], unstable: Collection[str]) -> None:
