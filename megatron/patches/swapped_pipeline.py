@@ -24,6 +24,11 @@ def use(run: Callable[..., Any] | None, plainly: Callable[[Callable[[], Any]], A
     _run, _plainly = run, plainly
 
 
+def used() -> tuple[Callable[..., Any] | None, Callable[[Callable[[], Any]], Any] | None]:
+    """What ``use`` was last called with."""
+    return _run, _plainly
+
+
 def _forward_backward(*, forward_step_func, data_iterator, model, num_microbatches, **others):
     given = {"forward_step_func": forward_step_func, "data_iterator": data_iterator, "model": model}
 

@@ -1,29 +1,32 @@
-"""What CheckFree costs while nothing fails: steps with every stage's norm kept and without, in turn, in one run.
+"""What CheckFree and CheckFree+ cost while nothing fails: steps of each and of the plain trainer in turn, in one run.
 
     python tools/bench/checkfree.py                     # four pipeline stages, a process each
 
-Prints one JSON line. `over` is the median over rounds of (on - off) / off, where a round is a step of each side and the
-sides change their order from round to round. Off is the trainer with CheckFree's patches in place and nobody listening;
-what a snapshot's envelope holds more, some 20 bytes for each stage, is not in it. Goal: 0.01 at most. What a recovery
-takes, `ft report` says of a run with faults (tests/test_checkfree_run.py has such runs).
+Prints one JSON line. `over` is the median over rounds of (side - off) / off, where a round is a step of each side and
+the sides change their order from round to round.
+
+on    every stage's norm is kept (what a snapshot's envelope holds more, some 20 bytes for each stage, is not in it);
+      off is the same trainer with CheckFree's patches in place and nobody listening. Goal: 0.01 at most.
+plus  a second model in the same processes, whose embedding and head are kept twice, by the planned schedule. `planned`
+      is the bubbles of that and of 1F1B where every stage has a device of its own; on fewer cores than stages there are
+      none, and `plus` is what the copies cost.
+
+What a recovery takes, `ft report` says of a run with faults (tests/test_checkfree_run.py has such runs).
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).parent))
+
+import in_ranks
 
 WARM_UP = 3
-_FOLDER = "BENCH_FOLDER"
 
 
 def main(argv: list[str]) -> int:
@@ -33,29 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=8)
     arguments = parser.parse_args(argv)
-    if _FOLDER in os.environ:
-        measure(arguments)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        print(in_ranks(arguments, argv, Path(folder)))
-    return 0
-
-
-def in_ranks(arguments: argparse.Namespace, argv: list[str], folder: Path) -> str:
-    """The result of the processes that measure."""
-    import small_runs as runs
-
-    from megatron import patches
-
-    patches.apply()
-    runs.make_corpus(folder)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.pp), "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", _FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
-    command = [*launch, __file__, *argv]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-    return (folder / "result.json").read_text()
+    return in_ranks.main(__file__, argv, arguments.pp, lambda: measure(arguments))
 
 
 # --- in a rank --------------------------------------------------------------------------------------------------------
@@ -63,30 +44,38 @@ def in_ranks(arguments: argparse.Namespace, argv: list[str], folder: Path) -> st
 
 def measure(arguments: argparse.Namespace) -> None:
     from megatron import patches
-    from megatron.patches.manifest import WITH_CHECKFREE
+    from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
 
-    patches.apply(WITH_CHECKFREE)
-    import small_runs as runs
+    patches.apply(WITH_CHECKFREE, WITH_SWAPPED_ENDS)
     import torch.distributed as dist
 
-    from megatron.training.arguments import check, parse
     from megatron.training.initialize import destroy, init_model_parallel, init_process_group, launch_from
     from megatron.training.pretrain import assemble, checkfree
 
-    place, folder = launch_from(os.environ), Path(os.environ[_FOLDER])
+    place = launch_from(os.environ)
+    options, layout = options_of(arguments, "--ft-checkfree", place.world_size)
+    init_process_group(options.parallel, place)
+    init_model_parallel(options.parallel, layout, ends_are_double=True)  # of untied weights nothing follows from it
+    plain = assemble(options, layout, time.monotonic())
+    kept = keeper(plain, checkfree(options))
+    plus = assemble(options_of(arguments, "--ft-checkfree-plus", place.world_size)[0], layout, time.monotonic())
+    times = alternate(arguments, plain, plus, kept)
+    if dist.get_rank() == 0:
+        in_ranks.publish(result(arguments, times))
+    destroy()
+
+
+def options_of(arguments: argparse.Namespace, way: str, world_size: int):
+    import small_runs as runs
+
+    from megatron.training.arguments import check, parse
+
     options = parse(
         f"{runs.BASE} --num-layers {2 * arguments.pp} --hidden-size {arguments.hidden_size} --seq-length 64 "
-        f"--global-batch-size {2 * arguments.microbatches} --data-path {folder}/corpus --train-iters 10000 "
-        f"--pipeline-model-parallel-size {arguments.pp} --use-distributed-optimizer --ft-hot-swap --ft-checkfree"
+        f"--global-batch-size {2 * arguments.microbatches} --data-path {in_ranks.folder()}/corpus --train-iters 10000 "
+        f"--pipeline-model-parallel-size {arguments.pp} --use-distributed-optimizer --ft-hot-swap {way}"
     )
-    layout = check(options, place.world_size, has_te=False)
-    init_process_group(options.parallel, place)
-    init_model_parallel(options.parallel, layout)
-    job = assemble(options, layout, time.monotonic())
-    times = alternate(arguments, job, keeper(job, checkfree(options)))
-    if dist.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps(result(arguments, times)))
-    destroy()
+    return options, check(options, world_size, has_te=False)
 
 
 def keeper(job, settings):
@@ -101,23 +90,25 @@ def keeper(job, settings):
     return StageKeeper(session, Subject(trainee.chunks, trainee.optimizer, trainee.scheduler), settings)
 
 
-def alternate(arguments: argparse.Namespace, job, kept) -> dict[str, list[float]]:
+def alternate(arguments: argparse.Namespace, plain, plus, kept) -> dict[str, list[float]]:
     """Side -> seconds of each step that counts."""
     import torch.distributed as dist
 
-    from megatron.patches import stage_norms
+    from megatron.patches import stage_norms, swapped_pipeline
     from megatron.training.step import train_step
 
-    times = {"off": [], "on": []}
-    listener = stage_norms.listener()
+    sides = {"off": plain, "on": plain, "plus": plus}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    listener, swapped = stage_norms.listener(), swapped_pipeline.used()
     for number in range(arguments.rounds + WARM_UP):
-        for name in ("off", "on") if number % 2 else ("on", "off"):
+        for name in list(sides) if number % 2 else list(sides)[::-1]:
             stage_norms.listen(listener if name == "on" else None)
+            swapped_pipeline.use(*(swapped if name == "plus" else (None, None)))
             dist.barrier()
             began = time.perf_counter()
-            train_step(job)
+            train_step(sides[name])
             if name == "on":
-                kept.committed(job.state.step)
+                kept.committed(plain.state.step)
             dist.barrier()
             if number >= WARM_UP:
                 times[name].append(time.perf_counter() - began)
@@ -125,11 +116,15 @@ def alternate(arguments: argparse.Namespace, job, kept) -> dict[str, list[float]
 
 
 def result(arguments: argparse.Namespace, times: dict[str, list[float]]) -> dict:
-    over = [(on - off) / off for on, off in zip(times["on"], times["off"], strict=True)]
+    from ft.schedule.choose import BEST, Shape, plan
+
+    sides = {name: [(a - b) / b for a, b in zip(times[name], times["off"], strict=True)] for name in ("on", "plus")}
+    shape = Shape(arguments.pp, arguments.microbatches)
     return {
         "bench": "checkfree",
-        "over": round(statistics.median(over), 4),
-        "over_quartiles": [round(q, 4) for q in statistics.quantiles(over, n=4)],
+        "over": {name: round(statistics.median(over), 4) for name, over in sides.items()},
+        "over_quartiles": {n: [round(q, 4) for q in statistics.quantiles(over, n=4)] for n, over in sides.items()},
+        "planned": {kind: round(plan(kind, shape).bubble, 4) for kind in ("1f1b", BEST)},
         "step_ms": {name: round(1e3 * statistics.median(each), 2) for name, each in times.items()},
         "cores": os.cpu_count(),
         "load": [round(one, 1) for one in os.getloadavg()],

@@ -11,20 +11,17 @@ windows, at most; `peak_bytes`: of training and what waits, by the plan's figure
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).parent))
+
+import in_ranks
 
 WARM_UP = 2
-_FOLDER = "BENCH_FOLDER"
 
 
 def main(argv: list[str]) -> int:
@@ -40,43 +37,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--bf16", action="store_true")
     arguments = parser.parse_args(argv)
-    if _FOLDER in os.environ:
-        measure(arguments)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        print(in_ranks(arguments, argv, Path(folder)))
-    return 0
+
+    def prepare(folder: Path) -> list[str]:
+        return ["--plan", str(_plan(arguments, folder))] if arguments.plan == "auto" else []
+
+    return in_ranks.main(__file__, argv, arguments.pp, lambda: measure(arguments), prepare)
 
 
-def in_ranks(arguments: argparse.Namespace, argv: list[str], folder: Path) -> str:
-    """The result of the processes that measure."""
-    import small_runs as runs
-
-    from megatron import patches
-
-    patches.apply()
-    runs.make_corpus(folder)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.pp), "--standalone"]
-    if arguments.plan == "auto":
-        argv = [*argv, "--plan", str(_plan(arguments, folder, launch))]
-    _run([*launch, __file__, *argv], folder)
-    return (folder / "result.json").read_text()
-
-
-def _plan(arguments: argparse.Namespace, folder: Path, launch: list[str]) -> Path:
+def _plan(arguments: argparse.Namespace, folder: Path) -> Path:
     profile, plan = folder / "profile.json", folder / "plan.json"
     ft = [sys.executable, "-m", "ft", "dmr"]
-    trainer = [*launch, str(ROOT / "pretrain_gpt.py"), *flags(arguments, folder).split()]
-    _run([*ft, "profile", "--out", str(profile), "--", *trainer], folder)
-    _run([*ft, "plan", str(profile), "--memory-budget", arguments.memory_budget, "--out", str(plan)], folder)
+    launch = in_ranks.launcher(arguments.pp)
+    trainer = [*launch, str(in_ranks.ROOT / "pretrain_gpt.py"), *flags(arguments, folder).split()]
+    in_ranks.run([*ft, "profile", "--out", str(profile), "--", *trainer], folder)
+    budget = ["--memory-budget", arguments.memory_budget]
+    in_ranks.run([*ft, "plan", str(profile), *budget, "--out", str(plan)], folder)
     return plan
-
-
-def _run(command: list[str], folder: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", _FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
 
 
 def flags(arguments: argparse.Namespace, folder: Path) -> str:
@@ -107,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> None:
     from megatron.training.pretrain import assemble
 
     place = launch_from(os.environ)
-    options = parse(f"{flags(arguments, Path(os.environ[_FOLDER]))} --ft-dmr piggyback")
+    options = parse(f"{flags(arguments, in_ranks.folder())} --ft-dmr piggyback")
     layout = check(options, place.world_size, has_te=False)
     init_process_group(options.parallel, place)
     init_model_parallel(options.parallel, layout)
@@ -118,8 +94,7 @@ def measure(arguments: argparse.Namespace) -> None:
     told = [None] * place.world_size
     dist.all_gather_object(told, kept)
     if place.rank == 0:
-        found = result(arguments, times, {name: max(each[name] for each in told) for name in kept})
-        (Path(os.environ[_FOLDER]) / "result.json").write_text(json.dumps(found))
+        in_ranks.publish(result(arguments, times, {name: max(each[name] for each in told) for name in kept}))
     destroy()
 
 

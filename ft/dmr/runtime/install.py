@@ -75,6 +75,8 @@ def make_engine(
 ) -> Engine:
     """Everything that follows and verifies operators on this rank."""
     device = next(chunks[0].parameters()).device
+    if device.type == "cuda":
+        torch.compiler.set_stance("force_eager")  # what core compiles would bypass the dispatcher
     backend(device)
     digest(torch.zeros(1, device=device), seed)  # what the first digest compiles or copies is not part of a step
     course, findings = Course(), Findings(device, seed)

@@ -2,12 +2,12 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, Plan
-from ft.dmr.plan.trace import CLOSE_US, RECOMPUTE
+from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Plan
+from ft.dmr.plan.trace import CLOSE_US, RECOMPUTE, Operator
 from ft.dmr.runtime.abreast import Abreast
 from ft.dmr.runtime.course import Unit, operator_id
 from ft.errors import UserError
@@ -151,12 +151,20 @@ class Planned:
             if first.stage != stage:
                 continue
             made = recomputed.get((first.chunk, first.microbatch, first.layer), []) if segment.regenerated_us else []
+            made = _until_needed(made, segment, by_id)
             for name in made:
                 self.helpers.setdefault(name, []).append(segment.id)
             when = due[segment.window]
             replayed = (name for name in (*segment.ops, *made) if plan.assign[name].set != UNCHECKED)
             size = sum(by_id[name].name not in unstable for name in replayed)
             self.replays[segment.id] = Segment(size, 0 if when is None else when)
+
+
+def _until_needed(made: Sequence[str], segment: AgcSegment, by_id: Mapping[str, Operator]) -> Sequence[str]:
+    """The recomputation's operators up to the last one whose results the segment reads and does not keep."""
+    inner = {tensor for name in segment.ops for tensor in by_id[name].in_ids} - set(segment.keeps)
+    needed = [number for number, name in enumerate(made) if inner.intersection(by_id[name].out_ids)]
+    return made[: needed[-1] + 1] if needed else []
 
 
 DEFERRED = (D_INTER, D_INTRA)

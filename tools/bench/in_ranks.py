@@ -1,0 +1,70 @@
+"""Benchmarks that measure inside the ranks of one job: starting them, and getting their result."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+_FOLDER = "BENCH_FOLDER"
+
+
+def main(
+    script: str,
+    argv: list[str],
+    ranks: int,
+    measure: Callable[[], None],
+    prepare: Callable[[Path], list[str]] = lambda folder: [],
+) -> int:
+    """Runs ``script`` with ``argv`` on ``ranks`` processes beside a small corpus, and prints what they publish; in
+    these processes, ``measure`` instead.
+
+    Args:
+        prepare: called with the folder before; its words are added to ``argv``.
+    """
+    if _FOLDER in os.environ:
+        measure()
+        return 0
+    import small_runs as runs
+
+    from megatron import patches
+
+    patches.apply()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        runs.make_corpus(folder)
+        run([*launcher(ranks), script, *argv, *prepare(folder)], folder)
+        print((folder / "result.json").read_text())
+    return 0
+
+
+def launcher(ranks: int) -> list[str]:
+    """torchrun on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Runs a command to its end.
+
+    Raises:
+        SystemExit: it failed; with what it said last.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", _FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+
+
+def folder() -> Path:
+    """In a rank: where the corpus is."""
+    return Path(os.environ[_FOLDER])
+
+
+def publish(found: dict) -> None:
+    """In one of the ranks: the result."""
+    (folder() / "result.json").write_text(json.dumps(found))
