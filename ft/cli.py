@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 
 from ft.errors import UserError
@@ -36,7 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     given = parser.parse_args(argv)
     try:
-        return given.main(given)
+        code = given.main(given)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # whoever reads has seen enough, as head has; at exit Python flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
