@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ft.checkfree.plus.doubles import Doubles
-from ft.checkfree.plus.pipeline import forward_backward, in_place
+from ft.checkfree.plus.ends import in_place
+from ft.checkfree.plus.pipeline import forward_backward
 from ft.schedule.program import Program
 from megatron.patches import step_state, swapped_pipeline
 
