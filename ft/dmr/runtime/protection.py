@@ -10,7 +10,7 @@ from ft.dmr.runtime import suspects
 from ft.dmr.runtime.engine import Engine
 from ft.dmr.runtime.suspects import EVICT, GIVE_UP, Limits, Outcome, Reports
 from ft.dmr.runtime.undo import Undo
-from ft.errors import FtError, ReplaceNodeError
+from ft.errors import FtError, RecoverableError, ReplaceNodeError
 
 Result = TypeVar("Result")
 
@@ -21,6 +21,13 @@ class CorruptionError(FtError):
 
 class SuspectError(ReplaceNodeError):
     """This rank computes wrongly again and again: its node is given up."""
+
+
+class InterruptedStepError(RecoverableError):
+    """An iteration ended with an error that wrong numbers may have caused."""
+
+
+_OF_WRONG_NUMBERS = (IndexError, ValueError)
 
 
 class Witness(Protocol):
@@ -68,7 +75,7 @@ class Protection:
         while True:
             self._undo.begin()
             with self.engine.iteration(microbatches):
-                result = work()
+                result = self._attempt(step, work)
             reports, earlier = self._agree(self.engine.flag(), step)
             if not reports:
                 self._end(step, attempts)
@@ -78,6 +85,20 @@ class Protection:
             self._witness.mismatch(step, len(attempts), reports, outcome)
             self._answer(outcome, step)
             self._undo.back()
+
+    def _attempt(self, step: int, work: Callable[[], Result]) -> Result:
+        """A wrong index or size may end an iteration before it is compared: where that is likely, the step is taken
+        once more in place, by hot-swap, and the worker replaced only if it goes on."""
+        try:
+            return work()
+        except FtError:
+            raise
+        except Exception as error:
+            if not self._witness.can_evict or not (
+                self.engine.findings.any_known or isinstance(error, _OF_WRONG_NUMBERS)
+            ):
+                raise
+            raise InterruptedStepError(f"step {step} ended with {type(error).__name__}: {error}") from error
 
     def _agree(self, flag: torch.Tensor, step: int) -> tuple[Reports, dict[int, int]]:
         """What all ranks have found, and each one's earlier wrong attempts; nothing on all of them where nobody has

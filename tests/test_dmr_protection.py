@@ -1,0 +1,41 @@
+"""An iteration that ends with an error, where wrong numbers may be the reason."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from ft.dmr.runtime.protection import InterruptedStepError, Protection
+from ft.dmr.runtime.suspects import Limits
+from ft.errors import EpochClosed, RecoverableError
+
+
+def protection(*, can_evict: bool, any_known: bool) -> Protection:
+    findings = SimpleNamespace(any_known=any_known)
+    engine = SimpleNamespace(findings=findings, iteration=lambda microbatches: nullcontext())
+    undo = SimpleNamespace(begin=lambda: None)
+    return Protection(engine, undo, SimpleNamespace(can_evict=can_evict), Limits(), "naive")
+
+
+def failing(error: Exception):
+    def work():
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "error, can_evict, any_known, raised",
+    [
+        (IndexError("index 900 is out of range"), True, False, InterruptedStepError),
+        (RuntimeError("split_with_sizes"), True, True, InterruptedStepError),
+        (RuntimeError("anything"), True, False, RuntimeError),
+        (IndexError("nobody could take over"), False, True, IndexError),
+        (EpochClosed(3, "a worker died"), True, True, EpochClosed),
+    ],
+)
+def test_an_error_that_wrong_numbers_explain_is_one_to_try_again(error, can_evict, any_known, raised):
+    with pytest.raises(raised) as found:
+        protection(can_evict=can_evict, any_known=any_known).carry(5, 1, failing(error))
+    assert type(found.value) is raised
+    assert raised is not InterruptedStepError or isinstance(found.value, RecoverableError)
