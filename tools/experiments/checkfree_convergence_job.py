@@ -107,7 +107,7 @@ class Life:
 
         if self._held_out is None:
             self._held_out = list(_batches(self.job))
-        return evaluate(self.job, [iter(self._held_out)])
+        return evaluate(self.job, [iter(self._held_out) if self._held_out else None])
 
     def lose(self, stage: int) -> dict[str, Any]:
         """Throws the state of ``stage`` away and has it rebuilt; says how, and how long it took on this rank."""
@@ -195,8 +195,9 @@ def _equalize(trainee: Any) -> None:
 
 
 def _batches(job: Any) -> Iterator[Any]:
-    """The first microbatches of the held-out samples, as many as one evaluation takes."""
+    """The first held-out microbatches, as many as one evaluation takes; none on a stage that sees no tokens."""
     options, loader = job.options, job.valid_loaders[0]
     samples = options.evaluation.eval_iters * options.training.global_batch_size
-    for _ in range(job.microbatches(samples)):
-        yield None if loader is None else next(loader)
+    if loader is not None:
+        for _ in range(job.microbatches(samples)):
+            yield next(loader)
