@@ -11,6 +11,7 @@ from ft_runs import ROOT
 sys.path.insert(0, str(ROOT / "tools" / "experiments"))
 
 import checkfree_convergence as experiment
+import checkfree_convergence_job as job
 import checkfree_convergence_report as report
 from checkfree_convergence import ENDS, MIDDLE, STRAIGHT, SWAPPED, Setting
 
@@ -65,6 +66,14 @@ def test_the_table_tells_jumps_steps_until_made_good_and_how_much_swapped_traini
     assert (tmp_path / report.RESULTS).read_text() == text + "\n" and (
         tmp_path / report.PICTURE
     ).stat().st_size > 10_000
+
+
+def test_a_loss_is_made_good_once_it_is_where_it_was_and_waited_for_no_longer_than_that():
+    made = {"step": 10, "before": 2.0, "good_after": None}
+    assert job.look_after(made, 11, 2.5) is made and made["good_after"] is None
+    assert job.look_after(made, 13, 2.0) is None and made["good_after"] == 3
+    late = {"step": 10, "before": 2.0, "good_after": None}
+    assert job.look_after(late, 10 + job.PATIENCE, 2.1) is None and late["good_after"] is None
 
 
 @pytest.mark.long

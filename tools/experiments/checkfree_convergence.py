@@ -28,19 +28,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
-STAGES, STEPS, FIRST, REST = 4, 300, 50, 30
+STAGES, STEPS, FIRST, REST = 4, 240, 40, 30
 """Failures come after step ``FIRST`` and leave the last ``REST`` steps alone, over the last of which is averaged."""
-RATES, USUAL = (0.5, 1.0, 2.0), 1.0
-"""Failures of a stage in 100 steps, and the rate of part "equal"."""
+RATES = (0.5, 1.0, 2.0)
+"""Failures of a stage in 100 steps; parts "equal" and "ends" have the highest only."""
 STRATEGIES = ("weighted", "uniform", "copy", "random")
 SWAPPED, STRAIGHT, NO_FAILURES = "swapped", "straight", "no failures"
 MIDDLE, EQUAL, ENDS, CROSS = PARTS = ("middle", "equal", "ends", "cross")
 EVERY = 20
 SHAPE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 8 "
-    "--global-batch-size 32 --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--global-batch-size 16 --position-embedding-type rope --untie-embeddings-and-output-weights "
     "--attention-dropout 0 --hidden-dropout 0 --padded-vocab-size 512 --split 95,5,0 --num-workers 0 "
-    "--lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 20 --lr-decay-style linear --eval-iters 1 --log-interval 100000 "
+    "--lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 20 --lr-decay-style linear --eval-iters 2 --log-interval 100000 "
     f"--use-distributed-optimizer --pipeline-model-parallel-size {STAGES} --ft-hot-swap"
 )
 LIMIT_S = 230.0
@@ -74,10 +74,10 @@ def settings(parts: Sequence[str], seeds: int) -> Iterator[Setting]:
     for seed in range(seeds):
         for part in parts:
             if part == ENDS:
-                yield from (Setting(part, way, rate, seed) for rate in (0.0, *RATES[1:]) for way in (SWAPPED, STRAIGHT))
+                yield from (Setting(part, way, rate, seed) for rate in (RATES[-1], 0.0) for way in (SWAPPED, STRAIGHT))
             elif part != CROSS:
                 yield Setting(part, NO_FAILURES, 0.0, seed)
-                rates = RATES if part == MIDDLE else (USUAL,)
+                rates = RATES if part == MIDDLE else RATES[-1:]
                 yield from (Setting(part, way, rate, seed) for rate in rates for way in STRATEGIES)
 
 

@@ -22,7 +22,7 @@ def compare(ranks: Callable, corpus: str, folder: Path) -> Iterator[dict]:
         kills = ",".join(f"kill@step={KILL_AT}:rank={rank}" for rank in (stage, holder))
         real = ft_run(
             folder / name.replace(" ", ""),
-            flags.replace("--eval-iters 1", "--eval-iters 0"),
+            flags.replace("--eval-iters 2", "--eval-iters 0"),
             options=f"--inject {kills}",
             standby=2,
         )

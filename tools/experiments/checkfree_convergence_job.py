@@ -43,7 +43,7 @@ def train(
         losses.append(life.step())
         at_risk = bool(failures) and failures[0][0] == step
         if unmended is not None:
-            unmended = _look_after(unmended, step, life.look())
+            unmended = look_after(unmended, step, life.look())
         if step % every == 0 or step == last:
             looks.append((step, life.look()))
         if not at_risk:
@@ -61,7 +61,7 @@ def train(
     return {"train": losses, "held_out": looks, "rebuilt": rebuilt, "took_s": round(time.monotonic() - began, 2)}
 
 
-def _look_after(made: dict[str, Any], step: int, loss: float) -> dict[str, Any] | None:
+def look_after(made: dict[str, Any], step: int, loss: float) -> dict[str, Any] | None:
     """Whether the loss is back at what it was; None once there is no more to wait for."""
     passed = step - made["step"]
     if loss <= made["before"]:

@@ -95,7 +95,7 @@ def table(rows: Sequence[dict]) -> str:
     lines = [
         "Loss of a small run whose lost pipeline stages are rebuilt from their neighbours (CheckFree, CheckFree+).",
         "",
-        f"{STAGES} stages of one block, 64 wide, sequences of 64 bytes of Python source, {steps} steps of 32 of them.",
+        f"{STAGES} stages of one block, 64 wide, sequences of 64 bytes of Python source, {steps} steps of 16 of them.",
         f"Rate: failures of a stage in 100 steps, from step {FIRST} to {REST} before the end; all ways of a rate have",
         "the same. Last loss: training, mean of the last 20 steps. Held out: always the same 32 sequences, stages in",
         "their usual order; at the end. Jump: held-out loss right after a rebuild minus right before, mean (largest).",
