@@ -4,7 +4,7 @@ What a rebuilt stage consists of (CheckFree's paper, section 4.2; what it leaves
 
 parameters          the neighbours' blocks, averaged (:mod:`ft.checkfree.rebuild`); main parameters follow
 moments, steps      fresh
-learning rate       times a factor, by max_lr and min_lr, for core's schedule reads no lr_mult (:mod:`ft.checkfree.rate`)
+learning rate       times a factor, by max_lr and min_lr: core's schedule reads no lr_mult (:mod:`ft.checkfree.rate`)
 schedule, scaler    the neighbour's: they are the same on all stages
 position            the neighbour's
 random numbers      seeded anew for this place and step
@@ -123,8 +123,7 @@ class StageKeeper:
         self._subject.optimizer.reload_model_params()
         position = self._subject.adopt(envelope)
         self.rebuilt_at = step
-        if not self._has_twin:
-            self._set_rate(step)
+        self._set_rate(step)
         self._settings.reseed(step)
         self._tell(step, beside, made, [before, after], time.monotonic() - began)
         how = f"rebuilt:{'+'.join(map(str, beside.there))}"
@@ -172,11 +171,15 @@ class StageKeeper:
         return parallel_state.get_pipeline_model_parallel_group()
 
     def _set_rate(self, step: int) -> None:
-        """From the schedule's own rates, which nothing scales: so repeated failures do not compound."""
+        """From the schedule's own rates, which nothing scales: so repeated failures do not compound.
+
+        With a twin the factor is 1, but rates are set all the same: a new worker still has those of the first step.
+        """
         schedule = self._subject.scheduler
+        factor = 1.0 if self._has_twin else self._settings.boost.at(step, self.rebuilt_at)
         groups = [g for g in self._subject.optimizer.param_groups if not g.get("is_decoupled_lr", False)]
         base = [{"max_lr": schedule.max_lr, "min_lr": schedule.min_lr} for _ in groups]
-        rate.scale(groups, base, self._settings.boost.at(step, self.rebuilt_at))
+        rate.scale(groups, base, factor)
         schedule.step(increment=0)
 
     def _initialise(self, step: int):

@@ -149,6 +149,8 @@ class Life:
         for section in self._subject.state(self._position.get()).sections().values():
             for tensor in section.values():
                 tensor.fill_(nan if tensor.is_floating_point() else 0)
+        for group in trainee.optimizer.param_groups:
+            group["lr"] = 0.0
         trainee.scheduler.num_steps = 0
         self.job.state.step = self.job.state.consumed_train_samples = 0
         self._keeper.keep({"norms": [None] * self._stages, "rebuilt_at": None})
