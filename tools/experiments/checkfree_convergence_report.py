@@ -22,7 +22,7 @@ from checkfree_convergence_job import PATIENCE
 
 RESULTS = "tools/experiments/results/checkfree_convergence.txt"
 PICTURE = "examples/checkfree/convergence.png"
-LAST, LEVEL = 20, 5
+LAST, LEVEL, SMOOTH = 20, 5, 15
 """Steps over which the last loss is averaged, and the training loss before a failure (as ft.report.rebuilds does)."""
 GOAL = 5.0
 """How many times less a copied first stage is to jump with swapped training (issue 8)."""
@@ -188,14 +188,19 @@ def picture(rows: Sequence[dict], path: Path) -> None:
 def _curves(axes, rows: Sequence[dict]) -> None:
     groups = _groups(rows, MIDDLE)
     highest = max((rate for rate, _ in groups), default=0.0)
-    _plain(axes, f"middle stages lost, {highest:g} failures of a stage in 100 steps: training loss (mean of 5 steps)")
+    _plain(
+        axes,
+        f"middle stages lost, {highest:g} failures of a stage in 100 steps: training loss (mean of {SMOOTH} steps)",
+    )
     for (rate, way), found in groups.items():
         if rate not in (0.0, highest):
             continue
         losses = numpy.mean([row["train"] for row in found], axis=0)
-        smooth = numpy.convolve(losses, numpy.ones(LEVEL) / LEVEL, mode="valid")
+        smooth = numpy.convolve(losses, numpy.ones(SMOOTH) / SMOOTH, mode="valid")
+        steps = numpy.arange(SMOOTH, len(losses) + 1)
+        shown = steps >= FIRST
         width = 1.0 if way == NO_FAILURES else 1.5
-        axes.plot(numpy.arange(LEVEL, len(losses) + 1), smooth, color=_COLOUR[way], linewidth=width, label=way)
+        axes.plot(steps[shown], smooth[shown], color=_COLOUR[way], linewidth=width, label=way)
     for made in next((found[0]["rebuilt"] for (rate, _), found in groups.items() if rate == highest), ()):
         axes.axvline(made["step"], color=_FAINT, linewidth=0.8, zorder=0)
     axes.set_xlabel("step; grey: a stage is lost", fontsize=9, color=_QUIET)
@@ -225,6 +230,7 @@ def _ends(axes, rows: Sequence[dict]) -> None:
                     label=f"{name}, {'swapped' if way == SWAPPED else 'without swapped'} training",
                 )
     axes.axhline(0.0, color=_INK, linewidth=0.8)
+    axes.set_ylim(top=1.4 * axes.get_ylim()[1])  # room for the legend
     axes.set_xlabel("step", fontsize=9, color=_QUIET)
     axes.legend(frameon=False, fontsize=8, labelcolor=_QUIET)
 
