@@ -23,7 +23,7 @@ from checkfree_convergence_job import PATIENCE
 RESULTS = "tools/experiments/results/checkfree_convergence.txt"
 PICTURE = "examples/checkfree/convergence.png"
 LAST, LEVEL, SMOOTH = 20, 5, 15
-"""Steps over which the last loss is averaged, and the training loss before a failure (as ft.report.rebuilds does)."""
+"""Steps over which are averaged: the last loss; the one before a failure, as in ft.report.rebuilds; the picture's."""
 GOAL = 5.0
 """How many times less a copied first stage is to jump with swapped training (issue 8)."""
 _COLOUR = dict(zip((*STRATEGIES, NO_FAILURES), ("#2f6fb0", "#3f8f55", "#e8a33d", "#c8322b", "#1f2933"), strict=True))
