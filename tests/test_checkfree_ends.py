@@ -64,6 +64,8 @@ def every_stage_in_turn(flags: str) -> list[dict]:
         if rank in ranks:
             for parameter in trainee.chunks[0].parameters():
                 parameter.data.fill_(float("nan"))
+            for group in trainee.optimizer.param_groups:
+                group["lr"] = 0.0  # a new worker's, in whose schedule no step was done
             at, _ = keeper.rebuild(job.state.step, beside[str(rank)])
             subject.publish_parameters()
             position.set(at)

@@ -123,8 +123,7 @@ class StageKeeper:
         self._subject.optimizer.reload_model_params()
         position = self._subject.adopt(envelope)
         self.rebuilt_at = step
-        if not self._has_twin:
-            self._set_rate(step)
+        self._set_rate(step)
         self._settings.reseed(step)
         self._tell(step, beside, made, [before, after], time.monotonic() - began)
         how = f"rebuilt:{'+'.join(map(str, beside.there))}"
@@ -172,11 +171,15 @@ class StageKeeper:
         return parallel_state.get_pipeline_model_parallel_group()
 
     def _set_rate(self, step: int) -> None:
-        """From the schedule's own rates, which nothing scales: so repeated failures do not compound."""
+        """From the schedule's own rates, which nothing scales: so repeated failures do not compound.
+
+        With a twin the factor is 1, but rates are set all the same: a new worker still has those of the first step.
+        """
         schedule = self._subject.scheduler
+        factor = 1.0 if self._has_twin else self._settings.boost.at(step, self.rebuilt_at)
         groups = [g for g in self._subject.optimizer.param_groups if not g.get("is_decoupled_lr", False)]
         base = [{"max_lr": schedule.max_lr, "min_lr": schedule.min_lr} for _ in groups]
-        rate.scale(groups, base, self._settings.boost.at(step, self.rebuilt_at))
+        rate.scale(groups, base, factor)
         schedule.step(increment=0)
 
     def _initialise(self, step: int):
