@@ -47,7 +47,9 @@ def followed(flags: str) -> dict:
     return {"code": code, "coverage": listener.coverage(), "most_bytes": listener.queue.most_bytes}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("tp2", "experts") else ()) for name in LAYOUTS]
+)
 def test_a_run_follows_the_plan_of_its_profile(name, ranks, corpus, tmp_path, capsys):
     world, flags = LAYOUTS[name]
     command = f"{runs.BASE} --data-path {corpus} --train-iters 8 {flags}"

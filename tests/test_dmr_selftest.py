@@ -262,6 +262,7 @@ def test_the_operators_of_a_model_of_one_s_own(ranks):
     assert {"native_layer_norm", "native_layer_norm_backward", "embedding_dense_backward"} <= set(values["stable"])
 
 
+@pytest.mark.long
 def test_the_built_in_models(ranks):
     [(code, out)] = ranks(selftest, 1, init=False, timeout=120)
     values = json.loads(out)
