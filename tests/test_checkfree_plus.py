@@ -158,16 +158,26 @@ def a_few_steps(flags: str) -> list:
     return found
 
 
-@pytest.mark.parametrize("extra", [UNTIED + "--use-distributed-optimizer", TIED + "--bf16"])
-def test_copies_stay_equal_bit_for_bit_after_every_step(extra, ranks, corpus):
+GRIDS = {
+    "untied": (4, UNTIED + "--use-distributed-optimizer"),
+    "tied bf16": (4, TIED + "--bf16"),
+    "tp2 sequence parallel": (8, UNTIED + "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "dp2": (8, TIED + "--use-distributed-optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_copies_stay_equal_bit_for_bit_after_every_step(name, ranks, corpus):
     import torch
 
-    found = ranks(a_few_steps, 4, f"{SHAPE} {PP4} {extra} --data-path {corpus}", timeout=90)
+    world, extra = GRIDS[name]
+    found = ranks(a_few_steps, world, f"{SHAPE} {PP4} {extra} --data-path {corpus}", timeout=120)
+    beside = world // 4
     for step in range(3):
-        norms = {each[step][1] for each in found}
-        assert len(norms) == 1
-        for original, copy in ((0, 1), (3, 2)):
-            a, b = found[original][step][2], found[copy][step][2]
-            assert a.keys() == b.keys() and a
-            assert all(torch.equal(a[key], b[key]) for key in a)
-    assert found[3][2][0] < found[3][0][0]
+        assert len({each[step][1] for each in found}) == 1
+        for rank in range(beside):
+            for original, copy in ((0, 1), (3, 2)):
+                a, b = (found[stage * beside + rank][step][2] for stage in (original, copy))
+                assert a.keys() == b.keys() and a
+                assert all(torch.equal(a[key], b[key]) for key in a)
+    assert found[-1][2][0] < found[-1][0][0]
