@@ -7,10 +7,9 @@ import torch.distributed as dist
 
 from ft.snapshot import capture
 from ft.snapshot.state import RankState
+from ft.worker.grid import groups_like
 from megatron.core import parallel_state
 from megatron.patches import step_state
-
-_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 
 
 class Subject:
@@ -30,7 +29,7 @@ class Subject:
         self.chunks, self.optimizer, self.scheduler = list(chunks), optimizer, scheduler
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.dp_peers = dist.get_process_group_ranks(group)
-        self.dp_groups = _groups_like(self.dp_peers)
+        self.dp_groups = groups_like(self.dp_peers, "dp-cp")
         tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         self.shards = [f"optimizer tp{tp} pp{pp} dp{self.dp_peers.index(dist.get_rank())}"]
         self._capture = capture.Capture(self.chunks, optimizer, scheduler, alone=len(self.dp_peers) == 1)
@@ -68,19 +67,3 @@ class Subject:
     def publish_parameters(self) -> None:
         """Collective: model parameters from the optimizer's main copies, on every rank."""
         step_state.publish_parameters(self.chunks, self.optimizer)
-
-
-def _groups_like(mine: list[int]) -> list[list[int]]:
-    """Data-parallel groups of all ranks: a rank knows its own, and core's two orders of ranks tell the others."""
-    sizes = {
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        "cp": parallel_state.get_context_parallel_world_size(),
-        "dp": parallel_state.get_data_parallel_world_size(),
-    }
-    for order in _ORDERS:
-        groups = parallel_state.RankGenerator(**sizes, ep=1, order=order).get_ranks("dp-cp")
-        if mine in groups:
-            return groups
-    others = [[rank] for rank in range(dist.get_world_size()) if rank not in mine]
-    return [mine, *others]  # an order of its own: the others are taken for ranks without peers

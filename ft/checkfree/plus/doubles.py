@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ft.checkfree.plus.roles import Roles, pairs
+from ft.errors import UserError
+from ft.worker.grid import groups_like
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.utils import get_attr_wrapped_model
-
-_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
-"""Of ranks, as core lays them out."""
 
 _TIED = "embedding.word_embeddings.weight"
 _PARTS = ("embedding.", "output_layer.", "decoder.final_layernorm.")
@@ -93,18 +92,14 @@ class Doubles:
 
 
 def _all_pairs(pipeline: dist.ProcessGroup, stages: tuple[int, int]) -> list[list[int]]:
-    """(original, copy) in every pipeline of the run, in an order that is the same on all ranks."""
-    sizes = {
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
-        "dp": parallel_state.get_data_parallel_world_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        "cp": parallel_state.get_context_parallel_world_size(),
-    }
-    mine = dist.get_process_group_ranks(pipeline)
-    for order in _ORDERS:
-        lines = parallel_state.RankGenerator(**sizes, ep=1, order=order).get_ranks("pp")
-        if mine in lines:
-            break
+    """(original, copy) in every pipeline of the run, in an order that is the same on all ranks.
+
+    Raises:
+        UserError: core has laid the ranks out in an order of its own.
+    """
+    lines = groups_like(dist.get_process_group_ranks(pipeline), "pp")
+    if any(len(line) != dist.get_world_size(pipeline) for line in lines):
+        raise UserError("CheckFree+ does not know this order of ranks", "drop it, or --ft-checkfree-plus")
     return [[line[stage] for stage in stages] for line in lines]
 
 

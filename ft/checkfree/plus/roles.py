@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from ft.schedule.routes import LEAST_STAGES
 
-EMBEDDING, HEAD = "embedding", "head"
-
 
 @dataclass(frozen=True)
 class Roles:
