@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import select
 import signal
 import sys
 
@@ -44,6 +45,18 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # whoever reads has seen enough, as head has; at exit Python flushes once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
         return 128 + signal.SIGPIPE
+
+
+def _nobody_reads() -> bool:
+    """Whoever reads the output has seen enough, as ``head`` has; another broken pipe is no such thing."""
+    output = sys.stdout.fileno()
+    watch = select.poll()
+    watch.register(output, 0)
+    if not any(event & select.POLLERR for _, event in watch.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # at exit Python flushes once more
+    return True

@@ -1,6 +1,7 @@
 """The commands of the README, as processes of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +76,26 @@ def test_help_names_every_concern():
     done = run("pretrain_gpt.py", "--help")
     for title in ("network size", "parallelism", "mixed precision", "checkpointing", "data and dataloader"):
         assert title in done.stdout
+
+
+def test_ft_ends_quietly_when_nobody_reads_its_output_any_more():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "ft", "plan", "policy"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_another_broken_pipe_is_not_taken_for_a_reader_that_has_gone(monkeypatch):
+    from ft import cli
+
+    def breaks(_given):
+        raise BrokenPipeError("a socket's")
+
+    monkeypatch.setattr("ft.plan.policy.commands.run", breaks)
+    with pytest.raises(BrokenPipeError, match="a socket's"):
+        cli.main(["plan", "policy"])
