@@ -30,7 +30,6 @@ import torch
 from ft.errors import UserError
 
 WORDS = 4096
-BLOCK_BYTES = 4 * WORDS
 LEVELS = 4  # 16 KiB, 16 MiB, 16 GiB, 16 TiB
 COLUMNS = 2
 _MAX_DIMENSIONS = 64  # torch's own limit

@@ -88,11 +88,6 @@ class Holdings:
         """The most bytes in use at any time, what is kept included."""
         return max(self._outside, float((self.base + self._kept).max(initial=0.0)))
 
-    @property
-    def over_time(self) -> list[tuple[float, float, float]]:
-        """(until when, in use by training, kept besides) for each slot."""
-        return list(zip(self._ends.tolist(), self.base.tolist(), self._kept.tolist(), strict=True))
-
 
 def _in_use(timeline: Sequence[tuple[float, float]], ends: np.ndarray) -> np.ndarray:
     """The most that is in use in each slot, bytes [slots]."""
