@@ -14,9 +14,10 @@ import time
 import pytest
 import torch
 
-from ft.hsdp.ring import Ring, RingOptions, hello
+from ft.hsdp.ring import Ring, RingOptions, hello, numbers
 from ft.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
 from ft.hsdp.ring.control import BREAK, PING, PONG, Message, pack, unpack
+from ft.hsdp.ring.schedule import items
 from ft.hsdp.ring.tuning import send_buffer
 from ft.sockets import held, towards
 
@@ -99,6 +100,7 @@ def test_who_does_not_answer_is_blamed_then_who_is_late_then_nobody():
     assert blame(7, done, waits)[0] == LEFT
     assert blame(7, waits, waits)[0] is None
     assert blame(7, waits, Message(PONG, 8, True))[0] is None
+    assert blame(7, Message(PONG, 6, True), waits)[0] is None, "it waits for somebody else, an operation behind"
 
 
 def test_messages_between_neighbours_survive_being_cut_anywhere():
@@ -136,6 +138,31 @@ def test_a_member_that_hangs_in_the_middle_of_its_own_reduction_is_blamed(member
     gate.set()
     assert not hung.wait().ok
     assert all_work(rings, 3)
+
+
+def test_who_waits_an_operation_behind_for_a_hung_member_is_not_blamed(members, monkeypatch):
+    """Member 3 hangs before its last data: 0 still waits for that when 1 and 2, who have theirs, are one further."""
+    rings, gate, real = members(4, QUICK), threading.Event(), numbers.of
+
+    def of(tensor, *others):
+        made = real(tensor, *others)
+        if tensor is last:
+            outgoing = made.outgoing
+            final = items(len(tensor), 4, 3, QUICK.chunk_bytes // 4, QUICK.chunks)[-1]
+            made.outgoing = lambda index, item: (item is final and gate.wait(20), outgoing(index, item))[1]
+        return made
+
+    last = torch.zeros(9000)
+    assert all_work(rings, 1)
+    monkeypatch.setattr(numbers, "of", of)
+    rings[1].expect(QUICK.limit_s * 0.8)  # it is the first that may give up
+    hung = rings[3].all_reduce(last)
+    pending = [[ring.all_reduce(torch.zeros(9000)) for _ in range(2)] for ring in rings[:3]]
+    outcomes = [[each.wait() for each in two] for two in pending]
+    gate.set()
+    assert [two[0].ok for two in outcomes] == [False, True, True]
+    assert [two[1].suspect for two in outcomes] == [3, 3, 3], outcomes
+    hung.wait()
 
 
 def test_members_that_are_closed_are_blamed_at_once_whatever_the_limit(members):

@@ -33,15 +33,17 @@ def blame(operation: int, left: Message | None, right: Message | None) -> tuple[
         operation: own count, as in :class:`ft.hsdp.ring.control.Message`.
         left, right: the neighbours' last answers since nothing moves; None: none has come.
 
-    A neighbour that does not answer has died with its host, is stopped or cannot be reached. One that answers, but has
-    not come to this operation, keeps the others waiting. Two that wait as this member does have a third to blame.
+    A neighbour that does not answer has died with its host, is stopped or cannot be reached. One that answers, is in no
+    operation and has not come to this one keeps the others waiting. Two that wait as this member does have a third to
+    blame; also those that are an operation behind: who has received its last data goes on while others still wait for
+    theirs.
     """
     answers = ((LEFT, left), (RIGHT, right))
     for side, answer in answers:
         if answer is None:
             return side, "does not answer"
     for side, answer in answers:
-        if answer.operation < operation:
+        if answer.operation < operation and not answer.busy:
             return side, f"has not come to operation {operation}, it is at {answer.operation}"
     for side, answer in answers:
         if answer.operation == operation and not answer.busy:
