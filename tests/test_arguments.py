@@ -38,7 +38,7 @@ OURS = {
     *("--ft-hot-swap", "--ft-snapshot-peers", "--ft-snapshot-strict", "--ft-transport"),
     *("--ft-dmr", "--ft-dmr-inject", "--ft-dmr-plan", "--ft-dmr-profile", "--ft-dmr-retries", "--ft-dmr-unstable"),
     *("--ft-checkfree", "--ft-checkfree-plus", "--ft-checkfree-strategy", "--ft-checkfree-norms"),
-    *("--ft-checkfree-lr-factor", "--ft-checkfree-lr-decay-iters"),
+    *("--ft-checkfree-lr-factor", "--ft-checkfree-lr-decay-iters", "--ft-checkfree-most-in-flight"),
 }
 
 

@@ -83,7 +83,7 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     [
         (4, "--use-distributed-optimizer --bf16"),
         (4, "--bf16 --position-embedding-type learned_absolute"),
-        (8, "--use-distributed-optimizer --bf16"),
+        (8, "--use-distributed-optimizer --bf16 --ft-checkfree-most-in-flight 4"),
     ],
     ids=["sharded optimizer", "tied, replicated optimizer", "data parallel"],
 )

@@ -10,6 +10,7 @@ GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
     "--train-iters 4 --mock-data --ft-hot-swap --ft-checkfree --pipeline-model-parallel-size 4 "
 )
+PLUS = "--ft-checkfree-plus --global-batch-size 8"
 
 
 def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_stays_boosted():
@@ -32,6 +33,8 @@ def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_
         (("size 4", "size 4 --decoder-first-pipeline-num-layers 2"), 4, "all need as many layers"),
         (("size 4", "size 4 --ft-checkfree-lr-factor 0"), 4, "--ft-checkfree-lr-factor is 0"),
         (("size 4", "size 4 --ft-checkfree-lr-decay-iters -1"), 4, "--ft-checkfree-lr-decay-iters is -1"),
+        (("size 4", "size 4 --ft-checkfree-most-in-flight 4"), 4, "the schedule of --ft-checkfree-plus"),
+        (("size 4", f"size 4 {PLUS} --ft-checkfree-most-in-flight 3"), 4, "no schedule holds 3 microbatches at most"),
         (("size 4", "size 4 --clip-grad 0"), 4, "gradient norms are taken for clipping only"),
     ],
 )

@@ -69,6 +69,8 @@ def test_half_half_costs_one_microbatch_s_time_more_than_1f1b_and_holds_no_more(
     assert found.valid and found.ran.end <= 3 * (24 + stages - 1) + 3
     ahead = [stages - min(stage, swapped(stages)[stage].stage) for stage in range(stages)]
     assert all(held <= most for held, most in zip(found.in_flight, ahead, strict=True))
+    for microbatches in (2, 3, 7, 24):
+        assert plan(BEST, Shape(stages, microbatches, most_in_flight=min(stages, microbatches))).valid
 
 
 def test_every_schedule_of_any_shape_may_run():

@@ -22,6 +22,7 @@ from megatron.training.optimizer import build_optimizer, build_scheduler
 if TYPE_CHECKING:
     from ft.checkfree.plus.doubles import Doubles
     from ft.checkfree.plus.roles import Roles
+    from ft.schedule.program import Program
 
 
 @dataclass
@@ -73,7 +74,7 @@ def build(options: Options, layout: Layout, padded_vocab_size: int, *, initializ
     optimizer = build_optimizer(options, chunks)
     _connect(options, config, chunks, optimizer)
     if doubles is not None:
-        swap_ends(layout, chunks[0], doubles)
+        swap_ends(layout, chunks[0], doubles, options.fault_tolerance.ft_checkfree_most_in_flight)
     return Trainee(config, chunks, optimizer, build_scheduler(options, optimizer), doubles)
 
 
@@ -84,12 +85,19 @@ def make_doubles() -> "Doubles":
     return Doubles()
 
 
-def swap_ends(layout: Layout, chunk: DistributedDataParallel, doubles: "Doubles") -> None:
-    """Has the pipeline run the cheapest schedule of CheckFree+ that may run."""
+def swap_ends(layout: Layout, chunk: DistributedDataParallel, doubles: "Doubles", most_in_flight: int | None) -> None:
+    """Has the pipeline run the cheapest schedule of CheckFree+ that may run.
+
+    Args:
+        most_in_flight: microbatches that a stage may hold; None: as many as it takes.
+    """
     from ft.checkfree.plus.install import install
     from ft.schedule.choose import BEST, Shape, plan
 
-    install(chunk, doubles, lambda microbatches: plan(BEST, Shape(layout.pp, microbatches)).program)
+    def planned(microbatches: int) -> "Program":
+        return plan(BEST, Shape(layout.pp, microbatches, most_in_flight=most_in_flight)).program
+
+    install(chunk, doubles, planned)
 
 
 def build_model(

@@ -10,8 +10,8 @@ while it returns over a normal one, beside `calm_ratio`, the longest of as many 
 `phases_ms`: what its return consists of, one after the other, by the events of the run. Times of steps are those of the
 run's report.
 
---torchft: the same model and fault with torchft-nightly, in the same run (tools/bench/peers); without it the figures
-that the design document states for it are given, and named so.
+--torchft: the same model and fault with torchft-nightly, in the same run (tools/bench/peers); of itself where it is
+installed beside this. Otherwise the figures that the design document states for it are given, and named so.
 """
 
 import argparse
@@ -61,7 +61,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=32)
     parser.add_argument("--rank-batch", type=int, default=2, help="samples of a rank in a step")
-    parser.add_argument("--torchft", metavar="PYTHON", help="of an environment with torchft-nightly")
+    parser.add_argument(
+        "--torchft", metavar="PYTHON", default=own_torchft(), help="of an environment with torchft-nightly"
+    )
     parser.add_argument("--torchft-faults", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="run folder that is kept")
     arguments = parser.parse_args(argv)
@@ -87,6 +89,10 @@ def main(argv: list[str]) -> int:
         ratio["back"] = round(1e3 * theirs["back_s"] / found["contributes_ms"], 1)
     print(json.dumps({**found, "torchft": theirs, "torchft_ratio": ratio, "load_before": load, **told(arguments)}))
     return 0
+
+
+def own_torchft() -> str | None:
+    return sys.executable if importlib.util.find_spec("torchft") else None
 
 
 class Run:
@@ -246,7 +252,10 @@ def torchft(arguments: argparse.Namespace) -> dict:
     """torchft's figures, measured here or, where it is not there, as stated."""
     peer = Path(__file__).parent / "peers" / "torchft_recovery.py"
     if arguments.torchft is None or not peer.exists():
-        return {"skipped": "no environment with torchft-nightly was given (--torchft)", "design_document": STATED}
+        return {
+            "skipped": "torchft-nightly is not installed, and no environment with it was given (--torchft)",
+            "design_document": STATED,
+        }
     spec = importlib.util.spec_from_file_location("torchft_recovery", peer)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -1,10 +1,13 @@
 """From SIGKILL to the next step: hot-swap against restarting the same job with torchrun from a checkpoint.
 
     python tools/bench/recovery.py --ranks 4
+    python tools/bench/recovery.py --ranks 6 --kind stage     # CheckFree: a stage and the only copy of it
 
 Prints one JSON line. Both sides train the same tiny model on the same data in the same layout, one after the other.
 `ratio` is (torchrun's median) / (hot-swap's median) of the time from a worker's SIGKILL to the beginning of the first
 step after it. torchrun restarts from a checkpoint of the very step at which the worker was killed: its best case.
+With `--kind stage` each rank is a pipeline stage; a middle one and the one that holds its copy are killed at once, and
+the first is rebuilt from its neighbours.
 """
 
 import argparse
@@ -30,16 +33,19 @@ LAYOUTS = {2: (1, 1), 4: (1, 2), 8: (2, 2), 16: (2, 4)}
 """Ranks -> (tensor, pipeline) parallel size; the rest is data parallel."""
 FIRST_FAULT, SPACING = 10, 12
 DEADLINE_S = 300
+KILL, HANG, STAGE = "kill", "hang", "stage"
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4, choices=sorted(LAYOUTS))
-    parser.add_argument("--faults", type=int, default=7, help="kills on the hot-swap side; the first one warms up")
+    parser.add_argument("--ranks", type=int, default=4, help="2, 4, 8 or 16; with --kind stage 4 or more")
+    parser.add_argument("--faults", type=int, default=7, help="faults on our side; the first one warms up")
     parser.add_argument("--restarts", type=int, default=3, help="kills on torchrun's side; 0 leaves it out")
     parser.add_argument("--hidden-size", type=int, default=32)
-    parser.add_argument("--kind", default="kill", choices=["kill", "hang"], help="what is done to the worker")
+    parser.add_argument("--kind", default=KILL, choices=[KILL, HANG, STAGE], help="what is done, and to whom")
     arguments = parser.parse_args(argv)
+    if arguments.ranks < 4 if arguments.kind == STAGE else arguments.ranks not in LAYOUTS:
+        parser.error(f"no layout for {arguments.ranks} ranks and --kind {arguments.kind}")
     with tempfile.TemporaryDirectory() as folder:
         import small_runs as runs
 
@@ -56,26 +62,39 @@ def main(argv: list[str]) -> int:
 def flags(arguments: argparse.Namespace, corpus: str, steps: int) -> list[str]:
     import small_runs as runs
 
-    tp, pp = LAYOUTS[arguments.ranks]
+    ranks = arguments.ranks
+    tp, pp = (1, ranks) if arguments.kind == STAGE else LAYOUTS[ranks]
+    layers = f"--num-layers {ranks} " if arguments.kind == STAGE else ""
     return (
-        f"{runs.BASE} --hidden-size {arguments.hidden_size} --train-iters {steps} --data-path {corpus} "
+        f"{runs.BASE} --hidden-size {arguments.hidden_size} --train-iters {steps} --data-path {corpus} {layers}"
         f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --use-distributed-optimizer"
     ).split()
 
 
+def fault(arguments: argparse.Namespace, number: int) -> str:
+    """For `--inject`: all that dies in fault ``number``."""
+    step = FIRST_FAULT + number * SPACING
+    if arguments.kind != STAGE:
+        return f"{arguments.kind}@step={step}:rank={(number * 3 + 1) % arguments.ranks}"
+    stage = 1 + number % (arguments.ranks - 3)  # its copy is at the next one, and the last one lives
+    return f"kill@step={step}:rank={stage},kill@step={step}:rank={stage + 1}"
+
+
 def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str) -> list:
-    """The recoveries of one run in which one worker after the other is lost."""
-    faults = [
-        f"{arguments.kind}@step={FIRST_FAULT + i * SPACING}:rank={(i * 3 + 1) % arguments.ranks}"
-        for i in range(arguments.faults)
-    ]
+    """The recoveries of one run with one fault after the other."""
+    faults = ",".join(fault(arguments, number) for number in range(arguments.faults))
     steps = FIRST_FAULT + arguments.faults * SPACING
-    command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(arguments.ranks), "--standby", "1"]
-    command += ["--run-dir", str(folder / "ours"), "--inject", ",".join(faults), str(ROOT / "pretrain_gpt.py")]
-    run([*command, *flags(arguments, corpus, steps), "--ft-hot-swap"])
-    found = recoveries(events.read(folder / "ours" / "events.jsonl"))
+    ways, standbys = (["--ft-checkfree"], 2) if arguments.kind == STAGE else ([], 1)
+    command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(arguments.ranks), "--standby", str(standbys)]
+    command += ["--run-dir", str(folder / "ours"), "--inject", faults, str(ROOT / "pretrain_gpt.py")]
+    run([*command, *flags(arguments, corpus, steps), "--ft-hot-swap", *ways])
+    told = events.read(folder / "ours" / "events.jsonl")
+    found = recoveries(told)
     if len(found) != arguments.faults:
         raise SystemExit(f"{arguments.faults} faults, {len(found)} recoveries")
+    rebuilt = sum(event.name == events.STAGE_REBUILT for event in told)
+    if arguments.kind == STAGE and rebuilt < arguments.faults:
+        raise SystemExit(f"{arguments.faults} faults, {rebuilt} rebuilt stages")
     return found[1:]
 
 

@@ -177,7 +177,7 @@ def _assemble(flags: str, straight: bool):
     return pretrain.assemble(options, layout, time.monotonic())
 
 
-def _keep_order(layout: Any, chunk: Any, doubles: Any) -> None:
+def _keep_order(layout: Any, chunk: Any, doubles: Any, most_in_flight: int | None) -> None:
     """In the place of the trainer's ``swap_ends``."""
     from ft.checkfree.plus.install import install
     from ft.schedule.kinds import one_f_one_b

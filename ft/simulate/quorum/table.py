@@ -55,6 +55,7 @@ def as_text(job: Job, measured: Measured) -> str:
         f"      a TCP connection each to the one above ({job.fan_out} wide, {tree.depth} deep); in {measured.crews} "
         "processes beside the server's",
         f"multiplexed: the {job.node} ranks of a node share its connection, and one of them parses for all",
+        "in a run: leaders hand a quorum to their ranks by a broadcast in their group; here relays stand for it",
         "",
         "seconds from the last report to ...       p50       p90       p99       max   quorums",
     ]

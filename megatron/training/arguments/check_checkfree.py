@@ -34,10 +34,15 @@ def check_checkfree(options, grid: Layout) -> Iterator[Problem]:
 
 def check_plus(options, grid: Layout) -> Iterator[Problem]:
     """What CheckFree+ needs besides: ends of the pipeline that are apart, and microbatches to swap."""
-    if not options.fault_tolerance.ft_checkfree_plus:
+    asked, training = options.fault_tolerance, options.training
+    if not asked.ft_checkfree_plus:
+        if asked.ft_checkfree_most_in_flight is not None:
+            yield "--ft-checkfree-most-in-flight bounds the schedule of --ft-checkfree-plus", "give both, or neither"
         return
-    training = options.training
     per_rank = training.micro_batch_size * grid.dp
+    least = min(grid.pp, training.global_batch_size // per_rank)
+    if asked.ft_checkfree_most_in_flight is not None and asked.ft_checkfree_most_in_flight < least:
+        yield f"no schedule holds {asked.ft_checkfree_most_in_flight} microbatches at most", f"{least} or more"
     if grid.pp < LEAST_STAGES:
         problem = f"--ft-checkfree-plus swaps the first two and the last two of {grid.pp} pipeline stage(s)"
         yield problem, f"--pipeline-model-parallel-size {LEAST_STAGES} or more"

@@ -64,6 +64,10 @@ class FaultToleranceOptions:
     """As --ft-checkfree, and train half of the microbatches with the first two and the last two stages swapped, so that
     the first or the last stage can be rebuilt from its neighbour, too."""
 
+    ft_checkfree_most_in_flight: int | None = None
+    """With --ft-checkfree-plus: microbatches whose activations a stage may hold at once; without it the schedule with
+    the smallest bubbles is taken (ft plan schedule shows what each holds)."""
+
     @property
     def follows_operators(self) -> bool:
         """DMR follows every operator: to have it executed twice, or to profile it."""
