@@ -37,7 +37,7 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     doubles = trainee.doubles
     subject = Subject(trainee.chunks, trainee.optimizer, trainee.scheduler)
     session = SimpleNamespace(rank=rank, observe=lambda name, **detail: None)
-    keeper = StageKeeper(session, subject, pretrain.checkfree(options, doubles))
+    keeper = StageKeeper(session, subject, pretrain.checkfree(options, layout, job.state, doubles))
     position, seen = KeptPosition(JobPosition(job), keeper), []
 
     def note(when: str) -> None:
@@ -60,6 +60,7 @@ def every_stage_in_turn(flags: str) -> list[dict]:
             str(r): Neighbours(None if before is None else r + before, None if after is None else r + after)
             for r in ranks
         }
+        order = Repair(1, job.state.step, [], [], {}, {}, beside)
         subject.abandon_step()
         if rank in ranks:
             for parameter in trainee.chunks[0].parameters():
@@ -67,15 +68,48 @@ def every_stage_in_turn(flags: str) -> list[dict]:
             for group in trainee.optimizer.param_groups:
                 group["lr"] = 0.0  # a new worker's, in whose schedule no step was done
             at, _ = keeper.rebuild(job.state.step, beside[str(rank)])
-            subject.publish_parameters()
-            position.set(at)
         else:
-            envelope = subject.state(position.get()).envelope
-            keeper.lend(Repair(1, job.state.step, [], [], {}, {}, beside), envelope)
+            at = position.get()
+            keeper.lend(order, subject.state(at).envelope)
+        subject.publish_parameters()
+        position.set(at)
+        keeper.learn(order)
         note(f"stage {lost} rebuilt")
         step()
         step()
-    return seen
+    return {"seen": seen, "saved": saved_and_loaded(job)}
+
+
+def saved_and_loaded(job) -> dict:
+    """A checkpoint of stages whose optimizers have counted differently, loaded anew: what became of the moments."""
+    from megatron.training import pretrain
+
+    trainee = job.trainee
+    before = moments(trainee.optimizer)
+    saved = job.checkpointer.save(job.state, trainee.chunks, trainee.optimizer, trainee.scheduler)
+    assert moments(trainee.optimizer) == before, "to save changes nothing"
+    again = pretrain.assemble(job.options, job.layout, 0.0)
+    assert again.state.extra["checkfree"]["rebuilt_at"] == {"0": 2, "3": 4, "1": 6, "2": 8}
+    after = moments(again.trainee.optimizer)
+    off = max(
+        abs(a - b) / b
+        for was, now in zip(before, after, strict=True)
+        for b, a in zip(was[1:], now[1:], strict=True)
+        if b
+    )
+    return {"ok": saved, "off": off, "counted": [{was[0] for was in before}, {now[0] for now in after}]}
+
+
+def moments(optimizer) -> list[tuple[float, ...]]:
+    """(steps, corrected first moment, corrected second moment), as norms, of each parameter."""
+    found = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            for held in (part.optimizer.state[p] for p in group["params"]):
+                k, (b1, b2) = float(held["step"]), group["betas"]
+                mean, square = (float(held[key].double().norm()) for key in ("exp_avg", "exp_avg_sq"))
+                found.append((k, mean / (1 - b1**k), square / (1 - b2**k)))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -87,10 +121,12 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     ],
     ids=["sharded optimizer", "tied, replicated optimizer", "data parallel"],
 )
-def test_both_copies_of_embedding_and_head_stay_the_same_bits(nproc, extra, ranks, tmp_path_factory):
+def test_both_copies_of_embedding_and_head_stay_the_same_bits(nproc, extra, ranks, tmp_path, tmp_path_factory):
     corpus = runs.make_corpus(tmp_path_factory.mktemp("ends"))
     base = runs.BASE.replace("--untie-embeddings-and-output-weights ", "") if "learned" in extra else runs.BASE
-    seen = ranks(every_stage_in_turn, nproc, f"{base} --data-path {corpus} {SHAPE} {extra}", timeout=120)
+    saving = f"--save {tmp_path}/save --load {tmp_path}/save"
+    found = ranks(every_stage_in_turn, nproc, f"{base} --data-path {corpus} {SHAPE} {extra} {saving}", timeout=120)
+    seen = [one["seen"] for one in found]
     per = nproc // 4
     for rank in range(nproc):
         stage = rank // per
@@ -99,5 +135,12 @@ def test_both_copies_of_embedding_and_head_stay_the_same_bits(nproc, extra, rank
             assert mine["ends"] and mine["ends"].keys() == theirs["ends"].keys()
             for name, held in mine["ends"].items():
                 assert held == theirs["ends"][name], f"{name} of ranks {rank} and {twin}, {mine['when']}"
+    if "learned" in extra:
+        for one, other in zip(seen[0], seen[-1], strict=True):
+            (tied,) = (held for name, held in one["ends"].items() if "word_embeddings" in name)
+            assert tied in other["ends"].values(), f"embedding and head are one weight, {one['when']}"
+    assert all(one["saved"]["ok"] and one["saved"]["off"] < 1e-5 for one in found), [one["saved"] for one in found]
+    assert {count for one in found for count in one["saved"]["counted"][1]} == {8.0}
+    assert len({count for one in found for count in one["saved"]["counted"][0]}) > 2
     losses = [one["loss"] for one in seen[-1] if one["loss"] is not None]
     assert len(losses) == 10 and all(map(math.isfinite, losses))

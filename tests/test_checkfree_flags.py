@@ -4,6 +4,7 @@ import pytest
 
 from ft.errors import UserError
 from megatron.training.arguments import check, parse
+from megatron.training.checkpointing import TrainState
 from megatron.training.pretrain import checkfree
 
 GOOD = (
@@ -15,13 +16,14 @@ PLUS = "--ft-checkfree-plus --global-batch-size 8"
 
 def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_stays_boosted():
     options = parse(GOOD)
-    check(options, 4, has_te=False)
-    settings = checkfree(options)
+    layout = check(options, 4, has_te=False)
+    settings = checkfree(options, layout, TrainState())
     assert (settings.strategy, settings.norm_limit) == ("weighted", None)
     assert (settings.boost.factor, settings.boost.decay_steps) == (1.1, 0)
     options = parse(f"{GOOD} --ft-checkfree-norms clipped --clip-grad 0.5 --ft-checkfree-strategy uniform")
-    assert (checkfree(options).norm_limit, checkfree(options).strategy) == (0.5, "uniform")
-    assert checkfree(parse(GOOD.replace("--ft-checkfree", ""))) is None
+    settings = checkfree(options, layout, TrainState())
+    assert (settings.norm_limit, settings.strategy) == (0.5, "uniform")
+    assert checkfree(parse(GOOD.replace("--ft-checkfree", "")), layout, TrainState()) is None
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,10 @@ def _shares(norms: list[float]) -> list[float]:
 )
 def test_with_swapped_training_every_stage_can_be_lost(lost, holder, neighbour, corpus, tmp_path):
     """A stage dies together with the worker that holds its copy, which is restored from its own copy first."""
-    plus = f"{ZERO} --pipeline-model-parallel-size 4 --ft-checkfree-plus"
+    plus = f"{ZERO} --pipeline-model-parallel-size 4 --ft-checkfree-plus --save {tmp_path}/save --save-interval 8"
     done = ft_run(tmp_path / "run", flags(corpus, plus, 16), options=f"--inject {kill(6, lost, holder)}", standby=2)
     check_went_on(done, 16)
+    assert (tmp_path / "save" / "iter_0000016").is_dir(), "stages that count from different steps have one checkpoint"
     rebuilt = lost_stage(done, lost)
     assert rebuilt.detail["neighbours"][0] == neighbour
     assert rebuilt.detail["strategy"] == ("weighted" if lost == 2 else "copy")

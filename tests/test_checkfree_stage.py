@@ -37,7 +37,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     trainee, told = job.trainee, []
     session = SimpleNamespace(rank=dist.get_rank(), observe=lambda name, **detail: told.append((name, detail)))
     subject = Subject(trainee.chunks, trainee.optimizer, trainee.scheduler)
-    keeper = StageKeeper(session, subject, pretrain.checkfree(options))
+    keeper = StageKeeper(session, subject, pretrain.checkfree(options, layout, job.state))
     position = KeptPosition(JobPosition(job), keeper)
     for _ in range(STEPS):
         report = train_step(job)
@@ -45,6 +45,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     beside = dist.get_world_size() // layout.pp
     lost = {str(r): Neighbours(r - beside, r + beside) for r in range(beside, 2 * beside)}
+    order = Repair(1, STEPS, [], [], {}, {}, lost)
     lr = trainee.optimizer.param_groups[0]["lr"]
     seen = {"stage": stage, "norms": keeper.kept["norms"], "grad_norm": report.grad_norm}
 
@@ -65,7 +66,9 @@ def rebuilt_in_the_middle(flags: str) -> dict:
             seen |= {"how": how, "event": [event for event in told if event[0] == "stage_rebuilt"]}
         else:
             envelope = subject.state(position.get()).envelope
-            keeper.lend(Repair(1, STEPS, [], [], {}, {}, lost), envelope)
+            keeper.lend(order, envelope)
+        keeper.learn(order)
+    seen["rebuilt_at"] = job.state.extra["checkfree"]
     seen["rebuilt"], seen["step"], seen["kept"] = blocks(), job.state.step, keeper.kept
     group = trainee.optimizer.param_groups[0]
     seen["lr"] = [lr, group["lr"]]
@@ -89,7 +92,11 @@ LAYOUTS = {
     "float32": (3, "--ft-checkfree-lr-factor 1.5"),
     "tensor parallel": (6, "--use-distributed-optimizer --bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
     "data parallel": (6, "--use-distributed-optimizer --bf16 --overlap-grad-reduce --overlap-param-gather"),
-    "experts": (6, "--use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"),
+    "experts": (
+        6,
+        "--use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear "
+        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+    ),
 }
 
 
@@ -98,6 +105,7 @@ def test_the_middle_stage_is_its_neighbours_mean_and_stays_so_at_the_next_step(n
     flags = f"{runs.BASE} --data-path {corpus} {SHAPE} {extra}"
     seen = ranks(rebuilt_in_the_middle, nproc, flags, timeout=120)
     per = nproc // 3
+    assert any("expert_bias" in name for name in seen[0]["neighbour"][0]) == ("expert-bias" in extra)
     norms = seen[0]["norms"]
     assert all(one["norms"] == norms for one in seen), "every rank knows every stage's norm"
     assert math.sqrt(sum(n * n for n in norms)) == pytest.approx(seen[0]["grad_norm"], rel=1e-5)
@@ -116,11 +124,12 @@ def test_the_middle_stage_is_its_neighbours_mean_and_stays_so_at_the_next_step(n
             "owned": f"rebuilt:{rank - per}+{rank + per}",
             "replicated": f"rebuilt:{rank - per}+{rank + per}",
         }
-        assert one["kept"] == {"norms": norms, "rebuilt_at": STEPS}
+        assert one["kept"] == {"norms": norms}
         assert one["moments"] == 0.0
         assert one["lr"][1] == pytest.approx(factor * one["lr"][0]), "a second rebuild does not compound"
         moved = [abs(x[n] - y[n]).max() for x, y in zip(one["rebuilt"], one["after"], strict=True) for n in x]
         assert 0 < max(moved) < 0.05, "a step of Adam moves what was rebuilt, not what was there before"
+    assert all(one["rebuilt_at"] == {"stages": 3, "rebuilt_at": {"1": STEPS}} for one in seen)
     assert all(math.isfinite(one["loss"]) for one in seen if one["stage"] == 2)
     event = seen[per]["event"][0][1]
     assert (event["stage"], event["step"], event["strategy"]) == (1, STEPS, "weighted")

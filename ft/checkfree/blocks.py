@@ -1,7 +1,7 @@
 """The transformer blocks of a stage, out of a model of megatron-core and back into it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,14 +27,14 @@ class StageBlocks:
                 f"{len(chunks)} model chunks on a pipeline stage: its neighbours hold no layers next to each of them",
                 "drop the interleaved schedule (--num-layers-per-virtual-pipeline-stage), or --ft-checkfree",
             )
-        found: dict[int, dict[str, torch.nn.Parameter]] = {}
+        found: dict[int, dict[str, torch.Tensor]] = {}
         others = []
-        for name, parameter in chunks[0].named_parameters():
+        for name, held in (*chunks[0].named_parameters(), *_learnt_buffers(chunks[0])):
             place = _OF_BLOCK.search(name)
-            if place is None:
+            if place is not None:
+                found.setdefault(int(place[1]), {})[place[2]] = held
+            elif isinstance(held, torch.nn.Parameter):
                 others.append(name)
-            else:
-                found.setdefault(int(place[1]), {})[place[2]] = parameter
         if whole and others:
             raise UserError(
                 f"a stage in the middle holds parameters of no transformer block: {', '.join(others[:3])}",
@@ -46,7 +46,7 @@ class StageBlocks:
         return len(self._blocks)
 
     def get(self) -> list[dict[str, torch.Tensor]]:
-        """The live parameters of each block by their names within it."""
+        """The live parameters and learnt buffers (a router's expert bias) of each block by their names within it."""
         return [{name: held.detach() for name, held in block.items()} for block in self._blocks]
 
     def is_sharded(self, name: str) -> bool:
@@ -55,7 +55,7 @@ class StageBlocks:
 
     @torch.no_grad()
     def put(self, blocks: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Writes parameters of the same names and shapes into the model.
+        """Writes tensors of the same names and shapes into the model.
 
         Raises:
             UserError: they are of another model.
@@ -67,8 +67,17 @@ class StageBlocks:
                 "give all stages as many layers of one kind",
             )
         for block, new in zip(self._blocks, blocks, strict=True):
-            for name, parameter in block.items():
-                parameter.data.copy_(new[name])
+            for name, held in block.items():
+                held.data.copy_(new[name])
+
+
+def _learnt_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What training moves without a gradient: floating-point buffers that are part of the model's state."""
+    for prefix, module in chunk.named_modules():
+        for name, held in module.named_buffers(prefix, recurse=False):
+            own = name.rpartition(".")[2]
+            if held.is_floating_point() and own not in module._non_persistent_buffers_set:
+                yield name, held
 
 
 def _shapes(block: dict[str, torch.Tensor]) -> dict[str, torch.Size]:

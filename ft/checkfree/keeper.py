@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ft import events
 from ft.checkfree import lending, rate, rebuild
@@ -39,9 +40,6 @@ _NARROW = ("linear_proj.weight", "linear_fc2.weight")
 class StageKeeper:
     """Of one rank; made on all alike, after model and optimizer are built and core is patched (WITH_CHECKFREE).
 
-    Attributes:
-        rebuilt_at: step at which this rank's stage was last rebuilt, None if it never was.
-
     Raises:
         UserError: the model cannot be rebuilt stage by stage.
     """
@@ -53,9 +51,9 @@ class StageKeeper:
         self._doubles = settings.doubles
         has_end = self._stage in (0, stages - 1) or (self._doubles is not None and self._doubles.group is not None)
         self._blocks = StageBlocks(subject.chunks, whole=not has_end)
+        self._pipeline = [str(rank) for rank in dist.get_process_group_ranks(self._group())]
         self._norms = StageNorms(stages, self._stage, settings.norm_limit)
         self._device = next(subject.chunks[0].parameters()).device
-        self.rebuilt_at: int | None = None
         stage_norms.listen(self._norms.heard)
         subject.before_update(self._norms.begins)
         if self._doubles is not None:
@@ -66,18 +64,34 @@ class StageKeeper:
     @property
     def kept(self) -> dict[str, Any]:
         """What a snapshot's envelope holds of this, as JSON values."""
-        return {"norms": list(self._norms.values), "rebuilt_at": self.rebuilt_at}
+        return {"norms": list(self._norms.values)}
 
     def keep(self, kept: dict[str, Any]) -> None:
         """Goes back to what :attr:`kept` was."""
         self._norms.begins()
-        self._norms.values, self.rebuilt_at = list(kept["norms"]), kept["rebuilt_at"]
+        self._norms.values = list(kept["norms"])
+
+    @property
+    def rebuilt_at(self) -> int | None:
+        """Step at which this rank's stage was last rebuilt, None if it never was."""
+        return self._settings.rebuilt_at().get(str(self._stage))
+
+    def begins(self, step: int) -> None:
+        """A run goes on after ``step``: a stage that was rebuilt before its checkpoint has its own learning rate."""
+        if self.rebuilt_at is not None:
+            self._set_rate(step, self.rebuilt_at)
+
+    def learn(self, order: Repair) -> None:
+        """The recovery is done; on every rank, once the trainer's position is set."""
+        for stage, rank in enumerate(self._pipeline):
+            if rank in order.rebuilt:
+                self._settings.rebuilt_at()[str(stage)] = order.step
 
     def committed(self, step: int) -> None:
         """``step`` is done: its norms become known, and a boosted learning rate falls as far as it was asked to."""
         self._norms.settle()
         if self.rebuilt_at is not None and self._settings.boost.decay_steps and not self._has_twin:
-            self._set_rate(step)
+            self._set_rate(step, self.rebuilt_at)
 
     def lend(self, order: Repair, envelope: dict[str, Any]) -> bool:
         """Collective with those that are rebuilt: this rank's blocks go to those of them that it is a neighbour of.
@@ -86,17 +100,26 @@ class StageKeeper:
             whether this rank's own state is still that of the step; with CheckFree+ some of it may begin anew.
         """
         own = self._session.rank
+        begin_anew = self._begin_anew(order)
+        moments.forget(self._subject.optimizer, begin_anew)
         to = [int(rank) for rank, beside in order.rebuilt.items() if own in beside.there]
-        if not to:
-            return True
-        is_kept, blocks = True, self._blocks.get()
-        if self._doubles is not None:
-            blocks.append(self._ends())
-            if self._doubles.twin in to:  # its moments are fresh: only so both go on alike
-                moments.forget(self._subject.optimizer, self._end_params())
-                is_kept = False
-        lending.lend(sorted(to), self._group(), blocks, envelope)
-        return is_kept
+        if to:
+            blocks = self._blocks.get()
+            if self._doubles is not None:
+                blocks.append(self._ends())
+            lending.lend(sorted(to), self._group(), blocks, envelope)
+        return not begin_anew
+
+    def _begin_anew(self, order: Repair) -> list[torch.nn.Parameter]:
+        """What this rank has as a rebuilt one has it, whose moments are fresh: only with fresh ones here both go on
+        alike. A tied weight is all four end stages'."""
+        if not self._has_twin:
+            return []
+        chunk = self._subject.chunks[0]
+        if str(self._doubles.twin) in order.rebuilt:
+            return [param for _, param in self._doubles.params(chunk)]
+        ends = (*self._pipeline[:2], *self._pipeline[-2:])
+        return self._doubles.tied(chunk) if any(rank in order.rebuilt for rank in ends) else []
 
     def rebuild(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
         """This rank's part of the stage from its neighbours', as of ``step``.
@@ -122,8 +145,7 @@ class StageKeeper:
             raise FallbackError(str(error)) from error
         self._subject.optimizer.reload_model_params()
         position = self._subject.adopt(envelope)
-        self.rebuilt_at = step
-        self._set_rate(step)
+        self._set_rate(step, step)
         self._settings.reseed(step)
         self._tell(step, beside, made, [before, after], time.monotonic() - began)
         how = f"rebuilt:{'+'.join(map(str, beside.there))}"
@@ -138,9 +160,6 @@ class StageKeeper:
     def _has_twin(self) -> bool:
         """Embedding or head is kept here and next door: learning rates of the two must not differ."""
         return self._doubles is not None and self._doubles.twin is not None
-
-    def _end_params(self) -> list[torch.nn.Parameter]:
-        return [param for _, param in self._doubles.params(self._subject.chunks[0])]
 
     def _ends(self) -> dict[str, torch.Tensor]:
         """What of embedding and head this stage has."""
@@ -170,13 +189,13 @@ class StageKeeper:
     def _group(self):
         return parallel_state.get_pipeline_model_parallel_group()
 
-    def _set_rate(self, step: int) -> None:
+    def _set_rate(self, step: int, rebuilt_at: int) -> None:
         """From the schedule's own rates, which nothing scales: so repeated failures do not compound.
 
         With a twin the factor is 1, but rates are set all the same: a new worker still has those of the first step.
         """
         schedule = self._subject.scheduler
-        factor = 1.0 if self._has_twin else self._settings.boost.at(step, self.rebuilt_at)
+        factor = 1.0 if self._has_twin else self._settings.boost.at(step, rebuilt_at)
         groups = [g for g in self._subject.optimizer.param_groups if not g.get("is_decoupled_lr", False)]
         base = [{"max_lr": schedule.max_lr, "min_lr": schedule.min_lr} for _ in groups]
         rate.scale(groups, base, factor)

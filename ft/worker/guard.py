@@ -134,6 +134,8 @@ class Guard(Whole):
         self._untouched = as_committed
         self.is_empty = False
         self._position.set(position)
+        if self._keeper is not None:
+            self._keeper.learn(order)
         self.snapshots.peers = self._placing.renew(order.copies)
         return sources
 

@@ -47,6 +47,7 @@ def protect(
         from ft.checkfree.keeper import KeptPosition, StageKeeper
 
         keeper = StageKeeper(session, subject, checkfree)
+        keeper.begins(position.get()["step"])
         position = KeptPosition(position, keeper)
     placing = Placing(session, subject, peers, strict)
     snapshots = Snapshots(

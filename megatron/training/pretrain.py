@@ -142,11 +142,13 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
         peers=asked.ft_snapshot_peers,
         strict=asked.ft_snapshot_strict,
         checkpoints=job.options.checkpoint.save,
-        checkfree=checkfree(job.options, trainee.doubles),
+        checkfree=checkfree(job.options, job.layout, job.state, trainee.doubles),
     )
 
 
-def checkfree(options: Options, doubles: "Doubles | None" = None) -> "CheckFree | None":
+def checkfree(
+    options: Options, layout: Layout, state: TrainState, doubles: "Doubles | None" = None
+) -> "CheckFree | None":
     """How a lost pipeline stage is rebuilt; None: it is not."""
     asked = options.fault_tolerance
     if not asked.rebuilds_stages:
@@ -160,8 +162,17 @@ def checkfree(options: Options, doubles: "Doubles | None" = None) -> "CheckFree 
         options.optimizer.clip_grad if asked.ft_checkfree_norms == "clipped" else None,
         partial(seed_everything, options.training),
         options.training.seed,
+        partial(rebuilt_stages, state, layout.pp),
         doubles,
     )
+
+
+def rebuilt_stages(state: TrainState, stages: int) -> dict[str, int]:
+    """Pipeline stage -> step at which CheckFree last rebuilt it; a checkpoint of other stages says nothing of these."""
+    kept = state.extra.get("checkfree")
+    if kept is None or kept["stages"] != stages:
+        kept = state.extra["checkfree"] = {"stages": stages, "rebuilt_at": {}}
+    return kept["rebuilt_at"]
 
 
 def double_execution(job: Job, session: "Session | None") -> "Protection | Profiling":

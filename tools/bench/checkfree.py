@@ -57,7 +57,7 @@ def measure(arguments: argparse.Namespace) -> None:
     init_process_group(options.parallel, place)
     init_model_parallel(options.parallel, layout, ends_are_double=True)  # of untied weights nothing follows from it
     plain = assemble(options, layout, time.monotonic())
-    kept = keeper(plain, checkfree(options))
+    kept = keeper(plain, checkfree(options, layout, plain.state))
     plus = assemble(options_of(arguments, "--ft-checkfree-plus", place.world_size)[0], layout, time.monotonic())
     times = alternate(arguments, plain, plus, kept)
     if dist.get_rank() == 0:

@@ -89,7 +89,8 @@ class Life:
         self._told: list[dict] = []
         session = SimpleNamespace(rank=self._rank, observe=lambda name, **detail: self._told.append(detail))
         self._subject = Subject(trainee.chunks, trainee.optimizer, trainee.scheduler)
-        self._keeper = StageKeeper(session, self._subject, pretrain.checkfree(self.job.options, trainee.doubles))
+        settings = pretrain.checkfree(self.job.options, self.job.layout, self.job.state, trainee.doubles)
+        self._keeper = StageKeeper(session, self._subject, settings)
         self._position = KeptPosition(JobPosition(self.job), self._keeper)
         self._held_out = None
 
@@ -117,6 +118,7 @@ class Life:
 
         step, began = self.job.state.step, time.monotonic()
         beside = Neighbours(stage - 1 if stage else None, stage + 1 if stage + 1 < self._stages else None)
+        order = Repair(1, step, [], [], {}, {}, {str(stage): beside})
         self._subject.abandon_step()
         self._told.clear()
         if self._rank == stage:
@@ -124,11 +126,10 @@ class Life:
             position, _ = self._keeper.rebuild(step, beside)
         else:
             position = self._position.get()
-            self._keeper.lend(
-                Repair(1, step, [], [], {}, {}, {str(stage): beside}), self._subject.state(position).envelope
-            )
+            self._keeper.lend(order, self._subject.state(position).envelope)
         self._subject.publish_parameters()
         self._position.set(position)
+        self._keeper.learn(order)
         seconds = time.monotonic() - began
         found = [{key: each[key] for key in ("strategy", "weights")} for each in self._told if "weights" in each]
         everybody: list[Any] = [None] * self._stages
@@ -153,7 +154,7 @@ class Life:
             group["lr"] = 0.0
         trainee.scheduler.num_steps = 0
         self.job.state.step = self.job.state.consumed_train_samples = 0
-        self._keeper.keep({"norms": [None] * self._stages, "rebuilt_at": None})
+        self._keeper.keep({"norms": [None] * self._stages})
         for seed in (random.seed, numpy.random.seed, torch.manual_seed):
             seed(0)
 

@@ -49,6 +49,10 @@ class Doubles:
             if name.startswith(_PARTS):
                 yield name, param
 
+    def tied(self, chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """The embedding's weight where it is the output layer's, too: four stages have it."""
+        return [param for _, param in self.params(chunk) if getattr(param, "shared_embedding", False)]
+
     def mark(self, chunk: torch.nn.Module) -> None:
         """Before the optimizer is made: copies do not count in gradient norms, and are no tensors of their own in
         checkpoints."""

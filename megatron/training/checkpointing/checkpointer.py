@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ft.errors import UserError
 from megatron.core import parallel_state
 from megatron.training.arguments.checkpoint import CheckpointOptions
-from megatron.training.checkpointing import commit, content, rng
+from megatron.training.checkpointing import commit, content, optimizer_state, rng
 from megatron.training.checkpointing.channel import Channel
 from megatron.training.checkpointing.content import TrainState
 from megatron.training.checkpointing.load import Loader, LoadReport
@@ -84,6 +84,7 @@ class Checkpointer:
             on_first_rank=self._options.distrib_optim_fully_reshardable_mem_efficient,
             with_rng=with_rng,
             data_parallel_random_init=self._random_init,
+            optimizer_steps=max(self._channel.share(0 if kind is None else optimizer_state.steps(optimizer))),
             run=self._run,
             layout=self._layout,
         )

@@ -77,10 +77,15 @@ def to_save(
     on_first_rank: bool,
     with_rng: bool,
     data_parallel_random_init: bool,
+    optimizer_steps: int,
     run: Mapping[str, Any],
     layout: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The state dict of a checkpoint; the keys at its top are Megatron-LM's where it has one for the thing."""
+    """The state dict of a checkpoint; the keys at its top are Megatron-LM's where it has one for the thing.
+
+    Args:
+        optimizer_steps: the most that :func:`optimizer_state.steps` is on any rank.
+    """
     metadata = sharding_metadata(kind, on_first_rank)
     contents: dict[str, Any] = {
         "args": argparse.Namespace(**_megatron_args(state, run, layout)),
@@ -96,7 +101,8 @@ def to_save(
         contents["num_floating_point_operations_so_far"] = flops
     contents |= model_shards(model, metadata)
     if kind is not None:
-        contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
+        with optimizer_state.counted_alike(optimizer, optimizer_steps):
+            contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
     if scheduler is not None:
         contents["opt_param_scheduler"] = scheduler.state_dict()
     if with_rng:

@@ -12,6 +12,8 @@ With those of torch, which serve where neither is installed, core's distributed 
 So its step counters are put aside while it loads, and set from its parameter groups afterwards.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,47 @@ def allocate(optimizer: Any) -> None:
     for part in parts(optimizer):
         if _is_torchs(part) and not part.optimizer.state:
             _step_without_effect(part.optimizer)
+
+
+def steps(optimizer: Any) -> int:
+    """The most that a parameter of this rank has counted, where torch's optimizers count; else 0."""
+    return max((int(held["step"]) for held, _ in _counting(optimizer)), default=0)
+
+
+@contextmanager
+def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
+    """Within, every parameter's count is ``steps``, and Adam's moments mean the same as before.
+
+    After CheckFree has rebuilt a stage its parameters count from there on, and checkpoints have one count for all. The
+    moments are scaled by the ratio of their bias corrections: m (1 - beta^steps) / (1 - beta^own).
+    """
+    kept = []
+    for held, betas in _counting(optimizer):
+        own = int(held["step"])
+        if own == steps:
+            continue
+        kept.append((held, dict(held)))
+        held["step"] = torch.full_like(held["step"], steps) if isinstance(held["step"], torch.Tensor) else steps
+        for key, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
+            if own and key in held:
+                held[key] = held[key] * ((1 - beta**steps) / (1 - beta**own))
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            held.update(before)
+
+
+def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
+    """(state, betas) of each parameter that counts its steps."""
+    for part in parts(optimizer):
+        if not _is_torchs(part):
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                held = {} if parameter is None else part.optimizer.state.get(parameter, {})
+                if "step" in held:
+                    yield held, group.get("betas", ())
 
 
 def load(optimizer: Any, loaded: Any) -> None:
