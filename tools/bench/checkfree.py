@@ -11,7 +11,7 @@ plus  a second model in the same processes, whose embedding and head are kept tw
       is the bubbles of that and of 1F1B where every stage has a device of its own; on fewer cores than stages there are
       none, and `plus` is what the copies cost.
 
-What a recovery takes, `ft report` says of a run with faults (tests/test_checkfree_run.py has such runs).
+What a recovery takes: tools/bench/recovery.py --ranks 6 --kind stage.
 """
 
 import argparse
