@@ -81,6 +81,9 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     )
     seen["loss"] = train_step(job).loss
     seen["after"] = blocks()
+    group["max_lr"] = trainee.scheduler.max_lr  # as rank 0's, which a checkpoint has for all
+    StageKeeper(session, subject, pretrain.checkfree(options, layout, job.state)).begins(job.state.step)
+    seen["resumed"] = group["max_lr"] / trainee.scheduler.max_lr
     return seen
 
 
@@ -127,6 +130,7 @@ def test_the_middle_stage_is_its_neighbours_mean_and_stays_so_at_the_next_step(n
         assert one["kept"] == {"norms": norms}
         assert one["moments"] == 0.0
         assert one["lr"][1] == pytest.approx(factor * one["lr"][0]), "a second rebuild does not compound"
+        assert one["resumed"] == pytest.approx(factor), "a resumed run goes on with it"
         moved = [abs(x[n] - y[n]).max() for x, y in zip(one["rebuilt"], one["after"], strict=True) for n in x]
         assert 0 < max(moved) < 0.05, "a step of Adam moves what was rebuilt, not what was there before"
     assert all(one["rebuilt_at"] == {"stages": 3, "rebuilt_at": {"1": STEPS}} for one in seen)

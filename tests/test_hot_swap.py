@@ -22,8 +22,8 @@ LAYOUTS = {
 PHASES = ("forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
 
 
-IN_ANOTHER = ("tp1 pp2 dp2", "tp2 pp1 dp2")
-"""Layouts that are part of another one here."""
+IN_ANOTHER = ("tp1 pp2 dp2", "tp2 pp1 dp2", "bf16")
+"""Layouts that are part of others here."""
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,7 @@ def test_losses_after_faults_in_every_phase_are_those_without(name, corpus, refe
     assert done.losses == reference(nproc, extra, steps)
 
 
+@pytest.mark.long
 def test_each_rank_in_turn(corpus, reference, tmp_path):
     layout, steps = LAYOUTS["tp2 pp2 dp2"][1], 28
     faults = ",".join(f"kill@step={3 * (rank + 1)}:rank={rank}:phase=backward" for rank in range(8))
