@@ -293,6 +293,11 @@ def test_replicas_that_differ_are_found(tmp_path):
     story = told(run)
     assert any("step 4 of quorum 4: replica 1 has another state" in text for text in story.audit.problems)
     assert ("replicas", "equal bit for bit after 5 of 6 steps compared") in facts(story)
+    rewrite(run, 0, lambda c: replace(c, parameters=1))
+    rewrite(run, 1, lambda c: replace(c, parameters=2 if c.step == 5 else 1))
+    problems = told(run).audit.problems
+    assert [text for text in problems if "another model" in text and "step 5 of quorum 5: replica 1" in text]
+    assert sum("another model" in text for text in problems) == 1, "one that was behind has computed nothing"
 
 
 def test_steps_on_nobodys_record_are_not_proven(tmp_path):

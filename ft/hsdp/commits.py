@@ -33,7 +33,8 @@ class Commit:
             included. wait_s: of these, what quorum and FTAR took beyond the replica's own work.
         loss: mean over the tokens of all healthy replicas, None where the leader does not know it. tokens: that
             contributed, of all of them, None where unknown.
-        digest: of the state of all ranks of the writer after the step, None where nobody asked for it.
+        digest: of the state of all ranks of the writer after the step, None where nobody asked for it. parameters: of
+            the model with which the writer computed its gradients, None where nobody asked or it computed none.
         at: position of the writer's stream from which it read its samples, None where it read none (behind).
         stack: of the groups in the step, where they have stacks (SPARe); every shard type was trained then, whoever was
             there. owners: who has computed each type. patch: types that others than planned have, their groups being
@@ -56,6 +57,7 @@ class Commit:
     tokens: int | None = None
     at: int | None = None
     digest: int | None = None
+    parameters: int | None = None
     stack: int | None = None
     owners: tuple[int, ...] = ()
     patch: tuple[int, ...] = ()
@@ -88,6 +90,7 @@ class Commit:
             "tokens": self.tokens,
             "at": self.at,
             "digest": self.digest,
+            "parameters": self.parameters,
             "stack": self.stack,
             "owners": list(self.owners) or None,
             "patch": list(self.patch) or None,
@@ -151,7 +154,7 @@ def _parse(line: bytes, deals: dict[str, Deal]) -> Commit | None:
             **{name: _whole(values[name]) for name in ("step", "quorum", "before", "batch")},
             **{
                 name: _whole(values[name])
-                for name in ("tokens", "at", "digest", "stack")
+                for name in ("tokens", "at", "digest", "parameters", "stack")
                 if values.get(name) is not None
             },
             **{name: _figure(values[name]) for name in ("wall", "step_s", "wait_s", "loss") if name in values},

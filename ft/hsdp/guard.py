@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class ReplicaGuard:
         self._last: Quorum | None = None
         self._start: dict[str, Any] | None = None
         self._before: tuple[int, int | None] = (0, None)
+        self._computed_with: int | None = None
         self._suspects: tuple[int, ...] = ()
         self._is_sure = self._is_catching_up = False
         self._is_untouched = True
@@ -70,13 +71,15 @@ class ReplicaGuard:
             self._offer()
         else:
             self._warm_up()
-        result = None
+        result = retry = None
         while True:
             try:
+                if retry is not None:
+                    self._begin_anew(retry)
                 result = work()
                 break
-            except Retry as retry:
-                self._begin_anew(retry)
+            except Retry as failed:
+                retry = failed
             except RunIsOver:
                 break
             except Exception as error:
@@ -189,10 +192,9 @@ class ReplicaGuard:
         self._is_sure = not self._is_catching_up
         self._offer()
         seconds = time.monotonic() - self._began
-        tensors = self._parts.state.tensors() if self._place.digests else None
-        proof = None if tensors is None else digest(tensors, self._parts.votes)
+        proofs = self._digest(self._parts.state.tensors), self._computed_with
         self._parts.records.committed(
-            position, quorum, self._work, *self._before, seconds, self._exchange.waited_s, proof
+            position, quorum, self._work, *self._before, seconds, self._exchange.waited_s, *proofs
         )
         if not self._is_catching_up:
             self._step_times.append(seconds / self._work.units)
@@ -268,13 +270,24 @@ class ReplicaGuard:
             quorum = self._agreed.quorum
             at = None if self._is_catching_up else self._position.began_at(self._parts.batch)
             self._before = self._position.lineage, at
+            self._computed_with = None if self._is_catching_up else self._digest(self._parts.state.parameters)
             with lr.scaled(optimizer.param_groups, self._work.lr_factor(quorum)):
                 outcome = step(*args, **kwargs)
+            if self._is_catching_up and not outcome[0]:
+                self._publish()
             self._position.advance(self._work.streams(quorum), self._parts.batch, quorum.number)
             self._work.committed(quorum)
             return outcome
 
         optimizer.step = voted_step
+
+    def _publish(self) -> None:
+        """The model of a state that was fetched, where no optimizer step has made it: that holds main copies only.
+        Not before the gradients of the step are exchanged: core counts the model as gathered until they are."""
+        self._parts.subject.publish_parameters()
+
+    def _digest(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> int | None:
+        return digest(tensors(), self._parts.votes) if self._place.digests else None
 
     def _vote(self) -> None:
         """All ranks of the replica have all gradients, and their state, or none goes on.
@@ -326,6 +339,8 @@ class ReplicaGuard:
         if not self._is_catching_up:
             self._work.failed()
         self._parts.subject.abandon_step()
+        if self._is_catching_up and self._has_state:
+            self._publish()
         self._is_catching_up = False
         if self._has_state:
             self._parts.state.apply(self._start)

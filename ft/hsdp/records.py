@@ -29,6 +29,7 @@ class Records:
         step_s: float,
         wait_s: float,
         digest: int | None,
+        parameters: int | None = None,
     ) -> None:
         """A step is committed in ``quorum``; ``position`` is that after it, ``before`` the quorum of the one before.
 
@@ -36,7 +37,7 @@ class Records:
 
         Args:
             at: position of this replica's stream that its samples began at, None if it took none.
-            digest: of the state after the step, if wanted.
+            digest: of the state after the step, if wanted. parameters: of the model that gradients were computed with.
         """
         self._commits.write(
             Commit(
@@ -54,6 +55,7 @@ class Records:
                 at=at if work.computed is None else None,
                 computed=work.computed,
                 digest=digest,
+                parameters=parameters,
                 stack=work.stack,
                 owners=work.owners,
                 patch=work.patch,

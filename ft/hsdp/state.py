@@ -24,6 +24,11 @@ class ReplicaState:
         """The live tensors."""
         return _named(self._subject.state(self._position.get()))
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The model's own, that forward passes compute with: made from the optimizer's, no part of the state."""
+        chunks = enumerate(self._subject.chunks)
+        return {f"chunk{at}/{name}": param.detach() for at, chunk in chunks for name, param in chunk.named_parameters()}
+
     def whole(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The live tensors, and everything beside them as JSON values: numbers, schedule, position, generators,
         buffers."""

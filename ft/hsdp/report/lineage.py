@@ -139,12 +139,15 @@ def before_of(commit: Commit) -> dict[int, int]:
 def _conflicts(step: Step) -> list[str]:
     first = step.commit
     found = []
+    used = [commit.parameters for commit in step.by.values() if commit.parameters is not None]
     for replica, commit in step.by.items():
         names = [name for name in _SHARED if getattr(commit, name) != getattr(first, name)]
         if replica in commit.healthy and replica in first.members and commit.before != first.before:
             names.append("before")
         if replica in step.digests and step.digests[replica] != next(iter(step.digests.values())):
             names.append("state, bit for bit,")
+        if commit.parameters is not None and commit.parameters != used[0]:
+            names.append("model, bit for bit, that it computed the step with,")
         if names:
             found.append(
                 f"step {first.step} of quorum {first.quorum}: replica {replica} has another {', '.join(names)}"

@@ -1,0 +1,129 @@
+"""A replica's guard with everything around it made up: what it does where a step is not committed."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from ft.hsdp import guard as guards
+from ft.hsdp.agreement import Agreed
+from ft.hsdp.guard import ReplicaGuard
+from ft.hsdp.place import Place
+from ft.hsdp.quorum import Quorum
+from ft.hsdp.retry import Retry
+from ft.hsdp.work import OwnStream
+
+REPLICA = 1
+BEHIND = Quorum(7, 20, 6, (0, 2), (REPLICA,), {0: 1, 1: 2, 2: 1})
+HEALTHY = Quorum(8, 20, 6, (0, 1), (2,), {0: 1, 1: 2, 2: 2})
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """What the other ranks of the replica bring to each reduction, the smallest counts; as they agree: nothing."""
+    brought: list[torch.Tensor] = []
+
+    def all_reduce(tensor, op=None, group=None):
+        if brought:
+            torch.minimum(tensor, brought.pop(0), out=tensor)
+
+    monkeypatch.setattr(guards.dist, "all_reduce", all_reduce)
+    return brought
+
+
+class Made:
+    """A guard and what it works with; ``told``: what was done to its parts, in this order."""
+
+    def __init__(self, tmp_path, *, comes_back=False, applied=True):
+        place = Place(REPLICA, 3, tmp_path, "127.0.0.1", comes_back=comes_back)
+        self.parts, self.told = MagicMock(place=place, work=OwnStream(place), batch=4, save_interval=None), []
+        self.parts.session.rank = 0
+        self.parts.position = MagicMock(step=20, lineage=6)
+        self.parts.state.whole.return_value = ({}, {})
+        self.parts.server.withdraw.return_value = []
+        self.parts.exchange = MagicMock(problem="", suspect=None, waited_s=0.0)
+        self.parts.optimizer = SimpleNamespace(param_groups=[], step=lambda: self.note("update") or (applied, None, 0))
+        for part, name in (
+            ("subject", "abandon_step"),
+            ("subject", "publish_parameters"),
+            ("server", "withdraw"),
+            ("server", "offer"),
+            ("catch_up", "end"),
+            ("exchange", "give_up"),
+            ("ring", "reconfigure"),
+        ):
+            self.note_calls(part, name)
+        self.guard = ReplicaGuard(self.parts, lambda: False, lambda: None)
+
+    def note(self, what):
+        self.told.append(what)
+
+    def note_calls(self, part, name):
+        method = getattr(getattr(self.parts, part), name)
+        answer = method.return_value
+        method.side_effect = lambda *_, **__: self.note(name) or answer
+
+    def agree(self, quorum):
+        rows = {replica: [{"ring": f"ring{replica}", "fetch": f"fetch{replica}"}] for replica in quorum.members}
+        self.guard._on_agreed(Agreed(quorum, rows))
+        self.parts.agreement.wait.return_value = Agreed(quorum, rows)
+
+    def fails(self, problem="a third replica was killed", suspect=None):
+        self.parts.exchange.problem, self.parts.exchange.suspect = problem, suspect
+
+    def run(self, *attempts):
+        """Carries through what each attempt does; the last one must end."""
+        left = list(attempts)
+
+        def attempt():
+            left.pop(0)()
+
+        self.guard.carry_through(attempt)
+        assert not left
+
+    def catch_up(self):
+        assert not self.guard.begins()
+        self.guard.catching_up()
+        self.guard.caught_up()
+        self.parts.optimizer.step()
+
+
+# --- the model of a state that was fetched ----------------------------------------------------------------------------
+
+
+def test_a_replica_that_has_fetched_a_state_and_fails_the_step_makes_its_model_of_it(tmp_path, others):
+    made = Made(tmp_path, comes_back=True)
+    made.agree(BEHIND)
+
+    def fetched_in_vain():
+        made.fails()
+        made.catch_up()
+
+    made.told.clear()
+    made.run(fetched_in_vain, lambda: made.note("next attempt"))
+    done = [what for what in made.told if what in ("abandon_step", "publish_parameters", "next attempt")]
+    assert done[-3:] == ["abandon_step", "publish_parameters", "next attempt"] and "update" not in made.told
+
+
+def test_a_replica_whose_catch_up_step_is_skipped_by_the_optimizer_makes_its_model_all_the_same(tmp_path, others):
+    for applied in (False, True):
+        made = Made(tmp_path, comes_back=True, applied=applied)
+        made.agree(BEHIND)
+        made.catch_up()
+        assert ("publish_parameters" in made.told) is not applied, "the update itself makes it"
+
+
+def test_a_healthy_replica_that_fails_a_step_leaves_its_model_as_it_is(tmp_path, others):
+    made = Made(tmp_path)
+    made.agree(HEALTHY)
+
+    def fails():
+        assert made.guard.begins()
+        made.fails()
+        made.parts.optimizer.step()
+
+    made.run(fails, lambda: None)
+    assert "publish_parameters" not in made.told
+    with pytest.raises(Retry):
+        made.parts.optimizer.step()
