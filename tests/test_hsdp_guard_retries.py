@@ -127,3 +127,24 @@ def test_a_healthy_replica_that_fails_a_step_leaves_its_model_as_it_is(tmp_path,
     assert "publish_parameters" not in made.told
     with pytest.raises(Retry):
         made.parts.optimizer.step()
+
+
+# --- who is suspected -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own", "other", "told"), [(None, 2, (2,)), (0, 2, (0, 2)), (0, None, (0,)), (None, None, ())])
+def test_the_report_names_whom_any_rank_could_not_reach(own, other, told, tmp_path, others):
+    made = Made(tmp_path)
+    made.agree(HEALTHY)
+
+    def fails():
+        assert made.guard.begins()
+        made.fails(suspect=own)
+        theirs = torch.ones(guards._MOST_MEMBERS, dtype=torch.int32)
+        if other is not None:
+            theirs[other] = 0
+        others.extend([torch.zeros(1, dtype=torch.int32), theirs])
+        made.parts.optimizer.step()
+
+    made.run(fails, made.guard.begins)
+    assert made.parts.agreement.ask.call_args.args[0].suspects == told

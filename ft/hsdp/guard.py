@@ -28,6 +28,8 @@ _LEAVE_S = 2.0
 _LONGEST_WAIT_S = 60.0
 _LONGEST_PAUSE_S = 1800.0
 _STEPS_REMEMBERED = 20
+_MOST_MEMBERS = 1024
+"""Of a quorum, about whom the ranks of a replica tell one another."""
 
 
 class ReplicaGuard:
@@ -329,9 +331,7 @@ class ReplicaGuard:
     def _begin_anew(self, retry: Retry) -> None:
         """Nothing of the step is left, on this rank as on the others of the replica."""
         self._is_sure = False
-        suspect = self._exchange.suspect
-        is_known = suspect is not None and self._agreed.quorum is not None
-        self._suspects = (self._agreed.quorum.members[suspect],) if is_known else ()
+        self._suspects = self._all_suspects()
         said = f"step {self._position.step + 1} is done anew: {retry}"
         if self.session.rank == 0 and said != self._said:
             print(said, flush=True)
@@ -346,6 +346,16 @@ class ReplicaGuard:
             self._parts.state.apply(self._start)
         self._pause()
         self.session.progress.begins(self._position.step)
+
+    def _all_suspects(self) -> tuple[int, ...]:
+        """Replicas that the ring of any rank of this one could not reach: the leader reports for all. Collective."""
+        is_reached = torch.ones(_MOST_MEMBERS, dtype=torch.int32, device="cpu")
+        if self._exchange.suspect is not None:
+            is_reached[self._exchange.suspect] = 0
+        dist.all_reduce(is_reached, op=dist.ReduceOp.MIN, group=self._parts.votes)
+        quorum = self._agreed.quorum
+        members = () if quorum is None else quorum.members
+        return tuple(member for member, is_fine in zip(members, is_reached.tolist(), strict=False) if not is_fine)
 
     def _pause(self) -> None:
         """Where another attempt is of no use yet.
