@@ -32,6 +32,11 @@ def others(monkeypatch):
     return brought
 
 
+def agreed(quorum):
+    members = quorum.members if quorum is not None else ()
+    return Agreed(quorum, {one: [{"ring": f"ring{one}", "fetch": f"fetch{one}"}] for one in members})
+
+
 class Made:
     """A guard and what it works with; ``told``: what was done to its parts, in this order."""
 
@@ -65,9 +70,8 @@ class Made:
         method.side_effect = lambda *_, **__: self.note(name) or answer
 
     def agree(self, quorum):
-        rows = {replica: [{"ring": f"ring{replica}", "fetch": f"fetch{replica}"}] for replica in quorum.members}
-        self.guard._on_agreed(Agreed(quorum, rows))
-        self.parts.agreement.wait.return_value = Agreed(quorum, rows)
+        self.guard._on_agreed(agreed(quorum))
+        self.parts.agreement.wait.return_value = agreed(quorum)
 
     def fails(self, problem="a third replica was killed", suspect=None):
         self.parts.exchange.problem, self.parts.exchange.suspect = problem, suspect
@@ -148,3 +152,16 @@ def test_the_report_names_whom_any_rank_could_not_reach(own, other, told, tmp_pa
 
     made.run(fails, made.guard.begins)
     assert made.parts.agreement.ask.call_args.args[0].suspects == told
+
+
+# --- a step of the others ---------------------------------------------------------------------------------------------
+
+
+def test_one_that_finds_itself_behind_in_its_step_tells_the_others_by_the_ring_that_they_expect_it_in(tmp_path, others):
+    made = Made(tmp_path)
+    made.guard._is_sure = True
+    made.told.clear()
+    made.agree(BEHIND)
+    assert made.told == ["reconfigure", "give_up"], "its door would let them wait until their limit"
+    number, addresses, me = made.parts.ring.reconfigure.call_args.args
+    assert (number, addresses, me) == (BEHIND.number, ["ring0", "ring1", "ring2"], REPLICA)

@@ -237,18 +237,31 @@ class ReplicaGuard:
             self._exchange.give_up(agreed.problem or "no step to do")
             return
         if self._is_sure and self._place.replica not in quorum.healthy:
-            self._exchange.give_up("the others have gone on without this replica")
+            self._steps_out(agreed, "the others have gone on without this replica")
             return
         problem = self._work.problem(quorum, self._is_sure) if self._place.replica in quorum.healthy else ""
         self._parts.ring.expect(self._patience())
         if not is_same_ring(self._last, quorum):
-            addresses = [agreed.rows[replica][self.session.rank]["ring"] for replica in quorum.members]
-            self._parts.ring.reconfigure(quorum.number, addresses, quorum.members.index(self._place.replica))
+            self._connect(agreed)
         self._last = quorum
         if problem:
             self._exchange.give_up(problem)
         else:
             self._exchange.open(1.0 if self._parts.per_token else self._work.scale(quorum))
+
+    def _steps_out(self, agreed: Agreed, reason: str) -> None:
+        """In the agreement's thread: of a quorum that this replica does nothing in. The others are told so by the ring
+        of that quorum: at a door that knows of none yet they would wait."""
+        self._agreed, quorum = agreed, agreed.quorum
+        if quorum is not None and not quorum.load and not quorum.finished:
+            self._connect(agreed)
+            self._last = quorum
+        self._exchange.give_up(reason)
+
+    def _connect(self, agreed: Agreed) -> None:
+        quorum = agreed.quorum
+        addresses = [agreed.rows[replica][self.session.rank]["ring"] for replica in quorum.members]
+        self._parts.ring.reconfigure(quorum.number, addresses, quorum.members.index(self._place.replica))
 
     def _patience(self) -> float:
         """For so long the ring may stand still: a hung peer is to be left behind, a slow one not."""
