@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import selectors
+import socket
+import struct
 import time
 
 import pytest
 
 from ft import cli
 from ft.hsdp.quorum import wire
+from ft.hsdp.quorum.guests import Guests
 from ft.hsdp.quorum.spread import Relay, Tree
 from ft.simulate.quorum.run import Round, rounds
 from ft.simulate.quorum.shape import WARM_UP, Job, processes
@@ -149,3 +153,39 @@ def test_latencies_are_from_the_last_report_to_the_last_delivery():
 def test_replicas_are_spread_over_the_cores():
     assert 1 <= processes(Job(98304, 12)) <= 12
     assert processes(Job(8, 1)) == 1
+
+
+# --- strangers --------------------------------------------------------------------------------------------------------
+
+
+def hang_up(address):
+    """Connects, and resets the connection before anybody has taken it."""
+    own = socket.create_connection(address, timeout=LIMIT_S)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    own.close()
+
+
+def test_one_that_hangs_up_before_it_is_taken_in_costs_the_server_nothing_and_those_behind_it_come_in():
+    with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        guests = Guests(selector, "token")
+        hang_up(listener.getsockname())
+        with socket.create_connection(listener.getsockname(), timeout=LIMIT_S) as other:
+            guests.accept(listener)
+            assert len(selector.get_map()) == 1 and other.recv(4) == wire.MAGIC
+        guests.close()
+
+
+def test_one_that_hangs_up_before_it_is_taken_in_costs_a_relay_nothing():
+    complaints = []
+
+    async def round_():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        nodes = Nodes(Tree(2))
+        hang_up(wire.parse_where(nodes.addresses[0]))
+        await nodes.ready()
+        nodes.close()
+
+    asyncio.run(round_())
+    assert not complaints

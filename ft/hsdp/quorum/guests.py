@@ -1,12 +1,12 @@
 """The connections of the quorum server."""
 
-import contextlib
 import selectors
 import socket
 import sys
 import time
 from dataclasses import dataclass, field
 
+from ft.errors import FtError
 from ft.hsdp.quorum.wire import Channel
 
 _STRANGER_S = 5.0
@@ -41,12 +41,19 @@ class Guests:
 
     def accept(self, listener: socket.socket) -> None:
         """Takes in all that knock; without a descriptor to spare they wait outside."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            while True:
+        while True:
+            try:
                 own, (address, port) = listener.accept()
-                guest = Guest(Channel(own, self._token, is_host=True), f"{address}:{port}", time.monotonic())
-                self._here[guest] = False
-                self._selector.register(guest.channel, selectors.EVENT_READ, guest)
+            except OSError:
+                return
+            try:
+                channel = Channel(own, self._token, is_host=True)
+            except (FtError, OSError):  # it has hung up already; there are others behind it
+                own.close()
+                continue
+            guest = Guest(channel, f"{address}:{port}", time.monotonic())
+            self._here[guest] = False
+            self._selector.register(guest.channel, selectors.EVENT_READ, guest)
 
     def attend(self, guest: Guest) -> None:
         """Watches for room to write, if bytes wait."""

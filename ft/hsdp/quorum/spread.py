@@ -109,7 +109,11 @@ class Relay:
             own, _ = self._listener.accept()
         except OSError:
             return
-        channel = Channel(own, self._token, is_host=True)
+        try:
+            channel = Channel(own, self._token, is_host=True)
+        except (FtError, OSError):  # it has hung up already
+            own.close()
+            return
         self._below.append(channel)
         self._loop.add_reader(channel, self._from_below, channel)
 
