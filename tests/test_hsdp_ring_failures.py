@@ -99,6 +99,7 @@ def test_who_does_not_answer_is_blamed_then_who_is_late_then_nobody():
     assert blame(7, waits, late)[0] == RIGHT
     assert blame(7, done, waits)[0] == LEFT
     assert blame(7, waits, waits)[0] is None
+    assert blame(7, waits, done)[0] is None, "it has all that this member had for it, and gives it nothing"
     assert blame(7, waits, Message(PONG, 8, True))[0] is None
     assert blame(7, Message(PONG, 6, True), waits)[0] is None, "it waits for somebody else, an operation behind"
 

@@ -36,7 +36,8 @@ def blame(operation: int, left: Message | None, right: Message | None) -> tuple[
     A neighbour that does not answer has died with its host, is stopped or cannot be reached. One that answers, is in no
     operation and has not come to this one keeps the others waiting. Two that wait as this member does have a third to
     blame; also those that are an operation behind: who has received its last data goes on while others still wait for
-    theirs.
+    theirs. A left neighbour that has ended this one has sent what does not come; a right one has all that it needs from
+    this member, and gives nothing to it.
     """
     answers = ((LEFT, left), (RIGHT, right))
     for side, answer in answers:
@@ -45,7 +46,6 @@ def blame(operation: int, left: Message | None, right: Message | None) -> tuple[
     for side, answer in answers:
         if answer.operation < operation and not answer.busy:
             return side, f"has not come to operation {operation}, it is at {answer.operation}"
-    for side, answer in answers:
-        if answer.operation == operation and not answer.busy:
-            return side, f"has ended operation {operation}, and the rest of its data does not come"
+    if left.operation == operation and not left.busy:
+        return LEFT, f"has ended operation {operation}, and the rest of its data does not come"
     return None, "both neighbours wait too"
