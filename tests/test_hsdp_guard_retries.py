@@ -9,6 +9,7 @@ import torch
 from ft.hsdp import guard as guards
 from ft.hsdp.agreement import Agreed
 from ft.hsdp.guard import ReplicaGuard
+from ft.hsdp.last_save import LastSave, Turns
 from ft.hsdp.place import Place
 from ft.hsdp.quorum import Quorum
 from ft.hsdp.retry import Retry
@@ -40,10 +41,10 @@ def agreed(quorum):
 class Made:
     """A guard and what it works with; ``told``: what was done to its parts, in this order."""
 
-    def __init__(self, tmp_path, *, comes_back=False, applied=True):
+    def __init__(self, tmp_path, *, comes_back=False, applied=True, last_save=None):
         place = Place(REPLICA, 3, tmp_path, "127.0.0.1", comes_back=comes_back)
         self.parts, self.told = MagicMock(place=place, work=OwnStream(place), batch=4, save_interval=None), []
-        self.parts.session.rank = 0
+        self.parts.session.rank, self.parts.session.closed = 0, False
         self.parts.position = MagicMock(step=20, lineage=6)
         self.parts.state.whole.return_value = ({}, {})
         self.parts.server.withdraw.return_value = []
@@ -59,7 +60,7 @@ class Made:
             ("ring", "reconfigure"),
         ):
             self.note_calls(part, name)
-        self.guard = ReplicaGuard(self.parts, lambda: False, lambda: None)
+        self.guard = ReplicaGuard(self.parts, lambda: False, lambda: None, last_save)
 
     def note(self, what):
         self.told.append(what)
@@ -165,3 +166,58 @@ def test_one_that_finds_itself_behind_in_its_step_tells_the_others_by_the_ring_t
     assert made.told == ["reconfigure", "give_up"], "its door would let them wait until their limit"
     number, addresses, me = made.parts.ring.reconfigure.call_args.args
     assert (number, addresses, me) == (BEHIND.number, ["ring0", "ring1", "ring2"], REPLICA)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+ALL = Quorum(9, 20, 8, (0, 1, 2), (), {0: 1, 1: 2, 2: 2})
+WITHOUT_FIRST = Quorum(10, 20, 8, (1, 2), (0,), {0: 2, 1: 2, 2: 2})
+OVER = Quorum(11, 20, 8, (1,), (), {1: 2}, finished=True)
+AHEAD = Quorum(12, 21, 9, (0, 2), (1,), {0: 1, 1: 2, 2: 2})
+
+
+@pytest.mark.parametrize(
+    ("answers", "writes", "why"),
+    [
+        ([WITHOUT_FIRST], True, "replica 0, whose turn it was, is lost in its save"),
+        ([ALL, OVER], False, "replica 0 has saved it meanwhile"),
+        ([ALL, ALL], True, "replica 0 does not know that the run ends here"),
+        ([ALL, AHEAD], False, "the others go on with later steps"),
+        ([None], True, "there is no server any more"),
+    ],
+)
+def test_the_last_checkpoint_is_written_by_one_that_is_left(answers, writes, why, tmp_path, others):
+    written = []
+    made = Made(tmp_path, last_save=LastSave(lambda step: False, lambda: written.append(made.parts.position.step)))
+    made.agree(ALL)
+    made.told.clear()
+    left = list(answers)
+
+    def wait():
+        answer = agreed(left.pop(0))
+        made.parts.agreement.ask.call_args.args[1](answer)
+        return answer
+
+    made.parts.agreement.wait.side_effect = wait
+    made.run(lambda: None)
+    assert (written == [20]) is writes and not left, why
+    told = [what for what in made.told if what in ("reconfigure", "give_up")]
+    in_rings = sum(quorum is not None and not quorum.finished for quorum in answers)
+    assert told.count("reconfigure") == in_rings and told[-1] == "give_up", "others would wait for it in their rings"
+
+
+def test_nobody_waits_for_a_last_checkpoint_that_is_there(tmp_path, others):
+    made = Made(tmp_path, last_save=LastSave(lambda step: True, lambda: pytest.fail("it is there")))
+    made.agree(ALL)
+    made.run(lambda: None)
+    made.parts.agreement.ask.assert_not_called()
+
+
+@pytest.mark.parametrize("ending", [(0, 1, 2), (1, 2), (2,), (0, 2)])
+def test_of_those_that_have_come_to_the_end_exactly_one_writes(ending):
+    turns = {replica: Turns() for replica in ending}
+    for _ in range(4):
+        mine = [replica for replica in ending if turns[replica].is_mine(replica, (0, 1, 2))]
+        if mine:
+            break
+    assert mine == [ending[0]]

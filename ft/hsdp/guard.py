@@ -14,6 +14,7 @@ from ft.errors import UserError
 from ft.hsdp import lr
 from ft.hsdp.agreement import Agreed
 from ft.hsdp.digest import digest
+from ft.hsdp.last_save import LastSave, is_due
 from ft.hsdp.parts import Parts
 from ft.hsdp.quorum import Quorum, Report
 from ft.hsdp.retry import Retry, RunIsOver
@@ -38,10 +39,13 @@ class ReplicaGuard:
     Args:
         parts: what it works with. load: loads the last persistent checkpoint, where nobody has a state any more; False
             if there is none: then the run begins anew. rehearse: computes a step that nothing comes of.
+        last_save: the checkpoint of the run's end.
     """
 
-    def __init__(self, parts: Parts, load: Callable[[], bool], rehearse: Callable[[], None]):
-        self._parts, self._load, self._rehearse = parts, load, rehearse
+    def __init__(
+        self, parts: Parts, load: Callable[[], bool], rehearse: Callable[[], None], last_save: LastSave | None = None
+    ):
+        self._parts, self._load, self._rehearse, self._last_save = parts, load, rehearse, last_save
         self.session, self._place, self._position = parts.session, parts.place, parts.position
         self._exchange, self._catch_up, self._work = parts.exchange, parts.catch_up, parts.work
         self._has_state = not parts.place.comes_back
@@ -73,22 +77,26 @@ class ReplicaGuard:
             self._offer()
         else:
             self._warm_up()
-        result = retry = None
+        try:
+            result = self._attempt(work)
+            self._leaves()
+        except Exception as error:
+            report_failure(session, self._position.step, error)
+            raise SystemExit(1) from error
+        self._finish()
+        return result
+
+    def _attempt(self, work: Callable[[], Any]) -> Any:
+        retry = None
         while True:
             try:
                 if retry is not None:
                     self._begin_anew(retry)
-                result = work()
-                break
+                return work()
             except Retry as failed:
                 retry = failed
             except RunIsOver:
-                break
-            except Exception as error:
-                report_failure(session, self._position.step, error)
-                raise SystemExit(1) from error
-        self._finish()
-        return result
+                return None
 
     def begins(self) -> bool:
         """A step begins. True: this replica computes it; False: it catches up in it (:meth:`catching_up`).
@@ -314,9 +322,7 @@ class ReplicaGuard:
             self._at_return("restore")
         problem = self._exchange.problem
         self.at("vote")
-        self._vote_word.fill_(0 if problem else 1)
-        dist.all_reduce(self._vote_word, op=dist.ReduceOp.MIN, group=self._parts.votes)
-        if not self._vote_word.item():
+        if not self._all(not problem):
             if problem and self.session.rank:
                 print(f"step {self._position.step + 1}: {problem}", flush=True)
             raise Retry(problem or "another rank of this replica has not got all gradients")
@@ -360,6 +366,12 @@ class ReplicaGuard:
         self._pause()
         self.session.progress.begins(self._position.step)
 
+    def _all(self, is_so: bool) -> bool:
+        """Whether it is so on every rank of the replica. Collective."""
+        self._vote_word.fill_(int(is_so))
+        dist.all_reduce(self._vote_word, op=dist.ReduceOp.MIN, group=self._parts.votes)
+        return bool(self._vote_word.item())
+
     def _all_suspects(self) -> tuple[int, ...]:
         """Replicas that the ring of any rank of this one could not reach: the leader reports for all. Collective."""
         is_reached = torch.ones(_MOST_MEMBERS, dtype=torch.int32, device="cpu")
@@ -394,11 +406,34 @@ class ReplicaGuard:
             self._parts.client.leave(reason)
         self._exchange.give_up(reason)
 
+    def _see_to(self, last: LastSave) -> None:
+        def is_there() -> bool:
+            return self._all(last.is_there(self._position.step))
+
+        if is_due(self._place.replica, is_there, self._meet_at_end) and not self.session.closed:
+            self.at("save")
+            last.write()
+
+    def _meet_at_end(self) -> Quorum | None:
+        """Those that are left. Who trains on meets this replica's broken ring, and asks again."""
+        self._parts.agreement.ask(self._report(), self._on_end)
+        with self.session.progress.at("aside", "the last checkpoint"):
+            return self._parts.agreement.wait().quorum
+
+    def _on_end(self, agreed: Agreed) -> None:
+        self._steps_out(agreed, "this replica has done its last step")
+
+    def _leaves(self) -> None:
+        """With the last step done: not before the others have it, and its checkpoint is there."""
+        self.session.progress.idles("done")
+        if self._has_state and self._last is not None:
+            self._exchange.take_leave(_LEAVE_S)
+            if self._last_save is not None:
+                self._see_to(self._last_save)
+
     def _finish(self) -> None:
         session = self.session
         session.progress.idles("done")
-        if self._has_state and self._last is not None:
-            self._exchange.take_leave(_LEAVE_S)
         self._parts.finish(self._report())
         with said(session.link, WorkerDone(session.worker, session.epoch, self._position.step)):
             session.orders.wait(Finish, session.epoch)

@@ -44,9 +44,11 @@ def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
     return c.save is not None and (ends or (c.save_interval is not None and step % c.save_interval == 0))
 
 
-def save(job: Job) -> None:
+def save(job: Job, *, blocking: bool = False) -> None:
+    """``blocking``: returns when it is over, also with --async-save."""
     with job.trainee.whole_params():
         job.checkpointer.save(job.state, job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
+    job.checkpointer.maybe_finalize(blocking=blocking)
 
 
 def garbage_is_due(options: Options, step: int, evaluated: bool) -> bool:

@@ -14,7 +14,7 @@ from ft.errors import UserError
 from megatron.training import model
 from megatron.training.arguments import Layout, Options
 from megatron.training.arguments.batch import global_batch_size, train_steps
-from megatron.training.checkpointing import Checkpointer, TrainState
+from megatron.training.checkpointing import Checkpointer, TrainState, verify
 from megatron.training.data import dataset_prefixes
 from megatron.training.data.streams import Share, follower, own_batch
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
@@ -27,7 +27,7 @@ from megatron.training.loaders import make_loaders
 from megatron.training.logging.runlog import RunLog
 from megatron.training.logging.summary import count_parameters, startup_summary
 from megatron.training.logging.timing import attach_timers
-from megatron.training.loop import train
+from megatron.training.loop import save, train
 from megatron.training.position import JobPosition
 from megatron.training.step import rehearse
 
@@ -259,6 +259,7 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
 def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient | None") -> "ReplicaGuard":
     """A guard that takes ``job`` through the quorums of all replicas. ``client``: on the replica's rank 0."""
     from ft.hsdp.guard import ReplicaGuard
+    from ft.hsdp.last_save import LastSave
     from ft.hsdp.parts import put_together
     from ft.hsdp.position import KEY, ReplicaPosition
     from ft.hsdp.work import OwnStream
@@ -297,7 +298,18 @@ def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient 
         job.log.rewind(state.step)
         return is_loaded
 
-    return ReplicaGuard(parts, load_last, lambda: rehearse(job, batch))
+    last_save = LastSave(partial(is_saved, options.checkpoint.save), partial(save, job, blocking=True))
+    return ReplicaGuard(
+        parts, load_last, lambda: rehearse(job, batch), last_save if options.checkpoint.save is not None else None
+    )
+
+
+def is_saved(folder: str, step: int) -> bool:
+    """Whether there is a complete checkpoint of ``step`` in ``folder``, as far as can be seen."""
+    try:
+        return any(each.complete and each.step == step for each in verify.scan(Path(folder)))
+    except OSError:
+        return False
 
 
 def run(job: Job) -> None:
