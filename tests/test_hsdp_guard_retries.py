@@ -111,6 +111,23 @@ def test_a_replica_that_has_fetched_a_state_and_fails_the_step_makes_its_model_o
     assert done[-3:] == ["abandon_step", "publish_parameters", "next attempt"] and "update" not in made.told
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_what_is_on_offer_is_withdrawn_before_a_fetched_state_takes_its_place_and_that_is_offered(
+    comes_back, tmp_path, others
+):
+    made = Made(tmp_path, comes_back=comes_back)
+    made.agree(BEHIND)
+
+    def fetched_in_vain():
+        made.told.clear()
+        made.fails()
+        made.catch_up()
+
+    made.run(fetched_in_vain, lambda: made.note("next attempt"))
+    done = [what for what in made.told if what in ("withdraw", "end", "publish_parameters", "offer", "next attempt")]
+    assert done == ["withdraw", "end", "publish_parameters", "offer", "next attempt"]
+
+
 def test_a_replica_whose_catch_up_step_is_skipped_by_the_optimizer_makes_its_model_all_the_same(tmp_path, others):
     for applied in (False, True):
         made = Made(tmp_path, comes_back=True, applied=applied)

@@ -143,6 +143,7 @@ class ReplicaGuard:
         Raises:
             Retry: it cannot be had on all ranks.
         """
+        self._parts.server.withdraw()  # an older state, which is overwritten now
         with self.session.progress.at("aside", "fetch"):
             self._catch_up.end()
         self._has_state, self._start = True, self._parts.state.whole()[1]
@@ -358,11 +359,13 @@ class ReplicaGuard:
         if not self._is_catching_up:
             self._work.failed()
         self._parts.subject.abandon_step()
-        if self._is_catching_up and self._has_state:
-            self._publish()
-        self._is_catching_up = False
+        was_catching_up, self._is_catching_up = self._is_catching_up, False
         if self._has_state:
+            if was_catching_up:
+                self._publish()
             self._parts.state.apply(self._start)
+            if was_catching_up:
+                self._offer()
         self._pause()
         self.session.progress.begins(self._position.step)
 
