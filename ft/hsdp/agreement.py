@@ -42,7 +42,8 @@ class Agreement:
         self._group, self._client = group, client
         self._asked: queue.SimpleQueue = queue.SimpleQueue()
         self._told = threading.Condition()
-        self._answer: Agreed | None = None
+        self._question = 0
+        self._answer: Agreed | None = None  # to the last question
         self._rows: dict[int, tuple[int, list[dict[str, str]]]] = {}  # replica -> (life, rows)
         rows = _gather(group, row)
         if client is not None:
@@ -57,8 +58,8 @@ class Agreement:
             report: the leader's counts.
         """
         with self._told:
-            self._answer = None
-        self._asked.put((report, then))
+            self._question, self._answer = self._question + 1, None
+            self._asked.put((self._question, report, then))
 
     def wait(self) -> Agreed:
         """What came of the last question. The client sees to it that something does."""
@@ -71,7 +72,7 @@ class Agreement:
 
     def _run(self) -> None:
         while (item := self._asked.get()) is not None:
-            report, then = item
+            question, report, then = item
             try:
                 agreed = self._agree(report)
                 then(agreed)
@@ -79,8 +80,9 @@ class Agreement:
                 agreed = Agreed(None, {}, f"{type(error).__name__}: {error}")
                 then(agreed)
             with self._told:
-                self._answer = agreed
-                self._told.notify_all()
+                if question == self._question:  # ``then`` may have set off the next one already
+                    self._answer = agreed
+                    self._told.notify_all()
 
     def _agree(self, report: Report) -> Agreed:
         content = b"" if self._client is None else json.dumps(self._find_out(report)).encode()
