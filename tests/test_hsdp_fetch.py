@@ -32,7 +32,7 @@ def servers():
     deadline = time.monotonic() + WAIT_S
     while (threading.active_count() > threads or descriptors() > before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (threading.active_count(), descriptors()) == (threads, before)
+    assert threading.active_count() <= threads and descriptors() <= before
 
 
 def get(sources, into, *, step=STEP, lineage=LINEAGE, token=TOKEN, limit_s=WAIT_S, **more):

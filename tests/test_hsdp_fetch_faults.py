@@ -40,7 +40,7 @@ def closing():
     deadline = time.monotonic() + WAIT_S
     while (threading.active_count() > threads or descriptors() > before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (threading.active_count(), descriptors()) == (threads, before)
+    assert threading.active_count() <= threads and descriptors() <= before
 
 
 def opened(closing, thing):
@@ -291,9 +291,9 @@ def test_strangers_neither_stop_a_fetch_nor_get_anything(closing, capfd):
             get([source], into)
             got.append(equal(live, into))
 
-    thread = threading.Thread(target=fetch_on)
-    thread.start()
     idle = [opened(closing, _connected(source)) for _ in range(door.MAX_CONNECTIONS + 10)]  # more than are let in
+    thread = threading.Thread(target=fetch_on)  # after them: whoever is no member yet is sent away by the next to come
+    thread.start()
     try:
         for _ in range(300):
             with contextlib.suppress(OSError), _connected(source) as stranger:
