@@ -278,6 +278,32 @@ def test_a_withdrawal_waits_for_the_fetch_under_way_and_takes_no_new_one(closing
     assert not cut and not last.is_alive() and equal(live, into)
 
 
+def test_a_fetch_has_begun_once_every_source_that_can_be_reached_knows_of_it(closing):
+    live = state(20, 1)
+    source, silent = serving(closing, live), opened(closing, socket.create_server(("127.0.0.1", 0)))
+    gone = f"127.0.0.1:{silent.getsockname()[1]}"
+    silent.close()
+    asked, go_on, has_begun = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(data: bytes, before: int) -> bytes:
+        if before:  # behind the challenge
+            asked.set()
+            go_on.wait(WAIT_S)
+        return data
+
+    middle, into = opened(closing, Proxy(source.address, hold)), blank(live)
+    sources = [gone, source.address, middle.address]
+    fetching = threading.Thread(
+        target=fetch, args=(sources, TOKEN, STEP, LINEAGE, into, WAIT_S), kwargs={"has_begun": has_begun}
+    )
+    fetching.start()
+    assert asked.wait(WAIT_S) and not has_begun.is_set()
+    go_on.set()
+    assert has_begun.wait(WAIT_S)
+    fetching.join(WAIT_S)
+    assert equal(live, into)
+
+
 def test_strangers_neither_stop_a_fetch_nor_get_anything(closing, capfd):
     seed = int(os.environ.get("FT_TEST_SEED", time.time_ns() % 10**6))
     print("seed", seed)

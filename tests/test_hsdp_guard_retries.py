@@ -1,13 +1,16 @@
 """A replica's guard with everything around it made up: what it does where a step is not committed."""
 
+import threading
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from ft.hsdp import catch_up
 from ft.hsdp import guard as guards
 from ft.hsdp.agreement import Agreed
+from ft.hsdp.fetch import Fetched, Refused
 from ft.hsdp.guard import ReplicaGuard
 from ft.hsdp.last_save import LastSave, Turns
 from ft.hsdp.place import Place
@@ -238,3 +241,29 @@ def test_of_those_that_have_come_to_the_end_exactly_one_writes(ending):
         if mine:
             break
     assert mine == [ending[0]]
+
+
+# --- a fetch ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_gives_its_zeros_when_its_sources_know_that_it_fetches_and_not_much_later(tmp_path, monkeypatch):
+    begun, fetched = threading.Event(), Fetched({}, 9, 0.1, {})
+
+    def fetch(*_, has_begun, **__):
+        begun.set()
+        has_begun.set()
+        return fetched
+
+    monkeypatch.setattr(catch_up.fetch, "fetch", fetch)
+    monkeypatch.setattr(catch_up, "_BEGIN_S", 30.0)
+    state = MagicMock(tensors=lambda: {})
+    monkeypatch.setattr(Place, "token", "")
+    one = catch_up.CatchUp(MagicMock(rank=0), Place(REPLICA, 3, tmp_path, "127.0.0.1"), state, None)
+    one.begin(agreed(BEHIND), keeps_state=False)
+    assert begun.is_set()
+
+    def refused(*_, **__):
+        raise Refused("nobody has it")
+
+    monkeypatch.setattr(catch_up.fetch, "fetch", refused)
+    one.begin(agreed(BEHIND), keeps_state=False)  # and returns, though no source has said a word

@@ -16,6 +16,8 @@ from ft.hsdp.state import ReplicaState
 from ft.worker.session import Session
 
 _ENVELOPE_S = 10.0
+_BEGIN_S = 0.3
+"""Less than the shortest time for which a ring waits."""
 
 
 class CatchUp:
@@ -37,10 +39,16 @@ class CatchUp:
         self._fetched: fetch.Fetched | None = None
         self._aside: dict[str, torch.Tensor] | None = None
         self._problem = ""
+        self._has_begun = threading.Event()
 
     def begin(self, agreed: Agreed, *, keeps_state: bool) -> None:
-        """Begins to fetch the state that ``agreed`` names, in a thread."""
+        """Begins to fetch the state that ``agreed`` names, in a thread.
+
+        Returns when every source knows of it, or shortly: the others do not end their step before this replica has
+        given its zeros, and one that knows of a fetch waits for it before it changes its state.
+        """
         self._fetched, self._problem = None, ""
+        self._has_begun.clear()
         live = self._state.tensors()
         self._aside = {name: torch.empty_like(t, device="cpu") for name, t in live.items()} if keeps_state else None
         into, sources = self._aside or live, self._sources(agreed)
@@ -48,6 +56,7 @@ class CatchUp:
             target=self._fetch, args=(agreed.quorum, sources, into), name="ft-hsdp-fetch", daemon=True
         )
         self._thread.start()
+        self._has_begun.wait(_BEGIN_S)
 
     def end(self) -> None:
         """Waits for the fetch and puts the state in place, if all ranks of the replica have theirs.
@@ -99,10 +108,19 @@ class CatchUp:
         rank = self._session.rank
         try:
             self._fetched = fetch.fetch(
-                sources, self._token, quorum.step, quorum.lineage, into, self._limit_s, rank=rank
+                sources,
+                self._token,
+                quorum.step,
+                quorum.lineage,
+                into,
+                self._limit_s,
+                rank=rank,
+                has_begun=self._has_begun,
             )
         except FtError as error:
             self._problem = str(error)
+        finally:
+            self._has_begun.set()
 
     def _sources(self, agreed: Agreed) -> list[str]:
         """The same rank of the healthy replicas, from another one on for every rank, so that all serve alike."""

@@ -93,6 +93,7 @@ def fetch(
     rank: int | None = None,
     limits: Limits | None = None,
     cancel: threading.Event | None = None,
+    has_begun: threading.Event | None = None,
 ) -> Fetched:
     """Fills ``into`` with the state of the end of ``step``, an even share of its bytes from each source.
 
@@ -101,7 +102,8 @@ def fetch(
         lineage: the quorum in which the step was committed.
         into: the tensors, by name, contiguous; written in place, by bytes. Mixed when this raises.
         limit_s: for all of it. rank: if given, sources that serve another logical rank are left.
-        cancel: ends the fetch when set.
+        cancel: ends the fetch when set. has_begun: is set once no source withdraws its state any more without letting
+            the fetch end, if it has the time.
 
     Raises:
         Refused: no source has it any more, or none delivered it in time.
@@ -110,12 +112,13 @@ def fetch(
     """
     began = time.monotonic()
     memory, wanted = FlatState(into), Wanted(step, lineage, rank)
-    crew = Crew(sources, token, limits or Limits(), began + limit_s, cancel)
+    crew = Crew(sources, token, limits or Limits(), began + limit_s, cancel, has_begun)
     task = _Distribution(memory.table.nbytes, crew)
 
     def work(source: Source) -> None:
         try:
             envelope = source.state(wanted, memory.table)
+            crew.begins_at(source.address)
             with crew.changed:
                 task.envelope = task.envelope or envelope
             while (piece := _idle(source, task)) is not None:

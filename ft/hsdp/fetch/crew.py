@@ -23,7 +23,8 @@ class Crew:
     """Runs the same work on every source.
 
     Args:
-        until: time.monotonic() at which it ends, done or not. cancel: ends it when set.
+        until: time.monotonic() at which it ends, done or not. cancel: ends it when set. has_begun: is set by
+            :meth:`begins_at`.
 
     Attributes:
         addresses: of the sources, each once. changed: notified when a source has ended, and when all is over.
@@ -31,7 +32,13 @@ class Crew:
     """
 
     def __init__(
-        self, sources: Sequence[str], token: str, limits: Limits, until: float, cancel: threading.Event | None
+        self,
+        sources: Sequence[str],
+        token: str,
+        limits: Limits,
+        until: float,
+        cancel: threading.Event | None,
+        has_begun: threading.Event | None = None,
     ):
         self.addresses = list(dict.fromkeys(sources))
         self.changed = threading.Condition(threading.RLock())
@@ -40,6 +47,15 @@ class Crew:
         patience = min(limits.stall_s, max(0.001, until - time.monotonic()))
         self._sources = [Source(address, token, patience) for address in self.addresses]
         self._ended: dict[str, Exception | None] = {}
+        self._at: set[str] = set()
+        self._has_begun = has_begun
+
+    def begins_at(self, address: str) -> None:
+        """That source has answered, and lets nothing change under the fetch; or there is nothing to be had from it."""
+        with self.changed:
+            self._at.add(address)
+            if self._has_begun is not None and len(self._at) == len(self._sources):
+                self._has_begun.set()
 
     def run(self, work: Callable[[Source], None], is_done: Callable[[], bool], what: str) -> dict[str, str]:
         """Returns when ``is_done``, with the reasons why sources were left; no thread is at ``work`` any more then.
@@ -76,6 +92,7 @@ class Crew:
             error = problem
         finally:
             source.close()
+            self.begins_at(source.address)
             with self.changed:
                 self._ended[source.address] = error
                 self.changed.notify_all()
