@@ -50,11 +50,11 @@ class Proof:
             if len(set(digests.values())) > 1 or None in digests.values()
         ]
 
-    def problems(self, steps: int, most_superseded: int) -> list[str]:
+    def problems(self, steps: int, most_superseded: float) -> list[str]:
         """All that is wrong with a run that was to train ``steps`` steps.
 
         Args:
-            most_superseded: commits that may have been done anew: one for each failure.
+            most_superseded: commits that may have been done anew: one for each failure. Infinite: not judged here.
         """
         found = self.unequal()
         if self.steps != list(range(1, steps + 1)):
@@ -85,8 +85,16 @@ class Done(Finished):
         history = events.read(self.folder / f"replica-{replica}" / "events.jsonl")
         return [event for event in history if event.name == name]
 
+    def metrics_of(self, replica: int) -> list[dict]:
+        return small_runs.metrics(self.folder / f"replica-{replica}" / "metrics.jsonl")
+
     def losses_of(self, replica: int) -> list[float]:
-        return small_runs.losses(self.folder / f"replica-{replica}" / "metrics.jsonl")
+        return [step["loss"] for step in self.metrics_of(replica)]
+
+    def logs_of(self, replica: int) -> str:
+        """All that its workers have said."""
+        logs = self.folder / f"replica-{replica}" / "logs"
+        return "".join(log.read_text() for log in sorted(logs.glob("*.w*.log")))
 
     def injected(self) -> list[events.Event]:
         """Faults that happened, in order of time."""
@@ -103,11 +111,20 @@ class Done(Finished):
 class Replicas(Running):
     """A run of replicas under way."""
 
-    def __init__(self, folder: Path, flags: str, *, replicas: int, nproc: int, options: str = ""):
+    def __init__(
+        self,
+        folder: Path,
+        flags: str,
+        *,
+        replicas: int,
+        nproc: int,
+        options: str = "",
+        script: str = "pretrain_gpt.py",
+    ):
         options = f"--ft-hsdp-replicas {replicas} {options}"
         os.environ["FT_HSDP_DIGESTS"] = "1"
         try:
-            super().__init__(folder, "pretrain_gpt.py", flags, nproc=nproc, standby=0, options=options)
+            super().__init__(folder, script, flags, nproc=nproc, standby=0, options=options)
         finally:
             del os.environ["FT_HSDP_DIGESTS"]
 

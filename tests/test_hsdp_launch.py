@@ -14,6 +14,7 @@ from ft.hsdp.launch.member import next_life
 from ft.hsdp.launch.places import Part, devices_of, parts_of
 from ft.hsdp.launch.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
 from ft.hsdp.quorum import standing
+from ft.hsdp.quorum.limits import Limits
 
 
 def given(*words: str) -> argparse.Namespace:
@@ -138,6 +139,10 @@ def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
         "FT_HSDP_STREAMS": "1",
         "FT_HSDP_WAIT": "0.5",
     }
+    never = flags.read(given("--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "0"))
+    assert never.environment()["FT_HSDP_WAIT"] == "0"
+    limits = Limits(**never.server_options("127.0.0.1")["limits"]).check()
+    assert limits.wait_s == limits.arrive_s == 0.0
     given_to_server = server_options(asked)
     options = given_to_server.options
     assert (options.replicas, options.min_replicas, options.limits.wait_s) == (3, 2, 0.5)

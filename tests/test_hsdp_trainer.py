@@ -8,6 +8,7 @@ import torch
 
 from ft.errors import UserError
 from ft.hsdp.exchange import Exchange
+from ft.hsdp.patience import LONGEST_S, fetch_wait
 from ft.hsdp.place import Place
 from ft.hsdp.position import KEY, ReplicaPosition
 from ft.hsdp.quorum import Quorum
@@ -151,6 +152,15 @@ def test_a_ring_is_kept_when_all_of_its_members_have_committed_in_it():
 )
 def test_a_ring_is_made_anew_when(quorum):
     assert not is_same_ring(LAST, quorum) and not is_same_ring(None, quorum)
+
+
+@pytest.mark.parametrize(("first", "waits"), [(1.0, [1, 2, 4, 8, 16, 32, 60, 60]), (0.0, [0] * 4), (90.0, [90] * 3)])
+def test_an_update_waits_longer_for_each_fetch_that_it_cut_off_until_nobody_fetches(first, waits):
+    found = [fetch_wait(7.0, first, is_wanted=False, was_cut=False)]
+    while len(found) < len(waits):
+        found.append(fetch_wait(found[-1], first, is_wanted=True, was_cut=True))
+    assert found == waits and LONGEST_S == 60.0
+    assert fetch_wait(found[-1], first, is_wanted=True, was_cut=False) == found[-1]  # it may not have begun to fetch
 
 
 def position_of(replica, counter, followed):

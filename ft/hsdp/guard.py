@@ -16,6 +16,7 @@ from ft.hsdp.agreement import Agreed
 from ft.hsdp.digest import digest
 from ft.hsdp.last_save import LastSave, is_due
 from ft.hsdp.parts import Parts
+from ft.hsdp.patience import fetch_wait
 from ft.hsdp.quorum import Quorum, Report
 from ft.hsdp.retry import Retry, RunIsOver
 from ft.hsdp.rings import is_same_ring
@@ -26,7 +27,6 @@ from ft.worker.reminder import said
 _UNKNOWN_STEP_S = 60.0
 _ASIDE_S = 120.0
 _LEAVE_S = 2.0
-_LONGEST_WAIT_S = 60.0
 _LONGEST_PAUSE_S = 1800.0
 _STEPS_REMEMBERED = 20
 _MOST_MEMBERS = 1024
@@ -331,16 +331,15 @@ class ReplicaGuard:
         self.at("optimizer")
 
     def _end_offer(self) -> None:
-        """The state is about to change. Who is fetching it is waited for, longer each time that was not enough: a
-        replica whose fetch takes more than a step would never come back otherwise."""
-        is_wanted = bool(self._agreed.quorum.behind)
+        """The state is about to change. Who is fetching it is waited for, longer each time that was not enough."""
+        is_wanted, was_cut = bool(self._agreed.quorum.behind), False
         if is_wanted:
             self._goes_aside()
             with self.session.progress.at("aside", "a replica that fetches"):
                 was_cut = bool(self._parts.server.withdraw(self._wait_s))
-            self._wait_s = min(_LONGEST_WAIT_S, 2.0 * self._wait_s) if was_cut else self._place.wait_s
         else:
             self._parts.server.withdraw()
+        self._wait_s = fetch_wait(self._wait_s, self._place.wait_s, is_wanted=is_wanted, was_cut=was_cut)
         self._aside = is_wanted  # others of the ring may be waiting longer
 
     def _offer(self) -> None:

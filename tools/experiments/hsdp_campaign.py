@@ -5,12 +5,13 @@
 
 Each run has 3 replicas of 2 ranks (distributed optimizer) and saves a checkpoint every 10 steps. It is sound if it
 reached its last step, replicas of a quorum were bit for bit equal after every step, every sample was trained once,
-each failure cost one step at most (where a replica was left), and no process is left. Seeds that FOLDER has already
-are passed over, so a campaign can be run in pieces.
+each failure cost one step at most (where a replica was left; between two loads of a checkpoint, otherwise), and no
+process is left. Seeds that FOLDER has already are passed over, so a campaign can be run in pieces.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,11 +27,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from fault_campaign import corpus, read  # noqa: E402
 
+from ft.hsdp.report.lineage import lineage  # noqa: E402
+
 REPLICAS, RANKS = 3, 2
 LAYOUT = "--use-distributed-optimizer"
 SAVE_INTERVAL = 10
 FAULTS, FIRST, SPACING = 20, 5, 14
-STEPS = FIRST + FAULTS * SPACING + 5
 LIMIT_S = 220.0
 PHASES = ("between", "forward", "backward", "reduce", "optimizer")
 SERVER = "kill-server"
@@ -88,6 +91,11 @@ def main(argv: list[str]) -> int:
     return 0 if not any(entry["problems"] for entry in read(given.into)) else 1
 
 
+def steps_of(faults: int) -> int:
+    """How long a run is that has so many."""
+    return FIRST + faults * SPACING + 5
+
+
 # --- what is injected ------------------------------------------------------------------------------------------------
 
 
@@ -142,16 +150,16 @@ def _spec(kind: str, replica: int, step: int, rng: random.Random) -> str:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def run_one(seed: int, into: Path, data: str) -> dict:
+def run_one(seed: int, into: Path, data: str, faults: int = FAULTS) -> dict:
     """One run; what came of it and of each of its faults, as JSON values. "problems": all that is wrong."""
     from replica_runs import Replicas, flags
 
-    planned = plan(seed)
+    planned, steps = plan(seed, faults), steps_of(faults)
     specs = ",".join(spec for one in planned for spec in one.specs)
     folder, saved = into / f"seed-{seed}", into / f"seed-{seed}.save"
     for path in (folder, saved):
         shutil.rmtree(path, ignore_errors=True)
-    wanted = flags(data, f"{LAYOUT} --save {saved} --save-interval {SAVE_INTERVAL}", STEPS)
+    wanted = flags(data, f"{LAYOUT} --save {saved} --save-interval {SAVE_INTERVAL}", steps)
     entry = {"seed": seed, "inject": specs, "faults": [], "problems": []}
     began = time.monotonic()
     try:
@@ -162,7 +170,7 @@ def run_one(seed: int, into: Path, data: str) -> dict:
         (into / f"seed-{seed}.problem").write_text(str(hang))
         return entry | {"problems": ["hangs, or leaves processes"], "wall_s": round(time.monotonic() - began, 1)}
     entry["wall_s"] = round(time.monotonic() - began, 1)
-    entry["problems"] = judge(done, len(done.injected()) + len(kills))
+    entry["problems"] = judge(done, steps, [event.wall for event in done.injected()] + kills)
     entry["faults"] = what_came(done, planned, kills)
     if entry["problems"]:
         (into / f"seed-{seed}.problem").write_text("\n".join([*entry["problems"], done.explain()]))
@@ -184,31 +192,62 @@ def _kill_servers(run, planned: list[Planned], until: float) -> list[float]:
     return found
 
 
-def judge(done, failures: int) -> list[str]:
-    """All that is wrong with a run that has ended."""
+def judge(done, steps: int, failures: list[float]) -> list[str]:
+    """All that is wrong with a run of ``steps`` steps that has ended. ``failures``: wall times."""
     loads = reloads(done)
     found = [] if done.code == 0 else [f"exit code {done.code}"]
-    found += done.proof.problems(STEPS, failures if not loads else 10**6)
-    for step, wall, holders in loads:
-        lost = [replica for replica in holders if _has_begun_again(done, replica, wall)]
-        if set(lost) != set(holders):
-            found.append(f"step {step} was loaded while replicas {sorted(set(holders) - set(lost))} lived")
+    found += done.proof.problems(steps, math.inf) + redone(done, failures, loads)
+    for load in loads:
+        lost = [replica for replica in load.holders if _has_begun_again(done, replica, load.wall)]
+        if set(lost) != set(load.holders):
+            lived = sorted(set(load.holders) - set(lost))
+            found.append(f"step {load.step} was loaded while replicas {lived} lived")
     return found
 
 
-def reloads(done) -> list[tuple[int, float, tuple[int, ...]]]:
-    """(step, wall time, who committed the step before it) of each state from a checkpoint that the run went on from."""
-    lines = sorted(
-        (commit for some in done.proof.lines.values() for commit in some), key=lambda c: (c.quorum, c.step, c.wall)
-    )
-    found, last = [], None
-    for commit in lines:
-        if commit.before == 0 and last is not None and commit.quorum > last.quorum:
-            holders = {c.step: c for c in lines if c.quorum == last.quorum}[last.step].members
-            if not found or found[-1][0] != commit.step:
-                found.append((commit.step, commit.wall, holders))
-        last = commit
+@dataclass(frozen=True)
+class Load:
+    """The run goes on from a checkpoint: ``step``, in ``quorum``, is the first after it, committed at ``wall``.
+
+    ``holders``: who had committed the last step before.
+    """
+
+    step: int
+    quorum: int
+    wall: float
+    holders: tuple[int, ...]
+
+
+def reloads(done) -> list[Load]:
+    """The states from a checkpoint that the run went on from. The first step after one may be committed twice, too."""
+    lines = sorted(_commits(done), key=lambda c: (c.quorum, c.step, c.wall))
+    found = []
+    for last, commit in pairwise(lines):
+        is_same = last.before == 0 and last.step == commit.step
+        if commit.before == 0 and commit.quorum > last.quorum and not is_same:
+            found.append(Load(commit.step, commit.quorum, commit.wall, last.members))
     return found
+
+
+def redone(done, failures: list[float], loads: list[Load]) -> list[str]:
+    """The stretches from load to load in which more steps were done anew than there were failures.
+
+    What a load takes back of the stretch before is not done anew there: it led to the last state of that stretch.
+    """
+    found, last = [], max((commit.quorum for commit in _commits(done)), default=0)
+    begins = [(0, -math.inf), *((load.quorum, load.wall) for load in loads), (last + 1, math.inf)]
+    for (first, since), (end, until) in pairwise(begins):
+        until_then = {who: [c for c in lines if c.quorum < end] for who, lines in done.proof.lines.items()}
+        anew = [step.commit for step in lineage(until_then).superseded if step.commit.quorum >= first]
+        most = sum(since <= wall < until for wall in failures)
+        if len(anew) > most:
+            steps = [(commit.step, commit.quorum) for commit in anew]
+            found.append(f"superseded (step, quorum), in quorums {first} to {end - 1}: {steps}; at most {most} may be")
+    return found
+
+
+def _commits(done) -> list:
+    return [commit for lines in done.proof.lines.values() for commit in lines]
 
 
 def _has_begun_again(done, replica: int, before: float) -> bool:

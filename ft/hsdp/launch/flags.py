@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft.errors import UserError
+from ft.hsdp.patience import LONGEST_S
 from ft.hsdp.quorum.limits import Limits
 
 LR_SCALING = ("none", "linear", "sqrt")
@@ -66,7 +67,10 @@ def add_flags(flag: Callable[..., None]) -> None:
         type=float,
         metavar="SECONDS",
         help="a step waits so long for a replica that comes back: while its processes start (default: 0), until it "
-        "reports (default: 0.1), while it fetches state (default: 1)",
+        "reports (default: 0.1), and before the optimizer step while it fetches state (default: 1). A fetch that is "
+        "not done by then is cut off and tried again in the next step, which waits twice as long, "
+        f"{LONGEST_S:g} s at most, or SECONDS if that is more. 0: nobody waits, and a replica whose fetch takes longer "
+        "than a step does not come back",
     )
     flag(
         "ft-hsdp-lr-scaling",

@@ -1,0 +1,40 @@
+"""pretrain_gpt.py where every fetch of a state takes longer than a step, and who rehearses a step says so."""
+
+import sys
+import time
+
+import pretrain_gpt
+from ft.hsdp.fetch.handler import Handler
+
+FETCH_S = 0.6
+REHEARSED = "rehearsed at "
+
+_send_bytes, _run = Handler._send_bytes, pretrain_gpt.run
+
+
+def slowly(self, offer, *piece) -> None:
+    """Of a state of which nothing has been sent yet."""
+    if self._visit is not None and not self._visit[1].sent:
+        time.sleep(FETCH_S)
+    _send_bytes(self, offer, *piece)
+
+
+def run(options) -> int:
+    from megatron import patches
+
+    patches.apply()
+    from megatron.training import pretrain
+
+    rehearse = pretrain.rehearse
+
+    def said(job, samples: int) -> None:
+        rehearse(job, samples)
+        print(f"{REHEARSED}{time.time()}", flush=True)
+
+    pretrain.rehearse = said
+    return _run(options)
+
+
+if __name__ == "__main__":
+    Handler._send_bytes, pretrain_gpt.run = slowly, run
+    sys.exit(pretrain_gpt.main(sys.argv[1:]))
