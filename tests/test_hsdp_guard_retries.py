@@ -7,8 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from ft.hsdp import catch_up
-from ft.hsdp import guard as guards
+from ft.hsdp import catch_up, votes
 from ft.hsdp.agreement import Agreed
 from ft.hsdp.fetch import Fetched, Refused
 from ft.hsdp.guard import ReplicaGuard
@@ -32,7 +31,7 @@ def others(monkeypatch):
         if brought:
             torch.minimum(tensor, brought.pop(0), out=tensor)
 
-    monkeypatch.setattr(guards.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(votes.dist, "all_reduce", all_reduce)
     return brought
 
 
@@ -165,7 +164,7 @@ def test_the_report_names_whom_any_rank_could_not_reach(own, other, told, tmp_pa
     def fails():
         assert made.guard.begins()
         made.fails(suspect=own)
-        theirs = torch.ones(guards._MOST_MEMBERS, dtype=torch.int32)
+        theirs = torch.ones(votes._MOST_MEMBERS, dtype=torch.int32)
         if other is not None:
             theirs[other] = 0
         others.extend([torch.zeros(1, dtype=torch.int32), theirs])

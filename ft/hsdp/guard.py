@@ -1,14 +1,11 @@
 """A replica's training run: every step in a quorum, committed by all of its ranks or by none (paper, section 4.1)."""
 
 import contextlib
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ft.errors import UserError
 from ft.hsdp import lr
@@ -16,21 +13,16 @@ from ft.hsdp.agreement import Agreed
 from ft.hsdp.digest import digest
 from ft.hsdp.last_save import LastSave, is_due
 from ft.hsdp.parts import Parts
-from ft.hsdp.patience import fetch_wait
+from ft.hsdp.patience import Pause, StepTimes, fetch_wait, ring_wait
 from ft.hsdp.quorum import Quorum, Report
 from ft.hsdp.retry import Retry, RunIsOver
 from ft.hsdp.rings import is_same_ring
+from ft.hsdp.votes import Votes
 from ft.messages import Finish, WorkerDone, WorkerResumed
 from ft.worker.failures import report_failure
 from ft.worker.reminder import said
 
-_UNKNOWN_STEP_S = 60.0
-_ASIDE_S = 120.0
 _LEAVE_S = 2.0
-_LONGEST_PAUSE_S = 1800.0
-_STEPS_REMEMBERED = 20
-_MOST_MEMBERS = 1024
-"""Of a quorum, about whom the ranks of a replica tell one another."""
 
 
 class ReplicaGuard:
@@ -58,11 +50,11 @@ class ReplicaGuard:
         self._is_sure = self._is_catching_up = False
         self._is_untouched = True
         self._wait_s, self._said = parts.place.wait_s, ""
-        self._pausing_since: float | None = None
+        self._pause = Pause()
         self._aside = True  # the first step may take its time everywhere
-        self._step_times: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._step_times = StepTimes()
         self._began = time.monotonic()
-        self._vote_word = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self._votes = Votes(parts.votes)
         self._wrap_update()
         self.session.when_closed(self._on_close)
 
@@ -208,7 +200,7 @@ class ReplicaGuard:
             position, quorum, self._work, *self._before, seconds, self._exchange.waited_s, *proofs
         )
         if not self._is_catching_up:
-            self._step_times.append(seconds / self._work.units)
+            self._step_times.add(seconds, self._work.units)
         self._is_catching_up = False
         self.session.progress.committed(step)
 
@@ -236,7 +228,7 @@ class ReplicaGuard:
             next_step=position.step if self._has_state else 0,
             lineage=position.lineage if self._has_state else -1,
             suspects=self._suspects,
-            step_s=self._step_s(),
+            step_s=self._step_times.of(self._work.units),
         )
 
     def _on_agreed(self, agreed: Agreed) -> None:
@@ -249,7 +241,7 @@ class ReplicaGuard:
             self._steps_out(agreed, "the others have gone on without this replica")
             return
         problem = self._work.problem(quorum, self._is_sure) if self._place.replica in quorum.healthy else ""
-        self._parts.ring.expect(self._patience())
+        self._parts.ring.expect(ring_wait(self._step_times.of(self._work.units), is_aside=self._aside))
         if not is_same_ring(self._last, quorum):
             self._connect(agreed)
         self._last = quorum
@@ -271,16 +263,6 @@ class ReplicaGuard:
         quorum = agreed.quorum
         addresses = [agreed.rows[replica][self.session.rank]["ring"] for replica in quorum.members]
         self._parts.ring.reconfigure(quorum.number, addresses, quorum.members.index(self._place.replica))
-
-    def _patience(self) -> float:
-        """For so long the ring may stand still: a hung peer is to be left behind, a slow one not."""
-        if self._aside or not self._step_times:
-            return _ASIDE_S if self._aside else _UNKNOWN_STEP_S
-        return 0.75 + 2.5 * self._step_s()
-
-    def _step_s(self) -> float | None:
-        """How long a step like the one under way takes, None before there was one."""
-        return statistics.median(self._step_times) * self._work.units if self._step_times else None
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
@@ -323,7 +305,7 @@ class ReplicaGuard:
             self._at_return("restore")
         problem = self._exchange.problem
         self.at("vote")
-        if not self._all(not problem):
+        if not self._votes.all(not problem):
             if problem and self.session.rank:
                 print(f"step {self._position.step + 1}: {problem}", flush=True)
             raise Retry(problem or "another rank of this replica has not got all gradients")
@@ -350,7 +332,8 @@ class ReplicaGuard:
     def _begin_anew(self, retry: Retry) -> None:
         """Nothing of the step is left, on this rank as on the others of the replica."""
         self._is_sure = False
-        self._suspects = self._all_suspects()
+        quorum = self._agreed.quorum
+        self._suspects = self._votes.suspects(self._exchange.suspect, () if quorum is None else quorum.members)
         said = f"step {self._position.step + 1} is done anew: {retry}"
         if self.session.rank == 0 and said != self._said:
             print(said, flush=True)
@@ -365,40 +348,11 @@ class ReplicaGuard:
             self._parts.state.apply(self._start)
             if was_catching_up:
                 self._offer()
-        self._pause()
+        with self.session.progress.at("aside", "another attempt") if self._work.pause_s else contextlib.nullcontext():
+            in_vain_s = self._pause.take(self._work.pause_s)
+        if in_vain_s is not None:  # what there is to begin from is a checkpoint
+            raise SystemExit(f"{self._said}, for {in_vain_s:.0f} s")
         self.session.progress.begins(self._position.step)
-
-    def _all(self, is_so: bool) -> bool:
-        """Whether it is so on every rank of the replica. Collective."""
-        self._vote_word.fill_(int(is_so))
-        dist.all_reduce(self._vote_word, op=dist.ReduceOp.MIN, group=self._parts.votes)
-        return bool(self._vote_word.item())
-
-    def _all_suspects(self) -> tuple[int, ...]:
-        """Replicas that the ring of any rank of this one could not reach: the leader reports for all. Collective."""
-        is_reached = torch.ones(_MOST_MEMBERS, dtype=torch.int32, device="cpu")
-        if self._exchange.suspect is not None:
-            is_reached[self._exchange.suspect] = 0
-        dist.all_reduce(is_reached, op=dist.ReduceOp.MIN, group=self._parts.votes)
-        quorum = self._agreed.quorum
-        members = () if quorum is None else quorum.members
-        return tuple(member for member, is_fine in zip(members, is_reached.tolist(), strict=False) if not is_fine)
-
-    def _pause(self) -> None:
-        """Where another attempt is of no use yet.
-
-        Raises:
-            SystemExit: it has not been for very long; what there is to begin from is a checkpoint then.
-        """
-        now = time.monotonic()
-        if not self._work.pause_s:
-            self._pausing_since = None
-            return
-        self._pausing_since = self._pausing_since or now
-        if now - self._pausing_since > _LONGEST_PAUSE_S:
-            raise SystemExit(f"{self._said}, for {now - self._pausing_since:.0f} s")
-        with self.session.progress.at("aside", "another attempt"):
-            time.sleep(self._work.pause_s)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -410,7 +364,7 @@ class ReplicaGuard:
 
     def _see_to(self, last: LastSave) -> None:
         def is_there() -> bool:
-            return self._all(last.is_there(self._position.step))
+            return self._votes.all(last.is_there(self._position.step))
 
         if is_due(self._place.replica, is_there, self._meet_at_end) and not self.session.closed:
             self.at("save")
