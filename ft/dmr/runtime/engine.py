@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ft.dmr.runtime.course import NO_LAYER, Course
-from ft.dmr.runtime.findings import Findings
+from ft.dmr.runtime.findings import Findings, Mismatch
 from ft.dmr.runtime.messages import Messages
 from ft.dmr.runtime.mode import DoubleExecution
 from ft.dmr.runtime.operators import tensors_in
@@ -78,6 +78,11 @@ class Engine:
         self._messages.compare()
         self._reductions.compare()
         return self.findings.flag()
+
+    def settle(self) -> list[Mismatch]:
+        """Collective, after a flag that is up on some rank: what this rank has found."""
+        self._reductions.settle()
+        return self.findings.settle()
 
     def watch_layers(self, chunks: Sequence[torch.nn.Module], layer_class: type) -> None:
         """Has operators of transformer layers told apart, in forward and backward."""

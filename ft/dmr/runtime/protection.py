@@ -100,14 +100,14 @@ class Protection:
                 raise
             raise InterruptedStepError(f"step {step} ended with {type(error).__name__}: {error}") from error
 
-    def _agree(self, flag: torch.Tensor, step: int) -> tuple[Reports, dict[int, int]]:
+    def _agree(self, flag: torch.Tensor, step: int) -> tuple[Reports, dict[int, suspects.Wrong]]:
         """What all ranks have found, and each one's earlier wrong attempts; nothing on all of them where nobody has
         found anything. One flag, and one look at it."""
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():
             return {}, {}
         told: list[Any] = [None] * dist.get_world_size()
-        own = self.engine.findings.settle()[:_MOST_TOLD]
+        own = self.engine.settle()[:_MOST_TOLD]
         dist.all_gather_object(told, (own, self._memory.before(step)))
         return (
             {rank: tuple(found) for rank, (found, _) in enumerate(told) if found},
@@ -121,7 +121,7 @@ class Protection:
         if not attempts:
             return
         rank = dist.get_rank()
-        self._memory.note(step, sum(bool(suspects.own_mismatches(reports.get(rank, ()))) for reports in attempts))
+        self._memory.note(step, [reports.get(rank, ()) for reports in attempts])
         self._witness.clean(step, len(attempts) + 1)
 
     def _answer(self, outcome: Outcome, step: int) -> None:
