@@ -68,9 +68,10 @@ class Engine:
     def coverage(self) -> dict[str, int]:
         """Operators of the last iteration by how they were verified. Deferred ones: "in windows"; "early": before that,
         because their memory was about to be changed or is scarce; "late": no window was left. "unverified": compared
-        with nothing."""
+        with nothing. "not in the plan": of whatever set, where a plan is followed that does not fit."""
         queue = {"in windows": self.queue.in_windows, "early": self.queue.early, "late": self.queue.late}
-        return {**self.mode.counts, **queue, "unverified": self.findings.unverified}
+        misfits = {"not in the plan": self.mode.misfits} if self.mode.misfits else {}
+        return {**self.mode.counts, **queue, "unverified": self.findings.unverified, **misfits}
 
     def flag(self) -> torch.Tensor:
         """Collective: whether this rank has found anything, messages and all-reduces included: int32 [1]."""
