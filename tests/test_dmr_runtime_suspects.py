@@ -132,7 +132,7 @@ def test_an_operator_that_differs_everywhere_is_named_and_nobody_evicted():
     outcome = decide([everybody] * 3, NOBODY, Limits(2))
     assert outcome.action == GIVE_UP
     for part in ("index_put_ differed on ranks 0, 1, 2, 3", "ft dmr selftest", "--ft-dmr-unstable"):
-        assert part in outcome.reason
+        assert part in f"{outcome.reason}; {outcome.fix}"
     a_stage = attempt("index_put_", r2=AT_ONCE, r3=AT_ONCE)
     outcome = decide([a_stage] * 3, NOBODY, Limits(2))
     assert (outcome.action, "index_put_ differed on ranks 2, 3" in outcome.reason) == (GIVE_UP, True)

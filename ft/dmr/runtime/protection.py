@@ -10,13 +10,17 @@ from ft.dmr.runtime import suspects
 from ft.dmr.runtime.engine import Engine
 from ft.dmr.runtime.suspects import EVICT, GIVE_UP, Limits, Outcome, Reports
 from ft.dmr.runtime.undo import Undo
-from ft.errors import FtError, RecoverableError, ReplaceNodeError
+from ft.errors import FtError, RecoverableError, ReplaceNodeError, UserError
 
 Result = TypeVar("Result")
 
 
 class CorruptionError(FtError):
     """An iteration turned out wrong again and again, and nobody can be blamed, or nobody is there to take over."""
+
+
+class UnstableError(CorruptionError, UserError):
+    """The same, and several ranks differ by one operator: the flags can make it right, no other device can."""
 
 
 class SuspectError(ReplaceNodeError):
@@ -69,7 +73,8 @@ class Protection:
 
         Raises:
             SuspectError: on a rank that is at fault, where somebody can take over.
-            CorruptionError: on all ranks, where nobody can, or nobody is known to be at fault.
+            CorruptionError: on all ranks, where nobody can, or nobody is known to be at fault (UnstableError: as it is
+                rather an operator).
         """
         attempts: list[Reports] = []
         while True:
@@ -125,6 +130,8 @@ class Protection:
         self._witness.clean(step, len(attempts) + 1)
 
     def _answer(self, outcome: Outcome, step: int) -> None:
+        if outcome.action == GIVE_UP and outcome.fix:
+            raise UnstableError(f"step {step}: {outcome.reason}", outcome.fix)
         if outcome.action == GIVE_UP:
             raise CorruptionError(f"step {step}: {outcome.reason}")
         if outcome.action != EVICT:

@@ -14,6 +14,10 @@ Wrong = tuple[frozenset[str], ...]
 
 RETRY, EVICT, GIVE_UP = "retry", "evict", "give up"
 _MOST_NAMED, _MOST_RANKS = 3, 8
+_FIX = (
+    "ft dmr selftest --out FILE finds such operators, and --ft-dmr-unstable FILE leaves them out; "
+    "--deterministic-mode avoids many"
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What follows. ``ranks``: those at fault (EVICT). ``reason``: in words."""
+    """What follows. ``ranks``: those at fault (EVICT). ``reason``: in words. ``fix``: (GIVE_UP) what the user can do
+    where an operator is taken to be at fault."""
 
     action: str
     ranks: tuple[int, ...] = ()
     reason: str = ""
+    fix: str = ""
 
 
 def own_mismatches(found: Sequence[Mismatch]) -> list[Mismatch]:
@@ -60,7 +66,7 @@ def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: Li
         return often or Outcome(RETRY, reason=f"attempt {len(attempts)} of {limits.retries + 1} went wrong")
     always = tuple(rank for rank in sorted(now) if len(now[rank]) == len(attempts))
     if len(always) == len(earlier) > 1:
-        return Outcome(GIVE_UP, reason=_of_operators(attempts))
+        return _of_operators(attempts)
     alone = tuple(rank for rank in always if all(_of_nobody_else(rank, now)))
     if alone:
         return Outcome(EVICT, alone, f"wrong in {len(attempts)} attempts out of {len(attempts)}")
@@ -69,7 +75,7 @@ def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: Li
         return often
     outcome = Outcome(GIVE_UP) if always else _received(attempts, len(earlier))
     is_shared = any(len(ranks) > 1 for ranks in _operator_ranks(attempts).values())
-    return Outcome(GIVE_UP, reason=_of_operators(attempts)) if outcome.action == GIVE_UP and is_shared else outcome
+    return _of_operators(attempts) if outcome.action == GIVE_UP and is_shared else outcome
 
 
 def _operators(found: Sequence[Mismatch]) -> frozenset[str]:
@@ -110,18 +116,18 @@ def _operator_ranks(attempts: Sequence[Reports]) -> dict[str, set[int]]:
     return found
 
 
-def _of_operators(attempts: Sequence[Reports]) -> str:
-    """Why no rank is blamed for what several computed wrongly. What differs first makes much else differ."""
+def _of_operators(attempts: Sequence[Reports]) -> Outcome:
+    """No rank is blamed for what several computed wrongly. What differs first makes much else differ."""
     found = _operator_ranks(attempts)
     most = max(map(len, found.values()))
     names = [name for name, ranks in found.items() if len(ranks) == most][:_MOST_NAMED]
     ranks = sorted(set().union(*(found[name] for name in names)))
     told = ", ".join(map(str, ranks[:_MOST_RANKS])) + (" and more" if len(ranks) > _MOST_RANKS else "")
-    return (
+    reason = (
         f"{len(attempts)} attempts went wrong, and {', '.join(names)} differed on ranks {told}: rather an operator "
-        "that is not reproducible than broken devices. ft dmr selftest --out FILE finds such operators, "
-        "--ft-dmr-unstable FILE leaves them out, and --deterministic-mode avoids many"
+        "that is not reproducible than broken devices"
     )
+    return Outcome(GIVE_UP, reason=reason, fix=_FIX)
 
 
 def _received(attempts: Sequence[Reports], world: int) -> Outcome:
