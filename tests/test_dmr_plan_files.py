@@ -148,6 +148,10 @@ def _deferred(values) -> str:
     return next(name for name, how in values["assign"].items() if how["set"] == "D_intra")
 
 
+def _empty_segment(values) -> dict:
+    return {**values["agc_segments"][0], "id": "empty", "ops": [], "keeps": [], "load_us": 0.0, "regenerated_us": 0.0}
+
+
 def _index(values) -> int:
     return next(i for i, op in enumerate(values["ops"]) if op["id"] == _deferred(values))
 
@@ -172,6 +176,7 @@ def _index(values) -> int:
         (lambda values: values["agc_segments"][0].update(load_us=0.1), "is said to take 0.1"),
         (lambda values: values["agc_segments"][0]["ops"].append("ghost"), "has operator 'ghost'"),
         (lambda values: values["agc_segments"][0].update(window="door"), "a window 'door' that"),
+        (lambda values: values["agc_segments"].append(_empty_segment(values)), "'empty' has no operators"),
         (lambda values: values["agc_segments"].append(values["agc_segments"][0]), "lists AGC segment"),
         (lambda values: values.pop("assign"), "is a profile and no plan"),
         (lambda values: values["predicted"].pop("t_plan"), "has no 't_plan'"),

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ft.dmr.runtime.protection import InterruptedStepError, Protection
-from ft.dmr.runtime.suspects import Limits
-from ft.errors import EpochClosed, RecoverableError
+from ft.control import verdict
+from ft.dmr.runtime.protection import CorruptionError, InterruptedStepError, Protection
+from ft.dmr.runtime.suspects import GIVE_UP, Limits, Outcome
+from ft.errors import EpochClosed, RecoverableError, UserError
 
 
 def protection(*, can_evict: bool, any_known: bool) -> Protection:
@@ -39,3 +40,12 @@ def test_an_error_that_wrong_numbers_explain_is_one_to_try_again(error, can_evic
         protection(can_evict=can_evict, any_known=any_known).carry(5, 1, failing(error))
     assert type(found.value) is raised
     assert raised is not InterruptedStepError or isinstance(found.value, RecoverableError)
+
+
+@pytest.mark.parametrize("fix, action", [("ft dmr selftest", verdict.STOP), ("", verdict.RESTART)])
+def test_an_operator_that_is_not_reproducible_stops_the_run_for_no_other_worker_computes_it_better(fix, action):
+    with pytest.raises(CorruptionError, match="step 5: mm differed") as found:
+        protection(can_evict=True, any_known=True)._answer(Outcome(GIVE_UP, reason="mm differed", fix=fix), 5)
+    kinds = [kind.__name__ for kind in type(found.value).__mro__]
+    assert verdict.of_error(kinds, str(found.value)).action == action
+    assert isinstance(found.value, UserError) == bool(fix) == ("fix: ft dmr selftest" in str(found.value))

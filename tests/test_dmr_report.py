@@ -77,10 +77,18 @@ def test_the_summary_is_one_line():
 
 def test_sets_come_before_what_is_counted_beside():
     history = Watched()
-    history.covered(1.0, late=900, naive=1, D_inter=50, unchecked=2, unverified=0, **{"in windows": 3, "other": 4})
+    history.covered(
+        1.0,
+        late=900,
+        naive=1,
+        D_inter=50,
+        unchecked=2,
+        unverified=0,
+        **{"in windows": 3, "other": 4, "not in the plan": 6},
+    )
     assert coverage(corruption(history.events)) == (
         "200 in windows between units, 16 other, 8 unchecked (not reproducible), 4 at once, "
-        "3600 after the last one, 12 verified in their window"
+        "3600 after the last one, 24 not found in the plan, 12 verified in their window"
     )
 
 

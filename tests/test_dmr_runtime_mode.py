@@ -1,5 +1,7 @@
 """With every operator executed twice a plain torch model computes what it computes without, bit for bit."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +14,17 @@ from ft.dmr.runtime.mode import CHECKER, PRIMARY, DoubleExecution
 from ft.dmr.runtime.queue import Queue
 from ft.dmr.runtime.strategy import Naive, Piggyback
 from ft.dmr.runtime.unstable import Sparing
+
+
+class Searching(Naive):
+    """Follows a plan that knows no matrix products."""
+
+    def __init__(self):
+        self.misfits = Counter()
+
+    def decide(self, unit, index, operator, in_segment):
+        self.misfits.update([(unit.phase, operator)] if operator in ("mm", "addmm") else [])
+        return super().decide(unit, index, operator, in_segment)
 
 
 class NoMessages:
@@ -205,3 +218,11 @@ def test_outside_of_an_iteration_nothing_is_watched():
     assert engine.coverage() == {"in windows": 0, "late": 0, "unverified": 0} | {
         name: 0 for name in engine.coverage() if name == "early"
     }
+
+
+@pytest.mark.parametrize("wrap", [lambda strategy: strategy, lambda strategy: Sparing(strategy, ["native_dropout"])])
+def test_operators_that_are_not_in_the_plan_are_told_of_each_iteration(wrap):
+    strategy = Searching()
+    _, engine = train(wrap(strategy))
+    assert 2 * engine.coverage()["not in the plan"] == sum(strategy.misfits.values()) > 0
+    assert "not in the plan" not in train(wrap(Naive()))[1].coverage()

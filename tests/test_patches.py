@@ -38,7 +38,7 @@ def test_the_newest_release_fits(request, tmp_path):
 
 
 def test_every_entry_is_complete_and_named_once():
-    assert len({patch.name for patch in MANIFEST}) == len(MANIFEST)
+    assert len({(patch.name, patch.when) for patch in MANIFEST}) == len(MANIFEST)
     for patch in MANIFEST:
         assert patch.why and patch.checked_on and patch.kind in ("core", "torch")
         assert (Path(registry.__file__).parent / f"{patch.file}.py").is_file()
@@ -76,10 +76,16 @@ def test_a_symbol_that_core_lacks_may_be_added_but_not_replaced(tmp_path):
     assert "no such symbol" in str(refusal(finding, core))
 
 
+def patched_files(core):
+    """The files of the manifest's modules, below `core`."""
+    paths = {patch.module.removeprefix("megatron.core.").replace(".", "/") for patch in CORE_PATCHES}
+    return {f"{path}/__init__.py" if (core / path).is_dir() else f"{path}.py" for path in paths}
+
+
 def make_wheel(folder, edits):
     """A wheel with the installed core's patched modules; `edits`: {path below megatron/core: (old, new)}."""
     core = Path(installed_core().origin)
-    paths = {patch.module.removeprefix("megatron.core.").replace(".", "/") + ".py" for patch in CORE_PATCHES}
+    paths = patched_files(core)
     wheel = folder / "megatron_core-0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in sorted(paths | {"package_info.py"}):
@@ -140,8 +146,7 @@ def test_a_source_archive_is_read_too(tmp_path):
     core = Path(installed_core().origin)
     archive = tmp_path / "megatron_core-0.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
-        for patch in CORE_PATCHES:
-            path = patch.module.removeprefix("megatron.core.").replace(".", "/") + ".py"
+        for path in sorted(patched_files(core)):
             tar.add(core / path, f"megatron_core-0/megatron/core/{path}")
     assert patches_command(["--wheel", str(archive)]) == 0
 

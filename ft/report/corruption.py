@@ -24,6 +24,7 @@ BESIDE = {
     "early": "before it, for their memory was needed",
     "late": "after the last one",
     "unverified": "held against nothing",
+    "not in the plan": "not found in the plan",
 }
 """What is counted beside the sets (``ft.dmr.runtime.engine.Engine.coverage``)."""
 

@@ -8,7 +8,6 @@ generator, and compares `Tensor.type()` with CUDA names. Each of those is answer
 Nothing is paid per operator: only the calls that name a device are wrapped, no function mode is active.
 """
 
-import copy
 import functools
 import logging
 import sys
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.patches.cpu_torch import shadow_generator, shadow_sends, shadow_streams, shadow_tensors
 from megatron.patches.replace import replace
+from megatron.patches.torch_norm import under_sequence_parallel
 
 RANDOM = "megatron.core.tensor_parallel.random"
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -65,7 +65,7 @@ def _patch_core() -> None:
     replace(MAPPINGS, "_gather_along_first_dim", _uneven_gather(mappings._gather_along_first_dim))
     replace(MAPPINGS, "_reduce_scatter_along_first_dim", _uneven_scatter(mappings._reduce_scatter_along_first_dim))
     plain_norm = import_module(TORCH_NORM).WrappedTorchNorm.__new__
-    replace(TORCH_NORM, "WrappedTorchNorm.__new__", staticmethod(_norm_under_sequence_parallel(plain_norm)))
+    replace(TORCH_NORM, "WrappedTorchNorm.__new__", staticmethod(under_sequence_parallel(plain_norm)))
     for module in (MOE_UTILS, MOE_DISPATCHER):
         replace(module, "maybe_move_tensor_to_cpu", _splits_on_host)
     if not hasattr(import_module(MOE_UTILS), "te_general_gemm"):
@@ -92,24 +92,6 @@ def _set_generator_state(new_state, device=-1, graph_safe=False):
 def _splits_on_host(tensor, as_numpy=False, record_stream=False):
     """Core turns split sizes into numpy only on their way off the GPU; gloo's all-to-all needs them so as well."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _norm_under_sequence_parallel(plain):
-    """`plain` with what Apex's norm does under sequence parallelism: its parameters are marked for the
-    all-reduce over the tensor-parallel ranks, each of which saw a part of the sequence only."""
-
-    @functools.wraps(plain)
-    def new(cls, config, *args, **kwargs):
-        if not config.sequence_parallel:
-            return plain(cls, config, *args, **kwargs)
-        unsplit = copy.copy(config)
-        unsplit.sequence_parallel = False
-        norm = plain(cls, unsplit, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
-        return norm
-
-    return new
 
 
 def _uneven_gather(even):

@@ -59,6 +59,10 @@ def _torch(module: str, names: tuple[str, ...], why: str) -> tuple[Patch, ...]:
     return tuple(Patch(module, name, why, kind="torch", checked_on=_TORCH_CHECKED) for name in names)
 
 
+_NORM_SIGNATURE = (
+    "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
+    "normalization='LayerNorm')",
+)
 _CPU_CORE = (
     Patch(
         "megatron.core.jit",
@@ -93,10 +97,7 @@ _CPU_CORE = (
         "megatron.core.transformer.torch_norm",
         "WrappedTorchNorm.__new__",
         "torch's norms refuse sequence parallelism only because nothing marks their parameters for its all-reduce",
-        signatures=(
-            "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
-            "normalization='LayerNorm')",
-        ),
+        signatures=_NORM_SIGNATURE,
     ),
     Patch(
         "megatron.core.transformer.moe.moe_utils",
@@ -237,6 +238,30 @@ _DMR_TORCH = tuple(
     )
 )
 
+_PLAIN_KERNELS = tuple(
+    Patch(
+        f"megatron.core.{module}",
+        symbol,
+        "Transformer Engine's or Apex's where they are installed, whose kernels DMR cannot see into; torch's with DMR",
+        file="plain_kernels",
+        when=WITH_DMR,
+        signatures=_NORM_SIGNATURE if symbol.endswith("__new__") else (),
+        added=symbol in ("multi_tensor_scale_tensor_impl", "te_general_gemm"),
+    )
+    for module, symbols in {
+        "optimizer": ("Adam", "SGD", "USING_PYTORCH_OPTIMIZER"),
+        "optimizer.distrib_optimizer": ("Adam", "HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"),
+        "optimizer.optimizer": ("multi_tensor_scale_impl",),
+        "optimizer.clip_grads": ("l2_norm_impl", "multi_tensor_scale_impl", "multi_tensor_scale_tensor_impl"),
+        "transformer.transformer_block": ("LayerNormImpl",),
+        "transformer.torch_norm": ("WrappedTorchNorm.__new__",),
+        "transformer.moe.moe_utils": ("te_general_gemm",),
+        "models.backends": ("LNImpl",),
+        "models.gpt.gpt_layer_specs": ("LNImpl",),
+    }.items()
+    for symbol in symbols
+)
+
 _SWAPPED_ENDS = (
     Patch(
         "megatron.core.pipeline_parallel.schedules",
@@ -272,5 +297,5 @@ _CHECKFREE = tuple(
 
 MANIFEST: tuple[Patch, ...] = (
     *(*_CPU_CORE, *_CPU_TORCH),
-    *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_CHECKFREE, *_SWAPPED_ENDS),
+    *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_PLAIN_KERNELS, *_CHECKFREE, *_SWAPPED_ENDS),
 )

@@ -70,7 +70,9 @@ def _network(options: Options) -> dict:
 
 def _kernels(options: Options) -> dict:
     k, m, platform = options.kernels, options.model, patches.platform()
-    use_te, has_apex = uses_te(options), platform.offers("apex") and not options.fault_tolerance.follows_operators
+    sees_all = options.fault_tolerance.follows_operators  # and could not see into these
+    use_te, has_apex = uses_te(options), platform.offers("apex") and not sees_all
+    has_softmax = platform.offers("scaled_masked_softmax_cuda") and not sees_all
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
     fused = k.bias_swiglu_fusion if m.swiglu else k.bias_gelu_fusion and not options.moe.num_experts
     fused = fused and not (m.squared_relu or m.quick_geglu)
@@ -78,7 +80,7 @@ def _kernels(options: Options) -> dict:
         "transformer_impl": "transformer_engine" if use_te else "local",
         "attention_backend": AttnBackend[k.attention_backend],
         "attention_softmax_in_fp32": options.precision.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
-        "masked_softmax_fusion": platform.offers("scaled_masked_softmax_cuda") and k.masked_softmax_fusion,
+        "masked_softmax_fusion": has_softmax and k.masked_softmax_fusion,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": k.bias_dropout_fusion,
         "apply_rope_fusion": use_te and k.rope_fusion and m.position_embedding_type == "rope",

@@ -58,6 +58,8 @@ def _inconsistent(
 ) -> Iterator[str]:
     if segment.window not in windows:
         yield f"is deferred to a window {segment.window!r} that the plan does not list"
+    if not segment.ops:
+        yield "has no operators"
     if len(set(segment.ops)) < len(segment.ops):
         yield "has an operator twice"
     for name in segment.ops:

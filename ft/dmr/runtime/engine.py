@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ft.dmr.runtime.course import NO_LAYER, Course
-from ft.dmr.runtime.findings import Findings
+from ft.dmr.runtime.findings import Findings, Mismatch
 from ft.dmr.runtime.messages import Messages
 from ft.dmr.runtime.mode import DoubleExecution
 from ft.dmr.runtime.operators import tensors_in
@@ -68,9 +68,10 @@ class Engine:
     def coverage(self) -> dict[str, int]:
         """Operators of the last iteration by how they were verified. Deferred ones: "in windows"; "early": before that,
         because their memory was about to be changed or is scarce; "late": no window was left. "unverified": compared
-        with nothing."""
+        with nothing. "not in the plan": of whatever set, where a plan is followed that does not fit."""
         queue = {"in windows": self.queue.in_windows, "early": self.queue.early, "late": self.queue.late}
-        return {**self.mode.counts, **queue, "unverified": self.findings.unverified}
+        misfits = {"not in the plan": self.mode.misfits} if self.mode.misfits else {}
+        return {**self.mode.counts, **queue, "unverified": self.findings.unverified, **misfits}
 
     def flag(self) -> torch.Tensor:
         """Collective: whether this rank has found anything, messages and all-reduces included: int32 [1]."""
@@ -78,6 +79,11 @@ class Engine:
         self._messages.compare()
         self._reductions.compare()
         return self.findings.flag()
+
+    def settle(self) -> list[Mismatch]:
+        """Collective, after a flag that is up on some rank: what this rank has found."""
+        self._reductions.settle()
+        return self.findings.settle()
 
     def watch_layers(self, chunks: Sequence[torch.nn.Module], layer_class: type) -> None:
         """Has operators of transformer layers told apart, in forward and backward."""

@@ -10,6 +10,7 @@ from ft.dmr.digest import differing, digest, same, writer
 from ft.dmr.runtime.course import At
 
 AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE, REDUCTION = "at once", "recomputation", "window", "message", "all-reduce"
+DISPUTED = "all-reduce, no majority"
 _ROWS = 128
 
 
@@ -87,6 +88,7 @@ class Findings:
         """An iteration begins."""
         self._known: list[Mismatch] = []
         self._pending: list[tuple[list[tuple[At, str]], torch.Tensor, torch.Tensor]] = []
+        self._hints: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._pairs: list[tuple[At, str]] = []
         self._ours = self._theirs = None
         self.unverified = 0
@@ -114,6 +116,10 @@ class Findings:
         """Compares two tables of digests, int64 [len(places), 2]; a row of ``places`` says what a row is about."""
         self._pending.append((places, expected, found))
 
+    def hint(self, expected: torch.Tensor, found: torch.Tensor) -> None:
+        """The same for the flag alone: what these tables mean is noted by others, once it is up."""
+        self._hints.append((expected, found))
+
     @property
     def any_known(self) -> bool:
         """A mismatch is known without looking at the device."""
@@ -122,9 +128,10 @@ class Findings:
     def flag(self) -> torch.Tensor:
         """Whether anything differed: int32 [1] on the device, not synchronised."""
         self._gather_pairs()
-        if self._known or not self._pending:
+        tables = [(a, b) for _, a, b in self._pending] + self._hints
+        if self._known or not tables:
             return torch.full((1,), int(bool(self._known)), dtype=torch.int32, device=self.device)
-        expected, found = (torch.cat(each) for each in zip(*((a, b) for _, a, b in self._pending), strict=True))
+        expected, found = (torch.cat(each) for each in zip(*tables, strict=True))
         return (expected != found).any().to(torch.int32).reshape(1)
 
     def settle(self) -> list[Mismatch]:

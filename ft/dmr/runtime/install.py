@@ -14,6 +14,7 @@ from ft.dmr.runtime.findings import Findings
 from ft.dmr.runtime.injection import make_falsifier
 from ft.dmr.runtime.messages import Messages
 from ft.dmr.runtime.mode import DoubleExecution
+from ft.dmr.runtime.opaque import refuse_opaque
 from ft.dmr.runtime.protection import Protection
 from ft.dmr.runtime.queue import Queue
 from ft.dmr.runtime.settings import Settings, run_seed
@@ -50,8 +51,9 @@ def install(
         session: where a suspect's place may be taken by a standby.
 
     Raises:
-        UserError: the plan cannot be followed here, or an injection is none.
+        UserError: the plan cannot be followed here, an injection is none, or a layer or the optimizer is opaque.
     """
+    refuse_opaque(chunks, optimizer)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     strategy, plan = settings.strategy(stage, fingerprint)
     falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)

@@ -65,6 +65,7 @@ class DoubleExecution(TorchDispatchMode):
         self.again = False
         self.counts: dict[str, int] = {}
         self.position = 0
+        self._misfits_before = sum(self._strategy.misfits.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -105,6 +106,11 @@ class DoubleExecution(TorchDispatchMode):
             if name in self._queue.helpers:
                 self._queue.help(name, course.at(kind.name, index), kind, (func, args, kwargs), out, state)
         return out
+
+    @property
+    def misfits(self) -> int:
+        """Operators of this iteration that were not found in the plan that is followed."""
+        return sum(self._strategy.misfits.values()) - self._misfits_before
 
     def _is_recomputed(self) -> bool:
         """Recomputation will show, or shows, what comes next once more."""

@@ -10,13 +10,17 @@ from ft.dmr.runtime import suspects
 from ft.dmr.runtime.engine import Engine
 from ft.dmr.runtime.suspects import EVICT, GIVE_UP, Limits, Outcome, Reports
 from ft.dmr.runtime.undo import Undo
-from ft.errors import FtError, RecoverableError, ReplaceNodeError
+from ft.errors import FtError, RecoverableError, ReplaceNodeError, UserError
 
 Result = TypeVar("Result")
 
 
 class CorruptionError(FtError):
     """An iteration turned out wrong again and again, and nobody can be blamed, or nobody is there to take over."""
+
+
+class UnstableError(CorruptionError, UserError):
+    """The same, and several ranks differ by one operator: the flags can make it right, no other device can."""
 
 
 class SuspectError(ReplaceNodeError):
@@ -69,7 +73,8 @@ class Protection:
 
         Raises:
             SuspectError: on a rank that is at fault, where somebody can take over.
-            CorruptionError: on all ranks, where nobody can, or nobody is known to be at fault.
+            CorruptionError: on all ranks, where nobody can, or nobody is known to be at fault (UnstableError: as it is
+                rather an operator).
         """
         attempts: list[Reports] = []
         while True:
@@ -100,14 +105,14 @@ class Protection:
                 raise
             raise InterruptedStepError(f"step {step} ended with {type(error).__name__}: {error}") from error
 
-    def _agree(self, flag: torch.Tensor, step: int) -> tuple[Reports, dict[int, int]]:
+    def _agree(self, flag: torch.Tensor, step: int) -> tuple[Reports, dict[int, suspects.Wrong]]:
         """What all ranks have found, and each one's earlier wrong attempts; nothing on all of them where nobody has
         found anything. One flag, and one look at it."""
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():
             return {}, {}
         told: list[Any] = [None] * dist.get_world_size()
-        own = self.engine.findings.settle()[:_MOST_TOLD]
+        own = self.engine.settle()[:_MOST_TOLD]
         dist.all_gather_object(told, (own, self._memory.before(step)))
         return (
             {rank: tuple(found) for rank, (found, _) in enumerate(told) if found},
@@ -121,10 +126,12 @@ class Protection:
         if not attempts:
             return
         rank = dist.get_rank()
-        self._memory.note(step, sum(bool(suspects.own_mismatches(reports.get(rank, ()))) for reports in attempts))
+        self._memory.note(step, [reports.get(rank, ()) for reports in attempts])
         self._witness.clean(step, len(attempts) + 1)
 
     def _answer(self, outcome: Outcome, step: int) -> None:
+        if outcome.action == GIVE_UP and outcome.fix:
+            raise UnstableError(f"step {step}: {outcome.reason}", outcome.fix)
         if outcome.action == GIVE_UP:
             raise CorruptionError(f"step {step}: {outcome.reason}")
         if outcome.action != EVICT:

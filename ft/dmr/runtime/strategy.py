@@ -4,6 +4,7 @@ import bisect
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Plan
@@ -37,10 +38,18 @@ AT_ONCE = Decision(NAIVE)
 WITH_RECOMPUTATION = Decision(PIGGYBACK)
 
 
+NO_MISFITS: Mapping[tuple[str, str], int] = MappingProxyType({})
+
+
 class Strategy(Protocol):
-    """Says for each operator how it is verified."""
+    """Says for each operator how it is verified.
+
+    Attributes:
+        misfits: operators that were not found in the plan that is followed, by phase and name.
+    """
 
     name: str
+    misfits: Mapping[tuple[str, str], int]
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         """``in_segment``: it belongs to an activation-checkpointing segment that is, or will be, recomputed."""
@@ -49,7 +58,7 @@ class Strategy(Protocol):
 class Naive:
     """Every operator at once."""
 
-    name = "naive"
+    name, misfits = "naive", NO_MISFITS
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         return AT_ONCE
@@ -58,7 +67,7 @@ class Naive:
 class Piggyback:
     """What is recomputed anyway with its recomputation, everything else at once."""
 
-    name = "piggyback"
+    name, misfits = "piggyback", NO_MISFITS
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         return WITH_RECOMPUTATION if in_segment else AT_ONCE
@@ -82,7 +91,7 @@ class Planned:
         unstable: operators that are not verified (``ft.dmr.runtime.unstable``), and not replayed.
 
     Attributes:
-        replays: AGC segments of the stage. misfits: operators that were not found in the plan, by phase and name.
+        replays: AGC segments of the stage. misfits: see ``Strategy``.
         helpers: operator -> AGC segments that replay it for what it makes, while it is verified otherwise.
 
     Raises:

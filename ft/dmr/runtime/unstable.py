@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,10 @@ class Sparing:
     def __init__(self, strategy: Strategy, unstable: Collection[str]):
         self.strategy, self._unstable = strategy, frozenset(unstable)
         self.name = f"{strategy.name}, unstable left out: {', '.join(sorted(self._unstable))}"
+
+    @property
+    def misfits(self) -> Mapping[tuple[str, str], int]:
+        return self.strategy.misfits
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         decision = self.strategy.decide(unit, index, operator, in_segment)

@@ -49,10 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     from ft.dmr.runtime.unstable import write_unstable
     from ft.dmr.selftest.text import as_text, as_values
     from megatron import patches
+    from megatron.patches.manifest import WITH_DMR
     from megatron.training.logging.quiet import quieten
 
     quieten()
-    patches.apply()
+    patches.apply(WITH_DMR)  # what a run with DMR executes
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     outcome = test(arguments)

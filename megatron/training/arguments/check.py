@@ -44,7 +44,7 @@ def check(options, world_size: int, *, has_te: bool) -> Layout:
         *(_check_ft, _check_dmr, check_checkfree, check_plus),
     )
     found = [problem for one in checks for problem in one(options, grid)]
-    found += _check_needs_te(options, grid) if not has_te else []
+    found += _check_needs_te(options, grid) if not has_te and not options.fault_tolerance.follows_operators else []
     _refuse(found)
     return grid
 
@@ -277,7 +277,8 @@ def _check_data(options, grid: Layout) -> Iterator[Problem]:
         yield "--reset-attention-mask needs explicit masks", "add --transformer-impl local"
 
 
-def _check_needs_te(options, grid: Layout) -> list[Problem]:
+def _wants_te(options, grid: Layout) -> list[str]:
+    """The flags given that only Transformer Engine can follow."""
     wanted = {
         "--context-parallel-size": grid.cp > 1,
         "--transformer-impl transformer_engine": options.kernels.transformer_impl == "transformer_engine",
@@ -287,8 +288,13 @@ def _check_needs_te(options, grid: Layout) -> list[Problem]:
         **{f"--recompute-modules {m}": m in (options.recompute.recompute_modules or []) for m in NEED_TE_TO_RECOMPUTE},
         "--cross-entropy-fusion-impl te": options.kernels.cross_entropy_fusion_impl == "te",
     }
-    fix = "pip install 'megatron-ft[te]' on a CUDA machine, or drop the flag"
-    return [(f"{flag} needs Transformer Engine, which is not installed", fix) for flag, on in wanted.items() if on]
+    return [flag for flag, on in wanted.items() if on]
+
+
+def _check_needs_te(options, grid: Layout) -> Iterator[Problem]:
+    for flag in _wants_te(options, grid):
+        problem = f"{flag} needs Transformer Engine, which is not installed"
+        yield problem, "pip install 'megatron-ft[te]' on a CUDA machine, or drop the flag"
 
 
 def _check_ft(options, grid: Layout) -> Iterator[Problem]:
@@ -305,7 +311,7 @@ def _check_ft(options, grid: Layout) -> Iterator[Problem]:
 
 
 def _check_dmr(options, grid: Layout) -> Iterator[Problem]:
-    asked, kernels = options.fault_tolerance, options.kernels
+    asked = options.fault_tolerance
     if not asked.follows_operators:
         if asked.ft_dmr_unstable is not None:
             yield "--ft-dmr-unstable says what DMR leaves out, and there is none", "add --ft-dmr piggyback"
@@ -316,12 +322,14 @@ def _check_dmr(options, grid: Layout) -> Iterator[Problem]:
         yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan say two things about one operator", "drop one of them"
     if asked.ft_dmr_profile is not None and (asked.ft_dmr is not None or asked.ft_dmr_plan is not None):
         yield "--ft-dmr-profile measures a run without DMR", "drop --ft-dmr and --ft-dmr-plan"
+    if asked.ft_dmr_profile is not None and asked.ft_dmr_inject:
+        yield "--ft-dmr-profile measures a run, and --ft-dmr-inject flips bits to be found in one", "drop one of them"
     if asked.ft_dmr_retries < 0:
         yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"
-    if kernels.transformer_impl == "transformer_engine":
-        problem = "DMR follows operators through torch's dispatcher, which Transformer Engine's kernels bypass"
-        yield problem, "--transformer-impl local"
-    if kernels.cross_entropy_loss_fusion and kernels.cross_entropy_fusion_impl == "te":
-        yield "DMR cannot see into --cross-entropy-fusion-impl te", "--cross-entropy-fusion-impl native"
+    for flag in _wants_te(options, grid):
+        problem = (
+            f"{flag} needs Transformer Engine, whose kernels bypass torch's dispatcher, by which DMR follows operators"
+        )
+        yield problem, "drop the flag, or DMR"
     if asked.ft_checkfree_plus:
         yield "DMR follows megatron-core's own schedules, and --ft-checkfree-plus has another", "drop one of them"

@@ -1,0 +1,49 @@
+"""What core takes from Transformer Engine and Apex wherever they are installed comes from torch, and from core itself.
+
+DMR follows operators through torch's dispatcher, which the kernels of these packages bypass. Where neither is installed
+all of it is what core has chosen anyway.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from megatron.patches.replace import replace
+from megatron.patches.torch_norm import under_sequence_parallel
+
+_CORE = "megatron.core."
+_NORM = "megatron.core.transformer.torch_norm"
+
+
+def apply() -> None:
+    for module, values in chosen().items():
+        for symbol, value in values.items():
+            replace(_CORE + module, symbol, value)
+    plain_norm = import_module(_NORM).WrappedTorchNorm.__new__
+    replace(_NORM, "WrappedTorchNorm.__new__", staticmethod(under_sequence_parallel(plain_norm)))
+
+
+def chosen() -> dict[str, dict[str, Any]]:
+    """Module below ``megatron.core`` -> name there -> what it stands for."""
+    utils, norm = import_module("megatron.core.utils"), import_module(_NORM).WrappedTorchNorm
+    scale = {"multi_tensor_scale_impl": utils.local_multi_tensor_scale}
+    return {
+        "optimizer": {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
+        "optimizer.distrib_optimizer": {
+            "Adam": torch.optim.Adam,
+            "HAVE_APEX_OR_TE": False,
+            "USING_TE_OPTIMIZER": False,
+            "USING_APEX_OPTIMIZER": False,
+        },
+        "optimizer.optimizer": scale,
+        "optimizer.clip_grads": {
+            "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+            **scale,
+            "multi_tensor_scale_tensor_impl": None,
+        },
+        "transformer.transformer_block": {"LayerNormImpl": norm},
+        "models.backends": {"LNImpl": norm},
+        "models.gpt.gpt_layer_specs": {"LNImpl": norm},
+        "transformer.moe.moe_utils": {"te_general_gemm": None},
+    }
