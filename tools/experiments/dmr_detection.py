@@ -13,7 +13,8 @@ a plan are profiled and planned first; their second executions in windows are hi
 found: DMR's flag is up on all ranks, and the operator that was hit is among those that the hit rank names. error: the
 iteration ended with an exception (an index that was flipped is out of range, say) after DMR had found the flip. ended:
 it did so before DMR looked. masked: not found, and loss and all that is trained are what they are without the flip.
-missed: none of these; training would go on with something wrong.
+missed: none of these; training would go on with something wrong. Of several ranks, an exception in one ends the
+experiment with what it has so far.
 """
 
 import argparse

@@ -83,14 +83,32 @@ def one_flip(tell, number: int, seed: int, indices: bool):
     return Exact(tell)
 
 
+def waits(way: str | Path) -> tuple[int, int]:
+    """Operators of this rank that wait for windows by a plan: by themselves, and in AGC segments."""
+    from ft.dmr.plan.file import read_plan
+    from megatron.core import parallel_state
+
+    if not isinstance(way, Path):
+        return 0, 0
+    plan, stage = read_plan(way), parallel_state.get_pipeline_model_parallel_rank()
+    deferred = [plan.assign[op.id] for op in plan.trace.ops if op.place.stage == stage and plan.assign[op.id].window]
+    alone = sum(how.agc_segment is None for how in deferred)
+    return alone, len(deferred) - alone
+
+
 class Lab:
-    """Takes iterations of a job from one state, with one falsifier each."""
+    """Takes iterations of a job from one state, with one falsifier each. ``way``: as of ``dmr_jobs.protection``.
+
+    Attributes:
+        waits: operators of this rank that wait by themselves, and in AGC segments.
+    """
 
     def __init__(self, job, way: str | Path):
         import dmr_jobs
 
         self._job, self._again = job, dmr_jobs.Again(job)
         self.engine = dmr_jobs.protection(job, way).engine
+        self.waits = waits(way)
         self.falsifier = None
         self.engine.mode._disturbance = self
         self.engine.queue.disturb = self.deferred
@@ -142,9 +160,11 @@ def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = fl
     for _ in range(2):  # what the first iteration of a process does once is not there in later ones
         catalogue.restart()
         alarmed, _, _, clean = lab.attempt(catalogue)
-    coverage = lab.engine.coverage()
+    coverage, told_of = lab.engine.coverage(), [None] * dist.get_world_size()
+    dist.all_gather_object(told_of, lab.waits)
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, catalogue.found)
+    ended = 0
     began, flips, alarms = time.monotonic(), [], int(alarmed)
     for number, (rank, index) in enumerate(plan(told, case, count, seed)):
         over = [time.monotonic() - began > stop_after]
@@ -154,7 +174,12 @@ def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = fl
         hits: list = []
         of = (hits.append, index, seed * 1_000_003 + number, case.indices)
         falsifier = one_flip(*of) if dist.get_rank() == rank else None
-        alarmed, found, error, left = lab.attempt(falsifier)
+        try:
+            alarmed, found, error, left = lab.attempt(falsifier)
+        except Exception as caught:  # of several ranks, one is gone, and the others cannot go on
+            print(f"flip {number} has ended a rank: {caught}", flush=True)
+            ended = 1
+            break
         word = [None]
         if falsifier is not None:
             word = [{**judge(hits, alarmed, found, error, left == clean), "in_window": falsifier.in_window}]
@@ -169,7 +194,9 @@ def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = fl
         "groups": len({(rank, key[:3]) for rank, found in enumerate(told) for key in found}),
         "results": sum(map(len, told)),
         "coverage": coverage,
+        "waits": [sum(each) for each in zip(*told_of, strict=True)],
         "false_alarms": alarms,
+        "ended": ended,
         "seconds": time.monotonic() - began,
         "flips": flips,
     }

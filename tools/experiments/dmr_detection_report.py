@@ -54,9 +54,16 @@ def _cases(results: Sequence[dict]) -> list[str]:
             f"{count['found']:6} {count['error']:6} {count['ended']:6} {count['masked']:6} {missed:6} "
             f"{sum('window' in flip.get('how', ()) for flip in result['flips']):10}"
         )
-    flags = [f"{result['case']}: {' '.join(result['flags'])}" for result in results]
+    flags = [f"{result['case']}: {_waits(result)}{' '.join(result['flags'])}" for result in results]
     results_are = "results: of operators and messages in one iteration of all ranks"
     return [*lines, results_are, "in windows: flips of operators whose other execution was compared there", "", *flags]
+
+
+def _waits(result: dict) -> str:
+    alone, in_segments = result.get("waits", (0, 0))
+    ended = "the last flip, not counted, ended a rank with an exception; " if result.get("ended") else ""
+    waiting = f"{alone} operators wait alone, {in_segments} in AGC segments; " if alone + in_segments else ""
+    return ended + waiting
 
 
 def _operators(flips: Sequence[dict]) -> list[str]:
