@@ -1,6 +1,8 @@
 """A training job in the ranks of a test, whose steps can be taken again in another way."""
 
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 
@@ -21,17 +23,44 @@ def assemble(flags: str):
     return pretrain.assemble(options, layout, time.monotonic())
 
 
-def protection(job, way: str, **settings):
-    """DMR for ``job``: "naive" or "piggyback"; it becomes the job's."""
+def protection(job, way: str | Path):
+    """DMR for ``job``: "naive", "piggyback", or by a plan file; it becomes the job's."""
     from ft.dmr.runtime.install import install
     from ft.dmr.runtime.settings import Settings
     from megatron.training.double_execution import fingerprint
     from megatron.training.position import JobPosition
 
     trainee = job.trainee
+    settings = Settings(None, way) if isinstance(way, Path) else Settings(way)
     of = (trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job))
-    job.dmr = install(Settings(way, **settings), *of, fingerprint=fingerprint(job.options, job.layout))
+    job.dmr = install(settings, *of, fingerprint=fingerprint(job.options, job.layout))
     return job.dmr
+
+
+def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
+    """Profiles steps of ``job``, which are taken back, and plans as if putting aside were free: of models this small
+    little would wait else. Collective; ends what DMR the job has. Returns the plan file."""
+    import torch.distributed as dist
+
+    from ft.dmr.plan.file import write_plan
+    from ft.dmr.plan.planner import plan
+    from ft.dmr.plan.trace_file import read_trace
+    from ft.dmr.profile.install import install
+    from ft.dmr.profile.session import ITERATIONS
+    from megatron.training.double_execution import fingerprint
+
+    trainee, again, path = job.trainee, Again(job), folder / "plan.json"
+    microbatches = job.microbatches(job.options.training.global_batch_size)
+    told = {"fingerprint": fingerprint(job.options, job.layout), "end": lambda reason: None}
+    job.dmr = install(folder / "profile.json", trainee.chunks, trainee.optimizer, microbatches, **told)
+    for _ in range(ITERATIONS):
+        again.step()
+    if dist.get_rank() == 0:
+        trace = read_trace(folder / "profile.json")
+        ops = tuple(replace(op, checking=replace(op.checking, defer_us=0.0)) for op in trace.ops)
+        write_plan(path, plan(replace(trace, ops=ops), budget))
+    dist.barrier()
+    return path
 
 
 class Again:

@@ -257,11 +257,11 @@ def flips_everywhere(flags: str, count: int) -> dict[str, int]:
     """Outcomes of flips of random results of an iteration, each from the same state."""
     from collections import Counter
 
-    import dmr_detection
     import dmr_jobs
+    from dmr_detection_lab import Case, Lab, flips_of
 
-    case = dmr_detection.Case(1, "piggyback", flags)
-    result = dmr_detection.flips_of(dmr_detection.Lab(dmr_jobs.assemble(flags), case), case, count, seed=count)
+    case = Case(1, "piggyback", flags)
+    result = flips_of(Lab(dmr_jobs.assemble(flags), case.way), case, count, seed=count)
     return {"false alarms": result["false_alarms"], **Counter(flip["outcome"] for flip in result["flips"])}
 
 

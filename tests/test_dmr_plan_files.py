@@ -118,7 +118,7 @@ def _cycle(values):
     "change, said",
     [
         (_cycle, "cycle: operators need each other's results"),
-        (lambda values: values.update(version=2), "version 2, and 1 is"),
+        (lambda values: values.update(version=1), "version 1, and 2 is"),
         (lambda values: values.pop("version"), "has no 'version'"),
         (lambda values: values.pop("ops"), "has no 'ops'"),
         (lambda values: values["ops"][3].update(t_us=-1.0), "ops[3] has t_us = -1.0"),
@@ -189,7 +189,7 @@ def test_plans_that_cannot_be_followed_are_refused_with_what_is_wrong(change, sa
 @pytest.mark.parametrize(
     "text, said",
     [
-        ('{"version":1,"assign":{"a":{"set":"P"},"a":{"set":"naive"}}}', "has 'a' twice"),
+        ('{"version":2,"assign":{"a":{"set":"P"},"a":{"set":"naive"}}}', "has 'a' twice"),
         ("[" * 100_000, "cannot be understood"),
         ('{"version":' + "1" * 5000 + "}", "cannot be understood"),
         ("[1, 2]", "is not a JSON object"),

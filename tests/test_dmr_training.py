@@ -1,6 +1,8 @@
 """With every operator executed twice, training computes what it computes without, bit for bit; and what is computed
 wrongly once is computed once more."""
 
+from pathlib import Path
+
 import dmr_jobs
 import pytest
 import small_runs as runs
@@ -32,18 +34,22 @@ LAYOUTS = {
 }
 
 
+PLANNED = ("pp2", "pp2-interleaved-bf16")
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return runs.make_corpus(tmp_path_factory.mktemp("dmr"))
 
 
-def in_every_way(flags: str) -> dict:
-    """How a step comes out without DMR, naively, and with piggybacking, from the same state; two steps each."""
+def in_every_way(flags: str, folder: Path | None) -> dict:
+    """How a step comes out without DMR, naively, with piggybacking and, given a folder for it, by plan, from the same
+    state; two steps each."""
     job = dmr_jobs.assemble(flags)
     again = dmr_jobs.Again(job)
     found = {"off": (again.step(), again.step())}
-    for way in ("naive", "piggyback"):
-        dmr_jobs.protection(job, way)
+    for way in ("naive", "piggyback") if folder is None else ("naive", "piggyback", "plan"):
+        dmr_jobs.protection(job, dmr_jobs.plan_of(job, folder) if way == "plan" else way)
         found[way] = (again.step(), again.step())
         counts = job.dmr.engine.coverage()
         found[way + " covers"] = counts
@@ -51,32 +57,45 @@ def in_every_way(flags: str) -> dict:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_is_the_same_bit_for_bit(name, ranks, corpus):
+def test_a_step_is_the_same_bit_for_bit(name, ranks, corpus, tmp_path):
     world, flags = LAYOUTS[name]
-    for found in ranks(in_every_way, world, f"{runs.BASE} {flags} --data-path {corpus}", timeout=120):
+    folder = tmp_path if name in PLANNED else None
+    for found in ranks(in_every_way, world, f"{runs.BASE} {flags} --data-path {corpus}", folder, timeout=120):
         first = found["off"][0]
-        for way in ("off", "naive", "piggyback"):
+        for way in ("off", "naive", "piggyback", *(["plan"] if folder else [])):
             for step in found[way]:
                 assert (step.state, step.grad_norm) == (first.state, first.grad_norm), way
         assert set(found["naive covers"]) <= {"naive", "in windows", "early", "late", "unverified"}
         assert ("P" in found["piggyback covers"]) == ("recompute" in flags)
         assert not found["piggyback covers"]["unverified"]
+        if folder:
+            assert found["plan covers"]["in windows"] and not found["plan covers"]["unverified"]
 
 
 class Flip:
-    """Flips a bit in the result of one execution, ``times`` times."""
+    """Flips a bit in the result of one execution, ``times`` times.
 
-    def __init__(self, execution: str, phase: str, operator: str, times: int = 1):
-        self.wanted, self.times, self.hit = (execution, phase, operator), times, []
+    Args:
+        wanted: execution, phase and operator, and if need be microbatch and index.
+    """
+
+    def __init__(self, *wanted, times: int = 1):
+        self.wanted, self.times, self.hit = wanted, times, []
 
     def falsify(self, execution, operator, course, tensors):
+        self._flip((execution, course.unit.phase, operator, course.unit.microbatch, course.unit.index - 1), tensors)
+
+    def deferred(self, at, tensors):
+        self._flip(("checker", at.phase, at.operator, at.microbatch, at.index), tensors)
+
+    def _flip(self, which, tensors):
         import torch
 
-        if self.times and (execution, course.unit.phase, operator) == self.wanted and tensors[0].numel():
+        if self.times and which[: len(self.wanted)] == self.wanted and tensors[0].numel():
             self.times -= 1
             flat = tensors[0].view(-1).view(torch.uint8)
             flat[3 % flat.numel()].bitwise_xor_(64)
-            self.hit.append((course.unit.microbatch, course.layer))
+            self.hit.append(which)
 
 
 def a_flip_on_one_rank(flags: str, way: str, wanted: tuple, hit_rank: int) -> dict:
@@ -112,3 +131,43 @@ def test_a_step_with_a_flip_is_taken_once_more_by_everybody(name, ranks, corpus)
         ((reports, outcome),) = found["told"]
         assert set(reports) == {1} and outcome.action == "retry"
         assert any(one.at.operator == wanted[2] for one in reports[1])
+
+
+def flips_of_what_waits(flags: str, folder: Path, hit_rank: int) -> dict:
+    """By plan: a flip in each execution of an operator that waits for a window by itself, and of one that waits in an
+    AGC segment, where the plan has such."""
+    import torch.distributed as dist
+
+    from ft.dmr.plan.file import read_plan
+
+    job = dmr_jobs.assemble(flags)
+    again, steps = dmr_jobs.Again(job), []
+    clean = again.step()
+    path = dmr_jobs.plan_of(job, folder)
+    plan, protection = read_plan(path), dmr_jobs.protection(job, path)
+    waiting: dict[bool, tuple] = {}
+    for op in plan.trace.ops:
+        how, place = plan.assign[op.id], op.place
+        if place.stage == hit_rank and how.window is not None:
+            waiting[how.agc_segment is None] = (place.phase, op.name, place.microbatch, int(op.id.split(".")[-1]))
+    for which in waiting.values():
+        for execution in ("primary", "checker"):
+            flip = Flip(execution, *which, times=int(dist.get_rank() == hit_rank))
+            protection.engine.mode._disturbance, protection.engine.queue.disturb = flip, flip.deferred
+            told = []
+            protection._witness.mismatch = lambda step, attempt, reports, outcome, told=told: told.append(
+                (reports, outcome)
+            )
+            steps.append((which, again.step(), told, flip.hit))
+    return {"clean": clean, "steps": steps}
+
+
+def test_a_flip_in_what_waits_for_a_window_is_found_there_and_made_good(ranks, corpus, tmp_path):
+    flags = f"{runs.BASE} {FULL} --pipeline-model-parallel-size 2 --data-path {corpus}"
+    found = ranks(flips_of_what_waits, 2, flags, tmp_path, 1, timeout=120)
+    assert len(found[1]["steps"]) >= 2 and all(hit for *_, hit in found[1]["steps"])
+    for one in found:
+        for which, after, ((reports, outcome),), _ in one["steps"]:
+            assert (after.state, after.grad_norm) == (one["clean"].state, one["clean"].grad_norm), which
+            assert set(reports) == {1} and outcome.action == "retry"
+            assert any((each.at.operator, each.how) == (which[1], "window") for each in reports[1]), which

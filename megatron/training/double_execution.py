@@ -10,16 +10,22 @@ from megatron.training.arguments import Layout, Options
 _DECIDE = ("model", "moe", "kernels", "precision", "recompute")
 _OTHERS = {
     "data": ("seq_length",),
-    "parallel": ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "context_parallel_size"),
-    "training": ("global_batch_size", "calculate_per_token_loss"),
+    "parallel": (
+        *("sequence_parallel", "use_distributed_optimizer", "num_distributed_optimizer_instances"),
+        *("overlap_grad_reduce", "overlap_p2p_communication", "microbatch_group_size_per_virtual_pipeline_stage"),
+        *("context_parallel_size", "expert_tensor_parallel_size"),
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    ),
+    "training": ("calculate_per_token_loss",),
     "optimizer": ("optimizer", "clip_grad"),
 }
 
 
 def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
     """By the names of ``ft.dmr.plan.trace.FINGERPRINT``; "model" stands for all that decides which operators a run
-    executes beside the layout."""
-    told = options.as_dict()
+    executes, and where it waits, beside what has a name of its own. The batch is the one after a ramp."""
+    told, training = options.as_dict(), options.training
     shape = {name: told[name] for name in _DECIDE}
     shape |= {f"{concern}.{name}": told[concern][name] for concern, names in _OTHERS.items() for name in names}
     here = platform()
@@ -27,8 +33,11 @@ def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
         "model": model_digest(shape),
         "tp": layout.tp,
         "pp": layout.pp,
-        "ep": options.parallel.expert_model_parallel_size,
-        "micro_batch": options.training.micro_batch_size,
+        "vpp": layout.vpp or 1,
+        "dp": layout.dp,
+        "ep": layout.ep,
+        "micro_batch": training.micro_batch_size,
+        "microbatches": training.global_batch_size // (training.micro_batch_size * layout.dp),
         "torch": torch.__version__.split("+")[0],
         "core": core.__version__,
         "device": torch.cuda.get_device_name() if here.name == "cuda" else "cpu",

@@ -204,7 +204,7 @@ def profile(job: Job) -> "Profiling":
     """The profiler for ``job``, which it ends.
 
     Raises:
-        UserError: too few steps are left.
+        UserError: too few steps are left, or the batch still grows: a profile of smaller ones is none of the run's.
     """
     from ft.dmr.profile.install import install
     from ft.dmr.profile.session import ITERATIONS
@@ -213,11 +213,16 @@ def profile(job: Job) -> "Profiling":
     left = train_steps(training) - job.state.step
     if left < ITERATIONS:
         raise UserError(f"a profile takes {ITERATIONS} steps, and the run has {left} left", "give more --train-iters")
+    if (samples := global_batch_size(training, job.state.consumed_train_samples)) != training.global_batch_size:
+        raise UserError(
+            f"a profile is made of whole batches of {training.global_batch_size}, and the ramp stands at {samples}",
+            "profile without --rampup-batch-size: the plan is for the batch that it ends with",
+        )
     return install(
         Path(asked.ft_dmr_profile),
         trainee.chunks,
         trainee.optimizer,
-        job.microbatches(global_batch_size(training, job.state.consumed_train_samples)),
+        job.microbatches(samples),
         fingerprint=fingerprint(job.options, job.layout),
         unstable=None if asked.ft_dmr_unstable is None else Path(asked.ft_dmr_unstable),
         end=job.exits.end,

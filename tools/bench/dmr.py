@@ -1,16 +1,20 @@
 """What executing every operator twice costs: off, naive, piggyback and by plan, in turn, in the same processes.
 
     python tools/bench/dmr.py                              # one rank, nothing to hide behind
-    python tools/bench/dmr.py --pp 2 --plan auto           # windows and bubbles: profiled and planned first
+    python tools/bench/dmr.py --plan auto                  # the same, by a plan: profiled and planned first
+    python tools/bench/dmr.py --pp 2 --plan auto --memory-budget +30MB     # windows and bubbles, and little memory
 
 Prints one JSON line. Steps of all sides take turns, so that a machine that slows down slows all of them; `over` is the
 median over rounds of (side - off) / off. Off is the trainer with DMR's patches in place and nobody listening. The model
 is recomputed in full, so that a forward's second execution is there anyway: duplicated work alone is the backward's and
-the optimizer's. Goal: 0.60 for full coverage with nothing hidden, and less with windows. `kept_bytes`: what waits for
-windows, at most; `peak_bytes`: of training and what waits, by the plan's figures.
+the optimizer's. Goals: 0.60 for full coverage with nothing hidden, and less with windows; never more memory than the
+budget. `kept_bytes`: what waits for windows, at most; much of it training has not let go of. `peak_bytes`: of training
+and what waits, by the plan's figures. `measured_peak_bytes`: the most that tensors and operators had allocated in one
+step after those that count, of the stage with most.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -28,7 +32,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages, a process each")
     parser.add_argument("--plan", metavar="FILE", help="a plan for this very model, or auto: profile and plan first")
-    parser.add_argument("--memory-budget", default="4GB", help="of the plan that auto makes")
+    budget = "of the plan that auto makes; +SIZE: beyond what training alone needs"
+    parser.add_argument("--memory-budget", default="4GB", metavar="[+]SIZE", help=budget)
     parser.add_argument("--rounds", type=int, default=8, help="steps of each side that count")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
@@ -50,9 +55,19 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> Path:
     launch = in_ranks.launcher(arguments.pp)
     trainer = [*launch, str(in_ranks.ROOT / "pretrain_gpt.py"), *flags(arguments, folder).split()]
     in_ranks.run([*ft, "profile", "--out", str(profile), "--", *trainer], folder)
-    budget = ["--memory-budget", arguments.memory_budget]
+    budget = ["--memory-budget", _budget(arguments.memory_budget, profile)]
     in_ranks.run([*ft, "plan", str(profile), *budget, "--out", str(plan)], folder)
     return plan
+
+
+def _budget(asked: str, profile: Path) -> str:
+    if not asked.startswith("+"):
+        return asked
+    from ft.dmr.plan.sizes import size
+    from ft.dmr.plan.trace_file import read_trace
+
+    trace = read_trace(profile)
+    return f"{max(map(trace.memory.peak, trace.stages)) + size(asked[1:]):.0f}"
 
 
 def flags(arguments: argparse.Namespace, folder: Path) -> str:
@@ -91,10 +106,12 @@ def measure(arguments: argparse.Namespace) -> None:
     sides = {"off": None, **protections(arguments, job)}
     times = alternate(arguments, job, sides)
     kept = {name: side[0].engine.queue.most_bytes for name, side in sides.items() if side is not None}
+    found = {"kept_bytes": kept, "measured_peak_bytes": peaks(job, sides)}
     told = [None] * place.world_size
-    dist.all_gather_object(told, kept)
+    dist.all_gather_object(told, found)
     if place.rank == 0:
-        in_ranks.publish(result(arguments, times, {name: max(each[name] for each in told) for name in kept}))
+        most = {what: {name: max(one[what][name] for one in told) for name in found[what]} for what in found}
+        in_ranks.publish(result(arguments, times, most))
     destroy()
 
 
@@ -121,15 +138,13 @@ def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
     """Side -> seconds of each step that counts."""
     import torch.distributed as dist
 
-    from megatron.patches import double_execution
     from megatron.training.step import train_step
 
     times = {name: [] for name in sides}
     for number in range(arguments.rounds + WARM_UP):
         names = list(sides)
         for name in names if number % 2 else names[::-1]:
-            job.dmr, engine = (None, None) if sides[name] is None else sides[name]
-            double_execution.listen(engine)
+            take_side(job, sides[name])
             dist.barrier()
             began = time.perf_counter()
             train_step(job)
@@ -139,7 +154,39 @@ def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
     return times
 
 
-def result(arguments: argparse.Namespace, times: dict, kept: dict) -> dict:
+def take_side(job, side) -> None:
+    from megatron.patches import double_execution
+
+    job.dmr, engine = (None, None) if side is None else side
+    double_execution.listen(engine)
+
+
+def peaks(job, sides: dict) -> dict[str, int]:
+    """Side -> the most bytes in use during a step: what lasts, and what torch's allocator gives out beyond that."""
+    from ft.dmr.profile.install import lasting
+    from ft.dmr.profile.storages import Storages
+    from megatron.training.step import train_step
+
+    found = {}
+    for name, side in sides.items():
+        take_side(job, side)
+        base = Storages(lasting(job.trainee.chunks, job.trainee.optimizer)).in_use()
+        found[name] = base + most_allocated(lambda: train_step(job))
+    return found
+
+
+def most_allocated(work) -> int:
+    """The most bytes that were allocated on the CPU at a time while ``work`` ran, beyond those before it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        work()
+    events = watched.profiler.kineto_results.events()
+    changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
+    return max(itertools.accumulate(size for _, size in changes), default=0)
+
+
+def result(arguments: argparse.Namespace, times: dict, most: dict) -> dict:
     off = times["off"]
     over = {
         name: [(a - b) / b for a, b in zip(each, off, strict=True)] for name, each in times.items() if name != "off"
@@ -149,7 +196,7 @@ def result(arguments: argparse.Namespace, times: dict, kept: dict) -> dict:
         "over": {name: round(statistics.median(each), 4) for name, each in over.items()},
         "over_quartiles": {n: [round(q, 4) for q in statistics.quantiles(each, n=4)] for n, each in over.items()},
         "step_ms": {name: round(1e3 * statistics.median(each), 1) for name, each in times.items()},
-        "kept_bytes": kept,
+        **most,
     }
     if arguments.plan is not None:
         from ft.dmr.plan.file import read_plan

@@ -7,25 +7,26 @@
 A run is a tiny model of megatron-core, trained by our trainer on one or two CPU processes. For each flip one iteration
 is computed from the same state: one bit of one element of one result (or of what was received from the other rank) is
 changed, DMR looks, and everything is put back. First an iteration without a flip tells which results there are; flips
-then go round the operators, phases and executions in turn, so that rare ones are hit as often as frequent ones.
+then go round the operators, phases and executions in turn, so that rare ones are hit as often as frequent ones. Runs by
+a plan are profiled and planned first; their second executions in windows are hit, too.
 
 found: DMR's flag is up on all ranks, and the operator that was hit is among those that the hit rank names. error: the
 iteration ended with an exception (an index that was flipped is out of range, say) after DMR had found the flip. ended:
 it did so before DMR looked. masked: not found, and loss and all that is trained are what they are without the flip.
-missed: none of these; training would go on with something wrong.
+missed: none of these; training would go on with something wrong. Of several ranks, an exception in one ends the
+experiment with what it has so far.
 """
 
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
+
+from dmr_detection_lab import PLAN, Case, Lab, flips_of
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
@@ -38,28 +39,10 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SELECTIVE = "--recompute-granularity selective "
 LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 1 "
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear "
+ALL_TO_ALL = "--moe-token-dispatcher-type alltoall "
 PP2, TP2 = "--pipeline-model-parallel-size 2 ", "--tensor-model-parallel-size 2 "
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
 INTERLEAVED = PP2 + "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4 "
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kind of run.
-
-    Attributes:
-        indices: results that are no floating-point numbers are hit, too. Of two ranks, an index that is out of range
-            would end one and leave the other waiting.
-    """
-
-    world: int
-    way: str
-    flags: str
-
-    @property
-    def indices(self) -> bool:
-        return self.world == 1
-
 
 CASES = {
     "naive-fp32": Case(1, "naive", DROPOUT),
@@ -76,8 +59,15 @@ CASES = {
     "dp2-fp32": Case(2, "naive", DROPOUT),
     "dp2-overlap-bf16": Case(2, "piggyback", OVERLAP + DROPOUT + FULL + "--bf16 "),
     "ep2-fp32": Case(2, "piggyback", OVERLAP + DROPOUT + EXPERTS + "--expert-model-parallel-size 2 "),
+    "plan-pp2-fp32": Case(2, PLAN, PP2 + DROPOUT + FULL + "--global-batch-size 4 "),
+    "plan-pp2-bf16": Case(2, PLAN, PP2 + DROPOUT + "--bf16 --global-batch-size 4 "),
+    "plan-ep2-fp32": Case(2, PLAN, DROPOUT + EXPERTS + ALL_TO_ALL + "--expert-model-parallel-size 2 "),
 }
 CLEAN = {
+    "plan-pp2-interleaved-bf16": Case(2, PLAN, INTERLEAVED + DROPOUT + FULL + OVERLAP + "--bf16 "),
+    "plan-ep2-overlap-fp32": Case(
+        2, PLAN, OVERLAP + DROPOUT + EXPERTS + ALL_TO_ALL + "--expert-model-parallel-size 2 "
+    ),
     "pp2-interleaved-experts-bf16": Case(
         2, "piggyback", INTERLEAVED + DROPOUT + EXPERTS + "--bf16 --global-batch-size 2 " + OVERLAP
     ),
@@ -149,7 +139,8 @@ def in_rank(given: argparse.Namespace) -> None:
     init_process_group(parse(flags).parallel, launch_from(os.environ))
     job = dmr_jobs.assemble(flags)
     if given.case:
-        result = {"case": given.case, **flips_of(Lab(job, case), case, given.flips, given.seed, given.stop_after)}
+        lab = Lab(job, way_of(job, case))
+        result = {"case": given.case, **flips_of(lab, case, given.flips, given.seed, given.stop_after)}
     else:
         result = train(given, case, job)
     if dist.get_rank() == 0:
@@ -159,6 +150,13 @@ def in_rank(given: argparse.Namespace) -> None:
     destroy()
 
 
+def way_of(job, case: Case) -> str | Path:
+    """How ``job`` is to be protected. Collective."""
+    import dmr_jobs
+
+    return dmr_jobs.plan_of(job, Path(os.environ[_FOLDER])) if case.way == PLAN else case.way
+
+
 def train(given: argparse.Namespace, case: Case, job) -> dict:
     """Trains; alarms are what DMR says of it."""
     import dmr_jobs
@@ -166,7 +164,7 @@ def train(given: argparse.Namespace, case: Case, job) -> dict:
 
     from megatron.training.step import train_step
 
-    protection = dmr_jobs.protection(job, case.way)
+    protection = dmr_jobs.protection(job, way_of(job, case))
     alarms: list[str] = []
 
     def mismatch(step, attempt, reports, outcome):
@@ -193,157 +191,6 @@ def train(given: argparse.Namespace, case: Case, job) -> dict:
         "operators": verified,
         "coverage": protection.engine.coverage(),
         "seconds": time.monotonic() - began,
-    }
-
-
-class Catalogue:
-    """What an iteration of one rank has to flip: (operator, phase, execution, floating point)."""
-
-    def __init__(self):
-        self.found: list[tuple] = []
-
-    def restart(self) -> None:
-        self.found = []
-
-    def falsify(self, execution, operator, course, tensors) -> None:
-        kinds = [tensor.is_floating_point() for tensor in tensors if tensor.numel()]
-        if kinds:
-            self.found.append((operator, course.unit.phase, execution, all(kinds)))
-
-    def payload(self, kind, course, tensors) -> None:
-        self.falsify(None, kind, course, tensors)
-
-
-def one_flip(tell, number: int, seed: int):
-    """A falsifier of the ``number``-th result of an iteration."""
-    from ft.dmr.runtime.falsify import Falsifier
-    from ft.inject.flip import Flip
-
-    class Exact(Falsifier):
-        seen = -1
-
-        def falsify(self, execution, operator, course, tensors):
-            if not any(tensor.numel() for tensor in tensors):
-                return
-            self.seen += 1
-            if self.seen == number:
-                self.arm(number, Flip(operator, seed=seed))
-                super().falsify(execution, operator, course, tensors)
-
-    return Exact(tell)
-
-
-class Lab:
-    """Takes iterations of a job from one state, with one falsifier each."""
-
-    def __init__(self, job, case: Case):
-        import dmr_jobs
-
-        self._job, self._again = job, dmr_jobs.Again(job)
-        self.engine = dmr_jobs.protection(job, case.way).engine
-        self.falsifier = None
-        self.engine.mode._disturbance = self
-        self.engine._wire = self.payload
-        self.engine._reductions._falsify = self.engine._falsify_reduced
-
-    def falsify(self, *args) -> None:
-        if self.falsifier is not None:
-            self.falsifier.falsify(*args)
-
-    def payload(self, *args) -> None:
-        if self.falsifier is not None:
-            self.falsifier.payload(*args)
-
-    def attempt(self, falsifier) -> tuple[bool, list, str | None, tuple]:
-        """(somebody has found something, what was found here, error, what is left behind)."""
-        import torch.distributed as dist
-
-        from megatron.training.step import _update
-
-        self.falsifier, error, loss = falsifier, None, None
-        self._again._undo.begin()
-        self._again._undo.wait()
-        with self.engine.iteration(self._job.microbatches(self._job.options.training.global_batch_size)):
-            try:
-                loss = _update(self._job).loss
-            except Exception as caught:
-                if dist.get_world_size() > 1:
-                    raise
-                error = f"{type(caught).__name__}: {caught}".splitlines()[0][:200]
-        self.falsifier = None
-        flag = self.engine.flag()
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        found = list(self.engine.findings.settle())
-        left = None if flag.item() else (repr(loss), self._again._state())
-        self._again._undo.back()
-        return bool(flag.item()), found, error, left
-
-
-def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = float("inf")) -> dict:
-    """``count`` flips, one after the other, and what became of each. Collective."""
-    import torch.distributed as dist
-
-    catalogue = Catalogue()
-    for _ in range(2):  # what the first iteration of a process does once is not there in later ones
-        catalogue.restart()
-        alarmed, _, _, clean = lab.attempt(catalogue)
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, catalogue.found)
-    began, flips, alarms = time.monotonic(), [], int(alarmed)
-    for number, (rank, index) in enumerate(plan(told, case, count, seed)):
-        over = [time.monotonic() - began > stop_after]
-        dist.broadcast_object_list(over, src=0)
-        if over[0]:
-            break
-        hits: list = []
-        falsifier = one_flip(hits.append, index, seed * 1_000_003 + number) if dist.get_rank() == rank else None
-        alarmed, found, error, left = lab.attempt(falsifier)
-        mine = judge(hits, alarmed, found, error, left == clean) if dist.get_rank() == rank else None
-        word = [mine]
-        dist.broadcast_object_list(word, src=rank)
-        flips.append({"rank": rank, **word[0]})
-        if number % 50 == 49:
-            alarms += int(lab.attempt(None)[0])
-    return {
-        "world": case.world,
-        "way": case.way,
-        "flags": case.flags.split(),
-        "groups": len({(rank, key[:3]) for rank, found in enumerate(told) for key in found}),
-        "results": sum(map(len, told)),
-        "false_alarms": alarms,
-        "seconds": time.monotonic() - began,
-        "flips": flips,
-    }
-
-
-def plan(told: list[list[tuple]], case: Case, count: int, seed: int):
-    """Which result of which rank is hit, group by group in turn."""
-    draw = random.Random(f"flips {seed}")
-    groups: dict[tuple, list] = defaultdict(list)
-    for rank, found in enumerate(told):
-        for index, (*key, floating) in enumerate(found):
-            if floating or case.indices:
-                groups[tuple(key)].append((rank, index))
-    names = sorted(groups, key=str)
-    draw.shuffle(names)
-    for number in range(count):
-        yield draw.choice(groups[names[number % len(names)]])
-
-
-def judge(hits: list, alarmed: bool, found: list, error: str | None, is_same: bool) -> dict:
-    if not hits:
-        return {"outcome": "nothing hit"}
-    (hit,) = hits
-    names = {one.at.operator for one in found}
-    named = hit.operator in names or (hit.execution is None)
-    quiet = "ended" if error else "masked" if is_same else "missed"
-    outcome = ("error" if error else "found") if alarmed else quiet
-    return {
-        "outcome": outcome if not alarmed or named else "found elsewhere",
-        "error": error,
-        "how": sorted({one.how for one in found}),
-        "mismatches": len(found),
-        **hit.values(),
     }
 
 

@@ -43,7 +43,7 @@ def _head(results: Sequence[dict]) -> str:
 def _cases(results: Sequence[dict]) -> list[str]:
     lines = [
         f"{'run':22} {'ranks':>5} {'way':9} {'results':>7} "
-        f"{'flips':>6} {'found':>6} {'error':>6} {'ended':>6} {'masked':>6} {'missed':>6}"
+        f"{'flips':>6} {'found':>6} {'error':>6} {'ended':>6} {'masked':>6} {'missed':>6} {'in windows':>10}"
     ]
     for result in results:
         count = Counter(flip["outcome"] for flip in _all([result]))
@@ -51,10 +51,19 @@ def _cases(results: Sequence[dict]) -> list[str]:
         missed = total - count["found"] - count["error"] - count["masked"] - count["ended"]
         lines.append(
             f"{result['case']:22} {result['world']:5} {result['way']:9} {result['results']:7} {total:6} "
-            f"{count['found']:6} {count['error']:6} {count['ended']:6} {count['masked']:6} {missed:6}"
+            f"{count['found']:6} {count['error']:6} {count['ended']:6} {count['masked']:6} {missed:6} "
+            f"{sum('window' in flip.get('how', ()) for flip in result['flips']):10}"
         )
-    flags = [f"{result['case']}: {' '.join(result['flags'])}" for result in results]
-    return [*lines, "results: of operators and messages in one iteration of all ranks", "", *flags]
+    flags = [f"{result['case']}: {_waits(result)}{' '.join(result['flags'])}" for result in results]
+    results_are = "results: of operators and messages in one iteration of all ranks"
+    return [*lines, results_are, "in windows: flips of operators whose other execution was compared there", "", *flags]
+
+
+def _waits(result: dict) -> str:
+    alone, in_segments = result.get("waits", (0, 0))
+    ended = "the last flip, not counted, ended a rank with an exception; " if result.get("ended") else ""
+    waiting = f"{alone} operators wait alone, {in_segments} in AGC segments; " if alone + in_segments else ""
+    return ended + waiting
 
 
 def _operators(flips: Sequence[dict]) -> list[str]:
@@ -86,7 +95,17 @@ def _clean(results: Sequence[dict]) -> list[str]:
         alarms = [alarm for run in runs for alarm in run["alarms"]]
         lines.append(
             f"clean: {name}, {runs[0]['world']} ranks: {steps} iterations, {operators} operators verified on rank 0, "
-            f"{len(alarms)} false alarms\n       {' '.join(runs[0]['flags'])}"
+            f"{len(alarms)} false alarms{_in_windows(runs)}\n       {' '.join(runs[0]['flags'])}"
         )
         lines += alarms[:10]
     return lines
+
+
+def _in_windows(runs: Sequence[dict]) -> str:
+    if not any(run["way"] == "plan" for run in runs):
+        return ""
+    last = runs[-1]["coverage"]
+    return f"; of an iteration's {sum(last.get(name, 0) for name in _SETS)} operators {last['in windows']} in windows"
+
+
+_SETS = ("P", "D_inter", "D_intra", "naive")

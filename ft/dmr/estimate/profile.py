@@ -77,8 +77,16 @@ def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None
 
 
 def _fingerprint(model: Model, layout: Layout, cluster: Cluster) -> dict[str, object]:
-    sizes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "micro_batch": layout.micro}
-    return {"model": model.name, **sizes, "torch": "estimate", "core": "estimate", "device": cluster.device.name}
+    grid = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.chunks, "dp": layout.dp, "ep": layout.ep}
+    batch = {"micro_batch": layout.micro, "microbatches": layout.microbatches}
+    return {
+        "model": model.name,
+        **grid,
+        **batch,
+        "torch": "estimate",
+        "core": "estimate",
+        "device": cluster.device.name,
+    }
 
 
 class _Builder:

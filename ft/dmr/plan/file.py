@@ -9,10 +9,9 @@ from ft.dmr.plan.assign import SETS, AgcSegment, Assignment, Plan, Predicted
 from ft.dmr.plan.check import problems
 from ft.dmr.plan.fields import Fields, read_object, write_object
 from ft.dmr.plan.trace import FINGERPRINT
-from ft.dmr.plan.trace_file import from_values, refuse_twice, to_values
+from ft.dmr.plan.trace_file import VERSION, from_values, refuse_twice, to_values
 from ft.errors import UserError
 
-VERSION = 1
 FIX = "make it again: ft dmr plan PROFILE --memory-budget SIZE --out FILE"
 _PREDICTED = ("t_none", "t_naive", "t_plan", "exposed_us", "peak_bytes")
 

@@ -77,19 +77,21 @@ def _work(ops: Sequence[Operator]) -> list[tuple[float, float, str]]:
 def _memory(axes, plan: Plan, stages: Sequence[int]) -> None:
     look.plain(axes, "memory in use: training alone (thin) and with what the plan keeps")
     colours = palette.LATER_WORKERS
+    budget = plan.trace.memory.budget
+    most = max(budget or 0.0, plan.predicted.peak_bytes)
+    name, unit = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
     for i, stage in enumerate(stages):
         colour = colours[i % len(colours)]
         alone = plan.trace.memory.timeline.get(stage, ())
         if alone:
-            _steps(axes, alone, color=colour, linewidth=0.7, alpha=0.6)
-        _steps(axes, memory_over_time(plan, stage), color=colour, linewidth=1.5, label=f"stage {stage}")
-    budget = plan.trace.memory.budget
+            _steps(axes, alone, unit, color=colour, linewidth=0.7, alpha=0.6)
+        _steps(axes, memory_over_time(plan, stage), unit, color=colour, linewidth=1.5, label=f"stage {stage}")
     if budget is not None:
-        axes.axhline(budget / 1e9, color=palette.FAULT, linewidth=1, linestyle="--", label="budget")
+        axes.axhline(budget / unit, color=palette.FAULT, linewidth=1, linestyle="--", label="budget")
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("GB", **look.STYLE)
+    axes.set_ylabel(name, **look.STYLE)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=palette.QUIET)
 
 
-def _steps(axes, points: Sequence[tuple[float, float]], **style) -> None:
-    axes.step([at / 1e3 for at, _ in points], [live / 1e9 for _, live in points], where="post", **style)
+def _steps(axes, points: Sequence[tuple[float, float]], unit: float, **style) -> None:
+    axes.step([at / 1e3 for at, _ in points], [live / unit for _, live in points], where="post", **style)

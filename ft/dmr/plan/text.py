@@ -31,7 +31,7 @@ def as_text(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> str:
     found, trace = plan.predicted, plan.trace
-    model = " ".join(f"{name} {trace.fingerprint[name]}" for name in ("model", "tp", "pp", "ep"))
+    model = " ".join(f"{name} {trace.fingerprint[name]}" for name in ("model", "tp", "pp", "dp", "ep"))
     sizes = ((trace.ops, "operator"), (trace.windows, "window"), (trace.stages, "stage"))
     lines = [
         f"{model}: {', '.join(count(len(each), word) for each, word in sizes)}",

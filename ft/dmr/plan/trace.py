@@ -22,8 +22,9 @@ CLOSE_US = 1e-3
 """Instants this close are one: an operator that ends so little after a window begins has ended before it. Sums of times
 are not exact."""
 
-FINGERPRINT = ("model", "tp", "pp", "ep", "micro_batch", "torch", "core", "device")
-"""What has to be the same in the run that follows a plan."""
+FINGERPRINT = ("model", "tp", "pp", "vpp", "dp", "ep", "micro_batch", "microbatches", "torch", "core", "device")
+"""What has to be the same in the run that follows a plan. ``vpp``: model chunks of a stage; ``microbatches``: of an
+iteration, on each rank. With others of these, or with another number of data-parallel ranks, windows are elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from ft.dmr.plan.trace import (
     Window,
 )
 
-VERSION = 1
+VERSION = 2
+"""2: the fingerprint has vpp, dp and microbatches."""
 MOST_UNITS = 10_000_000
 """Forwards of one iteration, over all stages, above which a schedule is a mistake and not played through."""
 

@@ -12,7 +12,8 @@ from ft.errors import UserError
 _DESCRIPTION = """\
 Runs a training command for a few iterations, and writes down which operators each pipeline stage executes, how long
 they take, where it waits for others, and what memory it uses: what ft dmr plan plans. The command is the run's own, as
-torchrun ... pretrain_gpt.py ..., or ft run ...; it saves no checkpoint and writes no metrics."""
+torchrun ... pretrain_gpt.py ..., or ft run ..., on as many ranks: a plan for another model, layout or batch is refused.
+It saves no checkpoint and writes no metrics."""
 _FLAG = "--ft-dmr-profile"
 
 

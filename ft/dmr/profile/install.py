@@ -43,7 +43,7 @@ def install(
     device = next(chunks[0].parameters()).device
     in_use = torch.cuda.memory_allocated if device.type == "cuda" else None
     course = Course()
-    recorder = Recorder(course, stage, stopwatch(device), lambda: Storages(_state(chunks, optimizer), in_use))
+    recorder = Recorder(course, stage, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use))
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
     left_out = frozenset() if unstable is None else frozenset(read_unstable(unstable).operators)
@@ -66,8 +66,8 @@ def _speaks() -> bool:
     return parallel_state.get_tensor_model_parallel_rank() == 0 and data == 0
 
 
-def _state(chunks: Sequence, optimizer: Any) -> Iterator[torch.Tensor]:
-    """Parameters, gradients and the optimizer's state."""
+def lasting(chunks: Sequence, optimizer: Any) -> Iterator[torch.Tensor]:
+    """What is in memory between iterations: parameters, gradients and the optimizer's state."""
     for chunk in chunks:
         yield from chunk.module.buffers()
         for parameter in chunk.parameters():

@@ -146,11 +146,18 @@ class Waiting:
         self._entries, self._users, self.nbytes, self._next_due = {}, {}, 0, NEVER
 
 
-def verify(one: Entry, findings: Findings) -> None:
+Disturb = Callable[[At, Sequence[torch.Tensor]], None]
+"""Falsifies what a second execution has made, in experiments."""
+
+
+def verify(one: Entry, findings: Findings, disturb: Disturb | None = None) -> None:
     """Executes an entry's operator again and compares."""
     versions = [tensor._version for tensor in tensors_in((one.args, one.kwargs, one.outs))]
     if versions != one.versions:
         findings.note(Mismatch(one.at, WINDOW, note="its tensors were changed behind the dispatcher while it waited"))
         return
     again = execute_again(one.func, one.args, one.kwargs, one.state)
-    findings.pair(one.at, WINDOW, one.outs, results(one.kind, one.args, one.kwargs, again))
+    theirs = results(one.kind, one.args, one.kwargs, again)
+    if disturb is not None:
+        disturb(one.at, theirs)
+    findings.pair(one.at, WINDOW, one.outs, theirs)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ft.dmr.runtime.course import Course
-from ft.inject.flip import ONCE, STUCK, Flip
+from ft.dmr.runtime.course import At, Course
+from ft.inject.flip import CHECKER, ONCE, STUCK, Flip
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -80,14 +80,21 @@ class Falsifier:
         """See ``mode.Disturbance``."""
         for one in self._armed:
             if one.flip.fits(operator, course.unit.phase, execution):
-                self._consider(one, execution, operator, course, tensors)
+                self._consider(one, execution, course.at(operator, 0), tensors, course.executed)
 
     def payload(self, kind: str, course: Course, tensors: Sequence[torch.Tensor]) -> None:
         """What came from other ranks; see ``engine.Engine``."""
         self.falsify(None, kind, course, tensors)
 
+    def deferred(self, at: At, tensors: Sequence[torch.Tensor]) -> None:
+        """Results of an operator's second execution, in a window. A stuck bit is not met here: which execution meets it
+        was drawn at the first."""
+        for one in self._armed:
+            if one.flip.mode != STUCK and one.flip.fits(at.operator, at.phase, CHECKER):
+                self._consider(one, CHECKER, at, tensors)
+
     def _consider(
-        self, one: _Armed, execution: str | None, operator: str, course: Course, tensors: Sequence[torch.Tensor]
+        self, one: _Armed, execution: str | None, at: At, tensors: Sequence[torch.Tensor], executed: int = 0
     ) -> None:
         targets = [(number, tensor) for number, tensor in enumerate(tensors) if _has_bits(tensor)]
         if not targets:
@@ -96,7 +103,7 @@ class Falsifier:
         if one.seen < one.flip.nth:
             return
         if one.flip.mode == STUCK:
-            place = _force(one, execution, course, targets)
+            place = _force(one, execution, executed, targets)
         elif one.draw.random() < one.flip.probability:
             place = _flip(one, targets)
         else:
@@ -106,15 +113,15 @@ class Falsifier:
         if one.flip.mode == ONCE:
             self._armed = [other for other in self._armed if other is not one]
         number, tensor, element, bit = place
-        unit, dtype = course.unit, str(tensor.dtype).removeprefix("torch.")
+        dtype = str(tensor.dtype).removeprefix("torch.")
         self._tell(
             Hit(
                 fault=one.number,
-                operator=operator,
-                phase=unit.phase,
-                chunk=unit.chunk,
-                microbatch=unit.microbatch,
-                layer=course.layer,
+                operator=at.operator,
+                phase=at.phase,
+                chunk=at.chunk,
+                microbatch=at.microbatch,
+                layer=at.layer,
                 execution=execution,
                 tensor=number,
                 element=element,
@@ -174,16 +181,16 @@ def _flip(one: _Armed, targets: list[tuple[int, torch.Tensor]]) -> tuple[int, to
 
 
 def _force(
-    one: _Armed, execution: str | None, course: Course, targets: list[tuple[int, torch.Tensor]]
+    one: _Armed, execution: str | None, executed: int, targets: list[tuple[int, torch.Tensor]]
 ) -> tuple[int, torch.Tensor, int, int] | None:
     """None where nothing changed: the other execution has the broken unit, or the bit is right."""
     number, tensor = targets[0]
     if one.stuck is None:
         bit = one.draw.randrange(bits_of(tensor.dtype)) if one.flip.bit is None else one.flip.bit
         one.stuck = one.draw.random(), bit, one.draw.randrange(2)
-    is_second = execution is not None and one.pair[0] == course.executed
+    is_second = execution is not None and one.pair[0] == executed
     meets = not one.pair[1] if is_second else execution is None or one.draw.random() < 0.5
-    one.pair = (-1, False) if is_second else (course.executed, meets)
+    one.pair = (-1, False) if is_second else (executed, meets)
     if not meets:
         return None
     share, bit, value = one.stuck

@@ -85,6 +85,7 @@ def make_engine(
     queue = _queue(
         strategy, plan, findings, stage, {p.untyped_storage()._cdata for c in chunks for p in c.parameters()}
     )
+    queue.disturb = None if falsifier is None else falsifier.deferred
     mode = DoubleExecution(course, strategy, findings, queue, stage, falsifier)
     messages = Messages(findings, parallel_state.get_pipeline_model_parallel_group(), len(chunks))
     engine = Engine(course, findings, queue, mode, messages, None if falsifier is None else falsifier.payload)

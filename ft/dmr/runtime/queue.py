@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ft.dmr.plan import waiting as online
-from ft.dmr.runtime.deferred import Cost, Entry, Waiting, entry, verify
+from ft.dmr.runtime.deferred import Cost, Disturb, Entry, Waiting, entry, verify
 from ft.dmr.runtime.findings import Findings
 from ft.dmr.runtime.replay import Replay
 from ft.dmr.runtime.strategy import Decision, Segment
@@ -26,6 +26,7 @@ class Queue:
         lasting: addresses of memory that is there anyway: parameters.
 
     Attributes:
+        disturb: None outside of experiments.
         most_bytes: that have been kept at a time so far; what several single operators, or several operators of a
             segment, need counts once.
         in_windows: operators that were verified in windows; early: before, because their memory was about to be changed
@@ -42,6 +43,7 @@ class Queue:
         lasting: Collection[int] = (),
     ):
         self._findings = findings
+        self.disturb: Disturb | None = None
         self._segments, self.helpers = segments or {}, helpers or {}
         self._headroom, self._dynamic_us = headroom, dynamic_us
         self._waiting, self._dynamic = Waiting(self._gone, lasting), online.Waiting()
@@ -131,14 +133,14 @@ class Queue:
         self._over.add(name)
         replay = self._replays.pop(name)
         self._replay_bytes -= replay.nbytes
-        return replay.verify()
+        return replay.verify(self.disturb)
 
     def _gone(self, one: Entry) -> None:
         """An entry is being verified, whoever asked for it."""
         name = str(id(one))
         if name in self._dynamic:
             self._dynamic.take(name)
-        verify(one, self._findings)
+        verify(one, self._findings, self.disturb)
 
     def _weigh(self) -> None:
         self.most_bytes = max(self.most_bytes, self._waiting.nbytes + self._replay_bytes)

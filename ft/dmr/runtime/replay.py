@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ft.dmr.runtime.course import At
+from ft.dmr.runtime.deferred import Disturb
 from ft.dmr.runtime.findings import WINDOW, Findings
 from ft.dmr.runtime.operators import Nature, tensors_in
 from ft.dmr.runtime.twice import execute_again, results
@@ -91,7 +92,7 @@ class Replay:
             self._makers.pop(storage, None)
         return any(tensor.untyped_storage()._cdata in storages for tensor, _ in self._kept.values())
 
-    def verify(self) -> int:
+    def verify(self, disturb: Disturb | None = None) -> int:
         """Replays and compares; returns how many operators."""
         compared = sum(step.compares for step in self._steps)
         if any(tensor._version != version for tensor, version in self._kept.values()):
@@ -103,6 +104,8 @@ class Replay:
         for number, step in enumerate(self._steps):
             args, kwargs = _resolve(step.args, made), _resolve(step.kwargs, made)
             outs = results(step.kind, args, kwargs, execute_again(step.func, args, kwargs, step.state))
+            if step.compares and disturb is not None:
+                disturb(step.at, outs)
             for tensor in outs if step.compares else ():
                 found.add(tensor)
             made[number] = outs

@@ -1,0 +1,233 @@
+"""The laboratory of ``dmr_detection.py``: an iteration again and again from one state, with another bit flipped."""
+
+import random
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+PLAN = "plan"
+IN_WINDOW = "checker in a window"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of run. ``way``: naive, piggyback, or PLAN.
+
+    Attributes:
+        indices: results that are no floating-point numbers are hit, too. Of two ranks, an index that is out of range
+            would end one and leave the other waiting.
+    """
+
+    world: int
+    way: str
+    flags: str
+
+    @property
+    def indices(self) -> bool:
+        return self.world == 1
+
+
+class Catalogue:
+    """What an iteration of one rank has to flip: (operator, phase, execution, floating point)."""
+
+    def __init__(self):
+        self.found: list[tuple] = []
+
+    def restart(self) -> None:
+        self.found = []
+
+    def falsify(self, execution, operator, course, tensors) -> None:
+        kinds = [tensor.is_floating_point() for tensor in tensors if tensor.numel()]
+        if kinds:
+            self.found.append((operator, course.unit.phase, execution, all(kinds)))
+
+    def payload(self, kind, course, tensors) -> None:
+        self.falsify(None, kind, course, tensors)
+
+    def deferred(self, at, tensors) -> None:
+        kinds = [tensor.is_floating_point() for tensor in tensors if tensor.numel()]
+        if kinds:
+            self.found.append((at.operator, at.phase, IN_WINDOW, all(kinds)))
+
+
+def one_flip(tell, number: int, seed: int, indices: bool):
+    """A falsifier of the ``number``-th result of an iteration; without ``indices``, of the first one from there on that
+    is floating-point: with windows that end when they end, not every iteration has its results in the same order."""
+    from ft.dmr.runtime.falsify import Falsifier
+    from ft.inject.flip import Flip
+
+    class Exact(Falsifier):
+        seen, armed, in_window = -1, False, False
+
+        def falsify(self, execution, operator, course, tensors):
+            if self.is_it(operator, tensors):
+                super().falsify(execution, operator, course, tensors)
+
+        def deferred(self, at, tensors):
+            if self.is_it(at.operator, tensors):
+                self.in_window = True
+                super().deferred(at, tensors)
+
+        def is_it(self, operator, tensors) -> bool:
+            filled = [tensor for tensor in tensors if tensor.numel()]
+            self.seen += bool(filled)
+            if self.armed or self.seen < number or not filled:
+                return False
+            if not (indices or all(tensor.is_floating_point() for tensor in filled)):
+                return False
+            self.armed = True
+            self.arm(number, Flip(operator, seed=seed))
+            return True
+
+    return Exact(tell)
+
+
+def waits(way: str | Path) -> tuple[int, int]:
+    """Operators of this rank that wait for windows by a plan: by themselves, and in AGC segments."""
+    from ft.dmr.plan.file import read_plan
+    from megatron.core import parallel_state
+
+    if not isinstance(way, Path):
+        return 0, 0
+    plan, stage = read_plan(way), parallel_state.get_pipeline_model_parallel_rank()
+    deferred = [plan.assign[op.id] for op in plan.trace.ops if op.place.stage == stage and plan.assign[op.id].window]
+    alone = sum(how.agc_segment is None for how in deferred)
+    return alone, len(deferred) - alone
+
+
+class Lab:
+    """Takes iterations of a job from one state, with one falsifier each. ``way``: as of ``dmr_jobs.protection``.
+
+    Attributes:
+        waits: operators of this rank that wait by themselves, and in AGC segments.
+    """
+
+    def __init__(self, job, way: str | Path):
+        import dmr_jobs
+
+        self._job, self._again = job, dmr_jobs.Again(job)
+        self.engine = dmr_jobs.protection(job, way).engine
+        self.waits = waits(way)
+        self.falsifier = None
+        self.engine.mode._disturbance = self
+        self.engine.queue.disturb = self.deferred
+        self.engine._wire = self.payload
+        self.engine._reductions._falsify = self.engine._falsify_reduced
+
+    def falsify(self, *args) -> None:
+        if self.falsifier is not None:
+            self.falsifier.falsify(*args)
+
+    def payload(self, *args) -> None:
+        if self.falsifier is not None:
+            self.falsifier.payload(*args)
+
+    def deferred(self, *args) -> None:
+        if self.falsifier is not None:
+            self.falsifier.deferred(*args)
+
+    def attempt(self, falsifier) -> tuple[bool, list, str | None, tuple]:
+        """(somebody has found something, what was found here, error, what is left behind)."""
+        import torch.distributed as dist
+
+        from megatron.training.step import _update
+
+        self.falsifier, error, loss = falsifier, None, None
+        self._again._undo.begin()
+        self._again._undo.wait()
+        with self.engine.iteration(self._job.microbatches(self._job.options.training.global_batch_size)):
+            try:
+                loss = _update(self._job).loss
+            except Exception as caught:
+                if dist.get_world_size() > 1:
+                    raise
+                error = f"{type(caught).__name__}: {caught}".splitlines()[0][:200]
+        self.falsifier = None
+        flag = self.engine.flag()
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        found = list(self.engine.findings.settle())
+        left = None if flag.item() else (repr(loss), self._again._state())
+        self._again._undo.back()
+        return bool(flag.item()), found, error, left
+
+
+def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = float("inf")) -> dict:
+    """``count`` flips, one after the other, and what became of each. Collective."""
+    import torch.distributed as dist
+
+    catalogue = Catalogue()
+    for _ in range(2):  # what the first iteration of a process does once is not there in later ones
+        catalogue.restart()
+        alarmed, _, _, clean = lab.attempt(catalogue)
+    coverage, told_of = lab.engine.coverage(), [None] * dist.get_world_size()
+    dist.all_gather_object(told_of, lab.waits)
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, catalogue.found)
+    ended = 0
+    began, flips, alarms = time.monotonic(), [], int(alarmed)
+    for number, (rank, index) in enumerate(plan(told, case, count, seed)):
+        over = [time.monotonic() - began > stop_after]
+        dist.broadcast_object_list(over, src=0)
+        if over[0]:
+            break
+        hits: list = []
+        of = (hits.append, index, seed * 1_000_003 + number, case.indices)
+        falsifier = one_flip(*of) if dist.get_rank() == rank else None
+        try:
+            alarmed, found, error, left = lab.attempt(falsifier)
+        except Exception as caught:  # of several ranks, one is gone, and the others cannot go on
+            print(f"flip {number} has ended a rank: {caught}", flush=True)
+            ended = 1
+            break
+        word = [None]
+        if falsifier is not None:
+            word = [{**judge(hits, alarmed, found, error, left == clean), "in_window": falsifier.in_window}]
+        dist.broadcast_object_list(word, src=rank)
+        flips.append({"rank": rank, **word[0]})
+        if number % 50 == 49:
+            alarms += int(lab.attempt(None)[0])
+    return {
+        "world": case.world,
+        "way": case.way,
+        "flags": case.flags.split(),
+        "groups": len({(rank, key[:3]) for rank, found in enumerate(told) for key in found}),
+        "results": sum(map(len, told)),
+        "coverage": coverage,
+        "waits": [sum(each) for each in zip(*told_of, strict=True)],
+        "false_alarms": alarms,
+        "ended": ended,
+        "seconds": time.monotonic() - began,
+        "flips": flips,
+    }
+
+
+def plan(told: list[list[tuple]], case: Case, count: int, seed: int):
+    """Which result of which rank is hit, group by group in turn."""
+    draw = random.Random(f"flips {seed}")
+    groups: dict[tuple, list] = defaultdict(list)
+    for rank, found in enumerate(told):
+        for index, (*key, floating) in enumerate(found):
+            if floating or case.indices:
+                groups[tuple(key)].append((rank, index))
+    names = sorted(groups, key=str)
+    draw.shuffle(names)
+    for number in range(count):
+        yield draw.choice(groups[names[number % len(names)]])
+
+
+def judge(hits: list, alarmed: bool, found: list, error: str | None, is_same: bool) -> dict:
+    if not hits:
+        return {"outcome": "nothing hit"}
+    (hit,) = hits
+    names = {one.at.operator for one in found}
+    named = hit.operator in names or (hit.execution is None)
+    quiet = "ended" if error else "masked" if is_same else "missed"
+    outcome = ("error" if error else "found") if alarmed else quiet
+    return {
+        "outcome": outcome if not alarmed or named else "found elsewhere",
+        "error": error,
+        "how": sorted({one.how for one in found}),
+        "mismatches": len(found),
+        **hit.values(),
+    }
