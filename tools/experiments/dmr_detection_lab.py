@@ -146,7 +146,7 @@ class Lab:
         self.falsifier = None
         flag = self.engine.flag()
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        found = list(self.engine.findings.settle())
+        found = list(self.engine.settle())
         left = None if flag.item() else (repr(loss), self._again._state())
         self._again._undo.back()
         return bool(flag.item()), found, error, left
