@@ -93,7 +93,8 @@ def test_the_table_counts_what_came():
 
 
 def test_a_short_campaign(corpus, tmp_path):
-    seed, faults = random.randrange(1 << 20), 4
+    faults, seeds = 4, iter(lambda: random.randrange(1 << 20), None)
+    seed = next(one for one in seeds if not {f.kind for f in campaign.plan(one, faults)} & set(campaign.HOLDING_UP))
     print(f"seed {seed}: {','.join(spec for one in campaign.plan(seed, faults) for spec in one.specs)}")
     entry = campaign.run_one(seed, tmp_path, corpus, faults)
     assert not entry["problems"], (tmp_path / f"seed-{seed}.problem").read_text()

@@ -54,6 +54,8 @@ TOGETHER = {
 IN_RETURN = ("returning: restore", "returning: resume", "healthy: restore", "healthy: resume")
 """A replica is killed; when it returns, it or another one is."""
 KINDS = (*WORKER, *OF_REPLICA, SERVER, SERVER, *TOGETHER, *IN_RETURN)
+HOLDING_UP = ("stall", "kill-agent", "kill-control", "disk-full")
+"""After these a replica is away for several of the steps at which others are planned: few come in a short run."""
 BRIEF = {"slow": "for=300ms", "disk-full": "for=300ms"}
 
 
