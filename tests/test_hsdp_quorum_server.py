@@ -78,6 +78,10 @@ class Service:
             assert time.monotonic() < deadline, f"{words}\n{self.said()}"
             time.sleep(0.01)
 
+    def named(self):
+        """Names of the events so far."""
+        return [event.name for event in events.read(self.folder / "events.jsonl")]
+
     def said(self):
         return (self.folder / "log").read_text()
 
@@ -206,7 +210,7 @@ def test_a_killed_leader_is_left_out(service):
     while 1 not in quorum.members:
         quorum = ask(client, after(quorum)).result(LIMIT_S)
     assert quorum.lives[1] == 1 and quorum.behind == (1,)
-    names = [event.name for event in events.read(service.folder / "events.jsonl")]
+    names = service.named()
     assert names.count("replica_offline") == 1 and names.count("replica_online") == 3
 
 
@@ -218,6 +222,7 @@ def test_one_that_leaves_waits_for_nothing_more_and_nobody_for_it(service):
     clients[1].leave("rank 3 was killed")
     with pytest.raises(RecoverableError, match="rank 3 was killed"):
         waits.result(LIMIT_S)
+    service.until(lambda: "replica_offline" in service.named(), "the server has not heard of it")
     quorum = ask(clients[0], after(quorum)).result(LIMIT_S)
     assert quorum.members == (0,) and "replica 1 is offline: rank 3 was killed" in quorum.reason
     with pytest.raises(NoQuorum, match="life 0"):
