@@ -106,7 +106,9 @@ ELSEWHERE = {
 """Where the other rows of the table are tested."""
 
 
-@pytest.mark.parametrize("name", BUNDLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "waited for" else ()) for name in BUNDLES]
+)
 def test_every_kind_ends_as_the_table_says(name, corpus, reference, tmp_path):
     bundle = BUNDLES[name]
     layout = f"{LAYOUT} {bundle.extra}"
@@ -166,6 +168,7 @@ def test_a_node_with_other_flags_is_found_before_training(corpus, tmp_path):
     assert not done.named("epoch_opened") and not (done.folder / "metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_a_node_that_loses_its_power_is_replaced(corpus, reference, tmp_path):
     # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
     layout, port = f"{LAYOUT} --use-tp-pp-dp-mapping", free_port()

@@ -41,7 +41,9 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("victim", PAIRS)
+@pytest.mark.parametrize(
+    "victim", [pytest.param(victim, marks=pytest.mark.long if victim == "who helps" else ()) for victim in PAIRS]
+)
 def test_a_second_fault_in_each_phase_of_a_recovery(victim, corpus, reference, tmp_path):
     pairs, steps = PAIRS[victim], 52
     faults = [fault for i, pair in enumerate(pairs) for fault in (FIRST.format(step=4 + 7 * i), pair)]

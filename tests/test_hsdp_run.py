@@ -205,7 +205,7 @@ NO_CP = "--context-parallel-size needs Transformer Engine, which is not installe
 @pytest.mark.parametrize(
     ("extra", "batch", "says"),
     [
-        pytest.param("", 12, "global batch 12 is not a multiple of 2 replicas", id="batch"),
+        pytest.param("", 12, "global batch 12 is not a multiple of 2 replicas", id="batch", marks=LONG),
         pytest.param("--context-parallel-size 2", 8, NO_CP, id="CP", marks=LONG),
     ],
 )
