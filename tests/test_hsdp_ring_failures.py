@@ -16,7 +16,9 @@ import torch
 
 from ft.hsdp.ring import Ring, RingOptions, hello, numbers
 from ft.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
-from ft.hsdp.ring.control import BREAK, PING, PONG, Message, pack, unpack
+from ft.hsdp.ring.control import BREAK, LEAVE, PING, PONG, Message, pack, unpack
+from ft.hsdp.ring.links import Links
+from ft.hsdp.ring.poller import Poller
 from ft.hsdp.ring.schedule import items
 from ft.hsdp.ring.tuning import send_buffer
 from ft.sockets import held, towards
@@ -141,6 +143,24 @@ def test_a_member_that_hangs_in_the_middle_of_its_own_reduction_is_blamed(member
     gate.set()
     assert not hung.wait().ok
     assert all_work(rings, 3)
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_who_leaves_before_the_operation_under_way_ends_it(done):
+    """Whose left neighbour still waits to be connected would learn of it by nothing else."""
+    poller = Poller()
+    links, pairs = Links(poller), [socket.socketpair() for _ in range(2)]
+    links.join(RIGHT, 1, [pairs[0][0], pairs[1][0]])
+    links.operation, links.busy = 1, True
+    pairs[0][1].send(pack(Message(LEAVE, done, suspect=2, reason="2 cannot be reached")))
+    pairs[0][0].setblocking(False)
+    poller.wait(5)
+    assert links.right.gone.suspect == 2
+    assert links.broken == (None if done else links.right.gone)
+    links.close(links.right.gone)
+    poller.close()
+    for _, end in pairs:
+        end.close()
 
 
 def test_who_waits_an_operation_behind_for_a_hung_member_is_not_blamed(members, monkeypatch):

@@ -107,7 +107,7 @@ class Links:
         kind = BREAK if self.busy or self.broken else LEAVE
         for link in self._joined():
             self._poller.forget(link.control.fileno())
-            link.control.say(Message(kind, suspect=why.suspect, reason=why.reason))
+            link.control.say(Message(kind, self.operation, suspect=why.suspect, reason=why.reason))
         for link in self._joined():
             for connection in link.data:
                 with contextlib.suppress(OSError):
@@ -130,6 +130,8 @@ class Links:
             link.answer = message
         elif message.kind == LEAVE:
             link.gone = Broken(message.reason, message.suspect)
+            if self.busy and message.operation < self.operation and self.broken is None:
+                self.broken = link.gone  # it never comes to the operation under way
         elif self.broken is None:
             self.broken = self._learn(message)
 
