@@ -15,6 +15,12 @@ def parts(optimizer: Any) -> list:
     return [part for part in chained if getattr(part, "optimizer", None) is not None]
 
 
+def is_torchs(part: Any) -> bool:
+    """Whether one of core's is around one of torch's own, which counts steps for each parameter; Apex's and Transformer
+    Engine's count them for a group."""
+    return type(part.optimizer).__module__.startswith("torch.optim")
+
+
 @torch.no_grad()
 def allocate(inner: torch.optim.Optimizer) -> None:
     """Makes the state of parameters that have none yet as it is before a first step: all zeros.

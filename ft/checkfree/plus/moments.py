@@ -14,7 +14,7 @@ def refuse_common_steps(optimizer: Any) -> None:
     """Raises UserError for an optimizer that counts steps for all parameters together: those of a few could not begin
     anew."""
     for part in optimizers.parts(optimizer):
-        if not type(part.optimizer).__module__.startswith("torch.optim"):
+        if not optimizers.is_torchs(part):
             kind = type(part.optimizer).__name__
             raise UserError(
                 f"{kind} counts steps for all parameters together: after a rebuild CheckFree+'s copies would part",

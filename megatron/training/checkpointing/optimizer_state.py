@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ft.snapshot.optimizers import is_torchs
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
@@ -30,7 +31,7 @@ def parts(optimizer: Any) -> list:
 def allocate(optimizer: Any) -> None:
     """Gives fresh optimizers of torch the state that their first step makes; no weight changes."""
     for part in parts(optimizer):
-        if _is_torchs(part) and not part.optimizer.state:
+        if is_torchs(part) and not part.optimizer.state:
             _step_without_effect(part.optimizer)
 
 
@@ -66,7 +67,7 @@ def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
 def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
     """(state, betas) of each parameter that counts its steps."""
     for part in parts(optimizer):
-        if not _is_torchs(part):
+        if not is_torchs(part):
             continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -78,7 +79,7 @@ def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
 def load(optimizer: Any, loaded: Any) -> None:
     """Puts a loaded state into ``optimizer``; ``loaded`` is what core's loading made of its sharded state."""
     own = parts(optimizer)
-    if not all(_is_torchs(part) and isinstance(part, DistributedOptimizer) for part in own):
+    if not all(is_torchs(part) and isinstance(part, DistributedOptimizer) for part in own):
         optimizer.load_state_dict(loaded)
         return
     numbers = sorted(key for key in loaded if isinstance(key, int))
@@ -125,10 +126,6 @@ def _load_distributed(part: DistributedOptimizer, common: dict, tensors: Any) ->
         step = float(group.pop("step"))
         for parameter in group["params"]:
             inner.state[parameter]["step"] = torch.tensor(step)
-
-
-def _is_torchs(part: Any) -> bool:
-    return type(part.optimizer).__module__.startswith("torch.optim")
 
 
 def _step_without_effect(inner: torch.optim.Optimizer) -> None:
