@@ -1,4 +1,6 @@
-"""`python -m megatron.patches`: what is patched, where and why, and whether it fits a megatron-core.
+"""`python -m megatron.patches`: what is patched, where and why, and whether that and our calls fit a megatron-core.
+
+Named as well are collectives that this core does once per process and that no recovery repeats (``once.py``).
 
 Exit status: 0 if everything fits, 1 if something does not, 2 on bad input.
 """
@@ -8,17 +10,20 @@ import json
 import sys
 import textwrap
 from collections import Counter
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 from ft.errors import UserError
+from megatron.patches.calls import Found, check_calls
 from megatron.patches.check import Finding, check
 from megatron.patches.manifest import MANIFEST, SUPPORTED_CORE
-from megatron.patches.sources import CoreSources, archived_core, installed_core
+from megatron.patches.once import OnceOnly, unknown
+from megatron.patches.sources import CoreSources, OwnSources, archived_core, installed_core
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command with `argv` (the process's arguments by default); returns the exit status."""
+    """Run the command with `argv` (the process's arguments by default); returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron.patches", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--wheel", type=Path, metavar="FILE", help="check against this wheel or source archive, not the installed core"
@@ -28,15 +33,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         core = archived_core(options.wheel) if options.wheel else installed_core()
         findings = check(list(MANIFEST), core, with_torch=not options.wheel and find_spec("torch") is not None)
+        calls, once = check_calls(OwnSources(), core), unknown(core)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(as_json(findings, core) if options.json else as_table(findings, core))
-    return 0 if all(finding.fits for finding in findings) else 1
+    if options.json:
+        print(as_json(findings, calls, once, core))
+    else:
+        print(as_table(findings, core), "", calls_table(calls), once_table(once), sep="\n")
+    return 0 if _all_fits(findings, calls, once) else 1
 
 
-def as_json(findings: list[Finding], core: CoreSources) -> str:
-    """One object: the core that was checked, whether all fits, and one object per patch."""
+def as_json(findings: list[Finding], calls: Found, once: list[OnceOnly], core: CoreSources) -> str:
+    """One object: the core that was checked, whether all fits, one object per patch, one per place in our sources
+    that takes from core what is not there, or calls it with other arguments than it takes, and one per function whose
+    collectives a worker that joins later may do alone."""
     patches = [
         {
             "module": finding.patch.module,
@@ -52,8 +63,10 @@ def as_json(findings: list[Finding], core: CoreSources) -> str:
         }
         for finding in findings
     ]
-    fits = all(finding.fits for finding in findings)
-    return json.dumps({"core": core.version, "origin": core.origin, "fits": fits, "patches": patches}, indent=1)
+    fits = _all_fits(findings, calls, once)
+    called = {"checked": calls.calls, "misfits": [asdict(misfit) for misfit in calls.misfits]}
+    told = {"core": core.version, "origin": core.origin, "fits": fits, "patches": patches, "calls": called}
+    return json.dumps({**told, "once": [asdict(each) for each in once]}, indent=1)
 
 
 def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> str:
@@ -86,6 +99,25 @@ def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> st
     counts = Counter(finding.status for finding in findings)
     lines += ["", f"{len(findings)} symbols: " + ", ".join(f"{n} {status}" for status, n in counts.items())]
     return "\n".join(lines)
+
+
+def calls_table(calls: Found) -> str:
+    """The table of what in our sources does not fit this core: nothing but its last line if all does."""
+    lines = ["OUR USES OF MEGATRON-CORE THAT DO NOT FIT IT"] if calls.misfits else []
+    for misfit in calls.misfits:
+        lines += [f"{misfit.file}:{misfit.line}", f"    {misfit.callee}: {misfit.problem}"]
+    return "\n".join([*lines, f"{calls.calls} calls: {len(calls.misfits)} misfits"])
+
+
+def once_table(once: list[OnceOnly]) -> str:
+    """The collectives for people: a row each that nobody has looked at, and their number."""
+    lines = ["COLLECTIVES THAT MEGATRON-CORE DOES ONCE PER PROCESS AND THAT A RECOVERY DOES NOT REPEAT"] if once else []
+    lines += [f"{each.name}, line {each.line}: depends on {', '.join(each.state)}" for each in once]
+    return "\n".join([*lines, f"collectives done once per process: {len(once)} not looked at"])
+
+
+def _all_fits(findings: list[Finding], calls: Found, once: list[OnceOnly]) -> bool:
+    return all(finding.fits for finding in findings) and not calls.misfits and not once
 
 
 def _columns(finding: Finding) -> tuple[str, str, str]:

@@ -7,12 +7,12 @@ through `replace()`, and list what it replaces here with `file="NAME"`.
 
 from dataclasses import dataclass
 
-SUPPORTED_CORE = "megatron-core 0.16.1 to 0.19.x"
+SUPPORTED_CORE = "megatron-core 0.16.1 with Python 3.11, 0.19.2 with Python 3.12 and 3.13"
 ALWAYS, ON_CPU = "always", "cpu"
 WITH_REPLICAS, WITH_DMR, WITH_CHECKFREE, WITH_SWAPPED_ENDS = "replicas", "dmr", "checkfree", "swapped ends"
 
 _CORE_CHECKED = ("0.16.1", "0.19.2")
-_TORCH_CHECKED = ("2.13.0",)
+_TORCH_CHECKED = ("2.13.0", "2.14.1")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import platform
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ft.errors import UserError
@@ -22,22 +22,39 @@ class CoreSources:
         version: what its `package_info` says, e.g. "0.16.1"; "unknown" if it does not say.
     """
 
-    def __init__(self, origin: str, read: Callable[[str], bytes | None]):
-        self.origin, self._read = origin, read
+    def __init__(self, origin: str, read: Callable[[str], bytes | None], files: Callable[[], Iterable[str]]):
+        self.origin, self._read, self._files = origin, read, files
         self._trees: dict[str, ast.Module | None] = {}
         self.version = self._find_version()
 
     def tree(self, module: str) -> ast.Module | None:
         """The syntax tree of `megatron.core...`, None if there is no such module; UserError if it does not parse."""
         if module not in self._trees:
-            path = module.replace(".", "/").removeprefix(_CORE)
-            source = self._read(f"{path}.py") or self._read(f"{path}/__init__.py")
+            path = f"{module.replace('.', '/')}/".removeprefix(_CORE)
+            source = (self._read(f"{path[:-1]}.py") if path else None) or self._read(f"{path}__init__.py")
             try:
                 self._trees[module] = None if source is None else ast.parse(source)
             except (SyntaxError, ValueError) as error:
                 problem = f"{self.origin}: {module} does not parse with Python {platform.python_version()}"
                 raise UserError(f"{problem}: {error}", "check a wheel with the Python it was made for") from error
         return self._trees[module]
+
+    def modules(self) -> list[str]:
+        """The names of all its modules below ``megatron.core``, sorted."""
+        names = (file.removesuffix(".py").removesuffix("__init__").strip("/") for file in self._files())
+        return sorted(f"{_CORE}{name}".replace("/", ".") for name in names if name)
+
+    def is_package(self, module: str) -> bool:
+        return self.tree(f"{module}.__init__") is not None
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """(major, minor); UserError if it does not say."""
+        numbers = self.version.split(".")
+        if len(numbers) < 3:
+            problem = f"{self.origin} does not say which release it is: megatron/core/package_info.py has no version"
+            raise UserError(problem, "check a whole megatron-core")
+        return int(numbers[0]), int(numbers[1])
 
     def _find_version(self) -> str:
         tree = self.tree("megatron.core.package_info")
@@ -51,18 +68,54 @@ class CoreSources:
         return ".".join(map(str, numbers)) + (parts.get("PRE_RELEASE") or "")
 
 
+class OwnSources:
+    """The modules of this project, without those that do not name megatron at all.
+
+    Args:
+        root: the folder that holds ``megatron``, ours if None; in a repository (with ``setup.py``), ``examples`` and
+            ``tools`` belong to it too.
+
+    Attributes:
+        files: {name of a module: its file}, in the order of the files' names.
+    """
+
+    def __init__(self, root: Path | None = None):
+        self._root = root = root or Path(__file__).resolve().parents[2]
+        folders = ["ft", "megatron/patches", "megatron/training"]
+        if (root / "setup.py").is_file():
+            folders += ["examples", "tools"]
+        files = [file for folder in folders for file in (root / folder).rglob("*.py")]
+        files += [file for file in (root / "pretrain_gpt.py",) if file.is_file()]
+        self.files = {self._name(file): file for file in sorted(files) if b"megatron" in file.read_bytes()}
+
+    def tree(self, module: str) -> ast.Module:
+        """The syntax tree of one of its modules, made anew with every call."""
+        return ast.parse(self.files[module].read_bytes())
+
+    def is_package(self, module: str) -> bool:
+        return self.files[module].name == "__init__.py"
+
+    def shown(self, file: Path) -> str:
+        """The name of a file for people."""
+        return str(file.relative_to(self._root))
+
+    def _name(self, file: Path) -> str:
+        parts = file.relative_to(self._root).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def installed_core() -> CoreSources:
     """The megatron-core that `import megatron.core` would take; UserError if there is none."""
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("megatron-core is not installed", "pip install 'megatron-core>=0.16.1,<0.20'")
+        raise UserError("megatron-core is not installed", "pip install megatron-core==0.19.2 (0.16.1 for Python 3.11)")
     folder = Path(spec.submodule_search_locations[0])
 
     def read(path: str) -> bytes | None:
         file = folder / path
         return file.read_bytes() if file.is_file() else None
 
-    return CoreSources(str(folder), read)
+    return CoreSources(str(folder), read, lambda: (str(file.relative_to(folder)) for file in folder.rglob("*.py")))
 
 
 def archived_core(file: Path) -> CoreSources:
@@ -81,7 +134,7 @@ def archived_core(file: Path) -> CoreSources:
         raise UserError(f"{file} cannot be read: {error}", fix) from error
     if not contents:
         raise UserError(f"{file}: there is no megatron/core inside", fix)
-    return CoreSources(str(file), contents.get)
+    return CoreSources(str(file), contents.get, lambda: contents)
 
 
 def _zip_contents(file: Path) -> dict[str, bytes]:

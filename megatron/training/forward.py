@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from ft.errors import FtError
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.patches.releases import batch_of_this_context_rank
 
 
 class NonFiniteLossError(FtError):
@@ -57,4 +57,4 @@ def refuse_non_finite(loss: float) -> None:
 
 def _on_device(batch: dict) -> dict:
     moved = {name: None if value is None else value.cuda(non_blocking=True) for name, value in batch.items()}
-    return get_batch_on_this_cp_rank(moved)
+    return batch_of_this_context_rank(moved)

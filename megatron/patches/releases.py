@@ -1,0 +1,73 @@
+"""Where releases of megatron-core differ in what this project calls: one function for each difference.
+
+Everything else is written as if there were one core. Each difference names the release that brought it; a branch on
+``CORE`` is what ``python -m megatron.patches`` reads to know which call is for which release.
+"""
+
+import torch
+
+from ft.errors import UserError
+from megatron.core import package_info, parallel_state
+from megatron.core import utils as core_utils
+from megatron.core.pipeline_parallel import schedules
+
+# (major, minor) of the installed megatron-core.
+CORE = (package_info.MAJOR, package_info.MINOR)
+
+
+def batch_of_this_context_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """The part of a batch ([micro batch, sequence, ...] each) that this context-parallel rank computes.
+
+    From 0.18 on core asks whether the context-parallel groups change from batch to batch (here they never do), and
+    takes the whole world where it is given no group.
+    """
+    group = parallel_state.get_context_parallel_group()
+    if CORE >= (0, 18):
+        return core_utils.get_batch_on_this_cp_rank(batch, False, group)
+    return core_utils.get_batch_on_this_cp_rank(batch, group)
+
+
+def backward_step(taken, output, gradient, kind, config):
+    """Core's backward of one microbatch; returns the gradient of ``taken``.
+
+    Args:
+        taken, output: the activation that the stage was given, and the one that it made.
+        gradient: of ``output``, None on the last stage.
+        kind: of the model (``ModelType``), which core asks for up to 0.16.
+        config: of the model.
+    """
+    if CORE >= (0, 17):
+        return schedules.backward_step(taken, output, gradient, config)
+    return schedules.backward_step(taken, output, gradient, kind, config)
+
+
+def forget_answers_agreed_on_once(optimizer) -> None:
+    """Makes ``optimizer`` ask anew what all ranks answer together once per process (see ``once.py``); no collective.
+
+    From 0.19 on an optimizer asks with an all-reduce whether any rank has parameters whose norm is taken apart, and
+    keeps the answer. After a recovery all have to ask again, because a worker that has just joined does.
+    """
+    for part in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
+        if hasattr(part, "_has_grad_norm_group_cache"):
+            part._has_grad_norm_group_cache = None
+
+
+def refuse_captured_update(optimizer) -> None:
+    """Refuses an optimizer step that is to become a CUDA graph (core's ``--optimizer-cuda-graph``, from 0.17 on).
+
+    Its step is counted and captured once per process, between two barriers: a worker that joins later would wait in
+    them alone.
+
+    Raises:
+        UserError: ``optimizer.step`` is such a step.
+    """
+    if CORE < (0, 17):
+        return
+    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+    if isinstance(optimizer.step, OptimizerCudaGraphWrapper):
+        raise UserError(
+            "an optimizer step captured as a CUDA graph cannot be protected: a worker that joins later would capture "
+            "it alone",
+            "leave --optimizer-cuda-graph out",
+        )
