@@ -31,8 +31,10 @@ setup(
     package_data={"megatron.training.arguments": ["*.txt"]},
     ext_modules=[digests],
     install_requires=[
-        "megatron-core>=0.16.1,<0.20",
-        "torch>=2.9",
+        # The releases that have been run; README, "Patches", says with what.
+        "megatron-core==0.16.1; python_version < '3.12'",
+        "megatron-core==0.19.2; python_version >= '3.12'",
+        "torch>=2.13",
         "numpy",
         "scipy",  # its integer programs place peer copies
         "einops",  # imported by megatron-core's distributed optimizer instances, not required by it
@@ -40,6 +42,7 @@ setup(
         "tqdm",
         "matplotlib",
         "tensorboard",
+        "pyyaml",  # scenario files of ft run --scenario
     ],
     extras_require={
         "hf": ["tokenizers"],

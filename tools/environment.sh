@@ -1,8 +1,9 @@
-# Sourced by examples/quickstart.sh and tests/run.sh: a Python environment with this checkout and its needs in it.
+# Sourced by examples/quickstart.sh, tests/run.sh and tests/newest.sh: a Python environment with this checkout and its
+# needs in it.
 #
 # An active virtual or conda environment is used; otherwise .venv is made beside this checkout. What is installed is
 # remembered, so that a second call does nothing and needs no network. MEGATRON_FT_TORCH names the torch to install
-# where there is none (default: torch==2.13.0).
+# where there is none (default: 2.13.0 with Python 3.11, what pip chooses with newer ones).
 
 prepare_environment() { # prepare_environment EXTRAS
     local extras=$1
@@ -21,10 +22,25 @@ prepare_environment() { # prepare_environment EXTRAS
     stamp="$home/.megatron-ft-$(cat setup.py pyproject.toml <(pwd; echo "$extras") | sha256sum | cut -c1-16)"
     if [ -e "$stamp" ]; then return; fi
     echo "installing into $home (once; a few minutes the first time)"
-    python -c 'import torch' 2>/dev/null ||
-        install "${MEGATRON_FT_TORCH:-torch==2.13.0}"
+    rm -f "$home"/.megatron-ft-*  # of a checkout that this one takes the place of
+    python -c 'import torch' 2>/dev/null || install "${MEGATRON_FT_TORCH:-$(default_torch)}"
     install -e ".[$extras]"
     touch "$stamp"
+}
+
+default_torch() {
+    python -c 'import sys; print("torch==2.13.0" if sys.version_info < (3, 12) else "torch")'
+}
+
+newest_python() { # prints the newest Python from 3.12 on that is on the PATH or that pyenv has; nothing if there is none
+    local candidate
+    for candidate in $(compgen -c python3. | grep -xE 'python3\.[0-9]+' | sort -u) \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3; do
+        "$candidate" -c '
+import sys
+if sys.version_info >= (3, 12):
+    print("%d.%02d.%03d" % sys.version_info[:3], sys.executable)' 2>/dev/null || true
+    done | sort | tail -n 1 | cut -d " " -f 2-
 }
 
 install() {
