@@ -276,7 +276,9 @@ def test_flips_of_every_operator_are_found(precision, ranks, corpus):
     assert set(found) <= {"found", "error"}
 
 
-@pytest.mark.parametrize("mode", [pytest.param(REPEAT, marks=pytest.mark.long), STUCK])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(REPEAT, marks=pytest.mark.long), pytest.param(STUCK, marks=pytest.mark.newest)]
+)
 def test_a_device_that_computes_wrongly_again_and_again_is_replaced(mode, corpus, reference, tmp_path):
     layout, which = f"--use-distributed-optimizer {RECOMPUTED}", "operator=mm:bit=20"
     done = ft_run(

@@ -14,9 +14,10 @@ from ft import cli
 from ft.dmr.plan.file import differences, read_plan, refuse_another_s, write_plan
 from ft.dmr.plan.planner import plan
 from ft.dmr.plan.schedule import Pipeline
-from ft.dmr.plan.sizes import gigabytes, size
+from ft.dmr.plan.sizes import gigabytes
 from ft.dmr.plan.trace_file import read_trace, write_trace
 from ft.errors import UserError
+from ft.quantities import size
 
 TRACE = pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0)
 BUDGET = "6000"

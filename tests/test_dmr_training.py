@@ -122,6 +122,7 @@ FLIPS = {
 }
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("name", FLIPS)
 def test_a_step_with_a_flip_is_taken_once_more_by_everybody(name, ranks, corpus):
     way, wanted = FLIPS[name]

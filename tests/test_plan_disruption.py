@@ -18,8 +18,8 @@ FT_HSDP = "--gpus 100000 --mttf 18m --step-time 20s --checkpoint-interval 100 --
 """Section IV quotes FT-HSDP: a failure every 18 minutes, a stall of 10, checkpoints every 100 steps of 20 s."""
 
 DEADPOOL = (
-    "--gpus 256 --gpus-per-node 4 --mttf 1d --step-time 2.08 --checkpoint-interval 5000 --checkpoint-cost 8.9 "
-    "--restart-time 150 --hot-swap-time 32.6,29.8 --interrupted 0"
+    "--gpus 256 --gpus-per-node 4 --mttf 1d --step-time 2.08s --checkpoint-interval 5000 --checkpoint-cost 8.9s "
+    "--restart-time 150s --hot-swap-time 32.6s,29.8s --interrupted 0"
 )
 """Section VII-C: 64 nodes of 4 GPUs, 100,000 steps in 2.41 days, what hot-swaps and restarts took."""
 
@@ -33,17 +33,17 @@ def plan(words: str, capsys) -> dict:
 
 
 def test_the_replay_of_section_iv_is_16_7_minutes(capsys):
-    found = plan(f"{FT_HSDP} --hot-swap-time 30", capsys)
+    found = plan(f"{FT_HSDP} --hot-swap-time 30s", capsys)
     assert found["ways"]["restart"]["per_failure_s"]["replay"] / 60 == pytest.approx(16.7, abs=0.05)
 
 
 def test_by_the_formula_without_the_interrupted_step_it_is_half_a_step_less(capsys):
-    found = plan(f"{FT_HSDP} --hot-swap-time 30 --interrupted 0", capsys)
+    found = plan(f"{FT_HSDP} --hot-swap-time 30s --interrupted 0", capsys)
     assert found["ways"]["restart"]["per_failure_s"]["replay"] == pytest.approx((100 - 1) / 2 * 20)
 
 
 def test_with_a_restart_of_10_minutes_every_18_the_run_gets_on_less_than_half_of_the_time(capsys):
-    found = plan(f"{FT_HSDP} --hot-swap-time 30", capsys)
+    found = plan(f"{FT_HSDP} --hot-swap-time 30s", capsys)
     assert found["ways"]["restart"]["effective_training_time"] == pytest.approx(18 / (18 + 10 + 16.67), abs=1e-3)
     assert found["ways"]["hot_swap"]["effective_training_time"] > 0.95
 
@@ -154,7 +154,7 @@ def test_the_probability_of_a_missing_standby_falls_with_their_number(in_repair)
 
 
 def test_the_table_names_every_part_and_its_money(capsys):
-    words = f"plan disruption {FT_HSDP} --detect 10 --rebuild 30s --restore 5 --price 2.5 --steps 1000 --standbys 40"
+    words = f"plan disruption {FT_HSDP} --detect 10s --rebuild 30s --restore 5s --price 2.5 --steps 1000 --standbys 40"
     assert cli.main([*words.split(), "--repair-time", "6h"]) == 0
     text = capsys.readouterr().out
     for word in (
@@ -212,7 +212,7 @@ def test_times_are_taken_from_a_run(tmp_path, capsys):
     times = measured(load(a_run(tmp_path, swaps=2)))
     assert (times.step_s, times.hot_swaps, times.restart_s) == (0.5, 2, None)
     assert times.parts == pytest.approx({"detect": 0.1, "rebuild": 0.2, "restore": 0.3})
-    words = "--gpus 8 --mttf 1h --checkpoint-interval 100 --checkpoint-cost 1 --restart-time 60 --rebuild 9"
+    words = "--gpus 8 --mttf 1h --checkpoint-interval 100 --checkpoint-cost 1s --restart-time 60s --rebuild 9s"
     found = plan(f"{words} --from-run {tmp_path}", capsys)
     parts = found["ways"]["hot_swap"]["per_failure_s"]
     assert parts["detect"] == pytest.approx(0.1)
@@ -229,7 +229,7 @@ def test_a_run_without_a_hot_swap_has_no_times(tmp_path):
     [
         ("--gpus 100", "no multiple of --gpus-per-node"),
         ("--mtbf-gpu 50d", "both --mttf and --mtbf-gpu"),
-        ("--detect 3", "--hot-swap-time is there, and --detect"),
+        ("--detect 3s", "--hot-swap-time is there, and --detect"),
         ("--failure-steps 18,x", "neither steps nor a readable file"),
         ("--failure-steps {folder}/empty", "is empty"),
         ("--failure-steps {folder}/words", "holds 'twelve'"),
@@ -264,14 +264,13 @@ def test_input_that_cannot_work_is_refused_with_a_reason(extra, part, tmp_path, 
     ],
 )
 def test_a_flag_that_makes_no_sense_is_refused_by_name(words, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "disruption", *DEADPOOL.split(), *words.split()])
-    assert words.split()[0] in capsys.readouterr().err
+    assert cli.main(["plan", "disruption", *DEADPOOL.split(), *words.split()]) == 2
+    assert f"error: {words.split()[0]}: " in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named(capsys):
     words = FT_HSDP.replace("--mttf 18m", "").split()
-    assert cli.main(["plan", "disruption", *words, "--hot-swap-time", "30"]) == 2
+    assert cli.main(["plan", "disruption", *words, "--hot-swap-time", "30s"]) == 2
     assert "how often something fails is not said" in capsys.readouterr().err
-    assert cli.main(["plan", "disruption", *FT_HSDP.split(), "--detect", "1"]) == 2
+    assert cli.main(["plan", "disruption", *FT_HSDP.split(), "--detect", "1s"]) == 2
     assert "--rebuild is missing" in capsys.readouterr().err

@@ -259,7 +259,7 @@ def test_a_table_and_the_same_as_json(capsys):
 
 
 def test_what_does_not_fit_is_said(capsys):
-    flags = f"--nodes 8 --host-memory 100 --network 1 --step-time 1s --copies 2 --params 70B {BIG}"
+    flags = f"--nodes 8 --host-memory 100GB --network 1 --step-time 1s --copies 2 --params 70B {BIG}"
     text = ask(capsys, flags)
     assert text.count("NO") == 2
     assert "3 failure domains" in ask(
@@ -305,9 +305,35 @@ def test_bad_questions_are_refused(capsys, flags, said):
 
 
 @pytest.mark.parametrize(
-    "flags", ["", "--nodes 0", "--nodes 2 --params much", "--nodes 2 --copies 0", "--nodes 1 --pcie -1"]
+    ("flags", "named"),
+    [
+        ("", "--nodes"),
+        ("--nodes 0", "--nodes"),
+        ("--nodes 2 --params much", "--params"),
+        ("--nodes 2 --copies 0", "--copies"),
+        ("--nodes 1 --pcie -1", "--pcie"),
+    ],
 )
-def test_values_that_are_none_end_with_usage(capsys, flags):
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "snapshot", *flags.split()])
-    assert ended.value.code == 2 and "usage" in capsys.readouterr().err
+def test_values_that_are_none_are_refused_by_name_with_where_to_look(capsys, flags, named):
+    assert main(["plan", "snapshot", *flags.split()]) == 2
+    told = capsys.readouterr().err
+    assert named in told and "fix: see ft plan snapshot --help" in told
+
+
+def test_a_run_without_snapshots_is_in_the_comparison(capsys):
+    flags = f"--nodes 64 --nodes-per-rack 4 --step-time 10s --params 70B {BIG}"
+    text = ask(capsys, flags)
+    head = next(line.split() for line in text.splitlines() if "k = 1" in line)
+    assert head[0] == "none" and "restart from the newest checkpoint" in text
+    values = json.loads(ask(capsys, "--json " + flags))
+    assert values["without"]["loss_per_failure"] == 1.0
+    assert values["without"]["loss_per_month"] == pytest.approx(
+        1 - math.exp(-values["copies"][0]["failures_per_month"])
+    )
+
+
+def test_who_gives_no_trainer_flags_is_told_what_that_means(capsys):
+    text = ask(capsys, "--nodes 2 --gpus-per-node 2 --params 1B --copies 1")
+    assert "all 4 ranks are one data-parallel group, and each holds the whole model" in text
+    assert "copies carry nothing" in text and "if all 4 fail" in text and "formula (1)" not in text
+    assert "data-parallel group" not in ask(capsys, f"--nodes 8 --params 1B --copies 1 {BIG}")

@@ -104,7 +104,7 @@ def test_all_replicas_lost_at_once_go_back_to_the_checkpoint():
 
 
 def test_the_command_prints_44_and_80_percent(capsys):
-    words = "--gpus 98304 --replicas 12 --mtbf-min 18 --days 5 --no-sweep"
+    words = "--gpus 98304 --replicas 12 --mtbf 18m --time 5d --no-sweep"
     assert cli.main(["simulate", "hsdp", *words.split()]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "paper's formula" in line)
     assert line.split()[2:6:2] == ["44.4", "80.1"]

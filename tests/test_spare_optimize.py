@@ -54,7 +54,7 @@ def test_redundancies_are_tried_up_to_what_can_be_placed(capsys):
 
 
 def test_the_best_is_recommended_where_it_is_clearly_so():
-    found = optimum(ASKED, [of(7, 3.0, 3.5), of(8, 2.9, 3.2), of(9, 2.8, 3.0), of(10, 2.7, 3.1)])
+    found = optimum(ASKED, [of(7, 3.0, 3.5), of(8, 2.9, 3.2), of(9, 2.8, 3.0), of(10, 2.7, 3.1)], of(1, 9.0, 9.0))
     assert (found.argmin_theory, found.argmin_simulated, found.recommended) == (10, 9, 9)
     assert found.period_s == 1009.0
     assert "less than with any other" in found.reason
@@ -63,24 +63,44 @@ def test_the_best_is_recommended_where_it_is_clearly_so():
 
 
 def test_the_smallest_of_those_that_are_about_as_good_is_recommended():
-    found = optimum(ASKED, [of(7, 3.0, 3.05), of(8, 2.9, 3.02), of(9, 2.8, 3.0)])
+    found = optimum(ASKED, [of(7, 3.0, 3.05), of(8, 2.9, 3.02), of(9, 2.8, 3.0)], of(1, 9.0, math.inf, None))
     assert (found.argmin_simulated, found.recommended) == (9, 8)
     assert "R = 9 comes to 3.00, less than 1 % better" in found.reason
 
 
 def test_a_redundancy_that_never_trains_is_not_recommended():
-    found = optimum(ASKED, [of(2, 2.0, math.inf, None), of(3, 2.9, 5.0)])
+    found = optimum(ASKED, [of(2, 2.0, math.inf, None), of(3, 2.9, 5.0)], of(1, 9.0, 9.0))
     assert (found.argmin_theory, found.recommended) == (2, 3)
-    found = optimum(ASKED, [of(2, 2.0, math.inf, None), of(3, 2.9, math.inf, None)])
+    found = optimum(ASKED, [of(2, 2.0, math.inf, None), of(3, 2.9, math.inf, None)], of(1, 9.0, math.inf, None))
     assert (found.argmin_simulated, found.recommended) == (None, 2)
-    assert "no simulated run keeps a step" in found.reason
+    assert "no simulated run with redundancy keeps a step" in found.reason
+
+
+def test_checkpoints_alone_are_recommended_where_no_redundancy_trains_faster(capsys):
+    found = ask("--groups 64 --mtbf 60d --restart 10m --save 1m --no-simulation", capsys)
+    assert found["checkpoints_alone"]["ttt_norm"] < 1.01 < 2 < min(one["ttt_norm"] for one in found["choices"])
+    assert found["recommended"] == 1 and "checkpoints alone train in 1.00" in found["reason"]
+    assert found["checkpoint_period_s"] == found["checkpoints_alone"]["checkpoint_period_s"]
+    found = optimum(ASKED, [of(2, 2.0, 1.5), of(3, 2.9, 1.6)], of(1, 9.0, 1.4))
+    assert found.recommended == 1 and "no redundancy is worth" in found.reason
+    found = optimum(ASKED, [of(2, 2.0, math.inf, None)], of(1, 9.0, 1.4))
+    assert found.recommended == 1 and "R = 2, in no end" in found.reason
+    found = optimum(ASKED, [of(2, 2.0, 1.5)], of(1, 1.1, math.inf, None))
+    assert found.recommended == 2 and "checkpoints alone come to no end" in found.reason
 
 
 def test_the_table_says_what_to_do(capsys):
     words = "plan spare optimize --groups 24 --mtbf 5m --restart 10m --save 1m --steps 100 --seeds 2"
     assert cli.main(words.split()) == 0
     text = capsys.readouterr().out
-    for word in ("rule of thumb (8): R = 5", "least of (7)", "recommended: R =", "a checkpoint every", "because"):
+    for word in (
+        "rule of thumb (8): R = 5",
+        "least of (7)",
+        "recommended: R =",
+        "a checkpoint every",
+        "because",
+        "none",
+    ):
         assert word in text
 
 

@@ -29,6 +29,7 @@ def judge(done: Done, whole: list[float], failures: int) -> None:
     assert trained == {(0, 1, 2)}, "a step that has not trained all shard types"
 
 
+@pytest.mark.newest
 def test_lost_groups_cost_no_sample_and_come_back(corpus, whole, tmp_path):
     inject = f"kill@replica=1:step=10:rank=0:phase=backward,kill@replica=2:step=20:rank=0:phase=optimizer,{SLOWLY}"
     done = train(

@@ -19,8 +19,7 @@ def find_problems(
         incomplete: ranks a copy of whose state does not hold all of it: the rest is with their data-parallel peers.
     """
     shared: dict[tuple[str, str, int], list[int]] = {}
-    for owner in sorted(holders):
-        kind, domain, count = _worst([owner, *holders[owner]], owner, where)
+    for owner, (kind, domain, count) in _worst_of_all(holders, where).items():
         if count > 1:
             shared.setdefault((kind, domain, count), []).append(owner)
     sentences = _too_few(holders, k)
@@ -53,6 +52,21 @@ def spans(ranks: Collection[int]) -> str:
 
 def _all(copies: int) -> str:
     return "the only copy" if copies == 1 else f"all {copies} copies"
+
+
+def _worst_of_all(holders: Holders, where: Where) -> dict[int, tuple[str, str, int]]:
+    """:func:`_worst` of every owner with its holders; ranks in the same places are looked at once."""
+    number: dict[tuple, int] = {}
+    place_of = {rank: number.setdefault(tuple(kinds.items()), len(number)) for rank, kinds in where.items()}
+    known: dict[tuple[int, ...], tuple[str, str, int]] = {}
+    found = {}
+    for owner in sorted(holders):
+        ranks = (owner, *holders[owner])
+        places = tuple([place_of[rank] for rank in ranks])
+        if places not in known:
+            known[places] = _worst(ranks, owner, where)
+        found[owner] = known[places]
+    return found
 
 
 def _worst(ranks: Sequence[int], owner: int, where: Where) -> tuple[str, str, int]:
@@ -93,7 +107,7 @@ def _best_k(where: Where, groups: Sequence[Sequence[int]], k: int) -> int:
     """The largest number below ``k`` with which nothing is shared; 0 where there is none."""
     for fewer in range(k - 1, 0, -1):
         holders = place(where, groups, fewer)
-        if all(_worst([owner, *held], owner, where)[2] <= 1 for owner, held in holders.items()):
+        if all(count <= 1 for _, _, count in _worst_of_all(holders, where).values()):
             return fewer
     return 0
 

@@ -1,15 +1,14 @@
 """Keys of a scenario file and the flags of the same names: read, and checked, in one place."""
 
 import argparse
-import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ft import quantities
 from ft.errors import UserError
-from ft.inject.distributions import parse_duration
 
 
 @dataclass(frozen=True)
@@ -34,36 +33,13 @@ class Field:
         return self.help if self.default is None else f"{self.help} (default: {shown})"
 
 
-def whole(least: int, most: int = 10**9) -> Callable[[Any], int]:
-    """Reads a whole number."""
-
-    def read(value: Any) -> int:
-        text = str(value).strip()
-        if isinstance(value, bool) or not text.lstrip("-").isdecimal() or not least <= int(text) <= most:
-            raise ValueError(f"no whole number from {least} to {most}")
-        return int(text)
-
-    return read
-
-
-def number(least: float, most: float) -> Callable[[Any], float]:
-    """Reads a number."""
+def duration(least: float) -> Callable[[Any], float]:
+    """Reads a time with its unit. A number of a file (no text) is in seconds."""
 
     def read(value: Any) -> float:
-        try:
-            found = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            found = math.nan
-        if not least <= found <= most:
-            raise ValueError(f"no number from {least:g} to {most:g}")
-        return found
+        return quantities.seconds(value, least, bare=None if isinstance(value, str) else 1.0)
 
     return read
-
-
-def duration(least: float) -> Callable[[Any], float]:
-    """Reads a time in seconds, or with its unit."""
-    return lambda value: parse_duration(value, least)
 
 
 def one_of(names: Sequence[str]) -> Callable[[Any], str]:

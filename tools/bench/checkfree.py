@@ -49,7 +49,8 @@ def measure(arguments: argparse.Namespace) -> None:
     patches.apply(WITH_CHECKFREE, WITH_SWAPPED_ENDS)
     import torch.distributed as dist
 
-    from megatron.training.initialize import destroy, init_model_parallel, init_process_group, launch_from
+    from megatron.training.initialize import destroy, init_model_parallel, init_process_group
+    from megatron.training.launcher import launch_from
     from megatron.training.pretrain import assemble, checkfree
 
     place = launch_from(os.environ)

@@ -63,8 +63,8 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> Path:
 def _budget(asked: str, profile: Path) -> str:
     if not asked.startswith("+"):
         return asked
-    from ft.dmr.plan.sizes import size
     from ft.dmr.plan.trace_file import read_trace
+    from ft.quantities import size
 
     trace = read_trace(profile)
     return f"{max(map(trace.memory.peak, trace.stages)) + size(asked[1:]):.0f}"
@@ -94,7 +94,8 @@ def measure(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from megatron.training.arguments import check, parse
-    from megatron.training.initialize import destroy, init_model_parallel, init_process_group, launch_from
+    from megatron.training.initialize import destroy, init_model_parallel, init_process_group
+    from megatron.training.launcher import launch_from
     from megatron.training.pretrain import assemble
 
     place = launch_from(os.environ)

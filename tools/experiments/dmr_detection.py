@@ -132,7 +132,8 @@ def in_rank(given: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from megatron.training.arguments import parse
-    from megatron.training.initialize import destroy, init_process_group, launch_from
+    from megatron.training.initialize import destroy, init_process_group
+    from megatron.training.launcher import launch_from
 
     case = CASES[given.case] if given.case else CLEAN[given.clean]
     flags = f"{runs.BASE} {TINY} {case.flags} --seed {1234 + given.seed} --data-path {os.environ[_FOLDER]}/corpus"

@@ -5,7 +5,6 @@ each forward.
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from ft.schedule.program import Program
 from ft.schedule.units import Unit
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, get_model_type
+from megatron.patches.releases import backward_step
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Iteration:
         self._program, self._chunk, self._step, self._batches = program, chunk, step, batches
         self._count, self._groups = sizes.num_microbatches, groups
         self._config, self._ends = get_model_config(chunk), Ends(chunk)
-        self._kind = (get_model_type(chunk),) if _asks_for_kind() else ()
+        self._kind = get_model_type(chunk)
         self._device = torch.cuda.current_device()
         self._shape = schedules.get_tensor_shapes(
             seq_length=sizes.seq_length,
@@ -105,7 +105,7 @@ class Iteration:
 
     def backward(self, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
         """See ``Work``."""
-        return schedules.backward_step(taken, output, gradient, *self._kind, self._config)
+        return backward_step(taken, output, gradient, self._kind, self._config)
 
     def empty(self) -> torch.Tensor:
         """See ``Work``."""
@@ -132,11 +132,6 @@ def forward_backward(program: Program) -> Callable[..., list[torch.Tensor]]:
         return iteration.losses
 
     return run
-
-
-def _asks_for_kind() -> bool:
-    """Until 0.16 core's ``backward_step`` takes the kind of the model."""
-    return "model_type" in inspect.signature(schedules.backward_step).parameters
 
 
 def _read(loader: Iterator | Sequence | None, count: int) -> list[Any]:

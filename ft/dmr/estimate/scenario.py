@@ -3,7 +3,6 @@
 A scenario file is TOML with the sections and keys of :data:`FIELDS`. Flags override it.
 """
 
-import argparse
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +12,9 @@ from typing import Any
 from ft.dmr.estimate.clusters import DEVICES, GB, NETWORKS, Cluster, Reached, device_named
 from ft.dmr.estimate.layout import RECOMPUTE, STATES, Layout, fitted
 from ft.dmr.estimate.models import MODELS, Model, model_named
-from ft.dmr.plan.sizes import size
 from ft.dmr.plan.trace import INTER, INTRA
 from ft.errors import UserError
+from ft.quantities import between, gigabytes_per_second, size, whole
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,7 @@ class Field:
 
     Args:
         section: of the file.
-        read: text or TOML value -> value; ValueError or argparse.ArgumentTypeError where it is
-            none.
+        read: text or TOML value -> value; ValueError where it is none.
         default: None: there is none.
         metavar, help: for the flag.
     """
@@ -56,24 +54,12 @@ class Question:
     kinds: tuple[str, ...] = INTER + INTRA
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or int(str(value)) < 1:
-        raise ValueError("a whole number of at least 1 is needed")
-    return int(str(value))
+_COUNT, _SHARE = whole(1), between(1e-6, 0.999)
 
 
 def _wholes(value: Any) -> tuple[int, ...]:
     parts = value if isinstance(value, list) else str(value).split(",")
-    return tuple(dict.fromkeys(_whole(part) for part in parts))
-
-
-def _number(most: float) -> Callable[[Any], float]:
-    def read(value: Any) -> float:
-        if isinstance(value, bool) or not 0 < float(value) <= most:
-            raise ValueError(f"a number above 0, up to {most:g}, is needed")
-        return float(value)
-
-    return read
+    return tuple(dict.fromkeys(_COUNT(part) for part in parts))
 
 
 def _one_of(names: Sequence[str]) -> Callable[[Any], str]:
@@ -92,24 +78,23 @@ def _flag(value: Any) -> bool:
 
 
 _DEVICES = f"of {', '.join(DEVICES)} (default: h200)"
-_SHARE = _number(0.999)
 FIELDS = {
     "model": Field("model", str, None, "NAME", f"of {', '.join(MODELS)}"),
-    "sequence": Field("model", _whole, None, "N", "tokens of a sequence (default: the model's)"),
+    "sequence": Field("model", _COUNT, None, "N", "tokens of a sequence (default: the model's)"),
     "device": Field("cluster", str, "h200", "NAME", _DEVICES),
-    "gpus": Field("cluster", _whole, None, "N", "in all; those that make no whole copy of the model stay unused"),
-    "per-node": Field("cluster", _whole, 8, "N", "GPUs in a node (default: 8)"),
-    "network": Field("cluster", _number(1e5), None, "GB/S", "between nodes for each GPU, one way (default: as NVIDIA "
-                     "builds them in)"),
-    "memory": Field("cluster", lambda value: size(str(value)), None, "SIZE", "budget of each GPU, like 80GB (default: "
+    "gpus": Field("cluster", _COUNT, None, "N", "in all; those that make no whole copy of the model stay unused"),
+    "per-node": Field("cluster", _COUNT, 8, "N", "GPUs in a node (default: 8)"),
+    "network": Field("cluster", gigabytes_per_second, None, "GB/S", "between nodes for each GPU, one way (default: as "
+                     "NVIDIA builds them in)"),
+    "memory": Field("cluster", size, None, "SIZE", "budget of each GPU, like 80GB (default: "
                     "the device's)"),
-    "pp": Field("layout", _whole, 1, "N", "pipeline stages (default: 1)"),
-    "chunks": Field("layout", _whole, 1, "N", "model chunks of each stage; more: interleaved (default: 1)"),
-    "tp": Field("layout", _whole, None, "N", "tensor parallel, with sequence parallel (default: a node)"),
-    "ep": Field("layout", _whole, None, "N", "expert parallel, within TP (default: TP)"),
-    "dp": Field("layout", _whole, None, "N", "copies (default: as many as there are GPUs for)"),
+    "pp": Field("layout", _COUNT, 1, "N", "pipeline stages (default: 1)"),
+    "chunks": Field("layout", _COUNT, 1, "N", "model chunks of each stage; more: interleaved (default: 1)"),
+    "tp": Field("layout", _COUNT, None, "N", "tensor parallel, with sequence parallel (default: a node)"),
+    "ep": Field("layout", _COUNT, None, "N", "expert parallel, within TP (default: TP)"),
+    "dp": Field("layout", _COUNT, None, "N", "copies (default: as many as there are GPUs for)"),
     "batch": Field("layout", _wholes, (16,), "N[,N]", "sequences of an iteration, over all copies (default: 16)"),
-    "micro": Field("layout", _whole, 1, "N", "sequences of a microbatch (default: 1)"),
+    "micro": Field("layout", _COUNT, 1, "N", "sequences of a microbatch (default: 1)"),
     "recompute": Field("layout", _one_of(RECOMPUTE), "full", "HOW", "full: every layer is a segment; or none"),
     "early-stop": Field("layout", _flag, False, "BOOL", "recomputation leaves a segment's last operator out, as "
                         "torch's own checkpoints do and Megatron's do not (default: false)"),
@@ -162,7 +147,7 @@ def read_flags(given: Mapping[str, str | None]) -> dict[str, Any]:
 def _read(name: str, value: Any, said: str) -> Any:
     try:
         return FIELDS[name].read(value)
-    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+    except ValueError as error:
         raise UserError(f"{said}: {error}", f"{name}: {FIELDS[name].help}") from error
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from ft.dmr.plan.attempts import PHASES
 from ft.dmr.plan.file import read_plan, write_plan
 from ft.dmr.plan.planner import Options, plan
-from ft.dmr.plan.sizes import size
 from ft.dmr.plan.text import as_text, as_values
 from ft.dmr.plan.trace import INTER, INTRA, Trace
 from ft.dmr.plan.trace_file import read_trace
 from ft.dmr.runtime.unstable import read_unstable
 from ft.errors import UserError
+from ft.quantities import argument, size
 
 _DESCRIPTION = """\
 Assigns every operator of a profile to one way of verifying it, in three phases (SpareTrain): with the recomputation of
@@ -32,7 +32,10 @@ def add_parser(questions) -> None:
     )
     parser.add_argument("profile", metavar="PROFILE", help="from ft dmr profile")
     parser.add_argument(
-        "--memory-budget", type=size, metavar="SIZE", help="of one device, 80GB; default: the profile's"
+        "--memory-budget",
+        type=argument(size),
+        metavar="SIZE",
+        help="of one device, 80GB, or bytes; default: the profile's",
     )
     parser.add_argument("--out", metavar="FILE", help="where to write the plan")
     parser.add_argument("--phases", type=int, default=PHASES, choices=range(PHASES + 1), help="phases; 0: naive alone")

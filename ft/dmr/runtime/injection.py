@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ft import events
+from ft import events, inject
 from ft.dmr.runtime.course import Course
 from ft.dmr.runtime.falsify import Falsifier, Hit
 from ft.errors import UserError
-from ft.inject import Fault, from_json, parse, schedule
+from ft.inject import Fault, parse, schedule
 from ft.inject.flip import BIT_FLIP
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def make_falsifier(
         UserError: a text names no bit flip at a step of a rank.
     """
     planned = planned_flips(texts, dist.get_world_size(), seed)
-    told = any(fault.kind == BIT_FLIP for fault in from_json(environment.get("FT_FAULTS"))) if session else False
+    told = any(fault.kind == BIT_FLIP for fault in inject.planned(environment)) if session else False
     if not planned and not told:
         return None
     teller = Teller(step, session)

@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
+from ft.hsdp.launch.host import FOLDER as LAUNCHERS
 from ft.hsdp.report.record import load
 from ft.hsdp.report.status import as_text, as_values, status
 from ft.report.files import replace
+from ft.report.presence import gone
 
 _RECENT = 1 << 18
 """Bytes of each file of commits that tell how a run stands: some hundreds of steps."""
+
+_NODES = 2
+"""Nobody says how many nodes have launchers: another one may take the lease over."""
 
 NOT_CLEAN = 1
 """Exit code of a report whose audit found samples twice or lost, or a record that does not prove otherwise."""
@@ -49,4 +54,7 @@ def now(folder: str | Path) -> tuple[str, dict[str, Any], bool]:
     """
     record = load(folder, _RECENT)
     found = status(record, time.time())
+    if not found.ended and (why := gone(Path(folder) / LAUNCHERS, None, _NODES, is_steady=True)):
+        record = load(folder, _RECENT)  # it may have ended while its lease was watched
+        found = status(record, time.time(), why)
     return as_text(found, str(record.folder)), as_values(found), found.ended

@@ -25,7 +25,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Status:
-    """A run at one moment; ``healthy``, ``behind``: of the last quorum that committed."""
+    """A run at one moment; ``healthy``, ``behind``: of the last quorum that committed; ``gone``: why nobody is at it
+    any more, "" while somebody is or may be."""
 
     phase: str
     ended: bool
@@ -36,13 +37,19 @@ class Status:
     age: float | None = None
     step_s: float | None = None
     members: list[Member] = field(default_factory=list)
+    gone: str = ""
 
     @property
     def stale(self) -> bool:
-        return not self.ended and self.age is not None and self.age > max(STALE_S, 3 * (self.step_s or 0.0))
+        return (
+            not self.ended
+            and not self.gone
+            and self.age is not None
+            and self.age > max(STALE_S, 3 * (self.step_s or 0.0))
+        )
 
 
-def status(record: Record, now: float) -> Status:
+def status(record: Record, now: float, gone: str = "") -> Status:
     """What is known of the run at the wall time ``now``."""
     steps = lineage({number: one.commits for number, one in record.replicas.items()}).steps
     pace, _ = find(steps, record.events)
@@ -59,6 +66,7 @@ def status(record: Record, now: float) -> Status:
         age=max(0.0, now - last.when) if last else None,
         step_s=pace.normal[-1] if steps else None,
         members=[_member(record, number, states, last, now) for number in range(record.count)],
+        gone="" if ended else gone,
     )
 
 
@@ -73,7 +81,11 @@ def as_text(found: Status, folder: str) -> str:
     members += [f"catching up: {', '.join(map(str, found.behind))}"] if found.behind else []
     facts = [
         ("run", folder),
-        ("state", ", ".join(part for part in (found.phase, age) if part)),
+        (
+            "state",
+            ", ".join(part for part in (f"gone (it was {found.phase})" if found.gone else found.phase, age) if part),
+        ),
+        *([("", found.gone)] if found.gone else []),
         ("step", _shown(found.step)),
         ("each", seconds(found.step_s)),
         ("quorum", f"{_shown(found.quorum)} of replicas {'; '.join(members)}"),
@@ -91,6 +103,7 @@ def as_values(found: Status) -> dict[str, Any]:
     return {
         "phase": found.phase,
         "ended": found.ended,
+        "gone": found.gone,
         "step": found.step,
         "quorum": found.quorum,
         "healthy": list(found.healthy),

@@ -12,7 +12,7 @@ from ft.plan.disruption.table import as_text, as_values
 _DESCRIPTION = """\
 What failures cost a run: restarts from a checkpoint, at the interval given and at Young's, beside hot-swap.
 Per failure, per day, as the share of time that the run gets on, in GPU hours and in money.
-Times are seconds, or a number with ms, s, m, h or d: 45ms, 2.5m, 90d."""
+Times have a unit (ms, s, m or min, h, d): 45ms, 2.5m, 90d."""
 
 
 def add_parser(subparsers) -> None:

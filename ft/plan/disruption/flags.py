@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft.errors import UserError
-from ft.inject.distributions import parse_duration
 from ft.plan.disruption.measured import Measured, measured
 from ft.plan.disruption.model import Cluster, HotSwap, Training, mttf
 from ft.plan.disruption.replay import Empirical, Replay, Uniform
+from ft.quantities import argument, between, count, duration, seconds
 from ft.report.run import load
 
 _PARTS = ("detect", "rebuild", "restore")
@@ -30,44 +30,61 @@ class Plan:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag. Times are seconds, or a number with ms, s, m, h or d."""
+    """Adds every flag."""
     group = parser.add_argument_group("cluster")
-    group.add_argument("--gpus", type=_count, required=True, metavar="N", help="that train, standbys not counted")
-    group.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
-    group.add_argument("--mtbf-gpu", type=_time, metavar="TIME", help="between two failures of one GPU")
-    group.add_argument("--mtbf-node", type=_time, metavar="TIME", help="between two failures of one node's other parts")
-    group.add_argument("--mttf", type=_time, metavar="TIME", help="between two failures of the run, in place of both")
-    group.add_argument("--standbys", type=_count0, default=1, metavar="N", help="standby nodes (default: 1)")
+    group.add_argument("--gpus", type=count(), required=True, metavar="N", help="that train, standbys not counted")
+    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
+    group.add_argument("--mtbf-gpu", type=duration(1e-6), metavar="TIME", help="between two failures of one GPU")
+    group.add_argument(
+        "--mtbf-node", type=duration(1e-6), metavar="TIME", help="between two failures of one node's other parts"
+    )
+    group.add_argument(
+        "--mttf", type=duration(1e-6), metavar="TIME", help="between two failures of the run, in place of both"
+    )
+    group.add_argument("--standbys", type=count(0), default=1, metavar="N", help="standby nodes (default: 1)")
     group.add_argument(
         "--repair-time",
-        type=_time0,
+        type=duration(0.0),
         default=0.0,
         metavar="TIME",
         help="until a failed node is back as a standby (default: 0, standbys never run out)",
     )
     group = parser.add_argument_group("training")
-    group.add_argument("--step-time", type=_time, metavar="TIME")
-    group.add_argument("--steps", type=_count, metavar="N", help="of the whole run, to tell how long it lasts")
-    group.add_argument("--interrupted", type=_part, default=0.5, metavar="PHI", help=_INTERRUPTED)
+    group.add_argument("--step-time", type=duration(1e-6), metavar="TIME")
+    group.add_argument("--steps", type=count(), metavar="N", help="of the whole run, to tell how long it lasts")
+    group.add_argument("--interrupted", type=argument(between(0.0, 1.0)), default=0.5, metavar="PHI", help=_INTERRUPTED)
     group.add_argument("--failure-steps", metavar="N,N,...|FILE", help=_FAILURE_STEPS)
     group = parser.add_argument_group("restart from a checkpoint")
-    group.add_argument("--checkpoint-interval", type=_count, required=True, metavar="STEPS")
-    group.add_argument("--checkpoint-cost", type=_time0, required=True, metavar="TIME", help="training stands still")
+    group.add_argument("--checkpoint-interval", type=count(), required=True, metavar="STEPS")
     group.add_argument(
-        "--restart-time", type=_time0, metavar="TIME", help="from a failure to the first step, no replay"
+        "--checkpoint-cost", type=duration(0.0), required=True, metavar="TIME", help="training stands still"
+    )
+    group.add_argument(
+        "--restart-time", type=duration(0.0), metavar="TIME", help="from a failure to the first step, no replay"
     )
     group = parser.add_argument_group("hot-swap")
-    group.add_argument("--detect", type=_time0, metavar="TIME", help="until survivors are released, the standby there")
-    group.add_argument("--rebuild", type=_time0, metavar="TIME", help="of process groups: see ft simulate recovery")
-    group.add_argument("--restore", type=_time0, metavar="TIME", help="of the state, up to the first new step")
     group.add_argument(
-        "--hot-swap-time", type=_times, metavar="TIME,...", help="all of it, in place of the parts; mean"
+        "--detect", type=duration(0.0), metavar="TIME", help="until survivors are released, the standby there"
     )
-    group.add_argument("--protect", type=_time0, default=0.0, metavar="TIME", help="snapshots prolong a step by this")
-    group.add_argument("--fallback-interval", type=_count0, metavar="STEPS", help=_FALLBACK)
+    group.add_argument(
+        "--rebuild", type=duration(0.0), metavar="TIME", help="of process groups: see ft simulate recovery"
+    )
+    group.add_argument("--restore", type=duration(0.0), metavar="TIME", help="of the state, up to the first new step")
+    group.add_argument(
+        "--hot-swap-time", type=argument(_mean_time), metavar="TIME,...", help="all of it, in place of the parts; mean"
+    )
+    group.add_argument(
+        "--protect", type=duration(0.0), default=0.0, metavar="TIME", help="snapshots prolong a step by this"
+    )
+    group.add_argument("--fallback-interval", type=count(0), metavar="STEPS", help=_FALLBACK)
     group.add_argument("--from-run", metavar="DIR", help="times that are not given here, from this run's events")
     group = parser.add_argument_group("output")
-    group.add_argument("--price", type=_price, metavar="DOLLARS", help="of one GPU hour: money beside the GPU hours")
+    group.add_argument(
+        "--price",
+        type=argument(between(0.0, 1e6)),
+        metavar="DOLLARS",
+        help="of one GPU hour: money beside the GPU hours",
+    )
     group.add_argument("--json", action="store_true", help="one JSON object instead of text, times in seconds")
     group.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
 
@@ -166,52 +183,5 @@ def _replay(text: str | None) -> Replay:
 _STEPS_FIX = "give whole numbers: 18,2366, or a file with one on each line"
 
 
-def _count(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _count0(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
-    if not text.strip().replace(",", "").isdecimal() or int(text.replace(",", "")) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
-    return int(text.replace(",", ""))
-
-
-def _time(text: str) -> float:
-    return _seconds(text, 1e-6)
-
-
-def _time0(text: str) -> float:
-    return _seconds(text, 0.0)
-
-
-def _times(text: str) -> float:
-    return statistics.fmean(_seconds(word, 0.0) for word in text.split(","))
-
-
-def _seconds(text: str, least: float) -> float:
-    try:
-        return parse_duration(text, least)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}; seconds, or a number with ms, s, m, h or d") from error
-
-
-def _part(text: str) -> float:
-    return _between(text, 1.0)
-
-
-def _price(text: str) -> float:
-    return _between(text, 1e6)
-
-
-def _between(text: str, most: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number between 0 and {most:g}")
-    return value
+def _mean_time(text: str) -> float:
+    return statistics.fmean(seconds(word, 0.0) for word in text.split(","))

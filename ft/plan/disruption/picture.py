@@ -8,11 +8,11 @@ import numpy
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import PercentFormatter
 
 from ft.plan.disruption.answer import Answer, answer
 from ft.plan.disruption.flags import Plan
 from ft.report import palette
+from ft.report.axes import Percents
 from ft.report.text import percent, seconds
 
 _SIZE_IN, _DPI = (11.0, 7.2), 150
@@ -91,9 +91,9 @@ def _draw_curves(axes, plan: Plan, found: Answer) -> None:
     axes.set_xlim(gpus[0], gpus[-1])
     axes.set_ylim(bottom, 1 + 0.02 * (1 - bottom))
     ticks = [plan.cluster.gpus * factor for factor in (0.1, 0.2, 0.5, 1, 2, 5, 10)]
-    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 10 else f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(Percents())
     axes.grid(axis="y", color=palette.FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel("GPUs", **_STYLE)

@@ -14,6 +14,7 @@ The rungs of recovery in their order, and which of them serves after which failu
 With --lost, it answers for one failure."""
 
 OFF = "off"
+_MOST_STAGES = 1024
 
 _RUNGS = {
     COPIES: ("--ft-hot-swap", "own snapshots and peer copies of one step", "at most one step"),
@@ -59,10 +60,13 @@ def _asked(checkfree: str | None) -> str:
 
 
 def _blocks(given: argparse.Namespace) -> tuple[int, ...]:
-    alike = (1,) * (6 if given.pp is None else given.pp)
+    if given.pp is not None and not 1 <= given.pp <= _MOST_STAGES:
+        raise UserError(f"--pp {given.pp}", f"give 1 to {_MOST_STAGES} pipeline stages")
+    alike = (1,) * (given.pp or 6)
     blocks = alike if given.blocks is None else _numbers(given.blocks)
     if len(blocks) != (given.pp or len(blocks)) or min(blocks, default=0) < 1:
-        raise UserError(f"--pp {given.pp} and {len(blocks)} stages with blocks", "give each stage at least one block")
+        stages = "" if given.pp is None else f"--pp {given.pp}, and "
+        raise UserError(f"{stages}--blocks {given.blocks}", "give each stage at least one block")
     return blocks
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ft.errors import UserError
 from ft.plan.schedule.table import as_text, as_values, predicted
+from ft.quantities import argument, between
 from ft.schedule.choose import BEST, KINDS, Planned, Shape, best, compared, plan
 from ft.schedule.file import as_values as program_values
 from ft.schedule.file import write
@@ -23,6 +24,10 @@ alternate           1F1B's order with every second microbatch swapped: refused, 
 best                the cheapest of those that may run (CheckFree+)"""
 
 
+_MOST_UNITS = 100_000
+_NUMBER = argument(between(0.0, 1e12))
+
+
 def add_parser(questions) -> None:
     """Adds the subcommand."""
     parser = questions.add_parser(
@@ -34,9 +39,13 @@ def add_parser(questions) -> None:
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="of one iteration")
     parser.add_argument("--kind", choices=(*KINDS, BEST), default=BEST, help=f"default: {BEST}")
-    parser.add_argument("--forward", type=float, default=1.0, metavar="TIME", help="of a stage's forward; default: 1")
-    parser.add_argument("--backward", type=float, metavar="TIME", help="of its backward; default: twice the forward")
-    parser.add_argument("--comm", type=float, default=0.0, metavar="TIME", help="of a message; default: 0")
+    parser.add_argument(
+        "--forward", type=_NUMBER, default=1.0, metavar="X", help="time of a stage's forward; default: 1"
+    )
+    parser.add_argument(
+        "--backward", type=_NUMBER, metavar="X", help="of its backward, in the same unit; default: twice the forward"
+    )
+    parser.add_argument("--comm", type=_NUMBER, default=0.0, metavar="X", help="of a message; default: 0")
     parser.add_argument("--chunks", type=int, default=2, metavar="N", help="model chunks of interleaved; default: 2")
     most = "microbatches whose activations a stage may hold; default: as many as it takes"
     parser.add_argument("--most-in-flight", type=int, metavar="N", help=most)
@@ -52,6 +61,12 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         UserError: there is no such schedule, it may not run, or a file cannot be written.
     """
+    units = given.pp * given.microbatches * max(1, given.chunks)
+    if units > _MOST_UNITS:
+        raise UserError(
+            f"{given.pp} stages with {given.microbatches} microbatches in {given.chunks} chunks are {units:,} units",
+            f"give up to {_MOST_UNITS:,} of them",
+        )
     backward = 2 * given.forward if given.backward is None else given.backward
     shape = Shape(given.pp, given.microbatches, given.forward, backward, given.comm, given.chunks, given.most_in_flight)
     others = compared(shape) if given.kind == BEST else []

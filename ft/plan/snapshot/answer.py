@@ -35,6 +35,11 @@ class Question:
     failures: Failures
 
     @property
+    def copies_carry(self) -> bool:
+        """Whether there is anything in a peer copy that data-parallel peers do not have anyway."""
+        return any(shard.owned > 0 for shard in self.shards.values())
+
+    @property
     def window_s(self) -> float | None:
         """From the start of a snapshot to the next optimizer step: the time in which all has to be over."""
         return None if self.step_s is None else self.step_s - self.optimizer_s

@@ -1,29 +1,31 @@
 """The flags of ``ft plan snapshot``, and the question that they ask."""
 
 import argparse
-import re
 from dataclasses import dataclass
 
 from ft.agent import slurm
 from ft.errors import UserError
-from ft.inject.distributions import parse_duration
 from ft.placement.topology import NODE, read_topology
 from ft.plan.snapshot.answer import Question
 from ft.plan.snapshot.cluster import data_parallel_groups, nodes_of, seats, stage_of
 from ft.plan.snapshot.loss import Failures
 from ft.plan.snapshot.shards import even, from_flags, shards
+from ft.quantities import amount, argument, count, duration, gigabytes_per_second, positive, size, whole
 from megatron.training.arguments import Layout, Options, layout, parse
 
 GB = 1e9
-_NODE_MTBF = "156d"  # the paper's section V-C: an interruption every 18 min on 100,000 GPUs, 8 in a node
+_GPU_MTBF_S = 18 * 60.0 * 100_000  # the paper's section V-C: an interruption every 18 min on 100,000 GPUs
 _DOMAIN_MTBF = "730d"
 _RECOVERY = "30s"  # the paper's figure 10: 17.1 to 29.8 s
-_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The question with what the table says about it. ``parameters``: of the whole model."""
+    """The question with what the table says about it.
+
+    Attributes:
+        parameters: of the whole model. has_flags: the run's own flags are known, not only its size.
+    """
 
     question: Question
     grid: Layout
@@ -32,47 +34,72 @@ class Plan:
     copies: list[int]
     host_memory: float | None
     expects_rack_failures: bool
+    has_flags: bool
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds every flag; the trainer's own follow the name of its script, as with ``ft run``."""
     group = parser.add_argument_group("cluster")
-    group.add_argument("--nodes", type=_count, required=True, metavar="N", help="that train, standbys not counted")
-    group.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
+    group.add_argument("--nodes", type=count(), required=True, metavar="N", help="that train, standbys not counted")
+    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
     group.add_argument("--topology", metavar="FILE", help="as for ft run; its hosts, in order, are the nodes")
     group.add_argument(
         "--hosts", default="", metavar="LIST", help="the nodes among them: a[1-4],b7 (default: the first)"
     )
-    group.add_argument("--nodes-per-rack", type=_count, metavar="N", help="in place of --topology")
-    group.add_argument("--host-memory", type=_rate, metavar="GB", help="of a node, to tell what does not fit")
-    group.add_argument("--pcie", type=_rate, default=25.0, metavar="GB/S", help="each GPU to its host (default: 25)")
-    group.add_argument("--network", type=_rate, default=25.0, metavar="GB/S", help="of a node each way (default: 25)")
+    group.add_argument("--nodes-per-rack", type=count(), metavar="N", help="in place of --topology")
+    group.add_argument(
+        "--host-memory",
+        type=argument(lambda text: size(text, bare=None)),
+        metavar="SIZE",
+        help="of a node, as 2TB, to tell what does not fit",
+    )
+    group.add_argument(
+        "--pcie",
+        type=argument(gigabytes_per_second),
+        default=25.0,
+        metavar="GB/S",
+        help="each GPU to its host (default: 25)",
+    )
+    group.add_argument(
+        "--network",
+        type=argument(gigabytes_per_second),
+        default=25.0,
+        metavar="GB/S",
+        help="of a node each way (default: 25)",
+    )
     group = parser.add_argument_group("state")
-    group.add_argument("--params", type=_number, metavar="N", help="of the model, as 70B, in place of its flags")
-    group.add_argument("--expert-params", type=_number, metavar="N", help="of these in experts (default: none)")
+    group.add_argument(
+        "--params", type=argument(amount), metavar="N", help="of the model, as 70B, in place of its flags"
+    )
+    group.add_argument(
+        "--expert-params", type=argument(amount), metavar="N", help="of these in experts (default: none)"
+    )
     group.add_argument(
         "--bytes-per-parameter",
-        type=_rate,
+        type=argument(positive),
         metavar="N",
         help="main copy and optimizer state (default: 4 + 8 with Adam, 4 + 4 with SGD)",
     )
-    group.add_argument("--copies", type=_copies, default=[1, 2, 3], metavar="K,...", help="default: 1,2,3")
+    group.add_argument("--copies", type=argument(_copies), default=[1, 2, 3], metavar="K,...", help="default: 1,2,3")
     group = parser.add_argument_group("time")
-    group.add_argument("--step-time", type=_time, metavar="TIME", help="of one step")
-    group.add_argument("--optimizer-time", type=_time0, default=0.0, metavar="TIME", help="in it (default: 0)")
+    group.add_argument("--step-time", type=duration(), metavar="TIME", help="of one step")
+    group.add_argument("--optimizer-time", type=duration(0.0), default=0.0, metavar="TIME", help="in it (default: 0)")
     group.add_argument(
-        "--node-mtbf", type=_time, default=_NODE_MTBF, metavar="TIME", help=f"of one node (default: {_NODE_MTBF})"
+        "--node-mtbf",
+        type=duration(),
+        metavar="TIME",
+        help=f"of one node (default: {_GPU_MTBF_S / 86400:g}d by the number of its GPUs)",
     )
     group.add_argument(
         "--domain-mtbf",
-        type=_time,
+        type=duration(),
         default=_DOMAIN_MTBF,
         metavar="TIME",
         help=f"of one rack, switch, ... (default: {_DOMAIN_MTBF})",
     )
     group.add_argument(
         "--recovery-time",
-        type=_time0,
+        type=duration(0.0),
         default=_RECOVERY,
         metavar="TIME",
         help=f"until a lost node is replaced (default: {_RECOVERY})",
@@ -105,7 +132,8 @@ def plan_of(given: argparse.Namespace) -> Plan:
     sizes = shards(stages, options, grid, given.bytes_per_parameter)
     pipeline_first = options.parallel.use_tp_pp_dp_mapping
     kinds = {kind for node in nodes for kind in node if kind != NODE}
-    mtbf = {NODE: given.node_mtbf, **dict.fromkeys(sorted(kinds), given.domain_mtbf)}
+    node_mtbf = given.node_mtbf or _GPU_MTBF_S / given.gpus_per_node
+    mtbf = {NODE: node_mtbf, **dict.fromkeys(sorted(kinds), given.domain_mtbf)}
     question = Question(
         where=where,
         groups=data_parallel_groups(grid, pipeline_first),
@@ -117,9 +145,9 @@ def plan_of(given: argparse.Namespace) -> Plan:
         optimizer_s=given.optimizer_time,
         failures=Failures(mtbf, given.recovery_time + (given.step_time or 0.0)),
     )
-    memory = None if given.host_memory is None else given.host_memory * GB
+    memory = given.host_memory
     total = sum(stage.dense * grid.tp + stage.expert * grid.etp * grid.ep for stage in stages)
-    return Plan(question, grid, given.nodes, total, given.copies, memory, bool(kinds))
+    return Plan(question, grid, given.nodes, total, given.copies, memory, bool(kinds), bool(words))
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -162,39 +190,5 @@ def _layout(options: Options, world: int) -> Layout:
     return layout(parallel, options.model.num_layers or pp, world)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
-    return int(text)
-
-
 def _copies(text: str) -> list[int]:
-    return sorted({_count(part) for part in text.split(",")})
-
-
-def _number(text: str) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*(?:[eE]\d+)?)([KMBT]?)", text)
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is no number of parameters such as 350M or 70B")
-    return float(match[1]) * _UNITS[match[2]]
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return value
-
-
-def _time(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}; times are 250ms, 30s, 2.5m, 4h, 90d") from error
-
-
-def _time0(text: str) -> float:
-    return 0.0 if text in ("0", "0s") else _time(text)
+    return sorted({whole(1)(part) for part in text.split(",")})

@@ -21,7 +21,7 @@ the first.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ft.placement.topology import NODE
@@ -79,43 +79,67 @@ def risk(where: Where, holders: Mapping[int, Sequence[int]], failures: Failures)
     Args:
         where: logical rank -> kind -> name. holders: owner -> holders of its copies.
     """
-    domains_of = {kinds[NODE]: tuple(kinds.items()) for kinds in where.values()}
-    sets = {frozenset(where[rank][NODE] for rank in (owner, *held)) for owner, held in holders.items()}
-    sets_on: dict[str, set[frozenset[str]]] = {}
-    for nodes in sets:
-        for node in nodes:
-            sets_on.setdefault(node, set()).add(nodes)
-    chance = {kind: failures.within(kind) for kinds in where.values() for kind in kinds}
+    nodes = {kinds[NODE]: kinds for kinds in where.values()}
+    number: dict[Component, int] = {}  # small numbers make sets that are found fast
+    parts = [[number.setdefault(part, len(number)) for part in kinds.items()] for kinds in nodes.values()]
+    kinds = [kind for kind, _ in number]
+    chance = [failures.within(kind) for kind in kinds]
+    fatal = [[part for part in of_node if chance[part] > 0] for of_node in parts]
+    sets_on = _sets_on(where, holders, {name: i for i, name in enumerate(nodes)})
+    known: dict[tuple, float] = {}
     rates: dict[str, float] = {}
     losses: dict[str, float] = {}
-    for kind, members in _components(domains_of):
+    for part, members in _components(parts).items():
+        kind = kinds[part]
         if kind not in failures.mtbf:
             continue
         rate = 1.0 / failures.mtbf[kind]
-        hit = set().union(*(sets_on[node] for node in members if node in sets_on))
-        ways = set().union(*(_ways_down(nodes - members, domains_of, chance) for nodes in hit))
-        lost = min(1.0, math.fsum(math.prod(chance[kind] for kind, _ in way) for way in ways))
+        hit = set().union(*(sets_on.get(node, ()) for node in members))
+        rests = sorted(sorted(rest) for rest in {nodes - members for nodes in hit})
+        shape = _shape(rests, fatal, kinds)
+        if shape not in known:
+            ways = set().union(*(_ways_down(rest, fatal) for rest in rests))
+            known[shape] = min(1.0, math.fsum(math.prod(chance[part] for part in way) for way in ways))
         rates[kind] = rates.get(kind, 0.0) + rate
-        losses[kind] = losses.get(kind, 0.0) + rate * lost
+        losses[kind] = losses.get(kind, 0.0) + rate * known[shape]
     total = math.fsum(rates.values())
     by_kind = {kind: losses[kind] / rates[kind] for kind in rates}
     return Risk(total, math.fsum(losses.values()) / total if total else 0.0, by_kind)
 
 
-def _components(domains_of: Mapping[str, tuple[Component, ...]]) -> Iterator[tuple[str, frozenset[str]]]:
-    """(kind, nodes that go down with it) of everything that can fail."""
-    members: dict[Component, list[str]] = {}
-    for node, components in domains_of.items():
-        for component in components:
-            members.setdefault(component, []).append(node)
-    for (kind, _), nodes in members.items():
-        yield kind, frozenset(nodes)
+def _sets_on(
+    where: Where, holders: Mapping[int, Sequence[int]], node_of: Mapping[str, int]
+) -> dict[int, set[frozenset[int]]]:
+    """Node -> the sets of nodes it belongs to which hold all there is of some state."""
+    seat = {rank: node_of[kinds[NODE]] for rank, kinds in where.items()}
+    found: dict[int, set[frozenset[int]]] = {}
+    for nodes in {frozenset([seat[owner], *[seat[rank] for rank in held]]) for owner, held in holders.items()}:
+        for node in nodes:
+            found.setdefault(node, set()).add(nodes)
+    return found
 
 
-def _ways_down(
-    nodes: frozenset[str], domains_of: Mapping[str, tuple[Component, ...]], chance: Mapping[str, float]
-) -> set[frozenset[Component]]:
+def _components(parts: Sequence[Sequence[int]]) -> dict[int, frozenset[int]]:
+    """Everything that can fail -> the nodes that go down with it."""
+    members: dict[int, list[int]] = {}
+    for node, of_node in enumerate(parts):
+        for part in of_node:
+            members.setdefault(part, []).append(node)
+    return {part: frozenset(nodes) for part, nodes in members.items()}
+
+
+def _shape(rests: Sequence[Sequence[int]], fatal: Sequence[Sequence[int]], kinds: Sequence[str]) -> tuple:
+    """What the ways down depend on, without the names of components: in a regular cluster most have the same."""
+    names: dict[int, int] = {}
+    return tuple(
+        tuple([tuple([(names.setdefault(part, len(names)), kinds[part]) for part in fatal[node]]) for node in rest])
+        for rest in rests
+    )
+
+
+def _ways_down(nodes: Sequence[int], fatal: Sequence[Sequence[int]]) -> set[frozenset[int]]:
     """The smallest sets of components whose failures take all of ``nodes`` down; the empty one where there are none."""
-    choices = [[part for part in domains_of[node] if chance[part[0]] > 0] for node in sorted(nodes)]
-    ways = {frozenset(choice) for choice in itertools.product(*choices)}
+    ways = set(map(frozenset, itertools.product(*[fatal[node] for node in nodes])))
+    if len(set(map(len, ways))) == 1:
+        return ways
     return {way for way in ways if not any(other < way for other in ways)}

@@ -1,6 +1,6 @@
 """The answers of ``ft plan snapshot`` as text and as JSON values."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ft.placement.topology import NODE
@@ -8,6 +8,9 @@ from ft.plan.snapshot.answer import MONTH, Answer
 from ft.plan.snapshot.flags import Plan
 
 _GIB = 1 << 30
+_NODE_MEMORY, _TO_HOST = "host memory of a node", "each step, GPU to host"
+_SENT, _RECEIVED = "  sent by a node", "  received by a node"
+_PER_FAILURE, _PER_MONTH = "loss of state, per failure", "loss of state, per month"
 
 
 def as_values(plan: Plan, answers: list[Answer]) -> dict[str, Any]:
@@ -21,6 +24,8 @@ def as_values(plan: Plan, answers: list[Answer]) -> dict[str, Any]:
         "window_s": question.window_s,
         "exposure_s": question.failures.window,
         "mtbf_s": dict(question.failures.mtbf),
+        "copies_carry_state": question.copies_carry,
+        "without": {"loss_per_failure": 1.0, "loss_per_month": _without_per_month(answers)},
         "copies": [
             {
                 **{key: value for key, value in asdict(found).items() if key != "risk"},
@@ -37,17 +42,35 @@ def as_values(plan: Plan, answers: list[Answer]) -> dict[str, Any]:
 
 
 def as_text(plan: Plan, answers: list[Answer]) -> str:
-    """A table with a column for each number of copies, and what cannot be had below it."""
+    """A table with a column for doing without and one for each number of copies, and what cannot be had below it."""
     rows = [("", [f"k = {found.k}" for found in answers]), *_memory(plan, answers), *_traffic(plan, answers)]
     rows += _losses(plan, answers)
+    without = _without(plan, answers)
+    rows = [(name, [without.get(name, "-"), *cells]) for name, cells in rows]
     first = max(len(name) for name, _ in rows)
-    widths = [max(len(row[i]) for _, row in rows) for i in range(len(answers))]
+    widths = [max(len(row[i]) for _, row in rows) for i in range(1 + len(answers))]
     lines = [*_head(plan, answers), ""]
     for name, cells in rows:
         lines.append(f"  {name:<{first}}" + "".join(f"  {cell:>{w}}" for cell, w in zip(cells, widths, strict=True)))
+    if plan.question.copies_carry:
+        lines.append(
+            "\nnone: no snapshots; every failure ends in a restart from the newest checkpoint, whose cost is in"
+        )
+        lines.append("ft plan disruption")
     for found in answers:
         lines += [f"\nk = {found.k}: {problem}" for problem in found.problems]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _without(plan: Plan, answers: list[Answer]) -> dict[str, str]:
+    """Returns the table cells, by row name, of a run that restarts from checkpoints alone."""
+    cells = {"": "none", _PER_FAILURE: _chance(1.0), _PER_MONTH: _chance(_without_per_month(answers))}
+    return cells | dict.fromkeys((_NODE_MEMORY, _TO_HOST, _SENT, _RECEIVED), "0")
+
+
+def _without_per_month(answers: list[Answer]) -> float:
+    """Probability of at least one failure: each loses the state of its ranks."""
+    return replace(answers[0].risk, per_failure=1.0).within(MONTH)
 
 
 def _head(plan: Plan, answers: list[Answer]) -> list[str]:
@@ -64,14 +87,20 @@ def _head(plan: Plan, answers: list[Answer]) -> list[str]:
         f"{plan.parameters / 1e9:.4g} B parameters, a rank's snapshot of up to {_size(shard)}",
         f"failures: {rates}; {often:.3g} a month; {_duration(question.failures.window)} until copies are whole again",
     ]
+    if not plan.has_flags and plan.grid.world_size > 1:
+        lines.append(
+            f"without the trainer's flags all {plan.grid.world_size} ranks are one data-parallel group, and each holds "
+            "the whole model: give the flags of the run after the name of its script"
+        )
     if not question.copies_complete:
-        lines.append("without --use-distributed-optimizer peers hold each other's state, and copies carry little of it")
+        much = "little of it" if question.copies_carry else "nothing"
+        lines.append(f"without --use-distributed-optimizer peers hold each other's state, and copies carry {much}")
     return lines
 
 
 def _memory(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
     rows = [
-        ("host memory of a node", [_size(found.memory) for found in answers]),
+        (_NODE_MEMORY, [_size(found.memory) for found in answers]),
         ("  own snapshots, two each", [_size(found.own) for found in answers]),
         ("  peer copies, two each", [_size(found.copies) for found in answers]),
     ]
@@ -83,9 +112,9 @@ def _memory(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
 
 def _traffic(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
     rows = [
-        ("each step, GPU to host", [_size(found.d2h) for found in answers]),
-        ("  sent by a node", [_size(found.sent) for found in answers]),
-        ("  received by a node", [_size(found.received) for found in answers]),
+        (_TO_HOST, [_size(found.d2h) for found in answers]),
+        (_SENT, [_size(found.sent) for found in answers]),
+        (_RECEIVED, [_size(found.received) for found in answers]),
         ("  time, overlapped", [_duration(found.transfer_s) for found in answers]),
         ("    GPU to host", [_duration(found.d2h_s) for found in answers]),
         ("    network", [_duration(found.network_s) for found in answers]),
@@ -101,11 +130,14 @@ def _traffic(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
 
 
 def _losses(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
-    rows = [("loss of state, per failure", [_chance(found.risk.per_failure) for found in answers])]
+    if not plan.question.copies_carry:
+        peers = max(len(group) for group in plan.question.groups)
+        return [("loss of state", [f"if all {peers} fail"] * len(answers))]
+    rows = [(_PER_FAILURE, [_chance(found.risk.per_failure) for found in answers])]
     kinds = answers[0].risk.by_kind
     if len(kinds) > 1:
         rows += [(f"  of a {kind}", [_chance(found.risk.by_kind[kind]) for found in answers]) for kind in kinds]
-    rows.append(("loss of state, per month", [_chance(found.risk.within(MONTH)) for found in answers]))
+    rows.append((_PER_MONTH, [_chance(found.risk.within(MONTH)) for found in answers]))
     per = "step" if plan.question.step_s is not None else "window"
     rows.append((f"formula (1), per {per}", [_chance(found.formula) for found in answers]))
     if plan.expects_rack_failures:

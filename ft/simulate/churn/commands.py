@@ -13,8 +13,8 @@ from ft.simulate.fields import add_flags
 
 _DESCRIPTION = """\
 How long a pipeline that loses whole stages trains to a loss: by checkpointing, redundant computation, CheckFree and
-CheckFree+. The question is a scenario file, or flags, or both: flags count more. Times are seconds, or a number with
-ms, s, m, h or d. Without any, it is the training of CheckFree's Table 2."""
+CheckFree+. The question is a scenario file, or flags, or both: flags count more. Times have a
+unit (ms, s, m or min, h, d). Without any, it is the training of CheckFree's Table 2."""
 
 
 def add_parser(simulations) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from ft.report import palette
+from ft.report.axes import Percents
 from ft.simulate.churn.scenario import Scenario
 from ft.simulate.churn.strategy import BEST, CHECKFREE, CHECKPOINT, NAMES, PLUS, REDUNDANT
 from ft.simulate.churn.study import HIGH, LOW, Row, outcome, row
@@ -60,7 +60,7 @@ def _draw_hours(axes, asked: Scenario, rows: Sequence[Row]) -> None:
     shown = [value for each in rows for value in (each.hours, each.published) if value is not None]
     axes.set_ylim(0, 1.15 * min(max(shown, default=1.0), 3.0 * min(shown, default=1.0)))
     axes.set_xlim(0, most)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.xaxis.set_major_formatter(Percents())
     axes.set_xlabel("probability of each stage to fail within an hour", **_STYLE)
     axes.legend(frameon=False, fontsize=9, loc="lower right", labelcolor=palette.QUIET)
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft.errors import UserError
+from ft.quantities import between, whole
 from ft.simulate import fields
 from ft.simulate.churn.failures import Failures, Poisson, read_trace
 from ft.simulate.churn.loss import Convergence
 from ft.simulate.churn.strategy import CHECKPOINT, ENDS, STRATEGIES, Costs
-from ft.simulate.fields import Field, duration, number, one_of, several, whole
+from ft.simulate.fields import Field, duration, one_of, several
 
 PUBLISHED = "published"
 SWAPPED_PART = 0.035
@@ -79,32 +80,32 @@ FIELDS = {
                    "probability of each stage to fail within an hour"),
     "trace": Field("failures", str, None, "FILE", "CSV of time_s,stage instead: stages from 0 on"),
     "recovery": Field("failures", duration(0.0), 30.0, "TIME", "until a new node stands in for a lost stage"),
-    "floor": Field("loss", number(0.0, 1e3), 2.138, "L", "of the loss, which training does not go below"),
-    "above": Field("loss", number(1e-6, 1e3), 0.949, "L", "the target lies so far above the floor"),
-    "exponent": Field("loss", number(0.01, 10.0), 0.28, "A", "loss(n) = floor + above (n / iterations)^-A"),
+    "floor": Field("loss", between(0.0, 1e3), 2.138, "L", "of the loss, which training does not go below"),
+    "above": Field("loss", between(1e-6, 1e3), 0.949, "L", "the target lies so far above the floor"),
+    "exponent": Field("loss", between(0.01, 10.0), 0.28, "A", "loss(n) = floor + above (n / iterations)^-A"),
     "evaluate": Field("loss", whole(1, 10**8), 500, "N", "iterations between two measurements of the loss"),
-    "made-good": Field("loss", number(1e-3, 1e9), 500.0, "N", "iterations in which a jump shrinks to 1/e"),
+    "made-good": Field("loss", between(1e-3, 1e9), 500.0, "N", "iterations in which a jump shrinks to 1/e"),
     "interval": Field("checkpoint", whole(1, 10**8), 100, "N", "iterations between two checkpoints"),
     "save": Field("checkpoint", duration(0.0), 10.0, "TIME", "that the run waits for a checkpoint"),
     "load": Field("checkpoint", duration(0.0), 60.0, "TIME", "to read one back, after the recovery"),
     "fallback": Field("checkpoint", whole(0, 10**8), 1000, "N", "the same for the strategies that need one only when "
                       "two adjacent stages are lost at once; 0: that never happens"),
-    "redundant-overhead": Field("redundant", number(0.0, 100.0), 0.654, "X", "of an iteration"),
+    "redundant-overhead": Field("redundant", between(0.0, 100.0), 0.654, "X", "of an iteration"),
     "redundant-pause": Field("redundant", duration(0.0), 0.0, "TIME", "until the neighbour stands in"),
-    "jump": Field("checkfree", number(0.0, 1e3), 0.0164, "L", "of the loss when a stage is rebuilt from both "
+    "jump": Field("checkfree", between(0.0, 1e3), 0.0164, "L", "of the loss when a stage is rebuilt from both "
                   "neighbours"),
     "ends": Field("checkfree", one_of(ENDS), "copy", "HOW", "CheckFree and its first and last stage: copy the "
                   "neighbour, fall to the checkpoint, or safe: they never fail"),
-    "ends-jump": Field("checkfree", number(0.0, 1e3), None, "L", "when first or last is copied (default: as --jump)"),
-    "swapped-jump": Field("checkfree_plus", number(0.0, 1e3), None, "L", "when first or last is copied after swap "
+    "ends-jump": Field("checkfree", between(0.0, 1e3), None, "L", "when first or last is copied (default: as --jump)"),
+    "swapped-jump": Field("checkfree_plus", between(0.0, 1e3), None, "L", "when first or last is copied after swap "
                           f"training (default: {SWAPPED_PART} of --ends-jump)"),
-    "slowdown": Field("checkfree_plus", number(0.0, 100.0), 0.045, "X", "so many more iterations by swap training"),
-    "bubbles": Field("checkfree_plus", number(0.0, 0.99), 0.172, "X", "idle share of an iteration"),
-    "swapped-bubbles": Field("checkfree_plus", number(0.0, 0.99), 0.242, "X", "and where its schedule swaps stages"),
+    "slowdown": Field("checkfree_plus", between(0.0, 100.0), 0.045, "X", "so many more iterations by swap training"),
+    "bubbles": Field("checkfree_plus", between(0.0, 0.99), 0.172, "X", "idle share of an iteration"),
+    "swapped-bubbles": Field("checkfree_plus", between(0.0, 0.99), 0.242, "X", "and where its schedule swaps stages"),
     "strategies": Field("run", several(one_of(STRATEGIES), "strategies"), STRATEGIES, "NAME,...", "to compare"),
     "seeds": Field("run", whole(1, 10_000), 200, "N", "runs of each case"),
     "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
-    "limit": Field("run", number(1.0, 1e4), 20.0, "X", "give a run up after X times what it takes without failures"),
+    "limit": Field("run", between(1.0, 1e4), 20.0, "X", "give a run up after X times what it takes without failures"),
 }  # fmt: skip
 """By name, as in flags; "-" is "_" in files."""
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ft import messages as m
+from ft.control.history import MOST_RETURNS
 
 if TYPE_CHECKING:
     from ft.simulate.control.cluster import Cluster
@@ -50,6 +51,8 @@ class Legitimacy:
             alike = "replacements failed alike" in text and len(self._cluster.struck) > 3
             alike = alike or bool(self._cluster.poisoned)
             legitimate = alike or bool(kinds & {"raise software error", "exit with code 1", "bad start"})
+        elif "times after committed step" in text:  # in a simulation somebody was struck for each of them
+            legitimate = len(self._cluster.struck) > MOST_RETURNS or bool(self._cluster.poisoned)
         elif not self._cluster.plane.state.attached:  # to a script that takes no part torchrun's rules apply
             legitimate = bool(self._cluster.struck)
         else:

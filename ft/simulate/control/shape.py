@@ -20,6 +20,7 @@ TIMEOUTS = Timeouts(
     repair_s=10.0,
     assemble_s=14.0,
     ready_s=18.0,
+    mute_s=30.0,
     leave_s=5.0,
     join_s=40.0,
 ).check()

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from ft.report import palette
+from ft.report.axes import Percents
 from ft.report.text import percent, seconds
 from ft.simulate.hsdp.answer import Answer
 from ft.simulate.hsdp.cases import Job
@@ -56,7 +56,7 @@ def _draw_bars(axes, job: Job, found: Answer) -> None:
     axes.set_ylim(len(found.found) - 0.5, -0.5)
     axes.set_xlim(0, 1.4)
     axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.xaxis.set_major_formatter(Percents())
 
 
 def _draw_curves(axes, found: Answer, rows: dict[float, dict[str, float]], unit: str, here: float) -> None:
@@ -70,7 +70,7 @@ def _draw_curves(axes, found: Answer, rows: dict[float, dict[str, float]], unit:
     axes.set_xticks(list(rows), [f"{key:g}" for key in rows])
     axes.minorticks_off()
     axes.set_ylim(0, 1.02)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(Percents())
     axes.grid(axis="y", color=palette.FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel(unit, **_STYLE)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from ft.errors import UserError
+from ft.quantities import argument, count, whole
 
 _DESCRIPTION = """\
 What a hot-swap has to rebuild at any number of ranks: megatron-core lays the groups out, the production code decides
@@ -21,14 +22,14 @@ def add_parser(subparsers) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=_ranks, default=_ranks("8..4096"), metavar="N|A..B", help=_RANKS)
+    parser.add_argument("--ranks", type=argument(_ranks), default=_ranks("8..4096"), metavar="N|A..B", help=_RANKS)
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        parser.add_argument(f"--{name}", type=_size, metavar="N", help=f"{what} parallel size")
-    parser.add_argument("--cp", type=_size, default=1, metavar="N", help="context parallel size (default: 1)")
-    parser.add_argument("--ep", type=_size, default=1, metavar="N", help="expert parallel size (default: 1)")
+        parser.add_argument(f"--{name}", type=count(), metavar="N", help=f"{what} parallel size")
+    parser.add_argument("--cp", type=count(), default=1, metavar="N", help="context parallel size (default: 1)")
+    parser.add_argument("--ep", type=count(), default=1, metavar="N", help="expert parallel size (default: 1)")
     parser.add_argument("--experts", action="store_true", help="the model has experts (so it has with --ep)")
-    parser.add_argument("--ranks-per-node", type=_size, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--lost", type=_rank, default=0, metavar="RANK", help="the rank that is lost (default: 0)")
+    parser.add_argument("--ranks-per-node", type=count(), default=8, metavar="N", help="default: 8")
+    parser.add_argument("--lost", type=count(0), default=0, metavar="RANK", help="the rank that is lost (default: 0)")
     times = parser.add_mutually_exclusive_group()
     times.add_argument("--results", metavar="FILE", help="lines of tools/bench/rebuild.py")
     times.add_argument("--measure", action="store_true", help="measure on 8, 16 and 32 ranks here first; minutes")
@@ -52,6 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     from ft.simulate.recovery.sweep import layouts, sweep
     from ft.simulate.recovery.table import as_text, as_values
 
+    if arguments.lost >= min(arguments.ranks):
+        raise UserError(
+            f"--lost {arguments.lost} with {min(arguments.ranks)} ranks: they are 0 to {min(arguments.ranks) - 1}",
+            "give a rank that there is, or more --ranks",
+        )
     found = layouts(arguments.ranks, arguments.tp, arguments.pp, arguments.dp, arguments.cp, arguments.ep)
     fitted = _fit(arguments)
     entries = sweep(found, arguments.ranks_per_node, arguments.lost, arguments.experts or arguments.ep > 1)
@@ -83,29 +89,11 @@ def _fit(arguments: argparse.Namespace):
 def _ranks(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     if not dots:
-        return sorted({_count(word) for word in text.split(",")})
-    count, end, found = _count(first), _count(last), []
-    while count <= end:
-        found.append(count)
-        count *= 2
+        return sorted({whole(2, _MOST_RANKS)(word) for word in text.split(",")})
+    at, end, found = whole(2, _MOST_RANKS)(first), whole(2, _MOST_RANKS)(last), []
+    while at <= end:
+        found.append(at)
+        at *= 2
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} holds no number: {first} is more than {last}")
+        raise ValueError(f"holds no number: {first} is more than {last}")
     return found
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal() or not 2 <= int(text) <= _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks from 2 to {_MOST_RANKS}")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
-
-
-def _rank(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no logical rank")
-    return int(text)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
+from ft.quantities import between, whole
 from ft.simulate import fields
-from ft.simulate.fields import Field, duration, number, one_of, several, whole
+from ft.simulate.fields import Field, duration, one_of, several
 from ft.simulate.spare.clocks import Law, Weibull, read_trace
 from ft.simulate.spare.restart import SEMANTICS
 from ft.simulate.spare.run import JITTERED, Job
@@ -71,7 +72,7 @@ FIELDS = {
     "all-reduce": Field("job", duration(0.0), None, "TIME", "between the groups (default: N / 100 seconds, a ring)"),
     "mtbf": Field("failures", duration(1e-3), None, "TIME", "between two group failures anywhere"),
     "law": Field("failures", one_of(LAWS), "weibull", "LAW", f"of each group's failures: {', '.join(LAWS)}"),
-    "shape": Field("failures", number(0.2, 20.0), 0.78, "K", "of the Weibull law"),
+    "shape": Field("failures", between(0.2, 20.0), 0.78, "K", "of the Weibull law"),
     "trace": Field("failures", str, None, "FILE", "lines of: seconds group; with --law trace"),
     "clocks": Field("failures", one_of(tuple(SEMANTICS)), "extend", "HOW", "failure clocks in a restart: "
                     "extend (they run on), replace (who fails is replaced at the end) or ignore (they stand still)"),
@@ -79,7 +80,7 @@ FIELDS = {
     "save": Field("costs", duration(1e-3), 60.0, "TIME", "of a checkpoint"),
     "shrink": Field("costs", duration(0.0), 0.1, "TIME", "of the communicator, after a loss"),
     "controller": Field("costs", duration(0.0), 0.1, "TIME", "of SPARe's controller, after a loss"),
-    "jitter": Field("costs", number(0.0, 0.3), 0.05, "SIGMA", "each event lasts N(1, SIGMA^2) times as long"),
+    "jitter": Field("costs", between(0.0, 0.3), 0.05, "SIGMA", "each event lasts N(1, SIGMA^2) times as long"),
     "jitter-per": Field("costs", one_of(JITTERED), "stack", "WHAT", "one draw for each stack that a group computes, "
                         "or for its whole compute of a step: stack or step"),
     "scheme": Field("schemes", several(one_of(SCHEMES), "schemes"), ("spare",), "NAME,...", f"of {', '.join(SCHEMES)}"),
@@ -87,7 +88,7 @@ FIELDS = {
     "degree": Field("schemes", numbers, None, "R[..R2]", "of replication (default: as --redundancy)"),
     "seeds": Field("run", whole(1, 10_000), 5, "N", "runs of each case"),
     "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
-    "limit": Field("run", number(1.0, 1e6), 50.0, "X", "give a run up after X times what it takes without failures"),
+    "limit": Field("run", between(1.0, 1e6), 50.0, "X", "give a run up after X times what it takes without failures"),
 }  # fmt: skip
 """By name, as in flags; "-" is "_" in files."""
 

@@ -11,13 +11,14 @@ from ft.report.text import percent, seconds, table
 from ft.simulate.spare.scenario import Scenario
 from ft.simulate.spare.study import row
 from ft.spare import theory
-from ft.spare.plan.optimum import Choice, Optimum, choice, optimum
+from ft.spare.plan.optimum import WITHOUT, Choice, Optimum, choice, optimum
 from ft.spare.plan.simulate import add_flags, asked_for
 from ft.spare.ruler import largest_redundancy, ruler
 
 _DESCRIPTION = """\
 The redundancy that trains fastest: the rule of thumb (8), the least of formula (7), and the least of simulated runs,
-which meet what the formulas leave out (bursts of failures, failures in restarts, jitter). Times as in simulate."""
+which meet what the formulas leave out (bursts of failures, failures in restarts, jitter); beside them checkpoints
+alone, which are recommended where no redundancy is worth its computing. Times as in simulate."""
 _FLAGS = (
     *("groups", "mtbf", "restart", "save", "redundancy", "steps", "stack", "all-reduce", "law", "shape", "trace"),
     *("clocks", "shrink", "controller", "jitter", "jitter-per", "seeds", "seed", "limit"),
@@ -78,9 +79,9 @@ def _answer(asked: Scenario, simulated: bool) -> Optimum:
     for redundancy in candidates:
         ruler(groups, redundancy)
     law = asked.failures()
-    return optimum(
-        asked, [choice(asked, each, row(asked, law, "spare", each) if simulated else None) for each in candidates]
-    )
+    choices = [choice(asked, each, row(asked, law, "spare", each) if simulated else None) for each in candidates]
+    alone = row(asked, law, "checkpoint", 1) if simulated else None
+    return optimum(asked, choices, choice(asked, WITHOUT, alone))
 
 
 def as_values(asked: Scenario, found: Optimum) -> dict[str, Any]:
@@ -94,6 +95,7 @@ def as_values(asked: Scenario, found: Optimum) -> dict[str, Any]:
         "reason": found.reason,
         "checkpoint_period_s": found.period_s,
         "choices": [_values(one) for one in found.choices],
+        "checkpoints_alone": _values(found.without),
     }
 
 
@@ -115,7 +117,7 @@ def _values(one: Choice) -> dict[str, Any]:
 def as_text(asked: Scenario, found: Optimum) -> str:
     """The table and the recommendation."""
     head = ("R", "time to train (7)", "available (2)", "simulated", "available", "up", "restarts", "checkpoint every")
-    rows = [_cells(one) for one in found.choices]
+    rows = [_cells(one) for one in (found.without, *found.choices)]
     simulated = "-" if found.argmin_simulated is None else str(found.argmin_simulated)
     return "\n".join(
         [
@@ -126,14 +128,22 @@ def as_text(asked: Scenario, found: Optimum) -> str:
             "",
             f"rule of thumb (8): R = {found.r_star}; least of (7): R = {found.argmin_theory}; "
             f"least of the simulation: R = {simulated}",
-            f"recommended: R = {found.recommended}, a checkpoint every {seconds(found.period_s)}",
+            f"recommended: {_named(found)}, a checkpoint every {seconds(found.period_s)}",
             f"because {found.reason}",
         ]
     )
 
 
+def _named(found: Optimum) -> str:
+    return "checkpoints alone" if found.recommended == WITHOUT else f"R = {found.recommended}"
+
+
 def _cells(one: Choice) -> list[str]:
-    formulas = [str(one.redundancy), f"{one.ttt_norm:.3f}", percent(one.availability)]
+    formulas = [
+        "none" if one.redundancy == WITHOUT else str(one.redundancy),
+        f"{one.ttt_norm:.3f}",
+        percent(one.availability),
+    ]
     if one.simulated is None:
         return [*formulas, "-", "-", "-", "-", seconds(one.period_s)]
     measured = one.simulated.found

@@ -1,4 +1,5 @@
-"""Which redundancy trains fastest: by the rule of thumb, by formula (7), and simulated; one of them is recommended."""
+"""Which redundancy trains fastest: by the rule of thumb, by formula (7), and simulated; one of them is recommended, or
+none: checkpoints alone."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from ft.spare import theory
 
 _ALIKE = 0.01
 """Times to train that differ by no more than this part are taken as equal."""
+WITHOUT = 1
+"""Redundancy of checkpoints alone: one host for each type, and every failure ends in a global restart."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The answer. ``argmin_simulated``: None where nothing was simulated. ``reason``: of the recommendation."""
+    """The answer.
+
+    Attributes:
+        without: checkpoints alone. argmin_theory, argmin_simulated: of ``choices``; None where nothing was simulated.
+        recommended: a redundancy, or :data:`WITHOUT`. reason: of that.
+    """
 
     choices: tuple[Choice, ...]
+    without: Choice
     r_star: int
     argmin_theory: int
     argmin_simulated: int | None
@@ -41,29 +50,58 @@ class Optimum:
 
     @property
     def period_s(self) -> float:
-        """Of checkpoints with the recommended redundancy."""
-        return next(choice.period_s for choice in self.choices if choice.redundancy == self.recommended)
+        """Of checkpoints with what is recommended."""
+        every = (self.without, *self.choices)
+        return next(choice.period_s for choice in every if choice.redundancy == self.recommended)
 
 
 def choice(asked: Scenario, redundancy: int, simulated: Row | None) -> Choice:
-    """What the formulas say of a redundancy, beside what was simulated."""
-    job, period = asked.job, checkpoint_period(asked, "spare", redundancy)
-    interval = endurance(job.groups, "spare", redundancy) * asked.mtbf_s
+    """What the formulas say of a redundancy, or of checkpoints alone, beside what was simulated."""
+    job, scheme = asked.job, "checkpoint" if redundancy == WITHOUT else "spare"
+    period = checkpoint_period(asked, scheme, redundancy)
+    interval = endurance(job.groups, scheme, redundancy) * asked.mtbf_s
     share = theory.availability(period, job.save_s, interval, job.restart_s)
-    return Choice(redundancy, theory.stack_mean(job.groups, redundancy) / share, share, period, simulated)
+    stacks = 1.0 if redundancy == WITHOUT else theory.stack_mean(job.groups, redundancy)
+    return Choice(redundancy, stacks / share, share, period, simulated)
 
 
-def optimum(asked: Scenario, choices: Sequence[Choice]) -> Optimum:
-    """Chooses among ``choices``, of which there is one at least."""
+def optimum(asked: Scenario, choices: Sequence[Choice], without: Choice) -> Optimum:
+    """Chooses among ``choices``, of which there is one at least, and doing ``without``."""
     star = theory.r_star(asked.job.groups)
     by_theory = min(choices, key=lambda one: one.ttt_norm)
     by_simulation = min(choices, key=_simulated)
-    if not math.isfinite(_simulated(by_simulation)):
-        simulated = None if by_simulation.simulated is None else "no simulated run keeps a step"
-        reason = f"{simulated or 'nothing was simulated'}; formula (7) is least there"
-        return Optimum(tuple(choices), star, by_theory.redundancy, None, by_theory.redundancy, reason)
-    found, reason = _recommended(choices, by_simulation, star, by_theory.redundancy)
-    return Optimum(tuple(choices), star, by_theory.redundancy, by_simulation.redundancy, found, reason)
+    if math.isfinite(_simulated(by_simulation)):
+        least = by_simulation.redundancy
+        found, reason = _recommended(choices, by_simulation, star, by_theory.redundancy)
+    else:
+        none = None if by_simulation.simulated is None else "no simulated run with redundancy keeps a step"
+        least = None
+        found, reason = by_theory.redundancy, f"{none or 'nothing was simulated'}; formula (7) is least there"
+    said = _better_without(by_theory, by_simulation, without)
+    if said is not None:
+        found, reason = WITHOUT, said
+    elif least is not None:
+        reason += f"; checkpoints alone come to {_times(_simulated(without))}"
+    return Optimum(tuple(choices), without, star, by_theory.redundancy, least, found, reason)
+
+
+def _better_without(by_theory: Choice, by_simulation: Choice, without: Choice) -> str | None:
+    """Why checkpoints alone are as good as the best redundancy; None: they are not."""
+    simulated = without.simulated is not None
+    alone = _simulated(without) if simulated else without.ttt_norm
+    best = by_simulation if simulated else by_theory
+    other = _simulated(best) if simulated else best.ttt_norm
+    if not math.isfinite(alone) or alone > other * (1 + _ALIKE):
+        return None
+    means = "simulated" if simulated else "by the formulas"
+    return (
+        f"{means}, checkpoints alone train in {alone:.2f} times the time without failures, and the best redundancy, "
+        f"R = {best.redundancy}, in {_times(other)}: no redundancy is worth what it computes more"
+    )
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "no end"
 
 
 def _simulated(one: Choice) -> float:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from ft.report import palette
+from ft.report.axes import Percents
 from ft.report.text import seconds
 from ft.simulate.spare.scenario import Scenario
-from ft.spare.plan.optimum import Choice, Optimum
+from ft.spare.plan.optimum import WITHOUT, Choice, Optimum
 
 _SIZE_IN, _DPI = (10.0, 4.4), 100
 _HIGHEST = 2.0
@@ -32,14 +33,16 @@ def draw(asked: Scenario, found: Optimum, path: Path) -> None:
     times, shares = figure.subplots(1, 2)
     _curves(times, found, "ttt_norm", "time to train, times that without failures")
     _curves(shares, found, "availability", "share of the time in steps that were kept")
-    shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    low = min(min(one.ttt_norm, _simulated(one)) for one in found.choices)
+    shares.yaxis.set_major_formatter(Percents())
+    low = min(min(one.ttt_norm, _simulated(one)) for one in (found.without, *found.choices))
     times.set_ylim(0.95 * low, _HIGHEST * low)
-    times.axvline(found.recommended, color=palette.LOSS, linewidth=1, linestyle=":")
+    place = None if found.recommended == WITHOUT else found.recommended
+    if place is not None:
+        times.axvline(place, color=palette.LOSS, linewidth=1, linestyle=":")
     times.annotate(
-        f"recommended: R = {found.recommended}",
-        (found.recommended, 0.97),
-        xycoords=("data", "axes fraction"),
+        "recommended: checkpoints alone" if place is None else f"recommended: R = {place}",
+        (0.5 if place is None else place, 0.97),
+        xycoords=("axes fraction" if place is None else "data", "axes fraction"),
         xytext=(4, 0),
         textcoords="offset points",
         va="top",
@@ -68,6 +71,10 @@ def _curves(axes, found: Optimum, name: str, title: str) -> None:
         for one in found.choices
         if one.simulated is not None and math.isfinite(one.simulated.found["ttt_norm"].mean)
     ]
+    alone = found.without if found.without.simulated is None else found.without.simulated.found
+    level = getattr(alone, name) if alone is found.without else alone[name].mean
+    if math.isfinite(level):
+        axes.axhline(level, color=palette.OUTCOME["restart"], linewidth=1, linestyle="--", label="checkpoints alone")
     if simulated:
         means, widths = [each.mean for _, each in simulated], [each.half_width or 0.0 for _, each in simulated]
         style = {"fmt": "o-", "color": _SIMULATED, "markersize": 4, "linewidth": 1.4, "capsize": 2}

@@ -12,8 +12,8 @@ from ft.spare.plan.flags import numbers
 
 _DESCRIPTION = """\
 Trains step by step under failures, as a simulation: SPARe, replication, or checkpoints alone.
-The question is a scenario file, or flags, or both: flags count more. Times are seconds, or a number with ms, s, m, h
-or d; groups and redundancies are numbers, lists and ranges: 9, 2..12, 2..4,8."""
+The question is a scenario file, or flags, or both: flags count more. Times have a unit (ms, s, m
+or min, h, d); groups and redundancies are numbers, lists and ranges: 9, 2..12, 2..4,8."""
 _TITLES = {
     "job": "what is trained",
     "failures": "failures of groups",

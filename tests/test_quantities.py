@@ -1,0 +1,110 @@
+"""Times, sizes and numbers of command lines, and the axes that show shares."""
+
+import json
+
+import pytest
+
+from ft import cli, quantities
+from ft.report.axes import Percents
+
+UNITS = "ms, s, m (or min), h or d"
+
+
+def test_times():
+    texts = ("250ms", "10s", "2.5m", "2 min", "12h", "90d", "1e3s", ".5s", "0", "0s")
+    expected = [0.25, 10.0, 150.0, 120.0, 43200.0, 7776000.0, 1000.0, 0.5, 0.0, 0.0]
+    assert [quantities.seconds(text, 0.0) for text in texts] == expected
+    assert quantities.seconds("12", bare=60.0) == 720.0 and quantities.seconds("12h", bare=60.0) == 43200.0
+
+
+@pytest.mark.parametrize("text", ["10", "50000", "1,5s", "-1s", "1w", "s", "", "nan", "inf", "1e999s", True, "1 S"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(ValueError):
+        quantities.seconds(text)
+
+
+def test_sizes_rates_and_numbers():
+    assert [quantities.size(text) for text in ("80GB", "1.5 GiB", "3k", "12")] == [80e9, 1.5 * 2**30, 3e3, 12.0]
+    assert [quantities.amount(text) for text in ("350M", "70B", "12")] == [350e6, 70e9, 12.0]
+    assert [quantities.gigabytes_per_second(text) for text in ("25", "25GB/s", "12.5 GB/s")] == [25.0, 25.0, 12.5]
+    assert [quantities.whole(0)(text) for text in ("0", "98,304", 7, "1000000")] == [0, 98304, 7, 1000000]
+    for read, text in (
+        *((quantities.size, text) for text in ("0GB", "80 apples", "-1GB", "")),
+        *((quantities.whole(1), text) for text in ("0", "-5", "1,2", "1.5", "", "9" * 40, True)),
+        *((quantities.amount, text) for text in ("0B", "much", "-3")),
+        (quantities.positive, "0"),
+        (quantities.between(0.0, 1.0), "nan"),
+    ):
+        with pytest.raises(ValueError):
+            read(text)
+    with pytest.raises(ValueError, match="a size has a unit"):
+        quantities.size("100", bare=None)
+
+
+DISRUPTION = "plan disruption --gpus 1024 --checkpoint-interval 500 --hot-swap-time 30s"
+GIVEN = f"{DISRUPTION} --checkpoint-cost 60s --restart-time 5m --step-time 4s"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{GIVEN} --mtbf-gpu 50000",
+        "plan snapshot --nodes 2 --params 1B --step-time 10",
+        "plan spare optimize --groups 24 --mtbf 300",
+        "plan spare simulate --groups 24 --mtbf 5m --restart 60",
+        "simulate hsdp --mtbf-gpu 50000",
+        "simulate hsdp --step 20",
+        "simulate churn --iteration 91",
+        "run --nproc-per-node 2 --ft-hsdp-replicas 2 --ft-hsdp-wait 5 x.py",
+    ],
+)
+def test_every_command_refuses_a_time_without_its_unit_with_the_units(words, capsys):
+    try:
+        assert cli.main(words.split()) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    assert UNITS in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shares", "shown"),
+    [
+        ([0.0, 0.5, 1.0], ["0%", "50%", "100%"]),
+        ([0.98, 0.985, 0.99], ["98.0%", "98.5%", "99.0%"]),
+        ([0.9975, 1.0], ["99.75%", "100.00%"]),
+        ([0.7 + 0.1, 0.9], ["80%", "90%"]),
+    ],
+)
+def test_ticks_of_an_axis_can_be_told_apart(shares, shown):
+    assert Percents().format_ticks(shares) == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan policy --pp 1000000", "1 to 1024"),
+        ("plan policy --blocks 0", "--blocks 0"),
+        ("plan schedule --pp 1000000 --microbatches 1000000", "100,000"),
+        ("simulate recovery --ranks 8 --lost 8", "0 to 7"),
+        ("simulate hsdp --gpus 1", "1 GPUs in one replica"),
+        ("simulate hsdp --gpus 1009", "1009 GPUs in one replica"),
+        ("simulate hsdp --mtbf 18m --mtbf-gpu 3d", "give one of them"),
+    ],
+)
+def test_sizes_that_cannot_be_answered_are_refused_at_once(words, said, capsys):
+    assert cli.main(words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def hsdp(words: str, capsys) -> dict:
+    assert cli.main(f"simulate hsdp --time 12h --no-sweep --json {words}".split()) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_failure_rate_follows_from_the_number_of_gpus(capsys):
+    assert hsdp("", capsys)["interval_s"] == pytest.approx(1080.0)
+    small = hsdp("--gpus 4096", capsys)
+    assert small["interval_s"] == pytest.approx(1080.0 * 98304 / 4096) and small["replicas"] == 8
+    assert hsdp("--gpus 4096 --mtbf-gpu 100d", capsys)["interval_s"] == pytest.approx(100 * 86400 / 4096)
+    for words in ("--mtbf 12h", "--mtbf-min 12h", "--mtbf-min 720"):
+        assert hsdp(words, capsys)["interval_s"] == 43200.0
