@@ -193,7 +193,7 @@ class EventLog:
 
     def __init__(self, path: str | Path):
         self._lock = threading.Lock()
-        self._lines = Lines(Path(path))
+        self._lines = Lines(Path(path), is_shared=True)  # with a control plane that was taken for dead
 
     def write(self, event: Event) -> None:
         """Appends one line.

@@ -1,28 +1,42 @@
 """A file that lines are appended to, and that a full disk makes wait, not fail."""
 
 import contextlib
+import errno
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+
+_MOST = 10_000
+_END = b"\n"
 
 
 class Lines:
     """Appends to ``path``; what finds no room, or meets another error of the file's, is tried again with the next line.
 
-    A line that a crash of an earlier writer has torn is ended, so that the first one after it is not lost too.
+    A line is whole in the file or absent. What was written of one that did not fit is taken off again; where others
+    append too, it is ended, and readers leave it out. So is a line that a crash of an earlier writer has torn.
 
     Args:
-        most: lines that wait in memory at most; beyond that the oldest but one is given up. None: any number.
+        most: lines that wait in memory at most; beyond that the oldest is lost. None: any number.
+        is_shared: others may append to the file at the same time.
+        tell: takes what is said once when lines begin to wait, once when they are written, and when some are lost.
+
+    Attributes:
+        lost: lines that are in neither file nor memory.
 
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, most: int | None = None):
-        self._path, self._most = path, most
+    def __init__(
+        self, path: Path, most: int | None = _MOST, is_shared: bool = False, tell: Callable[[str], None] | None = None
+    ):
+        self._path, self._most, self._is_shared, self._tell = path, most, is_shared, tell or _warn
         self._waiting: deque[bytes] = deque()
-        self._begun = 0  # bytes of the first one that are written
+        self._trouble: OSError | None = None
+        self.lost = 0
         self._open()
 
     def write(self, line: bytes) -> None:
@@ -30,29 +44,68 @@ class Lines:
         self._waiting.append(line)
         self._flush()
         if self._most is not None and len(self._waiting) > self._most:
-            del self._waiting[1]
+            del self._waiting[self._waiting[0] == _END]
+            self.lost += 1
 
     def replace(self, change: Callable[[], None], is_kept: Callable[[bytes], bool]) -> None:
         """Calls ``change``, which changes the file; of the lines that wait only those that are ``is_kept`` stay."""
-        self._waiting, self._begun = deque(line for line in self._waiting if is_kept(line)), 0
+        self._waiting = deque(line for line in self._waiting if is_kept(line))
         os.close(self._fd)
         change()
         self._open()
 
     def close(self) -> None:
+        """Writes what waits, as far as there is room; what there is none for is lost, and told."""
         self._flush()
         os.close(self._fd)
+        self.lost += sum(line != _END for line in self._waiting)
+        self._waiting.clear()
+        if self.lost:
+            why = f" ({self._trouble.strerror})" if self._trouble else ""
+            self._tell(f"warning: {self._path} lacks {self.lost} lines for good: there was no room for them{why}")
 
     def _open(self) -> None:
         self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            self._waiting.appendleft(b"\n")
+        if size and os.pread(self._fd, 1, size - 1) != _END:
+            self._waiting.appendleft(_END)
 
     def _flush(self) -> None:
-        with contextlib.suppress(OSError):
+        waited = len(self._waiting) - 1
+        try:
             while self._waiting:
-                self._begun += os.write(self._fd, self._waiting[0][self._begun :])
-                if self._begun == len(self._waiting[0]):
-                    self._waiting.popleft()
-                    self._begun = 0
+                self._put(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if self._trouble is None:
+                most = "its lines wait" if self._most is None else f"up to {self._most} lines of it wait"
+                problem = f"{self._path} cannot be written ({error.strerror})"
+                self._tell(f"warning: {problem}: {most} in memory until it can; make room on its disk")
+            self._trouble = error
+            return
+        if self._trouble is not None:
+            self._trouble = None
+            self._tell(f"{self._path} can be written again: {waited} lines had waited, {self.lost} are lost")
+
+    def _put(self, line: bytes) -> None:
+        """Writes a line whole.
+
+        Raises:
+            OSError: it does not fit.
+        """
+        written = os.write(self._fd, line)
+        if written == len(line):
+            return
+        end = os.lseek(self._fd, 0, os.SEEK_CUR)
+        if not self._is_shared and os.fstat(self._fd).st_size == end:
+            os.ftruncate(self._fd, end - written)
+        elif line[written:] == _END:
+            self._waiting[0] = _END  # the rest of the line is there
+        else:
+            self._waiting.appendleft(_END)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _warn(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # where this goes, the disk may be full too
+        print(text, file=sys.stderr, flush=True)

@@ -4,12 +4,28 @@ from collections.abc import Sequence
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import Formatter
 
 from ft.report import palette
 
 WIDTH_IN, DPI = 12.0, 150
 STYLE = {"fontsize": 9, "color": palette.QUIET}
 """Of texts beside what is drawn."""
+
+
+class Percents(Formatter):
+    """Shares as percentages, with as many decimals as it takes to tell all ticks of an axis apart."""
+
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        return self.format_ticks([value])[0]
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        for decimals in range(10):
+            shown = [f"{100 * value:.{decimals}f}%" for value in values]
+            exact = all(abs(100 * value - round(100 * value, decimals)) < 1e-9 for value in values)
+            if exact and len(set(shown)) == len(set(values)):
+                break
+        return shown
 
 
 def rows(title: str, heights: Sequence[float]) -> tuple[Figure, Sequence]:

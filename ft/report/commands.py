@@ -10,6 +10,7 @@ from ft.errors import UserError
 from ft.hsdp.report import commands as hsdp
 from ft.hsdp.report.record import is_hsdp
 from ft.report.files import replace
+from ft.report.presence import gone
 from ft.report.recoveries import recoveries
 from ft.report.run import Run, load
 from ft.report.status import as_text, as_values, status
@@ -33,6 +34,9 @@ def add_parsers(subparsers) -> None:
 def run_status(arguments: argparse.Namespace) -> int:
     """Prints the state of a run.
 
+    Returns:
+        0; 1 where the run has not ended and nobody is at it any more.
+
     Raises:
         UserError: there is none.
     """
@@ -41,6 +45,8 @@ def run_status(arguments: argparse.Namespace) -> int:
             text, values, ended = _now(arguments.folder)
             text = json.dumps(values) if arguments.json else text
             print(_CLEAR + text if arguments.watch and sys.stdout.isatty() else text, flush=True)
+            if values["gone"]:
+                return 1
             if not arguments.watch or ended:
                 return 0
             time.sleep(_WATCH_S)
@@ -97,6 +103,9 @@ def _now(folder: str) -> tuple[str, dict[str, Any], bool]:
         return hsdp.now(folder)
     run = load(folder)
     found = status(run, time.time())
+    if not found.ended and (why := gone(run.folder, found.age, found.nodes)):
+        run = load(folder)  # it may have ended while its lease was watched
+        found = status(run, time.time(), why)
     return as_text(found, str(run.folder)), as_values(found), found.ended
 
 

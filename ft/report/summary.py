@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ft.report import rebuilds
+from ft.report import rebuilds, records
 from ft.report.block import what_failed
 from ft.report.corruption import corruption
 from ft.report.corruption_panel import summary_of, text_table
@@ -23,6 +23,7 @@ def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence
     ]
     checked = corruption(run.events)
     facts += [] if checked is None else [("DMR", summary_of(checked))]
+    facts += [("records", text) for text in records.lacking(run)]
     lines = [f"{name:<10} {value}" for name, value in facts]
     if found:
         rows = [_row(r) for r in found]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def seconds(value: float | None) -> str:
-    """A duration with three digits that mean something: "65 ms", "1.24 s", "2 min 05 s"."""
+    """A duration with three digits that mean something: "65 ms", "1.24 s", "2 min 05 s", "60.0 days"."""
     if value is None or not math.isfinite(value):
         return "-"
     if value < 0.9995:
@@ -16,6 +16,8 @@ def seconds(value: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{value / 86400:,.1f} days"
     return f"{hours} h {minutes:02d} min"
 
 

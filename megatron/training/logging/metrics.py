@@ -2,33 +2,34 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
 from ft.lines import Lines
 
-_MOST_WAITING = 10_000
-
 
 class MetricsFile:
     """Appends to ``path``, after dropping the steps after ``first_step`` and a line torn by a crash.
 
-    A disk that is full stops no training: what finds no room waits in memory, up to ``_MOST_WAITING`` lines, until
-    there is some.
+    A disk that is full stops no training: what finds no room waits in memory until there is some (``ft.lines``).
+
+    Args:
+        tell: takes what is said about such lines; None: standard error gets it.
 
     Raises:
         UserError: the file cannot be made.
     """
 
-    def __init__(self, path: Path, first_step: int):
+    def __init__(self, path: Path, first_step: int, tell: Callable[[str], None] | None = None):
         self._path = path
         self._undone_after: int | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 self._cut(first_step)
-            self._lines = Lines(path, _MOST_WAITING)
+            self._lines = Lines(path, tell=tell)
         except OSError as error:
             raise UserError(f"--metrics-file {path} cannot be written: {error}", "give a writable path") from error
 

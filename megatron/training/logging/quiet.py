@@ -21,5 +21,6 @@ def quieten(level: int | None = None) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-    for name in ("torch", "megatron", "tensorboard", "matplotlib"):
+    # torch sets the level of its own logger when it is imported, but not of the one that misses a CUDA toolkit.
+    for name in ("torch", "torch.utils.cpp_extension", "megatron", "tensorboard", "matplotlib"):
         logging.getLogger(name).setLevel(level)

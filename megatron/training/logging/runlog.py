@@ -54,7 +54,7 @@ class RunLog(AbstractContextManager):
             self._options = None
             return
         if options.metrics_file:
-            self._metrics = MetricsFile(Path(options.metrics_file), first_step)
+            self._metrics = MetricsFile(Path(options.metrics_file), first_step, self.line)
         if options.tensorboard_dir:
             self._tensorboard = _open_tensorboard(options)
         if options.progress_bar:
@@ -66,10 +66,11 @@ class RunLog(AbstractContextManager):
             )
 
     def __exit__(self, *exception) -> None:
-        for writer in (self._metrics, self._tensorboard, self._bar):
+        bar, self._bar = self._bar, None
+        for writer in (bar, self._tensorboard, self._metrics):  # what the metrics file lacks is said last
             if writer is not None:
                 writer.close()
-        self._metrics = self._tensorboard = self._bar = None
+        self._metrics = self._tensorboard = None
 
     def rewind(self, step: int) -> None:
         """The run goes back to ``step``: what was written about later steps is dropped, they are done anew."""
