@@ -4,7 +4,8 @@ import os
 import sys
 
 from ft.errors import UserError
-from megatron.training.arguments import Options, help_text, parse
+from megatron.training.arguments import Options, help_text, may_have_te, parse, refusals
+from megatron.training.launcher import launch_from
 from megatron.training.logging.quiet import quieten
 
 
@@ -16,15 +17,25 @@ def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(help_text())
         return 0
-    first_rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
         options = parse(argv)
-    except UserError as error:  # every rank has the same command line: one of them speaks
-        if first_rank:
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    except UserError as error:
+        return refuse(argv, error)
     quieten(options.logging.logging_level)
     return run(options)
+
+
+def refuse(argv: list[str], error: UserError) -> int:
+    """Says all that is wrong with the command line, of which ``error`` is a part; returns the exit code."""
+    try:
+        place = launch_from(os.environ)
+        _, problems = refusals(argv, place.world_size, has_te=may_have_te())
+        error = UserError.of(problems)
+    except UserError as torn:
+        place, error = None, UserError.of([*error.problems, *torn.problems])
+    if place is None or place.rank == 0:  # every rank has the same command line: one of them speaks
+        print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def run(options: Options) -> int:

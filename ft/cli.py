@@ -1,6 +1,5 @@
 """The command ``ft``: each subcommand lives with the system it belongs to."""
 
-import argparse
 import importlib
 import os
 import select
@@ -8,6 +7,7 @@ import signal
 import sys
 
 from ft.errors import UserError
+from ft.flags import Parser
 
 _SUBCOMMANDS = (
     (("run",), "ft.agent.run", "add_parser"),
@@ -24,7 +24,7 @@ bring libraries that a launcher should not wait for."""
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code: its own, 2 where the input cannot work."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ft",
         description="Training that goes on through faults: starts runs, shows them, and reports on them.",
         epilog="ft SUBCOMMAND --help tells about each.",
@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         parser.print_help()
         return 2
-    given = parser.parse_args(argv)
     try:
+        given = parser.parse_args(argv)
         code = given.main(given)
         sys.stdout.flush()
         return code

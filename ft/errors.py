@@ -10,6 +10,11 @@ raised class           what has to happen
 =====================  =========================================================================
 """
 
+from collections.abc import Iterable, Sequence
+
+Problem = tuple[str, str | None]
+"""What is wrong, and how to fix it."""
+
 
 class FtError(Exception):
     """Base of every error this project raises on purpose."""
@@ -27,7 +32,53 @@ class UserError(FtError):
 
     def __init__(self, problem: str, fix: str | None = None):
         self.problem, self.fix = problem, fix
+        self.problems: list[Problem] = [(problem, fix)]
         super().__init__(problem if fix is None else f"{problem}\n  fix: {fix}")
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> "UserError":
+        """One error for all of ``problems`` (at least one): more than one are a numbered list, each with its fix."""
+        if len(problems) == 1:
+            return cls(*problems[0])
+        items = []
+        for number, (problem, fix) in enumerate(problems, 1):
+            lines = [*problem.splitlines(), *([] if fix is None else [f"fix: {fix}"])]
+            items.append(f"{number}. " + "\n   ".join(lines))
+        error = cls(f"{len(problems)} problems\n" + "\n".join(items))
+        error.problems = list(problems)
+        return error
+
+
+class Problems:
+    """Collects what is wrong with the input, so that a user learns all of it at once: ``with problems: check()``.
+
+    Attributes:
+        found: (problem, fix) pairs, each once.
+    """
+
+    def __init__(self):
+        self.found: list[Problem] = []
+
+    def add(self, problems: Iterable[Problem]) -> None:
+        self.found += [problem for problem in problems if problem not in self.found]
+
+    def refuse(self) -> None:
+        """Raises what was found.
+
+        Raises:
+            UserError: with every problem that was found, if there is any.
+        """
+        if self.found:
+            raise UserError.of(self.found)
+
+    def __enter__(self) -> "Problems":
+        return self
+
+    def __exit__(self, kind, error, trace) -> bool:
+        if not isinstance(error, UserError):
+            return False
+        self.add(error.problems)
+        return True
 
 
 class RecoverableError(FtError):

@@ -4,12 +4,13 @@ import os
 import selectors
 import signal
 import time
+import traceback
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ft import events
 from ft.agent import processes, succession
-from ft.agent.console import last_lines
+from ft.agent.console import last_lines, last_words
 from ft.agent.parts import Parts
 from ft.agent.pool import PoolBroken
 from ft.agent.reception import unwatch
@@ -67,9 +68,10 @@ class Agent:
 
     Args:
         parts: what it works with. ranks: logical ranks of its first workers. life: of the run, in which it begins.
+        joined: what to say once a worker of this node trains under a guard.
     """
 
-    def __init__(self, parts: Parts, ranks: list[int], life: int = 0):
+    def __init__(self, parts: Parts, ranks: list[int], life: int = 0, joined: str = ""):
         self._parts, self._membership, self._steward = parts, parts.membership, parts.steward
         self._console, self._uplink = parts.console, parts.uplink
         self._workforce, self._masters = parts.workforce, parts.masters
@@ -82,6 +84,7 @@ class Agent:
         self._signum, self._signalled_at = 0, 0.0
         self._left = self._alone = self._was_unlinked = False
         self._empty_since = 0.0
+        self._joined, self._told = joined, set()
         self._beat_s, self._next_beat = Timeouts().agent_beat_s, 0.0
 
     def run(self) -> int:
@@ -93,6 +96,9 @@ class Agent:
             return self._ending.code
         except PoolBroken as error:
             self._console.complain(str(error))
+            return 1
+        except Exception:  # the uplink's threads may be inside torch: the process must not end in Python's own way
+            self._console.complain(traceback.format_exc())
             return 1
         finally:
             self._clean_up()
@@ -128,14 +134,21 @@ class Agent:
             beats = self._workforce.beats(now)
             self._uplink.post(AgentBeat(self._node, beats))
             self._parts.faults.heard(beats)
+            self._parts.room.heard(beats)
             self._workforce.sweep()
+        if self._joined and self._workforce.is_guarded:
+            self._console.say(self._joined)
+            self._joined = ""
         self._parts.recoveries.poll()
+        self._parts.room.poll()
         self._console.poll()
         if self._signum and not self._ending and not self._rank_holders():
             self._leave_after_grace(now)
         if self._ending and now > self._ending.deadline:
             self._workforce.kill_all()
+            self._workforce.drop_unborn()
         elif not self._ending:
+            self._look_after_pool(now)
             self._look_after_control(now)
 
     def _on_wake(self) -> None:
@@ -199,6 +212,10 @@ class Agent:
         for pid, code in self._workforce.take_early():
             self._on_exit(pid, code)
 
+    def _look_after_pool(self, now: float) -> None:
+        if why := self._parts.pool.kill_if_stuck(now):
+            self._console.complain(f"{why}: it is killed")
+
     def _known(self) -> set[int]:
         sidecar = self._steward.sidecar
         return {self._parts.pool.pid, sidecar.pid, sidecar.spare_pid}
@@ -209,9 +226,10 @@ class Agent:
         rank = next((r for r, name in self._seats.items() if name == worker.name), worker.rank)
         what = f"logical rank {rank}" if rank is not None else "a standby"
         text = [f"{worker.name} ({what}) {processes.how_it_ended(code)}"]
-        lines = [] if self._console.shows(worker.log) else last_lines(worker.log)
+        lines = [] if self._console.shows(worker.log) else last_words(worker.log, code)
         if lines:
             text[0] += f"; the last lines of {worker.log}:"
+        self._told.add(text[0].partition(";")[0])
         self._console.complain("\n".join(text + [f"    {line}" for line in lines]))
 
     # --- orders ------------------------------------------------------------------------------------------------------
@@ -239,7 +257,7 @@ class Agent:
             case Finish():
                 self._workforce.tell(what)
                 self._workforce.kill(*(name for name, worker in self._workforce.workers.items() if not worker.attached))
-                self._end(0, _FINISH_S)
+                self._end(128 + signal.SIGINT if self._signum == signal.SIGINT else 0, _FINISH_S)
             case Stop():
                 self._stop(what)
             case Master():
@@ -314,7 +332,7 @@ class Agent:
     def _stop(self, order: Stop) -> None:
         self._console.poll(to_the_end=True)
         tells = self._membership.place.node_rank == 0 or self._steward.hosts
-        if tells and order.message and not self._signum:
+        if tells and order.message not in ("", *self._told) and not self._signum:
             self._console.complain(order.message)
         self._end(128 + self._signum if self._signum and order.code else order.code, 0.0)
         self._workforce.kill_all()
@@ -336,7 +354,10 @@ class Agent:
     def _look_after_control(self, now: float) -> None:
         self._uplink.mind(now)
         what, why = self._steward.look(now, self._uplink.contact_at)
-        if what == succession.CLAIM and self._steward.start(self._life, self._node):
+        if what == succession.RENEW:
+            self._console.complain(f"{why} ({processes.describe(self._steward.sidecar.pid)}): it is killed")
+            self._steward.start(self._life, self._node)
+        elif what == succession.CLAIM and self._steward.start(self._life, self._node):
             self._console.say(f"{why}; {self._node} takes over, training goes on")
             self._parts.recoveries.adopt(self._steward.events)
         elif what == succession.FENCE and self._workforce.workers:
@@ -427,3 +448,5 @@ class Agent:
         signal.set_wakeup_fd(-1)
         self._parts.reception.close()
         self._selector.close()
+        self._parts.room.close()
+        self._console.close()  # last: nothing of the run may wait for who reads this

@@ -12,6 +12,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     hsdp.add_flags(_Flags(parser.add_argument_group("FT-HSDP: replicas that train on without one another")))
     parser.add_argument("script", help="Python file to run on every worker; with -m a module's name")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    parser.set_defaults(problems=[])
+
+
+def launchers_flags() -> set[str]:
+    """Every spelling of every flag of ``ft run``."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return {spelling for action in parser._actions for spelling in action.option_strings}
 
 
 def _torchrun(group) -> None:
@@ -76,8 +84,8 @@ def _ours(group) -> None:
         help="a fault on purpose: kill@step=20:rank=3, of a replica kill@replica=1:step=20; repeatable; ft faults "
         "lists the kinds",
     )
-    flag("scenario", metavar="FILE", help="a file of faults")
-    flag("seed", type=int, metavar="N", help="seed of random faults (default: the scenario's, else 0)")
+    flag("scenario", metavar="FILE", help="a file of faults and their seed: YAML, TOML or JSON (ft faults)")
+    flag("seed", type=int, metavar="N", help="seed of what faults leave open (default: the scenario's, else 0)")
     flag(
         "preload",
         action="append",

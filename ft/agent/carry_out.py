@@ -7,13 +7,18 @@ from ft.errors import UserError
 
 
 def carry_out(
-    options: RunOptions, faults: list[inject.Fault], announcement: str = "", began: float | None = None
+    options: RunOptions,
+    faults: list[inject.Fault],
+    announcement: str = "",
+    began: float | None = None,
+    joined: str = "",
 ) -> int:
     """Runs the agent of this node to the end of the run; returns the exit code.
 
     Args:
         faults: all that are planned. announcement: told at the terminal. began: wall time of the first epoch, from
-            which faults planned for a time count, where it was before this agent's start.
+            which faults planned for a time count, where it was before this agent's start. joined: told once a worker of
+            this node trains under a guard.
 
     Raises:
         UserError: the options cannot work; nothing has been started.
@@ -32,7 +37,7 @@ def carry_out(
     parts.workforce.training_since = began
     if announcement:
         parts.console.say(announcement)
-    return Agent(parts, first_ranks(options), options.life or 0).run()
+    return Agent(parts, first_ranks(options), options.life or 0, joined).run()
 
 
 def first_ranks(options: RunOptions) -> list[int]:

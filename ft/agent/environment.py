@@ -10,7 +10,7 @@ class Place:
 
     Attributes:
         node: the agent's name. node_rank: its number. host: the address this node is reached at.
-        socket: the agent's (FT_AGENT). faults: what ``ft.inject.to_json`` made.
+        socket: the agent's (FT_AGENT). faults: file with those planned, "" if none is.
         domains: kind -> name of the node's failure domains.
     """
 
@@ -23,7 +23,7 @@ class Place:
     world_size: int
     nproc: int
     max_restarts: int
-    faults: str = "[]"
+    faults: str = ""
     domains: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from ft import events
 from ft.inject import Fault
 from ft.messages import Beat, Observed, Open
 
-_WRITTEN_S, _LOOK_S = 2.0, 0.01
+_WRITTEN_S, _LOOK_S = 20.0, 0.01
 
 
 class AgentFaults:

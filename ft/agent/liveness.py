@@ -11,12 +11,14 @@ class Limits:
     Attributes:
         stopped_s: when its process is stopped (state T): nothing but a signal continues it.
         silent_s: otherwise. unsettled_s: before its first step has ended, when imports, compilation and the first
-            allocations may hold the interpreter for long.
+            allocations may hold the interpreter for long. mute_s: for a worker that has not attached, does nothing at
+            all, and keeps others waiting that have.
     """
 
     stopped_s: float = 0.25
     silent_s: float = 1.0
     unsettled_s: float = 30.0
+    mute_s: float = 50.0
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """From the command line and the environment of Slurm or mpirun to what an agent needs to know; bad input ends here."""
 
 import argparse
+import importlib.util
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from ft.agent import mpirun, slurm
 from ft.control import tenure
-from ft.errors import UserError
+from ft.errors import Problem, Problems, UserError
 from ft.placement.topology import read_topology
 
 _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
@@ -105,16 +107,31 @@ def resolve(
     Raises:
         UserError: they cannot work.
     """
+    problems = Problems()
+    problems.add(given.problems)
+    cluster = nproc = control = script = run_dir = None
+    domains = {}
     if given.no_python:
-        raise UserError("--no-python is not supported: workers are forked from Python", "run a Python script")
-    if job is None and not given.standalone:
-        job = mpirun.read(environment) or slurm.read(environment)
-    cluster = _cluster(given, job)
-    _not_negative(given, "standby", "standby_nodes", "max_restarts")
-    nproc = _nproc(given.nproc_per_node)
-    run_dir = _run_dir(given, job, cluster, lease)
+        problems.add([("--no-python is not supported: workers are forked from Python", "run a Python script")])
+    with problems:
+        if job is None and not given.standalone:
+            job = mpirun.read(environment) or slurm.read(environment)
+        cluster = _cluster(given, job)
+    problems.add(_negative(given, "standby", "standby_nodes", "max_restarts"))
+    with problems:
+        nproc = _nproc(given.nproc_per_node)
+    with problems:
+        script = script_of(given)
+    with problems:
+        control = _control(given.control)
+    if cluster is not None:
+        with problems:
+            run_dir = _run_dir(given, job, cluster, lease)
+        with problems:
+            domains = _domains(given, cluster, environment)
+    problems.refuse()
     return RunOptions(
-        script=_script(given),
+        script=script,
         cluster=cluster,
         nproc=nproc,
         standby=given.standby,
@@ -126,8 +143,8 @@ def resolve(
         seed=given.seed,
         quiet=given.quiet,
         local_addr=given.local_addr,
-        control=_control(given.control),
-        domains=_domains(given, cluster, environment),
+        control=control,
+        domains=domains,
     )
 
 
@@ -219,10 +236,13 @@ def _port(text: str, flag: str) -> int:
     return int(text)
 
 
-def _not_negative(given: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        if (getattr(given, name) or 0) < 0:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(given, name)} is negative", "give 0 or more")
+def _negative(given: argparse.Namespace, *names: str) -> list[Problem]:
+    values = {name: getattr(given, name) or 0 for name in names}
+    return [
+        (f"--{name.replace('_', '-')} {value} is negative", "give 0 or more")
+        for name, value in values.items()
+        if value < 0
+    ]
 
 
 def _nproc(text: str) -> int:
@@ -245,15 +265,37 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _script(given: argparse.Namespace) -> Script:
-    if not given.module and not Path(given.script).is_file():
-        raise UserError(
-            f"the script {given.script} does not exist in {Path.cwd()}", "check the path; a module needs -m"
-        )
+def script_of(given: argparse.Namespace) -> Script | None:
+    """What the workers run, None where it is not given (which the parser reports).
+
+    Raises:
+        UserError: there is no such script or module, or --preload contradicts itself.
+    """
+    if given.script is None:
+        return None
+    if given.module:
+        _find_module(given.script)
+    elif not Path(given.script).is_file():
+        there = "is a folder" if Path(given.script).is_dir() else f"does not exist in {Path.cwd()}"
+        raise UserError(f"the script {given.script} {there}", "check the path; a module needs -m")
     preload = [name for text in given.preload for name in text.split(",") if name]
     if "none" in preload and len(preload) > 1:
         raise UserError(f"--preload none and {preload}", "drop none, or the modules")
     return Script(given.script, given.module, given.script_args, preload)
+
+
+def _find_module(name: str) -> None:
+    """Raises where ``python -m name`` would find no such package or module; nothing is imported to find it."""
+    top = name.partition(".")[0]
+    sys.path.insert(0, os.getcwd())  # as Python does for -m
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise UserError(f"there is no module {top}", "check its name; the path of a script goes without -m")
 
 
 def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease: str) -> Path:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import selectors
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ft import inject
@@ -18,11 +19,13 @@ from ft.agent.news import RecoveryNews
 from ft.agent.options import RunOptions
 from ft.agent.pool import WarmPool
 from ft.agent.reception import Reception, listen, unwatch
+from ft.agent.room import Room
 from ft.agent.sidecar import Sidecar
 from ft.agent.steward import Steward
 from ft.agent.uplink import Uplink
 from ft.agent.workforce import Workforce
 from ft.control.timeouts import BEHIND_ETCD, Timeouts
+from ft.errors import UserError
 
 
 class Wake:
@@ -57,6 +60,7 @@ class Parts:
     uplink: Uplink
     workforce: Workforce
     recoveries: RecoveryNews
+    room: Room
     steward: Steward
     faults: AgentFaults
 
@@ -65,19 +69,19 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Part
     """Makes the parts for a run whose control plane listens at ``port``.
 
     Raises:
-        UserError: there is no way to the control plane's host.
+        UserError: there is no way to the control plane's host, or the run's directory cannot be written.
     """
     cluster, wake, selector, timeouts = options.cluster, Wake(), selectors.DefaultSelector(), _timeouts(options)
     begins = cluster.node_rank == 0
     console = Console(options.quiet)
     endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 and not cluster.in_folder else ""
     uplink = Uplink(options.run_dir, endpoint, wake, timeouts)
-    pool = WarmPool(options.script, options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log")
+    pool = WarmPool(options.script, options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log", timeouts.stuck_s)
     name, listener = listen()
     place = _place(options, port, name, faults)
-    limits = Limits(silent_s=timeouts.silent_s)
+    limits = Limits(silent_s=timeouts.silent_s, mute_s=timeouts.mute_s)
     workforce = Workforce(pool, place, uplink.post, lambda channel: unwatch(selector, channel), limits)
-    sidecar = Sidecar(options.run_dir, _board(options, port, place.host), _settings(options))
+    sidecar = Sidecar(options.run_dir, _board(options, port, place.host), _settings(options, len(faults)))
     return Parts(
         membership=Membership(
             options.run_dir,
@@ -95,6 +99,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Part
         uplink=uplink,
         workforce=workforce,
         recoveries=RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show),
+        room=Room(options.run_dir, console.complain),
         steward=Steward(options.run_dir, cluster.node_rank, sidecar, timeouts),
         faults=AgentFaults(_own(faults, place, options.life), place.node, place.run_dir, uplink.record),
     )
@@ -116,8 +121,9 @@ def _board(options: RunOptions, port: int, own_host: str) -> str:
 
 def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> Place:
     cluster = options.cluster
+    name = claim_name(options.run_dir, cluster.node_rank)
     return Place(
-        node=claim_name(options.run_dir, cluster.node_rank),
+        node=name,
         node_rank=cluster.node_rank,
         host=options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0),
         socket=agent_socket,
@@ -126,12 +132,24 @@ def _place(options: RunOptions, port: int, agent_socket: str, faults: list[injec
         world_size=options.world_size,
         nproc=options.nproc,
         max_restarts=options.max_restarts,
-        faults=inject.to_json(faults),
+        faults=_write(faults, options.run_dir, name),
         domains=options.domains,
     )
 
 
-def _settings(options: RunOptions) -> dict[str, Any]:
+def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
+    """Writes the planned faults to a file for the workers of ``node``; returns its path, "" without faults."""
+    if not faults:
+        return ""
+    path = run_dir / f"faults.{node}.json"
+    try:
+        inject.write(path, faults)
+    except OSError as error:
+        raise UserError(f"the planned faults cannot be written: {error}", "choose --run-dir") from error
+    return str(path)
+
+
+def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
     cluster = options.cluster
     return {
         "run_id": options.run_id,
@@ -140,6 +158,7 @@ def _settings(options: RunOptions) -> dict[str, Any]:
         "world_size": options.world_size,
         "max_restarts": options.max_restarts,
         "hot_swap": options.hot_swap,
+        "faults": faults,
         "command": [options.script.target, *options.script.args],
         "timeouts": asdict(_timeouts(options)),
     }

@@ -11,27 +11,28 @@ from pathlib import Path
 from ft.agent import environment, processes
 from ft.agent.channel import Channel
 from ft.agent.options import Script
+from ft.agent.standstill import MOST_IN_A_ROW, Standstill
 from ft.agent.warm import BOOT
+from ft.control.timeouts import Timeouts
 from ft.errors import FtError
-
-_DEATHS_IN_A_ROW = 3
 
 
 class PoolBroken(FtError):
-    """The pool dies again and again before it has forked anything."""
+    """The pool dies, or stands still, again and again before it has forked anything."""
 
 
 class WarmPool:
     """Forks workers on request; asynchronous: what was asked for appears in ``take``.
 
     Args:
-        script: what workers will run. log: file for what the pool itself prints.
+        script: what workers will run. log: file for what the pool itself prints. stuck_s: for so long it may do
+            nothing while it owes workers.
 
     Attributes:
         pid: of the pool's process. channel: to be read when readable.
     """
 
-    def __init__(self, script: Script, log: Path):
+    def __init__(self, script: Script, log: Path, stuck_s: float = Timeouts().stuck_s):
         self._config = {
             "target": script.target,
             "is_module": script.is_module,
@@ -39,10 +40,11 @@ class WarmPool:
             "preload": script.preload,
         }
         self._environment = {**os.environ, **environment.defaults(os.environ)}
-        self._log = log
+        self._log, self._stuck_s = log, stuck_s
         self._asked: deque[dict] = deque()
         self._alive: set[int] = set()
-        self._fruitless = 0
+        self._fruitless = self._heard = 0
+        self._standstill, self._stuck = Standstill(), ""
         self.pid = -1
         self.channel: Channel | None = None
         self._process: subprocess.Popen | None = None
@@ -62,7 +64,7 @@ class WarmPool:
                 stdout=log,
                 stderr=log,
             )
-        self.pid = self._process.pid
+        self.pid, self._standstill, self._stuck = self._process.pid, Standstill(), ""
         self.channel = Channel(ours)
         if self._alive:
             self.channel.send(json.dumps({"guard": sorted(self._alive)}))
@@ -81,6 +83,7 @@ class WarmPool:
         born, notes = [], []
         for line in self.channel.receive() or []:
             message = json.loads(line)
+            self._heard += 1
             if "pid" in message:
                 self._asked.popleft()
                 self._alive.add(message["pid"])
@@ -89,6 +92,23 @@ class WarmPool:
             elif "note" in message:
                 notes.append(message["note"])
         return born, notes
+
+    def flush(self) -> None:
+        """Sends on what the pool did not take at once; to be called again and again."""
+        if self.channel is not None and self.channel.wants_write:
+            self.channel.flush()
+
+    def kill_if_stuck(self, now: float) -> str:
+        """Kills the process if it owes workers and does nothing; ``restart`` follows its exit. Returns why, or ""."""
+        if not self._asked or self.channel is None:
+            self._standstill = Standstill()
+        elif not self._stuck and (seconds := self._standstill.look(now, self.pid, self._heard)) > self._stuck_s:
+            how = processes.describe(self.pid)
+            owes = f"the warm pool owes {len(self._asked)} worker(s)"
+            self._stuck = f"{owes} and has done nothing for {seconds:.0f} s ({how})"
+            processes.kill_whole([self.pid])
+            return self._stuck
+        return ""
 
     def forget(self, pid: int) -> None:
         """A worker has ended: its number may be given to a process that is none of ours."""
@@ -105,9 +125,11 @@ class WarmPool:
         self._fruitless += 1
         self._process.returncode = code
         self.channel.close()
-        if self._fruitless >= _DEATHS_IN_A_ROW:
+        if self._fruitless >= MOST_IN_A_ROW:
             last = self._log.read_text(errors="replace").splitlines()[-15:]
-            raise PoolBroken("\n".join([f"the warm pool {processes.how_it_ended(code)}; its last lines:", *last]))
+            how = self._stuck or f"the warm pool {processes.how_it_ended(code)}"
+            times = f"the run ends: {self._fruitless} warm pools in a row have forked no worker"
+            raise PoolBroken("\n".join([times, f"{how}; its last lines:", *last]))
         self.start()
 
     def close(self, code: int | None = None) -> None:

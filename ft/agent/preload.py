@@ -15,15 +15,17 @@ from ft.agent import processes
 
 NOTHING = "none"
 _TORCH = ("torch", "torch.distributed")
-_TRAINER = (
+_LOOP = (
     "torch._dynamo",  # every optimizer step asks for it
-    "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
+    "encodings.idna",  # the first name that is looked up asks for it
+)
+_TRAINER = (
+    "megatron.core.models.gpt",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.helpers",
-    "encodings.idna",  # the first name that is looked up asks for it
 )
 _REPLICAS = ("ft.hsdp.parts", "ft.hsdp.resume")
 _FAULT_TOLERANCE = ("ft.worker.session", "ft.worker.protect", "ft.checkfree.keeper")
@@ -115,8 +117,10 @@ def _companions(wanted: list[str]) -> list[str]:
     """What modules import only when they run: they are needed as surely as the modules."""
     tops = {name.split(".")[0] for name in wanted}
     trainer = any(name.startswith("megatron.training") for name in wanted)
+    protected = trainer or "ft" in tops
+    loop = protected or any(name.startswith("megatron.core") for name in wanted)
     of_replicas = trainer and "FT_HSDP_REPLICA" in os.environ
-    found = [*(_TRAINER if trainer else ()), *(_FAULT_TOLERANCE if "ft" in tops or trainer else ())]
+    found = [*(_LOOP if loop else ()), *(_TRAINER if trainer else ()), *(_FAULT_TOLERANCE if protected else ())]
     return [*found, *(_REPLICAS if of_replicas else ())]
 
 

@@ -46,10 +46,54 @@ def stat(pid: int) -> tuple[str, int, int] | None:
     return state, int(parent), int(session)
 
 
+def identity(pid: int) -> str:
+    """Returns an identifier of a process, unique over hosts and time: boot, pid namespace, pid and start time."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        began = ""
+    return f"{boot} {pid} {began}"
+
+
+def lives(known: str) -> bool | None:
+    """Whether the process that ``identity`` called ``known`` lives; None: it is one of another host."""
+    boot, _, rest = known.partition(" ")
+    pid = rest.partition(" ")[0]
+    if not pid.isdecimal():
+        return None
+    here = identity(int(pid))
+    if here.partition(" ")[0] != boot:
+        return None
+    return here == known and state(int(pid)) not in "ZX"
+
+
 def state(pid: int) -> str:
     """The state letter of a process, "X" once it is gone."""
     found = stat(pid)
     return found[0] if found else "X"
+
+
+def activity(pid: int) -> tuple[tuple[int, ...], ...]:
+    """What a process and all below it have done so far: of each its processor time, page faults and waits. Equal twice
+    if none of them has run in between."""
+    found = []
+    for one in (pid, *members([pid], [pid])):
+        with contextlib.suppress(OSError):
+            values = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            switches = [
+                line for line in Path(f"/proc/{one}/status").read_text().splitlines() if "ctxt_switches" in line
+            ]
+            counts = [int(line.split()[1]) for line in switches]
+            found.append((one, int(values[9]), int(values[11]), int(values[12]), *counts))
+    return tuple(sorted(found))
+
+
+def describe(pid: int) -> str:
+    """How a process stands, in words."""
+    letter = state(pid)
+    words = {"T": "stopped", "t": "traced", "D": "blocked in the kernel", "Z": "ended", "X": "gone"}
+    return f"process {pid} is {words.get(letter, 'alive')}"
 
 
 def threads() -> int:
@@ -118,12 +162,12 @@ def end_descendants(patience_s: float = 5.0) -> None:
 def how_it_ended(code: int) -> str:
     """An exit code in words: >= 0 as it exited, or minus the signal that killed it."""
     if code >= 0:
-        return f"exited with status {code}"
+        return f"exited with code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"killed by {name}"
+    return f"was killed by {name}"
 
 
 def _prctl(option: int, value: int) -> None:

@@ -3,13 +3,16 @@
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from typing import NoReturn
 
 from ft import inject
-from ft.agent import allocation, arguments, mpirun
+from ft.agent import allocation, arguments, mpirun, protection
 from ft.agent.carry_out import carry_out
 from ft.agent.console import Console
-from ft.agent.options import RunOptions, resolve
+from ft.agent.options import Job, RunOptions, resolve, script_of
+from ft.agent.protection import Asked, Protection
+from ft.errors import Problems
 from ft.hsdp.launch import run as launch
 from ft.report.run import read_status
 
@@ -34,6 +37,8 @@ def add_parser(subparsers) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        is_launcher=True,
+        scripts_flags=protection.trainers_flags,
     )
     arguments.add_flags(parser)
     parser.set_defaults(main=main)
@@ -50,14 +55,51 @@ def main(given: argparse.Namespace) -> NoReturn:
     job = mpirun.take_part(given) if mpirun.wanted(given) else None
     if launch.wanted(given):
         launch.main(given, job)
-    options = resolve(given, os.environ, job)
-    faults = plan_faults(options)
-    code = carry_out(options, faults, _announcement(options, faults))
+    options, faults, protected = prepare(given, os.environ, job)
+    nodes, console = options.cluster.nnodes, Console(options.quiet)
+    joined = protection.has_joined(nodes) if protected.by == protection.UNKNOWN else ""
+    code = carry_out(options, faults, _announcement(options, faults, protected), joined=joined)
+    if protected.by == protection.UNKNOWN and code == 0 and read_status(options.run_dir).get("protected") is False:
+        console.say("no worker has ever joined the run (ft.attach, ft.protect): nothing protected it")
     is_first_lost = allocation.lost_first_node(read_status(options.run_dir))
-    allocation.end_orphaned_job(os.environ, is_first_lost, Console(options.quiet).complain)
+    allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
+    console.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
+
+
+def prepare(
+    given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None
+) -> tuple[RunOptions, list[inject.Fault], Protection]:
+    """What to run with which faults, and what protects it.
+
+    Raises:
+        UserError: with everything that is wrong with the flags of ``ft run`` and, if it is the fork's, the trainer's.
+    """
+    problems, options, faults, protected = Problems(), None, [], Protection(protection.UNKNOWN)
+    with problems:
+        options = resolve(given, environment, job)
+    with problems:
+        if options is not None:
+            faults = plan_faults(options)
+        else:  # nobody knows yet whom a fault would hit
+            inject.read_specs(given.inject, given.scenario, given.seed)
+    if given.script is not None:
+        asked = None if options is None else _asked(options)
+        with problems:
+            protected, found = protection.examine(script_of(given), asked, faults)
+            problems.add(found)
+    problems.refuse()
+    return options, faults, protected
+
+
+def _asked(options: RunOptions) -> Asked:
+    flags = [f"--inject {text}" for text in options.inject]
+    flags += [f"--scenario {options.scenario}"] if options.scenario else []
+    flags += [f"--standby {options.standby}"] if options.standby else []
+    flags += [f"--standby-nodes {options.cluster.standby_nodes}"] if options.cluster.standby_nodes else []
+    return Asked(options.world_size, options.cluster.nnodes, flags)
 
 
 def plan_faults(options: RunOptions) -> list[inject.Fault]:
@@ -67,17 +109,11 @@ def plan_faults(options: RunOptions) -> list[inject.Fault]:
         UserError: one of them cannot be understood or has no victim.
     """
     nodes = [f"n{i}" for i in range(options.cluster.nnodes)]
-    specs, seed = [], options.seed
-    for text in options.inject:
-        specs += inject.parse(text)
-    if options.scenario:
-        scenario = inject.read_scenario(options.scenario)
-        specs += scenario.specs
-        seed = scenario.seed if seed is None else seed
-    return inject.schedule(specs, options.world_size, nodes, seed or 0)
+    specs, seed = inject.read_specs(options.inject, options.scenario, options.seed)
+    return inject.schedule(specs, options.world_size, nodes, seed)
 
 
-def _announcement(options: RunOptions, faults: list[inject.Fault]) -> str:
+def _announcement(options: RunOptions, faults: list[inject.Fault], protected: Protection) -> str:
     cluster = options.cluster
     parts = [f"{options.world_size} logical ranks on {cluster.training_nodes} node(s)"]
     if options.standbys_here:
@@ -88,4 +124,5 @@ def _announcement(options: RunOptions, faults: list[inject.Fault]) -> str:
         parts.append("this node in " + " and ".join(f"{kind} {name}" for kind, name in options.domains.items()))
     if faults:
         parts.append(f"{len(faults)} fault(s) planned")
-    return f"run {options.run_dir}: {', '.join(parts)}"
+    says = protection.announcement(protected, cluster.nnodes)
+    return f"run {options.run_dir}: {', '.join(parts)}\n{says}"

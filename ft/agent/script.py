@@ -12,7 +12,7 @@ import time
 import types
 from pathlib import Path
 
-from ft.agent import processes
+from ft.agent import ending, processes
 
 _ORPHANED = 70
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -42,22 +42,22 @@ def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
-def run(target: str, is_module: bool, args: list[str]) -> None:
-    """Runs a script or module as ``__main__``; what it raises leaves as from ``python``: SystemExit with its code, any
-    other exception printed, then SystemExit(1)."""
+def run(target: str, is_module: bool, args: list[str]) -> int:
+    """Runs a script or module as ``__main__``; returns the exit status that ``python`` would end with. An exception is
+    printed as there."""
     sys.argv = [target, *args]
     try:
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             _run_file(target)
-    except SystemExit:
-        raise
+    except SystemExit as end:
+        return ending.status_of(end)
     except BaseException as error:
         trace = _without_launcher(error)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        raise SystemExit(code) from None
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
 
 
 def search_path(script: str, is_module: bool, path: list[str]) -> list[str]:

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-from ft.agent import processes
+from ft.agent import ending, processes
 
 _LEAVE_S, _TERM_S = 10.0, 2.0
 _BOOT = "import sys; sys.path[0] = sys.argv.pop(1); from ft.agent.sidecar import main; main()"
@@ -47,8 +49,7 @@ class Sidecar:
         self._process = self._spare or self._launch()
         self._spare, self.spare_pid = None, -1
         self.pid = self._process.pid
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as line:  # it has died: its exit will tell
-            line.write(json.dumps(arguments).encode())
+        threading.Thread(target=_tell, args=(self._process, json.dumps(arguments)), daemon=True).start()
 
     def _launch(self) -> subprocess.Popen:
         root = str(Path(__file__).parent.parent.parent)
@@ -102,6 +103,12 @@ class Sidecar:
         self._process.returncode = code
 
 
+def _tell(process: subprocess.Popen, text: str) -> None:
+    """Runs in a thread: the text may exceed a pipe's buffer, and the process reads it only after its imports."""
+    with contextlib.suppress(OSError), process.stdin as line:  # it has died: its exit will tell
+        line.write(text.encode())
+
+
 def main() -> None:
     """Entry of the process: binds it to the agent, whose pid is ``sys.argv[1]``, and becomes ft.control once it is told
     with what arguments, by a line of JSON.
@@ -120,6 +127,14 @@ def main() -> None:
 
     store.warm_up()
     line = sys.stdin.read()
+    status = 0
     if line:
         processes.set_name("ft-control")
-        sidecar.main(json.loads(line))
+        try:
+            sidecar.main(json.loads(line))
+        except SystemExit as end:
+            status = ending.status_of(end)
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    ending.leave(status)  # threads of the store may live on

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ft.agent import succession
+from ft.agent import processes, succession
 from ft.agent.sidecar import Sidecar
+from ft.agent.standstill import Standstill
 from ft.control import tenure
 from ft.control.tenure import SUCCEEDED, Standing
 from ft.control.timeouts import Timeouts
@@ -35,6 +36,7 @@ class Steward:
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS + 1)
         self._life, self._term, self._since = 0, -1, time.monotonic()
         self._began_at: float | None = None
+        self._standstill, self._idle_starts = Standstill(), 0
         self.sidecar = sidecar
 
     @property
@@ -58,9 +60,10 @@ class Steward:
             return False
         if life != self._life:
             self._deaths.clear()
-        self._life, self._term = life, term
+        self._life, self._term, self._standstill = life, term, Standstill()
         self.sidecar.kill()
-        tenure.renew(self._run_dir, Standing(term, life, "", node, os.getpid()))
+        launcher = processes.identity(os.getpid())
+        tenure.renew(self._run_dir, Standing(term, life, "", node, os.getpid(), launcher=launcher))
         self.sidecar.start(term, node, life)
         if self._watch is not None:
             self._watch.claimed()
@@ -87,6 +90,7 @@ class Steward:
         silent_s = now - contact_at
         if silent_s < self._timeouts.quorum_s:
             self._end_watch()
+            self._idle_starts = 0
             if now - self._since > _PREPARE_S:
                 self.sidecar.prepare()
             return succession.WAIT, ""
@@ -99,12 +103,19 @@ class Steward:
             lease_s=self._watch.age(now),
             serving_s=self._watch.serving(now),
             turn=0 if self.hosts else self._node_rank + 1,
+            taken_in=contact_at != self._began_at,
+            idle_s=self._idle(now),
+            idle_starts=self._idle_starts,
         )
-        what, why = succession.decide(view, self._timeouts)
-        taken_in = contact_at != self._began_at
-        if what == succession.FENCE and not taken_in:  # it is early: nothing of this node can be given to others
-            return succession.WAIT, ""
-        return what, why
+        found = succession.decide(view, self._timeouts)
+        self._idle_starts += found[0] == succession.RENEW
+        return found
+
+    def _idle(self, now: float) -> float:
+        """Seconds that the control plane beside this agent has stood still on its way to serving."""
+        if not self.hosts or not self._watch.is_starting:
+            return 0.0
+        return self._standstill.look(now, self.sidecar.pid)
 
     def close(self) -> None:
         self._end_watch()
@@ -140,6 +151,11 @@ class _Watch:
         """Seconds since the lease was renewed, None if there is none."""
         return now - self._changed_at if self._standing is not None else None
 
+    @property
+    def is_starting(self) -> bool:
+        """The newest term is that of a control plane beside this agent, which does not serve yet."""
+        return self._standing is not None and not self._standing.where and self._standing.term == self._starting()
+
     def serving(self, now: float) -> float | None:
         """Seconds since the present term's control plane was first seen to serve, None if it does not."""
         return now - self._serves_since if self._standing is not None and self._standing.where else None
@@ -155,7 +171,7 @@ class _Watch:
                     self._serves_since = now
                 self._changed_at, self._standing = now, found
             self.has_looked = True
-            if found is not None and not found.where and found.term == self._starting():
+            if self.is_starting:
                 with contextlib.suppress(OSError):
-                    tenure.renew(self._run_dir, replace(found, count=found.count + 1))
+                    tenure.renew(self._run_dir, replace(self._standing, count=self._standing.count + 1))
             self._closed.wait(self._period_s)

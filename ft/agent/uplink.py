@@ -185,6 +185,8 @@ class _Conversation:
                 time.sleep(pause)
         except FtError as error:
             self._say(Refused(str(error)))
+        except Exception as error:  # whatever it is: without this thread the agent would wait and not know for what
+            self._say(Refused(f"the conversation with the control plane broke off: {type(error).__name__}: {error}"))
 
     def _say(self, what: Any) -> None:
         if not self._ended:

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 
-from ft.agent import preload, processes, script
+from ft.agent import ending, preload, processes, script
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -112,7 +112,7 @@ def main() -> None:
     processes.set_name("ft-pool")
     pool.say(ready=round(time.monotonic() - started, 3))
     pool.serve()
-    script.run(config["target"], config["is_module"], config["args"])
+    ending.leave(script.run(config["target"], config["is_module"], config["args"]))
 
 
 def _interpreter_path(root: str) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,18 @@ from ft.agent import environment, processes
 from ft.agent.channel import Channel
 from ft.agent.liveness import Limits, Silence, Watch, silent
 from ft.agent.pool import WarmPool
-from ft.messages import BadMessage, Beat, WorkerExited, WorkerReady, WorkerSilent, WorkerStarted, decode, encode
+from ft.agent.standstill import Standstill
+from ft.messages import (
+    BadMessage,
+    Beat,
+    WorkerExited,
+    WorkerReady,
+    WorkerResumed,
+    WorkerSilent,
+    WorkerStarted,
+    decode,
+    encode,
+)
 
 _STACK_S = 0.05
 
@@ -26,7 +37,7 @@ class Worker:
         rank: logical rank it was started for, None for a standby; restart: the warm restart in which. pid: None until
             it exists.
         attached: it has reported ready at some time. beat, beat_at: the last, and when it came.
-        doomed: this agent has decided to kill it.
+        doomed: this agent has decided to kill it. standstill: of its process, until it has attached.
     """
 
     name: str
@@ -40,6 +51,7 @@ class Worker:
     beat_at: float = 0.0
     told_silent: bool = False
     doomed: bool = False
+    standstill: Standstill = field(default_factory=Standstill)
 
 
 class Workforce:
@@ -64,6 +76,8 @@ class Workforce:
         self._early: dict[int, int] = {}
         self._remains: list[int] = []
         self.workers: dict[str, Worker] = {}
+        self.is_guarded = False
+        """A worker of this agent has ever trained under a guard."""
         self.training_since: float | None = None
         """Wall time of the first epoch; faults planned for a time count from it, for later workers too."""
 
@@ -89,7 +103,10 @@ class Workforce:
         """Takes in what the pool says, which may be that workers exist; returns its notes for people."""
         born, notes = self._pool.take()
         for name, pid in born:
-            worker = self.workers[name]
+            worker = self.workers.get(name)
+            if worker is None:  # ``drop_unborn``: the run is over, and nobody waits for it any more
+                processes.kill_whole([pid])
+                continue
             worker.pid = pid
             self._post(WorkerStarted(name, self._place.node, pid, worker.rank, worker.restart))
             self.hear(worker)
@@ -140,6 +157,10 @@ class Workforce:
             processes.send(worker.pid, signal.SIGUSR1)
             time.sleep(_STACK_S)
         self.kill(name)
+
+    def drop_unborn(self) -> None:
+        """Whom the pool has yet to fork is waited for no more: the pool ends, and with it what it may still fork."""
+        self.workers = {name: worker for name, worker in self.workers.items() if worker.pid is not None}
 
     def kill_all(self) -> None:
         self.kill(*self.workers)
@@ -194,7 +215,8 @@ class Workforce:
                 worker.channel.send(line)
 
     def flush(self) -> None:
-        """Sends on what a worker did not take at once."""
+        """Sends on what a worker, or the pool, did not take at once."""
+        self._pool.flush()
         for worker in self.workers.values():
             if worker.channel is not None and worker.channel.wants_write:
                 worker.channel.flush()
@@ -213,11 +235,24 @@ class Workforce:
             for w in quiet
             if w.pid is not None
         }
-        new = [s for s in silent(now, watches, self._limits) if not self.workers[s.worker].told_silent]
+        found = silent(now, watches, self._limits) + (self._mute(now) if attached else [])
+        new = [s for s in found if not self.workers[s.worker].told_silent]
         for silence in new:
             self.workers[silence.worker].told_silent = True
             self._post(WorkerSilent(silence.worker, self._place.node, round(silence.silent_s, 3), silence.state))
         return new
+
+    def _mute(self, now: float) -> list[Silence]:
+        """Workers that have never said anything, and stand still while others of theirs have attached: the script takes
+        part in recoveries, and a part of it does not get there."""
+        found = []
+        for worker in self.workers.values():
+            if worker.rank is None or worker.pid is None or worker.attached or worker.doomed or worker.told_silent:
+                continue
+            seconds = worker.standstill.look(now, worker.pid)
+            if seconds > self._limits.mute_s:
+                found.append(Silence(worker.name, seconds, processes.state(worker.pid), "it has never attached"))
+        return found
 
     def _take(self, worker: Worker, line: bytes) -> None:
         try:
@@ -227,6 +262,7 @@ class Workforce:
         if isinstance(report, Beat):
             worker.beat, worker.beat_at, worker.told_silent = report, time.monotonic(), False
             return
+        self.is_guarded |= isinstance(report, WorkerResumed)
         if isinstance(report, WorkerReady):
             worker.attached, worker.beat_at = True, time.monotonic()
         self._post(report)

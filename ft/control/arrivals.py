@@ -130,7 +130,7 @@ def worker_resumed(state: State, now: float, report: m.WorkerResumed, out: Decis
     if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase != RESUMING:
         out.add(f"ignored: {report.worker} resumes epoch {report.epoch}, the epoch is {_where(state)}")
         return
-    worker.resumed = report.epoch
+    worker.resumed, state.protected = report.epoch, True
     state.step = max(state.step, report.step) if state.fresh else state.step
     out.add(f"{report.worker} begins epoch {report.epoch} after step {report.step}")
 

@@ -54,6 +54,9 @@ def _start(state: State, now: float, out: Decisions) -> None:
         ready = sorted({w.meant for w in state.workers.values() if w.meant is not None and w.ready})
         missing = [str(rank) for rank in range(world) if rank not in ready]
         ends.restart(state, now, f"logical rank(s) {', '.join(missing)} were not ready within {limit:g} s", out)
+    elif missing := sorted(set(range(world)) - {w.meant for w in state.workers.values()}):
+        ranks = ", ".join(map(str, missing))
+        ends.stop(state, now, 1, f"the worker(s) for logical rank(s) {ranks} were not started within {limit:g} s", out)
 
 
 def _spawned(state: State, now: float, out: Decisions) -> None:

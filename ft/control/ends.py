@@ -5,15 +5,14 @@ from ft import messages as m
 from ft.control.decision import Decisions
 from ft.control.membership import place_ranks
 from ft.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, State, Worker
-from ft.control.verdict import signal_name
+from ft.control.verdict import USER_CODE, signal_name
 
 
 def finish_if_done(state: State, now: float, out: Decisions) -> None:
     """Ends the run well once every logical rank's worker is done, or has ended with code 0."""
     seated = state.seated()
     if state.phase in EPOCH_OPEN and len(seated) == state.options.world_size and all(w.done or w.left for w in seated):
-        _end(state, now, m.Finish(), "all workers are done", out)
-        out.note(events.FINISHED, step=state.newest_step())
+        _finish(state, now, "all workers are done", out)
 
 
 def stop(state: State, now: float, code: int, message: str, out: Decisions, why: str = "") -> None:
@@ -47,7 +46,7 @@ def restart(state: State, now: float, reason: str, out: Decisions) -> None:
     state.workers, state.seats, state.vacant, state.spawning = {}, {}, {}, {}
     state.dp_peers, state.shards, state.copies, state.complete, state.suspicions = {}, {}, {}, {}, {}
     state.places, state.rebuilt = {}, {}
-    state.recovery, state.repair, state.failed_starts, state.step = None, None, 0, 0
+    state.recovery, state.repair, state.failed_starts, state.step, state.returns = None, None, 0, 0, []
     state.enter(GATHERING, now)
 
 
@@ -79,8 +78,21 @@ def finish_if_all_left(state: State, now: float, out: Decisions) -> None:
     """Ends the run well once every worker of a fresh start has ended with code 0."""
     of_run = {w.meant for w in state.workers.values() if w.meant is not None and w.left}
     if len(of_run) == state.options.world_size:
-        _end(state, now, m.Finish(), "all workers have ended with code 0", out)
-        out.note(events.FINISHED, step=state.step)
+        _finish(state, now, "all workers have ended with code 0", out)
+
+
+def _finish(state: State, now: float, reason: str, out: Decisions) -> None:
+    """All work is done; a run that was to show what becomes of faults has failed if none of them could ever act."""
+    if state.options.faults and not state.protected and not state.restarts:
+        message = (
+            f"no worker has ever joined the run (ft.attach, ft.protect): nothing protected it, and none of the "
+            f"{state.options.faults} planned fault(s) could act\n"
+            "  fix: drop --inject and --scenario, or have the script join the run, as examples/own_trainer.py does"
+        )
+        stop(state, now, USER_CODE, message, out, f"{reason}, and none has ever joined the run")
+        return
+    _end(state, now, m.Finish(), reason, out)
+    out.note(events.FINISHED, step=state.newest_step())
 
 
 def _end(state: State, now: float, order: m.Finish | m.Stop, reason: str, out: Decisions) -> None:

@@ -2,7 +2,7 @@
 
 from ft import events
 from ft import messages as m
-from ft.control import ends, invariants, membership, rungs
+from ft.control import ends, history, invariants, membership, rungs
 from ft.control.decision import Decisions
 from ft.control.state import (
     CLOSED,
@@ -148,6 +148,11 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
     if rung.name == rungs.RESTART:
         ends.restart(state, now, rung.reason, out)
         return
+    state.returns = history.returned(state.returns, rung.step, state.recovery, len(state.fired))
+    if message := history.going_round(state.returns):
+        ends.stop(state, now, 1, message, out)
+        return
+    state.recovery.verdicts, state.recovery.in_vain = [], True
     empty = [w.rank for w in seated if w.empty]
     groups = {w.rank: w.arrived if w.empty or w.release is None else w.release.groups for w in seated}
     plan = plan_rebuild(groups, empty)

@@ -125,7 +125,10 @@ def react(state: State, now: float, faults: list[Fault], out: Decisions, step: i
     else:
         _remove_those_who_left(state, out)
         ranks = sorted(fault.worker.rank for fault in holders)
+        told = _told(state, holders)
         epochs.close(state, now, f"{_names(holders)}: {worst.reason}", ranks, out)
+        state.recovery.verdicts += told
+        state.recovery.in_vain &= all(fault.verdict.in_vain for fault in holders)
 
 
 # --- exits -----------------------------------------------------------------------------------------------------------
@@ -227,6 +230,18 @@ def _remove_those_who_left(state: State, out: Decisions) -> None:
         if worker.left:
             _tell(state, Fault(worker, verdict.of_exit(0), dead=True), out)
             _remove(state, Fault(worker, verdict.of_exit(0), dead=True), out)
+
+
+def _told(state: State, faults: list[Fault]) -> list[str]:
+    """The verdicts, and who waited where, in words."""
+    found = [f"{_names([fault])}: {fault.verdict.reason}" for fault in faults]
+    waiting: dict[str, list[int]] = {}
+    for worker in state.seated():
+        beat = state.beat(worker)
+        if beat is not None and beat.epoch == state.epoch and beat.doing == "wait":
+            waiting.setdefault(beat.where or "a group operation", []).append(worker.rank)
+    found += [f"logical rank(s) {', '.join(map(str, ranks))} waited in {where}" for where, ranks in waiting.items()]
+    return found
 
 
 def _names(faults: list[Fault]) -> str:

@@ -39,7 +39,8 @@ class Journal:
 
     def __init__(self, path: Path, options: Options | None, term: int = 0, known: int = 0):
         size = path.stat().st_size if path.exists() else 0
-        self._lines = Lines(path)
+        # Without an entry, those after it mean something else: none is given up.
+        self._lines = Lines(path, most=None, is_shared=True)
         self._term = term
         self._beats: dict[str, tuple[float, Posted]] = {}
         begins = {"known": known} if options is None else {"known": size, "options": to_json(options)}

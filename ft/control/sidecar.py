@@ -172,6 +172,7 @@ def parse_options(text: str) -> Options:
             max_restarts=int(values.get("max_restarts", 3)),
             restarts=int(values.get("restarts", 0)),
             hot_swap=bool(values.get("hot_swap", True)),
+            faults=int(values.get("faults", 0)),
             command=[str(word) for word in values.get("command", [])],
             timeouts=timeouts,
         )
@@ -206,6 +207,7 @@ def main(argv: list[str] | None = None) -> None:
         board = boards.host(given.where, f"{given.run_dir.name}-{options.restarts}", secret)
     except UserError as error:
         parser.exit(UserError.exit_code, f"{parser.prog}: {error}\n")
-    standing = Standing(given.term, options.restarts, board.where, given.node, os.getpid())
+    launcher = processes.identity(os.getppid())
+    standing = Standing(given.term, options.restarts, board.where, given.node, os.getpid(), launcher=launcher)
     code = Sidecar(given.run_dir, board, begins, standing).run()
     os._exit(code)  # threads may be inside torch's store: the interpreter's orderly end would abort the process

@@ -20,7 +20,7 @@ class Options:
     """What was asked of the run.
 
     ``nodes``: agents to wait for. ``restarts``: warm restarts before this control plane was started, in the place of
-    one that had died. ``hot_swap``: False: every failure leads to a warm restart.
+    one that had died. ``hot_swap``: False: every failure leads to a warm restart. ``faults``: that are planned.
     """
 
     nodes: int
@@ -28,6 +28,7 @@ class Options:
     max_restarts: int = 3
     restarts: int = 0
     hot_swap: bool = True
+    faults: int = 0
     command: list[str] = field(default_factory=list)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -130,16 +131,29 @@ class Incident:
     key: str
 
 
+@dataclass(frozen=True)
+class Return:
+    """A time that training went back to committed step ``step``. ``verdicts``: what for, in words. ``fired``: injected
+    faults until then."""
+
+    step: int
+    verdicts: list[str]
+    fired: int
+
+
 @dataclass
 class Recovery:
-    """The interruption under way. ``closed``: epoch that it began in; ``ranks``: that failed; ``released``: all have
-    left the last closed epoch; ``spoiled``: steps whose snapshots turned out unusable, ``unusable``: those by the
-    logical rank that found them so, ``unbuildable``: steps that a stage could not be rebuilt at."""
+    """The interruption under way. ``closed``: epoch that it began in; ``ranks``: that failed; ``verdicts``: since the
+    last repair, in words, ``in_vain``: all of these are; ``released``: all have left the last closed epoch;
+    ``spoiled``: steps whose snapshots turned out unusable, ``unusable``: those by the logical rank that found them so,
+    ``unbuildable``: steps that a stage could not be rebuilt at."""
 
     at: float
     closed: int
     reason: str
     ranks: list[int] = field(default_factory=list)
+    verdicts: list[str] = field(default_factory=list)
+    in_vain: bool = True
     released: bool = False
     spoiled: list[int] = field(default_factory=list)
     unusable: dict[int, list[int]] = field(default_factory=dict)
@@ -152,7 +166,8 @@ class State:
 
     Attributes:
         since: when the phase began. epoch: the newest, -1 before the first. fresh: it began without state in memory.
-        attached: a worker has ever attached: the script takes part in recoveries.
+        attached: a worker has ever attached: the script takes part in recoveries. protected: one has ever trained
+            under a guard: from there on state is in memory elsewhere, and faults can be injected.
         seats: logical rank -> worker. vacant: the empty ones. spawning: node -> when workers were ordered there that
             have not been started yet. failed_starts: standbys in a row that ended before they were ready.
         dp_peers, shards: by logical rank, as the workers said. copies: by logical rank, who its peer copies go to;
@@ -161,7 +176,8 @@ class State:
             the last too); places: by logical rank, where that was asked for; rebuilt: stage -> step of the last.
         settings: how the first worker, settings_of, said it was set up.
         suspicions: by worker. step: the last step that is known to be committed. repair: the last one ordered; kept:
-            groups it leaves alone. last_recovery: for the status.
+            groups it leaves alone. returns: to the step that was gone back to last, with nothing new in between.
+            last_recovery: for the status.
     """
 
     options: Options
@@ -172,6 +188,7 @@ class State:
     step: int = 0
     restarts: int = 0
     attached: bool = False
+    protected: bool = False
     agents: dict[str, Agent] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
     seats: dict[int, str] = field(default_factory=dict)
@@ -193,6 +210,7 @@ class State:
     repair: Repair | None = None
     kept: int = 0
     recovery: Recovery | None = None
+    returns: list[Return] = field(default_factory=list)
     last_recovery: dict[str, str | int | float] = field(default_factory=dict)
 
     @classmethod

@@ -13,7 +13,8 @@ def values(state: State) -> dict[str, Any]:
     """The status as JSON values.
 
     ``seats``: logical rank -> who holds it, with its last beat; ``standbys``: who is ready to; ``lag``: steps between
-    the committed step and the newest snapshot that all peers hold, of the worker that is furthest behind.
+    the committed step and the newest snapshot that all peers hold, of the worker that is furthest behind, None where
+    there are no snapshots; ``protected``: a worker has ever trained under a guard.
     """
     seated = state.seated()
     lags = [beat.lag for worker in seated if (beat := state.beat(worker))]
@@ -22,7 +23,9 @@ def values(state: State) -> dict[str, Any]:
         "phase": state.phase,
         "epoch": state.epoch,
         "step": state.newest_step(),
-        "lag": max(lags, default=0),
+        "lag": max(lags, default=0) if state.protected and state.options.hot_swap else None,
+        "protected": state.protected,
+        "hot_swap": state.options.hot_swap,
         "restarts": state.restarts,
         "seats": {str(worker.rank): _member(state, worker) for worker in seated},
         "vacant": sorted(state.vacant),

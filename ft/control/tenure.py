@@ -24,6 +24,8 @@ class Standing:
     Attributes:
         term: number of the claim. life: how often the run began anew, which no journal outlasts.
         where: its board. node: the agent it runs beside. pid: its process there. count: of renewals.
+        launcher: the process that starts another one when this one dies, as ``processes.identity`` has it; "" in
+            folders of earlier versions.
     """
 
     term: int
@@ -32,6 +34,7 @@ class Standing:
     node: str
     pid: int
     count: int = 0
+    launcher: str = ""
 
 
 def claim(run_dir: Path, term: int, node: str) -> bool:
@@ -64,7 +67,7 @@ def read(run_dir: Path) -> Standing | None:
     """The standing, None where there is none, or none that can be read."""
     try:
         values = json.loads((run_dir / _FILE).read_text())
-        return Standing(**{f.name: values[f.name] for f in fields(Standing)})
+        return Standing(**{f.name: values[f.name] for f in fields(Standing) if f.name in values})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

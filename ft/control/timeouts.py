@@ -15,6 +15,9 @@ class Timeouts:
         stopped_s: without a heartbeat, a worker whose process is stopped (state T) counts as hung: it cannot go on.
         silent_s: without a heartbeat, another worker counts as hung: a busy machine delays a thread, not for so long.
         silent_start_s: in place of silent_s until the first step has ended: imports, compilation hold the interpreter.
+        stuck_s: the warm pool owes workers, or the control plane is to start, and does nothing at all for so long
+            (imports do something): it is killed and started again; after the third time the run ends.
+        mute_s: a worker of the start that does nothing at all, while others have attached, counts as hung.
         suspicion_s: a connection was lost: so long the death behind it may be on its way; then itself is blamed.
         quorum_s: a control plane that has heard nothing of most agents for so long lets its lease run out, for one of
             them to take over: it may be the one that was cut off.
@@ -43,6 +46,8 @@ class Timeouts:
     stopped_s: float = 0.25
     silent_s: float = 1.0
     silent_start_s: float = 30.0
+    stuck_s: float = 18.0
+    mute_s: float = 50.0
     suspicion_s: float = 0.3
     quorum_s: float = 0.75
     contact_s: float = 1.5
@@ -102,6 +107,10 @@ _LADDER = (
     ("silent_s", "agent_lost_s"),
     ("silent_s", "stall_s"),
     ("stall_s", "start_s"),
+    ("silent_s", "stuck_s"),
+    ("stuck_s", "mute_s"),
+    ("stuck_s", "away_s"),
+    ("mute_s", "join_s"),
     ("stall_s", "collective_s"),
     ("agent_lost_s", "drain_s"),
     ("collective_s", "drain_s"),

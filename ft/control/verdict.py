@@ -27,7 +27,8 @@ class Verdict:
         category: a row of the paper's table II, or USER. action: RETRY, REPLACE, RESTART or STOP.
         reason: in words. signal: what gave it away, in a word or two.
         node_suspect: the node is at fault, not only the process: no further worker is started there.
-        key: the same for the same error.
+        key: the same for the same error. in_vain: nothing has died or raised an error, and nothing from outside was
+            seen to hold a process: somebody was waited for in vain.
     """
 
     category: str
@@ -36,6 +37,7 @@ class Verdict:
     signal: str
     node_suspect: bool = False
     key: str = ""
+    in_vain: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,25 +116,34 @@ def of_exit(code: int) -> Verdict:
 def of_silence(silent_s: float, state: str) -> Verdict:
     """A worker sends no heartbeats. ``state``: its letter in /proc."""
     what = {"T": "stopped", "t": "traced", "D": "blocked in the kernel", "Z": "ended"}.get(state, "alive but silent")
-    return Verdict(HOST, REPLACE, f"no heartbeat for {silent_s:.1f} s, its process is {what}", "hang", key="hang")
+    return Verdict(
+        HOST,
+        REPLACE,
+        f"no heartbeat for {silent_s:.1f} s, its process is {what}",
+        "hang",
+        key="hang",
+        in_vain=state in "RS",
+    )
 
 
 def of_stall(where: str, seconds: float, limit_s: float) -> Verdict:
     """A worker beats and computes while the others wait for it."""
     reason = f"in {where or 'no group operation'} for {seconds:.1f} s while others wait for it (limit {limit_s:.1f} s)"
-    return Verdict(HOST, REPLACE, reason, "stall", key="stall")
+    return Verdict(HOST, REPLACE, reason, "stall", key="stall", in_vain=True)
 
 
 def of_standstill(group: str, seconds: float, limit_s: float) -> Verdict:
     """Everybody waits for somebody."""
     reason = f"all workers wait, this one in {group} for {seconds:.1f} s (limit {limit_s:.1f} s)"
-    return Verdict(TRANSIENT, RETRY, reason, "standstill", key="connection")
+    return Verdict(TRANSIENT, RETRY, reason, "standstill", key="connection", in_vain=True)
 
 
 def of_suspicion(group: str, message: str) -> Verdict:
     """A connection was lost and nobody has died."""
     first = message.strip().splitlines()[0][:200] if message.strip() else "connection lost"
-    return Verdict(TRANSIENT, RETRY, f"group {group}: {first}; nobody has died", "connection", key="connection")
+    return Verdict(
+        TRANSIENT, RETRY, f"group {group}: {first}; nobody has died", "connection", key="connection", in_vain=True
+    )
 
 
 def of_lost_agent(node: str, why: str) -> Verdict:
@@ -143,7 +154,7 @@ def of_lost_agent(node: str, why: str) -> Verdict:
 def of_lateness(what: str, limit_s: float, action: str = REPLACE) -> Verdict:
     """A worker lives and does not do its part of a recovery."""
     category = HOST if action == REPLACE else TRANSIENT
-    return Verdict(category, action, f"{what} within {limit_s:g} s", "deadline", key="deadline")
+    return Verdict(category, action, f"{what} within {limit_s:g} s", "deadline", key="deadline", in_vain=True)
 
 
 def of_drift(differences: Sequence[str]) -> Verdict:

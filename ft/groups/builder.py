@@ -50,6 +50,9 @@ class Builder:
     Args:
         meeting: of the epoch. prefix: of all keys; it must never have been used before.
         connection: to that store, used by nobody else meanwhile.
+
+    Attributes:
+        thread: that does them; it ends after ``cancel``.
     """
 
     def __init__(self, meeting: Meeting, prefix: str, connection: StoreConnection):
@@ -61,7 +64,8 @@ class Builder:
         self._error: Exception | None = None
         self._busy = False
         self.cancelled = False
-        threading.Thread(target=self._run, name="ft-groups", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="ft-groups", daemon=True)
+        self.thread.start()
 
     def submit(self, job: Job) -> Job:
         with self._changed:

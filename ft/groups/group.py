@@ -188,6 +188,8 @@ class Group(dist.ProcessGroup):
         remover = threading.Thread(target=remains.clear, name="ft-drop", daemon=True)
         remover.start()
         remover.join(GRACE_S)
+        if remover.is_alive():
+            self._registry.ends_later(remover)
 
     def prepare_rebuild(self) -> None:
         """It is to be connected anew, by all members: counts start again, and nothing ends here any more."""
@@ -274,6 +276,7 @@ class Group(dist.ProcessGroup):
         self._registry.forget(self)
         interrupt_together(self.connections())
         self.drop()
+        self._registry.settle()
 
     abort = shutdown
 

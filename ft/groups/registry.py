@@ -21,6 +21,7 @@ from ft.messages import GroupReport
 
 _BACKEND = "ft"
 _DEFAULT_TIMEOUT_S = 1800.0
+_SETTLE_S = 1.0
 _OLDEST_TORCH = (2, 13)
 
 
@@ -50,6 +51,7 @@ class Groups:
         self._lock = threading.Lock()
         self._builder: Builder | None = None
         self._connection, self._store = connection, store
+        self._ending: list[threading.Thread] = []
 
     @classmethod
     def start(
@@ -143,6 +145,20 @@ class Groups:
         self._groups.pop(group.group_name, None)
         if not self._groups and self._builder is not None:
             self._builder.cancel()
+
+    def ends_later(self, remover: threading.Thread) -> None:
+        """``remover`` still waits, inside torch, for the end of a connection that was given up."""
+        self._ending = [*(thread for thread in self._ending if thread.is_alive()), remover]
+
+    def settle(self) -> None:
+        """Once the last group is destroyed: waits for connections that have yet to end, or to be made. A thread that is
+        inside torch when the interpreter is finalised aborts the process; for one that never returns there is a limit.
+        """
+        if self._groups:
+            return
+        deadline = time.monotonic() + _SETTLE_S
+        for thread in [*self._ending, *([self._builder.thread] if self._builder is not None else [])]:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def await_connection(self, group: Group, device_type: str) -> None:
         """Blocks until ``group`` is connected for tensors on such a device.

@@ -16,7 +16,6 @@ from ft.hsdp.samples import Deal
 from ft.lines import Lines
 
 NAME = "commits.jsonl"
-_MOST_WAITING = 10_000
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class CommitLog:
     """
 
     def __init__(self, folder: Path):
-        self._lines = Lines(folder / NAME, _MOST_WAITING)
+        self._lines = Lines(folder / NAME)
 
     def write(self, commit: Commit) -> None:
         self._lines.write(json.dumps(commit.as_values(), separators=(",", ":")).encode() + b"\n")

@@ -1,12 +1,24 @@
 """Faults on purpose: what is to break, when and where, and the code that breaks it.
 
-``parse`` and ``read_scenario`` read what was asked for, ``schedule`` turns it into numbered faults; workers get them in
-``FT_FAULTS`` and act through :class:`ft.inject.worker.Injector`, agents through :class:`ft.inject.agent.AgentInjector`.
+``parse`` and ``read_scenario`` read what was asked for, ``schedule`` turns it into numbered faults; workers read
+them from the file ``FT_FAULTS`` and act through :class:`ft.inject.worker.Injector`, agents through
+:class:`ft.inject.agent.AgentInjector`.
 """
 
-from ft.inject.faults import Fault, from_json, to_json
-from ft.inject.scenario import read_scenario
+from ft.inject.faults import Fault, from_json, planned, to_json, write
+from ft.inject.scenario import read_scenario, read_specs
 from ft.inject.schedule import schedule
 from ft.inject.spec import FaultSpec, parse
 
-__all__ = ["Fault", "FaultSpec", "from_json", "parse", "read_scenario", "schedule", "to_json"]
+__all__ = [
+    "Fault",
+    "FaultSpec",
+    "from_json",
+    "parse",
+    "planned",
+    "read_scenario",
+    "read_specs",
+    "schedule",
+    "to_json",
+    "write",
+]

@@ -1,8 +1,10 @@
 """``ft faults``: every kind of fault and what comes of it."""
 
 import argparse
+import textwrap
 from pathlib import Path
 
+from ft.inject import keys
 from ft.inject.kinds import MEANING
 from ft.inject.table import GROUPS
 
@@ -47,4 +49,9 @@ def text() -> str:
             lines.append(f"  {row.name:{name}}  {row.outcome:{outcome}}  {row.does}{signal}{needs}")
     lines.append("")
     lines += [f"{outcome}: {meaning}" for outcome, meaning in MEANING.items()]
+    lines += ["", "KIND@KEY=VALUE[:KEY=VALUE...][,...]"]
+    for heading, sayings in keys.MEANING.items():
+        lines.append(heading)
+        lines += [f"  {key:11}  {saying}" for key, saying in sayings.items()]
+    lines += ["", *textwrap.wrap(keys.SEED, 118), "", keys.SCENARIO.rstrip()]
     return "\n".join(lines) + "\n"

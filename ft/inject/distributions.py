@@ -1,4 +1,4 @@
-"""Times between failures."""
+"""How far failures are apart, in time or in steps."""
 
 import math
 import random
@@ -7,30 +7,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+from ft.quantities import seconds
+
 _PARAMETERS = {"exponential": ("mean",), "weibull": ("shape", "scale")}
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of the time between two failures.
+    """Of the time, or of the steps, between two failures.
 
     Attributes:
         family: "exponential" (failures without memory) or "weibull" (``shape`` < 1: they come in bursts, > 1: wear).
-        scale: the exponential's mean or the Weibull's scale, seconds. shape: the Weibull's, 1 otherwise.
+        scale: the exponential's mean or the Weibull's scale, seconds or steps. shape: the Weibull's, 1 otherwise.
+        in_steps: the scale is in steps.
     """
 
     family: str
     scale: float
     shape: float = 1.0
+    in_steps: bool = False
 
     @property
     def mean(self) -> float:
-        """Expected seconds between two failures."""
+        """Expected seconds, or steps, between two failures."""
         return self.scale * math.gamma(1.0 + 1.0 / self.shape)
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Seconds from the start at which failures happen, without end."""
+        """Seconds, or steps, from the start at which failures happen, without end."""
         at = 0.0
         while True:
             at += rng.weibullvariate(self.scale, self.shape)
@@ -38,7 +41,7 @@ class Distribution:
 
 
 def parse_distribution(value: Any) -> Distribution:
-    """Reads ``exponential(mean=60s)`` or ``weibull(shape=0.7,scale=90s)``.
+    """Reads ``exponential(mean=60s)`` or ``weibull(shape=0.7,scale=90s)``; ``20steps`` in place of a time: by steps.
 
     Raises:
         ValueError: it is neither.
@@ -54,19 +57,20 @@ def parse_distribution(value: Any) -> Distribution:
     shape = float(given.get("shape", 1.0))
     if not 0.1 <= shape <= 100.0:
         raise ValueError("shape is not between 0.1 and 100")
-    return Distribution(family, parse_duration(given.get("mean", given.get("scale"))), shape)
+    scale = given.get("mean", given.get("scale"))
+    steps = re.fullmatch(r"(.*\d\.?)\s*steps?", scale)
+    if steps is None:
+        return Distribution(family, parse_duration(scale), shape)
+    number = float(steps[1])
+    if not 0.1 <= number <= 1e9:
+        raise ValueError("not between 0.1 and a billion steps")
+    return Distribution(family, number, shape, in_steps=True)
 
 
 def parse_duration(value: Any, least: float = 1e-3) -> float:
-    """Seconds of "500ms", "90s", "2m", "1h", "1d" or a plain number of seconds.
+    """A time in the description of a fault: as :func:`ft.quantities.seconds` reads it, or a plain number of seconds.
 
     Raises:
         ValueError: it is none, or less than ``least``.
     """
-    match = re.fullmatch(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(ms|s|min|m|h|d|)\s*", str(value))
-    if match is None:
-        raise ValueError("not a time")
-    seconds = float(match[1]) * _UNITS[match[2]]
-    if not least <= seconds < math.inf:
-        raise ValueError(f"less than {least:g} s" if seconds < least else "for ever")
-    return seconds
+    return seconds(value, least, bare=1.0)

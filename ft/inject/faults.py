@@ -1,8 +1,10 @@
 """A planned fault: its kind, its moment, its victim."""
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from ft.errors import UserError
@@ -77,21 +79,52 @@ _NOTHING = object()
 _DEFAULTS = {f.name: f.default for f in fields(Fault) if f.name not in ("number", "kind")}
 
 
+FILE = "FT_FAULTS"
+"""The environment variable with the path of the file that ``write`` made. A plan can be longer than a variable or a
+socket's buffer can hold."""
+
+
 def to_json(faults: Sequence[Fault]) -> str:
-    """Faults for the environment variable ``FT_FAULTS``."""
-    return json.dumps([fault.values() for fault in faults], separators=(",", ":"))
+    """One fault per line."""
+    return "[" + ",\n ".join(json.dumps(fault.values(), separators=(",", ":")) for fault in faults) + "]"
 
 
-def from_json(text: str | None) -> list[Fault]:
-    """What ``to_json`` made; none of an empty text.
+def from_json(text: str) -> list[Fault]:
+    """What ``to_json`` made.
 
     Raises:
         UserError: it is something else.
     """
     try:
-        return [_fault(values) for values in json.loads(text or "[]")]
+        return [_fault(values) for values in json.loads(text)]
     except (ValueError, TypeError) as error:
-        raise UserError(f"FT_FAULTS is not a list of faults: {error}", "leave it to ft run to set it") from error
+        raise UserError(f"this is not a list of planned faults: {error}", "leave it to ft run to write it") from error
+
+
+def write(path: Path, faults: Sequence[Fault]) -> None:
+    """Makes the file that ``planned`` reads; whoever reads it meanwhile finds the old or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(to_json(faults) + "\n")
+    temporary.replace(path)
+
+
+def planned(environment: Mapping[str, str] = os.environ) -> list[Fault]:
+    """The faults of the run, from the file that ``FT_FAULTS`` names; none where it names none.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = environment.get(FILE)
+    if not path:
+        return []
+    try:
+        return from_json(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"the planned faults cannot be read: {error}", "leave FT_FAULTS to ft run") from error
 
 
 def _fault(values: dict[str, Any]) -> Fault:

@@ -5,9 +5,11 @@
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from ft.inject import keys
 from ft.inject.kinds import DMR, GPU, HARMLESS, MEANING, ROOT, START, Row
 from ft.inject.table import GROUPS
 
@@ -50,7 +52,18 @@ def page(times: Mapping[str, Mapping]) -> str:
         lines.append("|---|---|---|---|---|")
         lines += [_line(row, times.get(row.name)) for row in rows]
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_how_to_ask()])
+
+
+def _how_to_ask() -> list[str]:
+    """The grammar of ``--inject``, what a seed fixes, and scenario files."""
+    lines = ["## How to ask for faults\n", "`--inject KIND@KEY=VALUE[:KEY=VALUE...][,...]`, as often as you like.\n"]
+    lines += ["| key | what it says |", "|---|---|"]
+    for heading, sayings in keys.MEANING.items():
+        lines.append(f"| | **{heading}** |")
+        lines += [f"| `{key}` | {saying} |" for key, saying in sayings.items()]
+    lines += ["", "### What a seed fixes\n", *textwrap.wrap(keys.SEED, 118)]
+    return [*lines, "", "### Scenario files\n", "```yaml", *keys.SCENARIO.splitlines(), "```", ""]
 
 
 def read_times(root: Path) -> dict[str, dict]:

@@ -1,16 +1,13 @@
-"""Scenario files: the faults of an experiment with their seed, as JSON or TOML.
-
-seed = 7
-faults = ["kill@step=20:rank=3", {kind = "slow", time = "30s", rank = "random", for = "5s"}]
-"""
+"""Scenario files: the faults of an experiment with their seed, as YAML, TOML or JSON (``ft.inject.keys.SCENARIO``)."""
 
 import json
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft.errors import UserError
+from ft.errors import Problems, UserError
 from ft.inject.spec import FaultSpec, from_values, parse
 
 
@@ -44,6 +41,25 @@ def read_scenario(path: str | Path) -> Scenario:
     return Scenario(specs, seed)
 
 
+def read_specs(texts: Sequence[str], scenario: str | None, seed: int | None) -> tuple[list[FaultSpec], int]:
+    """The faults of ``--inject``'s ``texts`` and of the ``scenario`` file, and the seed.
+
+    Raises:
+        UserError: naming everything that cannot be understood.
+    """
+    specs, problems = [], Problems()
+    for text in texts:
+        with problems:
+            specs += parse(text)
+    if scenario:
+        with problems:
+            found = read_scenario(scenario)
+            specs += found.specs
+            seed = found.seed if seed is None else seed
+    problems.refuse()
+    return specs, seed or 0
+
+
 def _specs(entry: Any, path: Path, place: str) -> list[FaultSpec]:
     if isinstance(entry, str):
         return parse(entry)
@@ -57,10 +73,23 @@ def _specs(entry: Any, path: Path, place: str) -> list[FaultSpec]:
 
 
 def _load(path: Path) -> Any:
+    name, read = _FORMATS.get(path.suffix.lower(), ("JSON", json.loads))
     try:
-        text = path.read_text()
-        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        return read(path.read_text())
     except OSError as error:
         raise UserError(f"scenario {path} cannot be read: {error}", "give a readable file") from error
-    except ValueError as error:
-        raise UserError(f"scenario {path} is not {path.suffix[1:].upper()}: {error}", "correct the file") from error
+    except ValueError as error:  # of characters, too, that are no text
+        fix = "correct the file; formats by ending: .yaml, .yml, .toml, .json"
+        raise UserError(f"scenario {path} is not {name}: {error}", fix) from error
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+_FORMATS = {".toml": ("TOML", tomllib.loads), ".yaml": ("YAML", _read_yaml), ".yml": ("YAML", _read_yaml)}

@@ -1,5 +1,6 @@
 """From what was asked for to what will happen: open victims and times are drawn, the same ones from the same seed."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from ft.inject.trace import read_trace
 
 HORIZON_S = 7 * 24 * 3600.0
 MOST_OF_A_DISTRIBUTION = 1000
-"""Faults travel in an environment variable, which the kernel limits to 128 KiB."""
+"""Where no ``count`` is given: a worker looks through them all when it starts."""
 
 
 def schedule(
@@ -49,6 +50,8 @@ def _moments(spec: FaultSpec, rng: random.Random, horizon_s: float) -> list[Faul
     most = spec.count if spec.count is not None else MOST_OF_A_DISTRIBUTION
     if spec.trace is not None:
         return [one for one in read_trace(spec) if one.time <= end][:most]
+    if spec.every.in_steps:  # a failure in the 3.2nd step is one of step 4: as many steps are done before it as drawn
+        return [replace(spec, every=None, step=math.ceil(at)) for at in islice(spec.every.times(rng), most)]
     found = []
     for time in islice(spec.every.times(rng), most):
         if time > end:

@@ -2,6 +2,7 @@
 
 KIND@KEY=VALUE[:KEY=VALUE...][,...]
 when    step=20 | time=90s | every=exponential(mean=60s) | every=weibull(shape=0.7,scale=90s) | trace=FILE
+        every=exponential(mean=20steps) | every=weibull(shape=0.7,scale=30steps)
 where   rank=3 | rank=random | node=n1 | node=random; of replicas: replica=1 | replica=random
 how     phase=backward  for=5s  factor=3  error=software  copies=peer  value=nan
         of a bit-flip: operator=mm  phase=backward  execution=checker  bit=30  mode=stuck  nth=3  probability=0.1
@@ -146,6 +147,8 @@ def _check_combination(kind: str, keys: Mapping[str, Any], text: str) -> None:
     for key in ("count", "until"):
         if key in keys and given[0] not in ("every", "trace"):
             raise UserError(f"{text!r}: {key} means nothing with {given[0]}", f"{key} goes with every and trace")
+    if "until" in keys and "steps" in str(keys.get("every")):
+        raise UserError(f"{text!r}: until is a time, and every counts steps", "give count, or every by the clock")
     if "rank" in keys and "node" in keys:
         raise UserError(f"{text!r}: it can hit a rank or a node, not both", "give rank or node")
     if "phase" in keys and given[0] != "step":
@@ -186,7 +189,10 @@ def _one_of(choices: tuple[str, ...], value: Any) -> str:
 
 def _whole(least: int):
     def read(value: Any) -> int:
-        number = int(str(value))
+        text = str(value)
+        if not text.removeprefix("-").isdecimal():
+            raise ValueError("no whole number")
+        number = int(text)
         if number < least:
             raise ValueError(f"less than {least}")
         return number
@@ -222,7 +228,7 @@ _DURATION = "seconds, or a number with ms, s, m or h: 500ms, 90s, 2m"
 _ALLOWED = {
     "step": "a step number from 1",
     "time": _DURATION,
-    "every": "exponential(mean=60s) or weibull(shape=0.7,scale=90s)",
+    "every": "exponential(mean=60s) or weibull(shape=0.7,scale=90s), or with steps: exponential(mean=20steps)",
     "trace": "the path of a file",
     "rank": "a logical rank from 0, or random",
     "replica": "a replica from 0, or random",

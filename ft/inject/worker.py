@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ft.inject.acts import ACTS, IN_TRAINING
 from ft.inject.alarm import Alarm
-from ft.inject.faults import RECOVERY_PHASES, STEP_PHASES, Fault, from_json
+from ft.inject.faults import RECOVERY_PHASES, STEP_PHASES, Fault, planned
 
 MOST_SLEEP_S = 10.0
 """A slow step is made at most this much longer."""
@@ -69,10 +69,9 @@ class Injector:
         actions: Actions,
         environment: Mapping[str, str] = os.environ,
     ) -> "Injector":
-        """With the faults in ``FT_FAULTS``; ``FT_BEGAN`` is the wall time at which training began, default now."""
+        """With the faults of the file ``FT_FAULTS``; ``FT_BEGAN``: the wall time at which training began, or now."""
         began = environment.get("FT_BEGAN")
-        faults = from_json(environment.get("FT_FAULTS"))
-        return cls(faults, rank, node, fired, announce, actions, None if began is None else float(began))
+        return cls(planned(environment), rank, node, fired, announce, actions, None if began is None else float(began))
 
     def has(self, phase: str) -> bool:
         """A fault in ``phase`` of some step is still to come here."""

@@ -9,7 +9,7 @@ from ft.snapshot import capture
 from ft.snapshot.state import RankState
 from ft.worker.grid import groups_like
 from megatron.core import parallel_state
-from megatron.patches import step_state
+from megatron.patches import releases, step_state
 
 
 class Subject:
@@ -19,6 +19,9 @@ class Subject:
         chunks: ``DistributedDataParallel`` model chunks. optimizer: of core. scheduler: anything with
             ``state_dict`` and ``load_state_dict``, or None.
 
+    Raises:
+        UserError: the optimizer's step is one that a worker which joins later cannot take part in.
+
     Attributes:
         shards: names of the logical shards that this rank alone owns.
         dp_peers: logical ranks that hold the same part of the model, in ring order, this one among them.
@@ -26,6 +29,7 @@ class Subject:
     """
 
     def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None):
+        releases.refuse_captured_update(optimizer)
         self.chunks, self.optimizer, self.scheduler = list(chunks), optimizer, scheduler
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.dp_peers = dist.get_process_group_ranks(group)

@@ -16,7 +16,8 @@ from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.checkpointing import naming, verify
 from megatron.training.config import transformer_config
 from megatron.training.failure import FailureNotice, report
-from megatron.training.initialize import Launch, destroy, init_process_group, launch_from
+from megatron.training.initialize import destroy, init_process_group
+from megatron.training.launcher import Launch, launch_from
 from megatron.training.pretrain import pretrain
 
 

@@ -14,9 +14,10 @@ from ft.errors import UserError
 from megatron.training import model
 from megatron.training.arguments import Layout, Options
 from megatron.training.arguments.batch import global_batch_size, train_steps
+from megatron.training.arguments.check_replicas import check_replicas
 from megatron.training.checkpointing import Checkpointer, TrainState, verify
 from megatron.training.data import dataset_prefixes
-from megatron.training.data.streams import Share, follower, own_batch
+from megatron.training.data.streams import Share, follower
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training.double_execution import fingerprint
 from megatron.training.evaluate import evaluate, validate
@@ -238,22 +239,8 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
     from ft.hsdp.resume import where_replicas_stood
 
     training = options.training
-    if training.rampup_batch_size is not None:
-        raise UserError("--rampup-batch-size does not go with replicas", "drop it, or --ft-hsdp-replicas")
-    if options.moe.moe_router_enable_expert_bias:
-        raise UserError(
-            "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
-            "drop it, or --ft-hsdp-replicas",
-        )
-    asked = options.fault_tolerance
-    if asked.follows_operators or asked.rebuilds_stages:
-        flag = (
-            "CheckFree (--ft-checkfree, --ft-checkfree-plus)"
-            if asked.rebuilds_stages
-            else "DMR (--ft-dmr, --ft-dmr-plan)"
-        )
-        raise UserError(f"{flag} does not go with replicas", "drop it, or --ft-hsdp-replicas")
-    own_batch(training.global_batch_size, place.replicas, training.micro_batch_size, layout.dp)
+    if problems := list(check_replicas(options, layout, place.replicas)):
+        raise UserError.of(problems)
     block = training.micro_batch_size * layout.dp
     deal, positions = where_replicas_stood(place, state.extra, state.step, state.consumed_train_samples, block)
     if place.redundancy is not None:

@@ -13,7 +13,8 @@ from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.arguments.parallel import ParallelOptions
 from megatron.training.checkpointing import Checkpointer, TrainState, naming, verify
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.initialize import Launch, init_model_parallel, init_process_group, seed_everything
+from megatron.training.initialize import init_model_parallel, init_process_group, seed_everything
+from megatron.training.launcher import Launch
 from megatron.training.pretrain import run_info, say
 
 

@@ -1,7 +1,6 @@
 """One console for all replicas: the steps of one of them, and what befalls any."""
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +21,7 @@ class MergedConsole:
         self._said = {replica: Tail(out, None) for replica, (out, _) in files.items()}
         self._complained = {replica: Tail(err, None) for replica, (_, err) in files.items()}
         self._followed: int | None = None
-        self.say, self.complain = self._own.say, self._own.complain
+        self.say, self.complain, self.close = self._own.say, self._own.complain, self._own.close
 
     def follow(self, replica: int | None) -> None:
         """From now on the workers' output of this replica is shown, and of no other."""
@@ -30,13 +29,13 @@ class MergedConsole:
 
     def poll(self, to_the_end: bool = False) -> None:
         """Shows what has come."""
+        self._own.poll()
         for replica, tail in self._said.items():
             for line in tail.take(to_the_end).splitlines(keepends=True):
                 if _NEWS.match(line):
                     self.say(self._named(replica, line))
                 elif replica == self._followed:
-                    sys.stdout.write(line)
-        sys.stdout.flush()
+                    self._own.write(line)
         for replica, tail in self._complained.items():
             for line in tail.take(to_the_end).splitlines():
                 self.complain(self._named(replica, line))

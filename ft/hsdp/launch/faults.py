@@ -12,20 +12,6 @@ from ft.inject.faults import OF_CONTROL, OF_NODE, Fault
 from ft.inject.spec import FaultSpec
 
 
-def read_specs(texts: Sequence[str], scenario: str | None, seed: int | None) -> tuple[list[FaultSpec], int]:
-    """(what was asked for, the seed).
-
-    Raises:
-        UserError: it cannot be understood.
-    """
-    specs = [spec for text in texts for spec in inject.parse(text)]
-    if scenario:
-        found = inject.read_scenario(scenario)
-        specs += found.specs
-        seed = found.seed if seed is None else seed
-    return specs, seed or 0
-
-
 def plan(specs: Sequence[FaultSpec], replicas: int, shape: Part, seed: int) -> dict[int, list[Fault]]:
     """Replica -> its faults, the same on every node; their numbers are the run's.
 

@@ -1,13 +1,14 @@
 """The flags of ``ft run`` that are about replicas."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ft.errors import UserError
+from ft.errors import Problem, Problems
 from ft.hsdp.patience import LONGEST_S
 from ft.hsdp.quorum.limits import Limits
+from ft.quantities import duration
 
 LR_SCALING = ("none", "linear", "sqrt")
 _DEFAULT_LR_SCALING = "sqrt"
@@ -64,12 +65,12 @@ def add_flags(flag: Callable[..., None]) -> None:
     flag("ft-hsdp-min-replicas", type=int, metavar="M", help="with fewer than M nobody trains (default: 1)")
     flag(
         "ft-hsdp-wait",
-        type=float,
-        metavar="SECONDS",
+        type=duration(0.0),
+        metavar="TIME",
         help="a step waits so long for a replica that comes back: while its processes start (default: 0), until it "
         "reports (default: 0.1), and before the optimizer step while it fetches state (default: 1). A fetch that is "
         "not done by then is cut off and tried again in the next step, which waits twice as long, "
-        f"{LONGEST_S:g} s at most, or SECONDS if that is more. 0: nobody waits, and a replica whose fetch takes longer "
+        f"{LONGEST_S:g} s at most, or TIME if that is more. 0: nobody waits, and a replica whose fetch takes longer "
         "than a step does not come back",
     )
     flag(
@@ -103,57 +104,63 @@ def read(given: argparse.Namespace) -> Replicas:
         UserError: it cannot work.
     """
     count, only = given.ft_hsdp_replicas, given.ft_hsdp_replica
-    if count is None:
-        raise UserError("flags of FT-HSDP or SPARe are given, but no number of replicas", "add --ft-hsdp-replicas R")
-    if count < 1:
-        raise UserError(f"--ft-hsdp-replicas {count} is less than 1", "give the number of replicas")
-    if only is not None and not 0 <= only < count:
-        raise UserError(
-            f"--ft-hsdp-replica {only} is not between 0 and {count - 1} (--ft-hsdp-replicas {count})", "number from 0"
-        )
     least = 1 if given.ft_hsdp_min_replicas is None else given.ft_hsdp_min_replicas
-    if not 1 <= least <= count:
-        raise UserError(
-            f"--ft-hsdp-min-replicas {least} is not between 1 and the {count} of --ft-hsdp-replicas", "give fewer"
-        )
-    wait_s, most_s = given.ft_hsdp_wait, Limits().start_s
-    if wait_s is not None and not 0.0 <= wait_s < most_s:
-        raise UserError(f"--ft-hsdp-wait {wait_s:g} is no number of seconds from 0 to {most_s:g}", "give one")
-    _refuse(given)
-    if given.ft_spare_redundancy is not None:
+    streams = 1 if given.ft_hsdp_streams is None else given.ft_hsdp_streams
+    wait_s, problems = given.ft_hsdp_wait, Problems()
+    problems.add(_numbers(count, only, least, wait_s, streams))
+    problems.add(_contradictions(given))
+    if given.ft_spare_redundancy is not None and count is not None and count >= 1:
         from ft.spare.ruler import ruler
 
-        ruler(count, given.ft_spare_redundancy)  # says what can be placed
-    streams = 1 if given.ft_hsdp_streams is None else given.ft_hsdp_streams
-    if not 1 <= streams <= MOST_STREAMS:
-        raise UserError(f"--ft-hsdp-streams {streams} is not between 1 and {MOST_STREAMS}", "give fewer")
+        with problems:
+            ruler(count, given.ft_spare_redundancy)  # says what can be placed
+    problems.refuse()
     scaling = given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING
     return Replicas(count, only, least, wait_s, scaling, given.ft_spare_redundancy, streams)
 
 
-def _refuse(given: argparse.Namespace) -> None:
+def _numbers(count: int | None, only: int | None, least: int, wait_s: float | None, streams: int) -> Iterator[Problem]:
+    if count is None:
+        yield "flags of FT-HSDP or SPARe are given, but no number of replicas", "add --ft-hsdp-replicas R"
+    elif count < 1:
+        yield f"--ft-hsdp-replicas {count} is less than 1", "give the number of replicas"
+    else:
+        if only is not None and not 0 <= only < count:
+            problem = f"--ft-hsdp-replica {only} is not between 0 and {count - 1} (--ft-hsdp-replicas {count})"
+            yield problem, "number from 0"
+        if not 1 <= least <= count:
+            problem = f"--ft-hsdp-min-replicas {least} is not between 1 and the {count} of --ft-hsdp-replicas"
+            yield problem, "give fewer"
+    most_s = Limits().start_s
+    if wait_s is not None and wait_s >= most_s:
+        yield f"--ft-hsdp-wait {wait_s:g}s is not below the {most_s:g} s of a start", "give less"
+    if not 1 <= streams <= MOST_STREAMS:
+        yield f"--ft-hsdp-streams {streams} is not between 1 and {MOST_STREAMS}", "give fewer"
+
+
+def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:
     """What goes with one model only."""
     if any(word.replace("_", "-").split("=")[0] == "--ft-hot-swap" for word in given.script_args):
-        raise UserError(
+        yield (
             "--ft-hot-swap and --ft-hsdp-replicas: a replica that has lost a worker is rebuilt as a whole, from the "
             "others",
             "drop one of the two",
         )
     for name in ("standby", "standby_nodes"):
         if getattr(given, name):
-            raise UserError(
+            yield (
                 f"--{name.replace('_', '-')} {getattr(given, name)} and --ft-hsdp-replicas: a replica's workers are "
                 "started from its warm pool, none stands by",
                 "drop one of the two",
             )
     if given.ft_spare_redundancy is not None and given.ft_hsdp_lr_scaling not in (None, "none"):
-        raise UserError(
+        yield (
             f"--ft-spare-redundancy and --ft-hsdp-lr-scaling {given.ft_hsdp_lr_scaling}: every step trains the whole "
             "batch, so the learning rate stays as it is",
             "drop --ft-hsdp-lr-scaling",
         )
     if given.ft_transport == "mpi" and given.ft_hsdp_replica is not None:
-        raise UserError(
+        yield (
             "--ft-transport mpi and --ft-hsdp-replica: one MPI job carries all replicas from its start to its end",
             "start all replicas in one job, or drop --ft-transport",
         )

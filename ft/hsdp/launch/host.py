@@ -106,7 +106,9 @@ class QuorumHost:
         try:
             is_mine = tenure.claim(self._folder, term, self._name)
             if is_mine:
-                self._lease.hold(Standing(term, 0, "", self._name, os.getpid()))
+                self._lease.hold(
+                    Standing(term, 0, "", self._name, os.getpid(), launcher=processes.identity(os.getpid()))
+                )
         except OSError as error:
             self._say(f"the quorum server's lease cannot be taken: {error}")
             is_mine = False

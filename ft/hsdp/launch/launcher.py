@@ -264,3 +264,4 @@ class Launcher:
         self._console.poll(to_the_end=True)
         signal.set_wakeup_fd(-1)
         self._selector.close()
+        self._console.close()

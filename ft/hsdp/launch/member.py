@@ -68,6 +68,11 @@ class Member:
         return self.setup.folder / "logs" / f"agent{self._suffix}.err"
 
     @property
+    def _order(self) -> Path:
+        """What its agent is started with: with many faults that is more than a command line may hold."""
+        return self.setup.folder / f"agent{self._suffix}.json"
+
+    @property
     def _suffix(self) -> str:
         part = self.setup.part
         return str(part.node_rank) if part.nodes > 1 else ""
@@ -87,9 +92,9 @@ class Member:
         life = next_life(self.setup.folder, self.setup.part.node_rank)
         options = replace(self.setup.options, life=life, max_restarts=life + self.setup.options.max_restarts)
         left = faults.left(self.setup.faults, self.setup.folder)
-        packed = replica.pack(options, left, began(self.setup.folder))
+        self._order.write_text(replica.pack(options, left, began(self.setup.folder)))
         environment = {**self.setup.environment, "FT_HSDP_LIFE": str(life or int(self.setup.is_late))}
-        self.process = child.start("ft.hsdp.launch.replica", [packed], self.out, self.err, environment)
+        self.process = child.start("ft.hsdp.launch.replica", [str(self._order)], self.out, self.err, environment)
         self._since = time.monotonic()
 
     def ended(self, code: int, ending: bool) -> policy.Answer:

@@ -28,10 +28,10 @@ def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the agent and ends the process with its exit code."""
+    """Runs the agent of the file ``arguments[0]``, which ``pack`` made, and ends the process with its exit code."""
     from ft.agent.carry_out import carry_out
 
-    options, faults, began = unpack(arguments[0])
+    options, faults, began = unpack(Path(arguments[0]).read_text())
     processes.set_name(f"ft-{options.run_dir.name}")
     try:
         code = carry_out(options, faults, began=began)

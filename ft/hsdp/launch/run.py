@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ft import token
-from ft.agent import allocation, network, options
+from ft import inject, token
+from ft.agent import allocation, network, options, protection
 from ft.agent.mpirun import MpiJob
 from ft.agent.options import Cluster, RunOptions
+from ft.agent.protection import Asked, Protection
 from ft.agent.slurm import SlurmJob
 from ft.control import tenure
-from ft.errors import UserError
+from ft.errors import Problems, UserError
 from ft.hsdp.launch import faults, flags
 from ft.hsdp.launch.console import MergedConsole
 from ft.hsdp.launch.flags import Replicas, wanted
@@ -41,13 +42,9 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     Raises:
         UserError: the flags cannot work; nothing has been started.
     """
-    asked = flags.read(given)
     if given.max_restarts is None:
         given.max_restarts = _RESTARTS
-    whole = reachable(options.resolve(given, os.environ, job, lease=FOLDER), asked)
-    parts = parts_here(whole, asked)
-    specs, seed = faults.read_specs(whole.inject, whole.scenario, whole.seed)
-    planned = faults.plan(specs, asked.count, parts[0], seed)
+    asked, whole, parts, planned, protected = prepare(given, job)
     setups = [_setup(part, whole, asked, planned.get(part.replica, [])) for part in parts]
     _make_folder(whole.run_dir, [setup.folder for setup in setups])
     token.make(whole.run_dir)
@@ -55,14 +52,47 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     members = [Member(setup) for setup in setups]
     console = MergedConsole(whole.quiet, {member.replica: (member.out, member.err) for member in members})
     console.say(_announcement(whole, asked, parts))
+    console.say(protection.announcement(protected, whole.cluster.nnodes))
     name, turn = _name(asked, whole)
     host = QuorumHost(whole.run_dir, name, turn, asked.server_options(_host(whole)), console.complain)
     code = Launcher(whole.run_dir, members, host, console, asked.count, asked.min_count).run()
     is_first_lost = asked.only is None and host.first_is_lost()
     allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
+    console.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def prepare(
+    given: argparse.Namespace, job: MpiJob | SlurmJob | None
+) -> tuple[Replicas, RunOptions, list[Part], dict[int, list[inject.Fault]], Protection]:
+    """What was asked for, the run's options, this node's parts, each replica's faults, and what protects the run.
+
+    Raises:
+        UserError: with everything that is wrong with the flags of ``ft run`` and, if it is the fork's, the trainer's.
+    """
+    problems, asked, whole, parts, specs, seed = Problems(), None, None, [], [], 0
+    planned, protected = {}, Protection(protection.REPLICAS)
+    with problems:
+        asked = flags.read(given)
+    with problems:
+        whole = options.resolve(given, os.environ, job, lease=FOLDER)
+    with problems:
+        specs, seed = inject.read_specs(given.inject, given.scenario, given.seed)
+    if asked is not None and whole is not None:
+        with problems:
+            whole = reachable(whole, asked)
+            parts = parts_here(whole, asked)
+            planned = faults.plan(specs, asked.count, parts[0], seed)
+    if given.script is not None:
+        shape = Asked(parts[0].world_size, whole.cluster.nnodes, replicas=asked.count) if parts else None
+        with problems:
+            every = [fault for of_one in planned.values() for fault in of_one]
+            protected, found = protection.examine(options.script_of(given), shape, every)
+            problems.add(found)
+    problems.refuse()
+    return asked, whole, parts, planned, protected
 
 
 def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:

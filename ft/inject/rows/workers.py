@@ -103,7 +103,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             outcome=HARMLESS,
             seen="that the checkpoint was not saved, by which rank and why",
             answer="The save is given up as a whole, older checkpoints stay, the next one is tried when it is due. "
-            "Lines of the worker's log are left out, those of the metrics file wait in memory.",
+            "Lines of the worker's log are left out, those of the metrics file wait in memory. Which are lost for "
+            "good is said at the end, and by `ft status` and `ft report`.",
         ),
         Row(
             "io-error",

@@ -1,19 +1,24 @@
 """The trainer's options: one small dataclass per concern, parsed from Megatron-LM's flags, and nothing global.
 
 ``parse(argv)`` reads the command line, ``check(options, world_size)`` fills in dependent defaults and refuses what
-cannot work. ``options.model.hidden_size``, ``options.parallel.tensor_model_parallel_size``, ... are passed on to
-whoever needs them.
+cannot work; ``refusals`` finds all that is wrong with both, and needs no torch. ``options.model.hidden_size``,
+``options.parallel.tensor_model_parallel_size``, ... are passed on to whoever needs them.
 """
 
 import argparse
+import importlib.util
 import json
+import re
 import shlex
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
-from ft.errors import UserError
+from ft.errors import Problem, Problems, UserError
+from ft.flags import read_flags
 from megatron.training.arguments import known, schema
-from megatron.training.arguments.check import check
+from megatron.training.arguments.check import check, examine
+from megatron.training.arguments.check_replicas import check_replicas
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.arguments.data import DataOptions, TokenizerOptions
 from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
@@ -28,7 +33,9 @@ from megatron.training.arguments.training import EvaluationOptions, TrainingOpti
 
 _OF_A_NODE = ("metrics_file", "tensorboard_dir", "data_cache_path", "progress_bar")
 
-__all__ = ["Layout", "Options", "check", "help_text", "layout", "parse"]
+__all__ = ["Layout", "Options", "all_flags", "check", "help_text", "layout", "may_have_te", "parse", "refusals"]
+
+_FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 @dataclass
@@ -81,21 +88,59 @@ def parse(argv: list[str] | str) -> Options:
     """The options that a command line (words, or one string) asks for.
 
     Raises:
-        UserError: for a flag that is unknown, unsupported or given a wrong value; the message names the nearest
+        UserError: for flags that are unknown, unsupported or given a wrong value; the message names the nearest
             known flag.
     """
+    options, problems, _ = _read(argv)
+    if problems:
+        raise UserError.of(problems)
+    return options
+
+
+def refusals(
+    argv: list[str] | str, world_size: int | None, *, has_te: bool, replicas: int = 0
+) -> tuple[Options | None, list[Problem]]:
+    """What is wrong with a command line: its flags and, as far as their values are known, their combinations.
+
+    Args:
+        world_size: ranks of the job, or of one replica; None: not known, and combinations are not looked at.
+        has_te: as for ``check``. replicas: that the job has; 0: it is none of replicas.
+
+    Returns:
+        (options, None where some cannot be told; every problem with its fix).
+    """
+    options, problems, doubtful = _read(argv)
+    if options is None or world_size is None:
+        return options, problems
+    grid, found = examine(options, world_size, has_te=has_te, shapes_are_known=not doubtful)
+    found += check_replicas(options, grid, replicas) if grid is not None and replicas else []
+    problems += [entry for entry in found if not set(doubtful) & set(_FLAG.findall(f"{entry[0]} {entry[1]}"))]
+    return options, problems
+
+
+def may_have_te() -> bool:
+    """Whether Transformer Engine is installed on a machine with a GPU, as far as can be told without torch."""
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return has_gpu and importlib.util.find_spec("transformer_engine") is not None
+
+
+def _read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str]]:
+    """(options, None where a concern refuses its values; problems; flags whose values could not be read)."""
     words = shlex.split(argv) if isinstance(argv, str) else list(argv)
     parser, supported = _parser()
-    namespace, rest = parser.parse_known_args(_without_accepted(words))
-    flags = [word.split("=")[0] for word in rest if word.startswith("--")]
-    if flags:
-        problems = [known.explain(flag, supported) for flag in flags]
-        if len(problems) == 1:
-            raise UserError(*problems[0])
-        raise UserError("\n".join(f"{problem} ({fix})" for problem, fix in problems))
-    if rest:
-        raise UserError(f"unexpected word {rest[0]!r} on the command line", "quote values that contain spaces")
-    return Options(**{f.name: schema.build(f.default_factory, namespace) for f in fields(Options)})
+    explain = partial(known.explain, supported=supported)
+    namespace, problems, doubtful = read_flags(parser, _without_accepted(words), supported, explain)
+    concerns, refused = {}, Problems()
+    for f in fields(Options):
+        with refused:
+            concerns[f.name] = schema.build(f.default_factory, namespace)
+    problems += refused.found
+    return (None if refused.found else Options(**concerns)), problems, doubtful
+
+
+def all_flags() -> list[str]:
+    """Every flag that the trainer knows."""
+    return _parser()[1]
 
 
 def help_text() -> str:
@@ -104,7 +149,7 @@ def help_text() -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise UserError(message, "see --help")
+        raise UserError(message.removeprefix("argument "), "see --help")
 
 
 @cache

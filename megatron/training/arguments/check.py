@@ -6,12 +6,10 @@ the numbers. What megatron-core's own configuration refuses beyond these is repo
 
 from collections.abc import Iterator
 
-from ft.errors import UserError
+from ft.errors import Problem, UserError
 from megatron.training.arguments.batch import global_batch_size
 from megatron.training.arguments.check_checkfree import check_checkfree, check_plus
 from megatron.training.arguments.layout import Layout, layout
-
-Problem = tuple[str, str]
 
 REQUIRED = {
     "model": ("num_layers", "hidden_size", "num_attention_heads"),
@@ -34,27 +32,37 @@ def check(options, world_size: int, *, has_te: bool) -> Layout:
     Raises:
         UserError: naming every problem found, each with its fix.
     """
-    _refuse(_check_required(options))
-    _refuse(_check_world(options, world_size))
+    grid, found = examine(options, world_size, has_te=has_te)
+    if found:
+        raise UserError.of(found)
+    return grid
+
+
+def examine(
+    options, world_size: int, *, has_te: bool, shapes_are_known: bool = True
+) -> tuple[Layout | None, list[Problem]]:
+    """As ``check``, but the problems are returned; the layout is None where there can be none.
+
+    Where sizes are missing or wrong, what depends on them cannot be told: then only the other flags are looked at.
+
+    Args:
+        shapes_are_known: False: the sizes in ``options`` are not those that are meant.
+    """
+    found = list(_check_required(options))
+    found += _check_world(options, world_size) if shapes_are_known else ()
+    without_shapes = (_check_schedule, _check_optimizer, _check_checkpoint, _check_data)
+    if found or not shapes_are_known:
+        return None, found + [problem for one in without_shapes for problem in one(options, None)]
     grid = layout(options.parallel, options.model.num_layers, world_size)
     _fill_defaults(options, grid)
     checks = (
-        *(_check_model, _check_pipeline, _check_moe, _check_batch),
-        *(_check_length, _check_schedule, _check_optimizer, _check_checkpoint, _check_data),
+        *(_check_model, _check_pipeline, _check_moe, _check_batch, _check_length),
+        *without_shapes,
         *(_check_ft, _check_dmr, check_checkfree, check_plus),
     )
     found = [problem for one in checks for problem in one(options, grid)]
     found += _check_needs_te(options, grid) if not has_te and not options.fault_tolerance.follows_operators else []
-    _refuse(found)
-    return grid
-
-
-def _refuse(problems) -> None:
-    problems = list(problems)
-    if len(problems) == 1:
-        raise UserError(*problems[0])
-    if problems:
-        raise UserError("\n".join(f"{i}. {p}\n   fix: {f}" for i, (p, f) in enumerate(problems, 1)))
+    return grid, found
 
 
 def _fill_defaults(options, grid: Layout) -> None:
@@ -239,6 +247,8 @@ def _check_length(options, grid: Layout) -> Iterator[Problem]:
 def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
     s, by_samples = options.schedule, options.training.train_samples is not None
     wrong = ("iters", "samples") if by_samples else ("samples", "iters")
+    if not by_samples and not options.training.train_iters:
+        return
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if getattr(s, f"{name}_{wrong[0]}"):
             dashed = name.replace("_", "-")

@@ -1,8 +1,10 @@
 """What a flag is that no option dataclass defines: obsolete, renamed, another one's misspelling, or not supported."""
 
-import difflib
 from functools import cache
 from pathlib import Path
+
+from ft.errors import Problem
+from ft.flags import nearest
 
 ACCEPTED = {
     "--use-mcore-models": "megatron-core's models are the only ones",
@@ -35,7 +37,7 @@ def megatron_lm_flags() -> frozenset[str]:
     return frozenset((Path(__file__).parent / "megatron_lm_flags.txt").read_text().split())
 
 
-def explain(unknown: str, supported: list[str]) -> tuple[str, str | None]:
+def explain(unknown: str, supported: list[str]) -> tuple[Problem, str | None]:
     """What is wrong with ``unknown`` and what to write instead.
 
     Args:
@@ -43,11 +45,11 @@ def explain(unknown: str, supported: list[str]) -> tuple[str, str | None]:
         supported: every flag the parser knows.
 
     Returns:
-        (problem, fix)
+        ((problem, fix), the flag that was meant, None where nothing tells)
     """
     if unknown in RENAMED:
-        return f"{unknown} is no longer a Megatron-LM flag", f"use {RENAMED[unknown]}"
+        return (f"{unknown} is no longer a Megatron-LM flag", f"use {RENAMED[unknown]}"), RENAMED[unknown]
     if unknown in megatron_lm_flags():
-        return f"{unknown} is a Megatron-LM flag that is not supported here", "remove it from the command"
-    near = difflib.get_close_matches(unknown, supported, n=1, cutoff=0.6)
-    return f"unknown flag {unknown}", f"did you mean {near[0]}?" if near else "see --help"
+        return (f"{unknown} is a Megatron-LM flag that is not supported here", "remove it from the command"), None
+    meant = nearest(unknown, supported)
+    return (f"unknown flag {unknown}", f"did you mean {meant}?" if meant else "see --help"), meant

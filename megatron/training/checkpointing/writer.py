@@ -216,7 +216,7 @@ class ForkedWriter:
             self.report = json.loads(self._received)
         except ValueError:
             code = os.waitstatus_to_exitcode(status)
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             self.report = {"error": f"the process that writes the checkpoint {how}"}
 
 

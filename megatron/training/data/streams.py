@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ft.errors import UserError
 from ft.hsdp.samples import Deal, Stream
 from megatron.training.data.loader import MicrobatchLoader
 from megatron.training.data.order import CyclicOrder
@@ -106,19 +105,3 @@ class Follower:
 def follower(loaders: Sequence[MicrobatchLoader | None], replica: int) -> Follower:
     """What has ``loaders`` follow ``replica``'s stream."""
     return Follower(loaders, replica)
-
-
-def own_batch(global_batch_size: int, replicas: int, micro_batch_size: int, data_parallel_size: int) -> int:
-    """Samples that one replica takes in a step.
-
-    Raises:
-        UserError: the global batch cannot be divided.
-    """
-    whole = replicas * micro_batch_size * data_parallel_size
-    if global_batch_size % whole:
-        raise UserError(
-            f"global batch {global_batch_size} is not a multiple of {replicas} replicas x micro batch "
-            f"{micro_batch_size} x DP {data_parallel_size} of a replica = {whole}",
-            f"use a multiple of {whole}",
-        )
-    return global_batch_size // replicas

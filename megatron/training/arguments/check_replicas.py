@@ -1,0 +1,32 @@
+"""What the trainer's flags have to be when the run has replicas."""
+
+from collections.abc import Iterator
+
+from ft.errors import Problem
+from megatron.training.arguments.layout import Layout
+
+
+def check_replicas(options, grid: Layout, replicas: int) -> Iterator[Problem]:
+    """What does not go with so many replicas. ``grid``: the layout of one of them."""
+    training, asked = options.training, options.fault_tolerance
+    if training.rampup_batch_size is not None:
+        yield "--rampup-batch-size does not go with replicas", "drop it, or --ft-hsdp-replicas"
+    if options.moe.moe_router_enable_expert_bias:
+        yield (
+            "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
+            "drop it, or --ft-hsdp-replicas",
+        )
+    if asked.rebuilds_stages:
+        yield (
+            "CheckFree (--ft-checkfree, --ft-checkfree-plus) does not go with replicas",
+            "drop it, or --ft-hsdp-replicas",
+        )
+    elif asked.follows_operators:
+        yield "DMR (--ft-dmr, --ft-dmr-plan) does not go with replicas", "drop it, or --ft-hsdp-replicas"
+    whole = replicas * training.micro_batch_size * grid.dp
+    if training.global_batch_size % whole:
+        yield (
+            f"global batch {training.global_batch_size} is not a multiple of {replicas} replicas x micro batch "
+            f"{training.micro_batch_size} x DP {grid.dp} of a replica = {whole}",
+            f"use a multiple of {whole}",
+        )
