@@ -1,27 +1,27 @@
 """The agent's pure parts: flags, Slurm's node lists, liveness, environments, what the pool imports."""
 
-import argparse
-import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ft import messages
-from ft.agent import arguments, environment, network, preload, slurm
+from ft.agent import arguments, environment, network, preload, protection, slurm
 from ft.agent.carry_out import first_ranks
 from ft.agent.channel import Channel
-from ft.agent.console import Console, last_lines
+from ft.agent.console import Console, last_lines, last_words
 from ft.agent.liveness import Limits, Watch, silent
 from ft.agent.options import resolve
 from ft.agent.run import plan_faults
 from ft.agent.script import search_path
 from ft.errors import UserError
+from ft.flags import Parser
 
 
 def options(line: str, environ: dict | None = None):
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = Parser(allow_abbrev=False, is_launcher=True)
     arguments.add_flags(parser)
     return resolve(parser.parse_args(line.split()), environ or {})
 
@@ -86,6 +86,39 @@ def test_what_cannot_work_is_refused_with_a_fix(line, says, script):
         options(line)
     assert says in caught.value.problem
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--nproc 2 --standby -1 train.py", ["unknown flag --nproc", "--standby -1 is negative"]),
+        ("--standby --seed x missing.py", ["--standby is given without a value", "--seed: invalid int", "missing.py"]),
+        ("--standby train.py", ["--standby is given without a value"]),
+        ("--hidden-size 8 train.py", ["unknown flag --hidden-size"]),
+        ("--nnodes 2 --control x", ["no script is given", "needs this node's number", "--control x is neither"]),
+        ("-m no_such_module", ["there is no module no_such_module"]),
+        (
+            "--rdzv-backend etcd --quiet --preload none --preload json train.py",
+            ["--rdzv-backend: invalid", "--preload"],
+        ),
+    ],
+)
+def test_everything_that_is_wrong_is_refused_in_one_list(line, says, script):
+    with pytest.raises(UserError) as caught:
+        options(line)
+    found = [problem for problem, _ in caught.value.problems]
+    assert len(found) == len(says) and all(part in problem for part, problem in zip(says, found, strict=True)), found
+    assert all(fix for _, fix in caught.value.problems)
+
+
+def test_a_flag_in_the_wrong_place_is_told_where_it_belongs():
+    parser = Parser(is_launcher=True, scripts_flags=protection.trainers_flags)
+    arguments.add_flags(parser)
+    given = parser.parse_args(["--ft-hot-swap", "--nproc-per-node", "2", "pretrain_gpt.py", "--lr", "1"])
+    assert given.problems == [
+        ("unknown flag --ft-hot-swap", "it is a flag of the script: give it behind the script's name")
+    ]
+    assert (given.script, given.script_args, given.nproc_per_node) == ("pretrain_gpt.py", ["--lr", "1"], "2")
 
 
 def test_a_directory_with_events_of_an_earlier_run_is_refused_on_node_0_only(script, tmp_path):
@@ -182,7 +215,7 @@ def test_who_is_silent_and_why():
 
 PLACE = environment.Place(
     node="n1", node_rank=1, host="10.0.0.2", socket="@s", run_dir="/r", run_id="r",
-    world_size=8, nproc=4, max_restarts=3, faults='[{"number":1,"kind":"kill"}]',
+    world_size=8, nproc=4, max_restarts=3, faults="/r/faults.n1.json",
 )  # fmt: skip
 
 
@@ -190,7 +223,7 @@ def test_a_workers_environment():
     env = environment.worker_environment(PLACE, "n1.w2", 1, 6, 2, ("10.0.0.1", 4711))
     ours = ("FT_AGENT", "FT_WORKER", "FT_NODE", "FT_HOST", "FT_RUN_DIR", "FT_RESTART", "FT_STANDBY")
     assert [env[name] for name in ours] == ["@s", "n1.w2", "n1", "10.0.0.2", "/r", "1", ""]
-    assert json.loads(env["FT_FAULTS"]) == [{"number": 1, "kind": "kill"}]
+    assert env["FT_FAULTS"] == "/r/faults.n1.json"
     torchruns = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [env[name] for name in torchruns] == ["6", "2", "8", "4", "1", "10.0.0.1", "4711"]
     assert env["TORCHELASTIC_RUN_ID"] == "r"
@@ -246,6 +279,9 @@ def test_what_the_pool_imports(tmp_path):
     assert preload.plan(str(plain), False, []) == ["torch", "torch.distributed", "json"]
     assert "megatron.core.optimizer" in preload.plan(str(trainer), False, [])
     assert "megatron.core.optimizer" not in preload.plan(str(plain), False, ["csv"])
+    example = Path(__file__).parent.parent / "examples" / "own_trainer.py"
+    own = preload.plan(str(example), False, [])
+    assert {"torch._dynamo", "ft.worker.protect"} <= set(own), "what a joiner would import while the others wait"
     assert preload.plan(str(plain), False, ["csv"])[-1] == "csv"
     assert preload.plan(str(trainer), False, ["none"]) == []
     assert preload.plan(str(tmp_path / "absent.py"), False, []) == ["torch", "torch.distributed"]
@@ -328,3 +364,24 @@ def test_the_console_shows_logs_as_they_grow(tmp_path, capsys):
     assert capsys.readouterr().out == "seated\n"
     assert last_lines(first, 2) == ["two", "three"]
     assert last_lines(tmp_path / "absent") == []
+
+
+WARNING = "/lib/config.py:1705: UserWarning: full scope is deprecated.\n  warnings.warn(\n"
+TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in <module>\nKeyError: 'which'\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "shown"),
+    [
+        ("step 3\n" + WARNING, -9, []),
+        ("step 3\n" + WARNING, -15, []),
+        (WARNING + "step 3\n  indented\n" + WARNING, 1, ["step 3", "  indented"]),
+        ("step 3\n" + TRACE + WARNING, 1, TRACE.splitlines()),
+        ("old\n" + TRACE + "between\nerror: no data\n  fix: give some\n", 2, ["error: no data", "  fix: give some"]),
+        ("step 3\nFatal Python error: Aborted\n", -6, ["Fatal Python error: Aborted"]),
+        ("[rank0]:[W1122 05:59:54.12 ProcessGroup.cpp:1] leaked\n", 1, []),
+    ],
+)
+def test_only_lines_that_may_say_why_a_worker_ended_are_shown(log, code, shown, tmp_path):
+    (tmp_path / "w.log").write_text(log)
+    assert last_words(tmp_path / "w.log", code) == shown

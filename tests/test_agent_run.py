@@ -1,19 +1,16 @@
 """``ft run`` as a user starts it, with small scripts: how it starts, ends, and leaves nothing behind."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-import uuid
 from pathlib import Path
 
 import pytest
+from agent_jobs import DEADLINE_S, ROOT, Job
 from harness import processes
-
-ROOT = Path(__file__).parent.parent
-DEADLINE_S = 40
 
 ATTACHED = """
 import os, sys, threading, time
@@ -39,69 +36,6 @@ def beat():
         link.send(Beat(0.0, 0, 5, "idle" if standby else "compute", 0.0, step_s=0.01))
 threading.Thread(target=beat, daemon=True).start()
 """
-
-
-class Job:
-    """One ``ft run`` and whatever it starts; ``command`` is everything behind ``ft run``."""
-
-    def __init__(self, folder: Path, command: list, **environ: str):
-        self.mark, self.output, self.folder = uuid.uuid4().hex, folder / f"{uuid.uuid4().hex[:6]}.out", folder
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "FT_TEST_MARK": self.mark, **environ}
-        with open(self.output, "wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ft", "run", *map(str, command)], cwd=folder, env=environ, stdout=out, stderr=out
-            )
-
-    def wait(self, timeout: float = DEADLINE_S) -> int:
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end after {timeout} s:\n{self.text()}") from None
-
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def wait_for(self, true, what: str):
-        """Waits until ``true()`` is; returns that."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not (found := true()):
-            assert self.process.poll() is None, f"ended before {what}:\n{self.text()}"
-            assert time.monotonic() < deadline, f"{what} did not come:\n{self.text()}"
-            time.sleep(0.01)
-        return found
-
-    def wait_for_log(self, worker: str, text: str) -> None:
-        log = self.folder / "run" / "logs" / f"{worker}.log"
-        self.wait_for(lambda: log.exists() and text in log.read_text(), f"{text!r} in {worker}.log")
-
-    def left(self) -> list[int]:
-        """The living processes that it has started, however far they got away."""
-        found = []
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            try:
-                marked = self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-            except (OSError, ProcessLookupError):
-                continue
-            if marked and processes.runs(pid):
-                found.append(pid)
-        return found
-
-    def pid_of(self, name: str) -> int:
-        """The one process of it that calls itself ``name``."""
-        names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in self.left()}
-        (pid,) = [pid for pid, found in names.items() if found == name]
-        return pid
-
-    def close(self) -> None:
-        """Nothing may be left a moment after the end; whatever is, is killed and complained about."""
-        deadline = time.monotonic() + 5
-        while (left := self.left()) and self.process.poll() is not None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        described = [processes.describe(pid) for pid in left]
-        still_runs = self.process.poll() is None
-        processes.end(left)
-        self.process.wait()
-        assert not described or still_runs, f"left behind: {described}"
 
 
 @pytest.fixture
@@ -151,7 +85,7 @@ def test_one_failing_worker_ends_all_and_its_last_words_are_shown(ft_run):
     text = "import os, sys, time\nif os.environ['RANK'] == '1': print('cannot go on'); sys.exit(3)\ntime.sleep(1000)"
     job = ft_run(text, "--nproc-per-node", 3)
     assert job.wait() not in (0, 2)
-    assert "n0.w1 (logical rank 1) exited with status 3" in job.text()
+    assert "n0.w1 (logical rank 1) exited with code 3" in job.text()
     assert job.text().count("cannot go on") == 1
 
 
@@ -160,6 +94,30 @@ def test_an_exception_is_shown_from_the_scripts_first_line_on(ft_run, tmp_path):
     assert job.wait() not in (0, 2)
     log = (tmp_path / "run" / "logs" / "n0.w0.log").read_text()
     assert "KeyError: 'which'" in log and "ft/agent" not in log and log.startswith("Traceback")
+
+
+LEFT_INSIDE_TORCH = """
+import sys, threading, time
+import torch.distributed as dist
+
+store, entered = dist.HashStore(), threading.Event()
+def wait_in_torch():
+    entered.set()
+    store.get("word")
+threading.Thread(target=wait_in_torch, daemon=True).start()
+entered.wait()
+class ReleasedInTheEnd:
+    def __del__(self, word=store.set, wait=time.sleep):
+        word("word", "")
+        wait(5)
+sys.kept_to_the_last = ReleasedInTheEnd()
+"""
+"""The thread comes back from C++ when the interpreter is being finalised: that aborts the process."""
+
+
+def test_a_thread_that_is_left_inside_torch_does_not_abort_the_worker(ft_run):
+    job = ft_run(LEFT_INSIDE_TORCH, preload="torch")
+    assert job.wait() == 0, job.text()
 
 
 def test_a_torchrun_script_finds_its_process_group(ft_run):
@@ -205,7 +163,7 @@ def test_a_failure_on_one_node_ends_the_other_one_too(ft_run):
     first = ft_run(text, *flags, "--node-rank", 0)
     second = ft_run(text, *flags, "--node-rank", 1)
     assert first.wait() not in (0, 2) and second.wait() not in (0, 2)
-    assert "n1.w0 (logical rank 1) exited with status 5" in second.text()
+    assert "n1.w0 (logical rank 1) exited with code 5" in second.text()
 
 
 def test_kill_9_of_the_agent_leaves_nothing(ft_run):
@@ -271,7 +229,7 @@ over.wait()
     job.wait_for_log("n0.w2", "standby")
     (tmp_path / "end").touch()
     assert job.wait() == 0, job.text()
-    assert "the warm pool killed by SIGKILL; starting another one" in job.text()
+    assert "the warm pool was killed by SIGKILL; starting another one" in job.text()
 
 
 def test_a_hung_worker_is_killed_with_all_that_it_has_started(ft_run, tmp_path):
@@ -323,7 +281,7 @@ over.wait()
     os.kill(job.pid_of("ft-control"), signal.SIGKILL)
     (tmp_path / "go on").touch()
     assert job.wait() == 0, job.text()
-    assert "control plane killed by SIGKILL; another one takes over" in job.text() and "life 1" not in job.text()
+    assert "control plane was killed by SIGKILL; another one takes over" in job.text() and "life 1" not in job.text()
     assert "control_back" in (tmp_path / "run" / "events.jsonl").read_text()
 
 
@@ -355,3 +313,42 @@ def test_what_cannot_work_ends_with_2_before_anything_starts(ft_run, tmp_path):
         assert job.wait() == 2
     assert f"cannot listen at 127.0.0.1:{port}" in job.text() and "fix:" in job.text()
     assert not (tmp_path / "run").exists()
+
+
+def ft(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "ft", *words]
+    return subprocess.run(
+        command, cwd=cwd, env=environ, text=True, capture_output=True, timeout=DEADLINE_S, check=False
+    )
+
+
+def test_planned_faults_of_a_script_that_never_joins_the_run_end_it_with_2(ft_run, tmp_path):
+    job = ft_run("print('trained')", "--nproc-per-node", 2, "--inject", "kill@step=3:rank=1")
+    assert job.wait() == 2, job.text()
+    assert "nothing protects this run before its script has joined it" in job.text()
+    assert "none of the 1 planned fault(s) could act" in job.text() and "fix:" in job.text()
+    shown = ft("status", "run", cwd=tmp_path)
+    assert "stopped with code 2" in shown.stdout and "peers hold" not in shown.stdout
+    assert "none: no worker has ever joined the run" in shown.stdout
+
+
+def test_a_script_that_never_joins_the_run_is_told_so_at_its_end(ft_run):
+    job = ft_run("print('trained')", "--nproc-per-node", 1)
+    assert job.wait() == 0, job.text()
+    assert "no worker has ever joined the run" in job.text()
+
+
+def test_status_of_a_run_whose_ft_was_killed_says_so_and_ends(ft_run, tmp_path):
+    job = ft_run(f"{ATTACHED}\nseated.wait()\nprint('seated', flush=True)\ntime.sleep(1000)", "--nproc-per-node", 2)
+    job.wait_for_log("n0.w1", "seated")
+    job.wait_for(lambda: "protected by hot-swap from here on" in job.text(), "the first worker under a guard")
+    live = ft("status", "run", "--json", cwd=tmp_path)
+    assert live.returncode == 0 and json.loads(live.stdout)["gone"] == "", live.stdout
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.wait()
+    shown = ft("status", "run", "--watch", cwd=tmp_path)
+    assert shown.returncode == 1 and "gone (it was " in shown.stdout, shown.stdout
+    assert "its ft run on this host is gone" in shown.stdout
+    assert ft("status", "run", cwd=tmp_path).returncode == 1
+    job.close()

@@ -1,6 +1,7 @@
 """Flags: Megatron-LM's names and meanings, and a clear word about everything that cannot work."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -167,6 +168,31 @@ def test_what_is_missing_is_named():
         assert name in str(error.value)
 
 
+def test_unknown_flags_wrong_values_and_contradictions_are_one_list():
+    misspelt = GOOD.replace("--hidden-size", "--hiden-size").replace("--seq-length", "--seq-lenght")
+    line = f"{misspelt} --max-position-embeddings 64 --fp8-format x --lr-decay-samples 4 --keep-last 0 stray"
+    with pytest.raises(UserError) as error:
+        parse(line)
+    assert [problem.split()[:3] for problem, _ in error.value.problems[:3]] == [
+        ["unknown", "flag", "--hiden-size"],
+        ["unknown", "flag", "--seq-lenght"],
+        ["--fp8-format", "is", "a"],
+    ]
+    line = line.replace("--keep-last 0 ", "")  # it hides no other flag, but its concern cannot be judged
+    _, problems = arguments.refusals(line, 4, has_te=False)
+    says = "\n".join(problem for problem, _ in problems)
+    assert "--max-position-embeddings 64 is shorter than --seq-length 128" in says, "what was meant is judged"
+    assert "--lr-decay-samples does not go with --train-iters" in says and "'stray'" in says
+    assert "is missing" not in says and all(fix for _, fix in problems)
+
+
+def test_what_depends_on_a_value_that_cannot_be_read_is_not_judged():
+    _, problems = arguments.refusals(
+        GOOD.replace("--train-iters 10", "--train-iters ten") + "--lr-decay-samples 9", 3, has_te=True
+    )
+    assert [problem for problem, _ in problems] == ["--train-iters: invalid int value: 'ten'"]
+
+
 def test_defaults_follow_from_other_flags():
     options = parse(GOOD + "--swiglu --sequence-parallel --bf16")
     check(options, 4, has_te=False)
@@ -184,15 +210,24 @@ def test_options_survive_the_way_through_a_checkpoint():
 
 
 def test_the_batch_ramps_up_as_megatron_cores_does():
-    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+    """From 0.18 on core has steps in place of a ramp: those that the ramp comes to."""
+    from megatron.core import num_microbatches_calculator as core
+    from megatron.patches.releases import CORE
 
     flags = GOOD.replace("--train-iters 10", "--train-samples 2000")
     t = parse(flags + "--global-batch-size 64 --rampup-batch-size 16 8 500").training
-    core = RampupBatchsizeNumMicroBatchesCalculator(64, 2, 4, False, 0, 16, 8, 500)
+    if CORE >= (0, 18):
+        sizes = range(16, 65, 8)
+        every = 500 / (len(sizes) - 1)
+        schedule = " ".join(f"{math.ceil(i * every)}:{size}" for i, size in enumerate(sizes))
+        calculator = core.StepBatchsizeNumMicroBatchesCalculator(2, 4, False, 0, schedule)
+    else:
+        calculator = core.RampupBatchsizeNumMicroBatchesCalculator(64, 2, 4, False, 0, 16, 8, 500)
     consumed, steps = 0, 0
     while consumed < 2000:
-        core.update(consumed, consistency_check=False)
-        assert global_batch_size(t, consumed) == core.get_current_global_batch_size()
+        calculator.update(consumed, consistency_check=False)
+        assert global_batch_size(t, consumed) == calculator.get_current_global_batch_size()
         consumed += global_batch_size(t, consumed)
         steps += 1
     assert steps - train_steps(t) in (0, 1)  # an incomplete last batch is not a step
+

@@ -23,6 +23,7 @@ def check_went_on(done, steps: int) -> None:
     assert all(event.detail["violations"] == [] for event in done.named("invariants_checked"))
 
 
+@pytest.mark.newest
 def test_a_middle_stage_lost_with_its_copy_is_rebuilt_and_training_goes_on_with_the_same_batch(
     corpus, reference, tmp_path
 ):
@@ -52,7 +53,12 @@ def _shares(norms: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "lost, holder, neighbour", [(0, 1, 1), pytest.param(3, 0, 2, marks=pytest.mark.long), (2, 3, 1)]
+    "lost, holder, neighbour",
+    [
+        pytest.param(0, 1, 1, marks=pytest.mark.newest),
+        pytest.param(3, 0, 2, marks=pytest.mark.long),
+        (2, 3, 1),
+    ],
 )
 def test_with_swapped_training_every_stage_can_be_lost(lost, holder, neighbour, corpus, tmp_path):
     """A stage dies together with the worker that holds its copy, which is restored from its own copy first."""

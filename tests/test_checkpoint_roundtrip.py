@@ -26,6 +26,7 @@ def _resume(shape: Shape, folder: str, options: dict):
     return out, report.rng, report.optimizer
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["sync", "async"])
 @pytest.mark.parametrize("shape", [Shape(tp=2, pp=2), Shape(pp=2)], ids=["tp2pp2", "pp2dp2"])
 def test_resume_is_bit_exact(ranks, tmp_path, shape, options):

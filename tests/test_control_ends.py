@@ -52,6 +52,13 @@ def test_workers_that_do_not_attach():
     assert "logical rank(s) 1, 2, 3 were not ready within 600 s" in order.reason
 
 
+def test_workers_that_nobody_starts():
+    world = World().join()
+    world.start_workers({"n0": [0, 2]}, ready=False)
+    stop = only(world.wait(LIMITS.join_s + 1), m.Stop)
+    assert stop.code == 1 and "logical rank(s) 1, 3 were not started within 600 s" in stop.message
+
+
 def test_a_worker_that_dies_while_the_run_starts_leads_to_a_restart():
     world = World().join()
     world.start_workers()
@@ -183,3 +190,19 @@ def test_restarts_count_and_epochs_go_on():
     orders = world.start_workers()
     assert opened(orders).epoch == 2 and opened(orders).fresh
     assert world.state.restarts == 1 and world.state.phase != GATHERING
+
+
+def test_a_run_whose_planned_faults_could_never_act_ends_with_2():
+    world = World(faults=2).join()
+    world.start_workers(ready=False)
+    orders = [order for rank in range(4) for order in world.exit(f"n0.w{rank}", 0, attached=False)]
+    stop = only(orders, m.Stop)
+    assert stop.code == 2 and "none of the 2 planned fault(s) could act" in stop.message and "fix:" in stop.message
+
+
+def test_a_run_that_has_trained_under_a_guard_finishes_whatever_of_its_faults_happened():
+    world = World(faults=2, standbys=0).join()
+    world.begin(world.start_workers())
+    assert world.state.protected
+    orders = world.say(*(m.WorkerDone(f"n0.w{rank}", 0, 9) for rank in range(4)))
+    assert kinds(orders) == ["Finish"]

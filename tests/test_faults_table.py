@@ -10,12 +10,13 @@ from test_faults_every_kind import BUNDLES, ELSEWHERE
 from ft import messages as m
 from ft.cli import main
 from ft.control.state import RUNNING
-from ft.inject import Fault, parse, schedule
+from ft.inject import Fault, keys, parse, read_scenario, schedule
 from ft.inject.acts import ACTS, IN_TRAINING
 from ft.inject.faults import OF_CONTROL, OF_NODE
 from ft.inject.kinds import DMR, FILES, GPU, HARMLESS, MEANING, OF_ACTION, ROOT, START, STOPPED, UNNOTICED, WORKER
 from ft.inject.messages import Frames, Reports
 from ft.inject.page import PAGE, page, read_times
+from ft.inject.spec import KEYS
 from ft.inject.table import NAMES, TABLE, row_of
 from ft.worker.faults import _ACTS as SESSION_ACTS
 from ft.worker.settings import surroundings
@@ -67,11 +68,31 @@ def test_the_page_is_what_the_command_makes():
     assert (ROOT_FOLDER / PAGE).read_text() == page(read_times(ROOT_FOLDER)), "run: python -m ft.inject.page"
 
 
-def test_the_command_prints_every_kind(capsys):
+def test_every_key_that_is_read_is_on_the_page_and_no_other():
+    told = [key for sayings in keys.MEANING.values() for key in sayings]
+    assert sorted(told) == sorted(KEYS)
+    text = (ROOT_FOLDER / PAGE).read_text()
+    for key in KEYS:
+        assert re.search(rf"^\| `{key}` \| \S.*\. \|$", text, re.MULTILINE)
+
+
+def test_the_scenario_on_the_page_can_be_run(tmp_path):
+    (tmp_path / "s.yaml").write_text(keys.SCENARIO)
+    (tmp_path / "failures.txt").write_text("12.5\n")
+    scenario = read_scenario(tmp_path / "s.yaml")
+    assert scenario.seed == 7
+    faults = schedule(scenario.specs, 4, ["n0"], scenario.seed)
+    assert [fault.kind for fault in faults].count("slow") == 4
+    assert all(fault.step for fault in faults if fault.kind == "slow") and faults[-1].time == 12.5
+
+
+def test_the_command_prints_every_kind_and_key(capsys):
     assert main(["faults"]) == 0
     printed = capsys.readouterr().out
     for row in TABLE:
         assert re.search(rf"^  {re.escape(row.name)} +{row.outcome}", printed, re.MULTILINE)
+    for key in KEYS:
+        assert re.search(rf"^  {key} +[^ ].*\.$", printed, re.MULTILINE), f"ft faults does not say what {key} is"
     assert main(["faults", "--markdown"]) == 0
     assert capsys.readouterr().out == (ROOT_FOLDER / PAGE).read_text()
 

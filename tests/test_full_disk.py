@@ -1,5 +1,6 @@
 """A full disk under a run's logs and metrics stops no training."""
 
+import contextlib
 import json
 import os
 import resource
@@ -7,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ft_runs import ROOT
+import pytest
+from ft_runs import ROOT, Running, flags
 
 from ft.agent.script import _text
+from ft.cli import main as cli
 from megatron.training.logging.metrics import MetricsFile
+
+STEPS = 100
 
 
 def steps(path: Path) -> list[int]:
@@ -78,3 +83,65 @@ def test_a_metrics_file_is_cut_where_it_is_when_there_is_no_room_for_another(tmp
     metrics.close()
     assert steps(path) == list(range(1, 8))
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Writes into a file until there is no room for a byte more."""
+    with open(disk / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while ballast.write(bytes(4096)):
+            pass
+
+
+def test_a_disk_that_stays_full_costs_records_that_are_named_and_no_training(corpus, disk, capsys):
+    running = Running(disk, "pretrain_gpt.py", flags(corpus, steps=STEPS), nproc=2, standby=0)
+    running.wait_for(lambda: running.step() >= 5)
+    fill(disk)
+    done = running.wait()
+    assert done.code == 0, done.output
+    assert f"the disk of {disk} is full: training goes on" in done.output
+    kept = steps(disk / "metrics.jsonl")
+    assert kept == list(range(1, kept[-1] + 1)) and kept[-1] < STEPS
+    lacks = f"metrics.jsonl lacks {STEPS - kept[-1]} of {STEPS} steps: {kept[-1] + 1} to {STEPS}"
+    assert lacks in done.output.splitlines()[-1]
+    (disk / "ballast").unlink()
+    assert cli(["status", str(disk)]) == 0
+    told = capsys.readouterr().out
+    assert lacks in told and f"step       {STEPS}\n" in told
+
+
+def test_a_disk_that_has_room_again_has_all_records(corpus, disk, capsys):
+    running = Running(disk, "pretrain_gpt.py", flags(corpus, steps=STEPS), nproc=2, standby=0)
+    running.wait_for(lambda: running.step() >= 5)
+    fill(disk)
+    running.wait_for(lambda: "is full" in running.output())
+    (disk / "ballast").unlink()
+    done = running.wait()
+    assert done.code == 0, done.output
+    assert steps(disk / "metrics.jsonl") == list(range(1, STEPS + 1))
+    assert done.output.splitlines()[-1].endswith("no line is damaged and no step is missing")
+    assert [event.step for event in done.named("finished")] == [STEPS]
+    assert cli(["status", str(disk)]) == 0
+    assert "records" not in capsys.readouterr().out
+
+
+def test_the_loss_curve_leaves_out_a_damaged_line_and_names_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n{"step": 3, "loss": 2.25}\n{"step": 4}\n{"st')
+    command = [sys.executable, "tools/plot_loss.py", "--metrics", str(path), "--output", str(tmp_path / "loss.png")]
+    done = subprocess.run(command, check=True, timeout=100, cwd=ROOT, capture_output=True, text=True)
+    named = [line.split(":")[2].split()[0] for line in done.stderr.splitlines() if line.startswith("warning")]
+    assert named == ["2", "4", "5"] and (tmp_path / "loss.png").stat().st_size

@@ -359,6 +359,25 @@ def test_a_killed_neighbour_is_reported_and_its_epoch_ends(ranks, address, contr
     assert failures and all("Connection" in text or "closed" in text for _, text in failures)
 
 
+def a_connection_ends_slowly(address):
+    worker = Worker(address)
+    x = torch.ones(1)
+    if worker.rank == 0:
+        done = dist.all_reduce(x, async_op=True)
+        done.get_future().then(lambda _: time.sleep(0.5))  # in gloo's thread, which the end of the connection waits for
+        worker.meet("attached")
+    else:
+        worker.meet("attached")
+        dist.all_reduce(x)
+    worker.meet("reduced")
+    dist.destroy_process_group()
+    return [thread.name for thread in threading.enumerate() if thread.name in ("ft-drop", "ft-groups")]
+
+
+def test_no_thread_is_inside_torch_once_the_groups_are_destroyed(ranks, address):
+    assert ranks(a_connection_ends_slowly, 2, address, init=False) == [[], []]
+
+
 def fails_without_a_verdict(address):
     worker = Worker(address, patience=0.1)
     worker.meet("start")

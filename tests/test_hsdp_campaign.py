@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "tools" / "experiments"))
 import hsdp_campaign as campaign
 import hsdp_campaign_report as report
 
+from ft import inject
 from ft.hsdp.launch import faults
 from ft.hsdp.launch.places import Part
 
@@ -27,7 +28,7 @@ def test_every_fault_can_be_planned_and_comes_early_enough():
     shape = Part(0, 1, 0, campaign.RANKS)
     for seed in range(10):
         plan = campaign.plan(seed)
-        specs, _ = faults.read_specs([spec for one in plan for spec in one.specs], None, None)
+        specs, _ = inject.read_specs([spec for one in plan for spec in one.specs], None, None)
         planned = [fault for some in faults.plan(specs, campaign.REPLICAS, shape, 0).values() for fault in some]
         assert len(planned) == len(specs) and all(fault.step < campaign.steps_of(campaign.FAULTS) for fault in planned)
         assert len({one.step for one in plan}) == len(plan)

@@ -97,11 +97,10 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
     ("words", "says"),
     [
         (["--ft-hsdp-replicas", "0"], "less than 1"),
-        (["--ft-hsdp-wait", "1"], "no number of replicas"),
+        (["--ft-hsdp-wait", "1s"], "no number of replicas"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-replica", "2"], "between 0 and 1"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-min-replicas", "3"], "between 1 and the 2"),
-        (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "-1"], "--ft-hsdp-wait -1"),
-        (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "nan"], "--ft-hsdp-wait nan"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "1d"], "--ft-hsdp-wait 86400s is not below"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-streams", "0"], "between 1 and 16"),
         (["--ft-spare-redundancy", "2"], "no number of replicas"),
         (["--ft-hsdp-replicas", "4", "--ft-spare-redundancy", "3"], "redundancy 3 cannot be placed on 4 groups"),
@@ -121,6 +120,13 @@ def test_bad_flags_are_refused(words, says):
     assert caught.value.fix
 
 
+@pytest.mark.parametrize("wait", ["-1", "nan", "5"])
+def test_a_wait_that_is_no_time_is_refused_with_the_units(wait, capsys):
+    with pytest.raises(SystemExit):
+        given("--ft-hsdp-replicas", "2", "--ft-hsdp-wait", wait)
+    assert "ms, s, m (or min), h or d" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("word", ["--ft-hot-swap", "--ft_hot_swap", "--ft-hot-swap=1"])
 def test_hot_swap_is_refused_by_name(word):
     values = given("--ft-hsdp-replicas", "2")
@@ -131,7 +137,7 @@ def test_hot_swap_is_refused_by_name(word):
 
 def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
     assert not flags.wanted(given("--nproc-per-node", "2"))
-    asked = flags.read(given("--ft_hsdp_replicas", "3", "--ft-hsdp-min-replicas", "2", "--ft-hsdp-wait", "0.5"))
+    asked = flags.read(given("--ft_hsdp_replicas", "3", "--ft-hsdp-min-replicas", "2", "--ft-hsdp-wait", "500ms"))
     assert asked.environment() == {
         "FT_HSDP_REPLICAS": "3",
         "FT_HSDP_MIN_REPLICAS": "2",
@@ -160,7 +166,7 @@ def server_options(asked: flags.Replicas):
 
 
 def planned(*texts: str, replicas: int = 3, shape: Part | None = None, seed: int = 1) -> dict[int, list]:
-    specs, seed = faults.read_specs(texts, None, seed)
+    specs, seed = inject.read_specs(texts, None, seed)
     return faults.plan(specs, replicas, shape or Part(0, 1, 0, 2), seed)
 
 
@@ -215,15 +221,15 @@ def test_an_agent_that_was_killed_is_started_again_at_once():
 
 
 def test_one_that_dies_again_and_again_is_started_later_and_later_and_then_given_up():
-    answers = [after_exit(1, "exited with status 1", [1.0] * count) for count in range(1, 9)]
+    answers = [after_exit(1, "exited with code 1", [1.0] * count) for count in range(1, 9)]
     pauses = [answer.pause_s for answer in answers if answer.action == AGAIN]
     assert pauses == sorted(pauses) and len(set(pauses)) == len(pauses) == policy.MOST_SHORT_LIVES - 1
     assert all(answer.action == GIVE_UP for answer in answers[policy.MOST_SHORT_LIVES - 1 :])
 
 
 def test_bad_input_is_not_tried_again_and_an_end_is_an_end():
-    assert after_exit(2, "exited with status 2", [1000.0]).action == GIVE_UP
-    assert after_exit(0, "exited with status 0", [1.0]).action == DONE
+    assert after_exit(2, "exited with code 2", [1000.0]).action == GIVE_UP
+    assert after_exit(0, "exited with code 0", [1.0]).action == DONE
 
 
 def test_lives_go_on_from_all_that_was_there(tmp_path):

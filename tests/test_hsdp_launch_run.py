@@ -6,8 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from agent_jobs import Job
 from harness import processes
-from test_agent_run import ATTACHED, Job
+from test_agent_run import ATTACHED
 
 from ft import cli, events
 from ft.agent import processes as linux
@@ -94,7 +95,7 @@ def replicas(tmp_path):
 
 def test_every_replica_is_a_world_of_its_own_and_one_that_is_lost_after_the_others_finish_is_not_waited_for(replicas):
     text = LOOP.replace('f"{folder}/stop"', 'f"{folder}/stop-{replica}"')
-    run = replicas("--ft-hsdp-lr-scaling", "linear", "--ft-hsdp-wait", "0.5", text=text)
+    run = replicas("--ft-hsdp-lr-scaling", "linear", "--ft-hsdp-wait", "0.5s", text=text)
     run.wait_trains()
     for replica in range(REPLICAS):
         for rank in range(EACH):
@@ -140,7 +141,7 @@ def test_a_killed_agent_is_started_again_without_its_leftovers_in_a_life_of_its_
     assert not [pid for pid in before if processes.runs(pid)]
     run.stop()
     assert run.wait() == 0, run.text()
-    assert run.text().count("its agent killed by SIGKILL; another one is started") == 2
+    assert run.text().count("its agent was killed by SIGKILL; another one is started") == 2
 
 
 def test_nothing_outlives_a_killed_launcher(replicas):

@@ -1,6 +1,7 @@
 """`ft report` and `ft status` on the folder of an FT-HSDP run, and on that of one replica of it."""
 
 import json
+import os
 import time
 from dataclasses import replace
 
@@ -9,7 +10,10 @@ from hsdp_runs import Run, eventful
 from test_report_files import report
 
 from ft import cli
+from ft.agent import processes
+from ft.control import tenure
 from ft.hsdp import commits
+from ft.report import presence
 
 
 def small(folder) -> Run:
@@ -125,3 +129,17 @@ def test_status_as_json_and_watching_to_the_end(tmp_path, capsys):
     run.finish()
     assert cli.main(["status", str(tmp_path), "--watch"]) == 0
     assert "finished" in capsys.readouterr().out
+
+
+def test_status_ends_with_1_where_the_launcher_is_dead(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(presence, "_SUCCESSION_S", 0.1)
+    run = small(tmp_path)
+    run.close()
+    (tmp_path / "launchers").mkdir()
+    tenure.renew(tmp_path / "launchers", tenure.Standing(0, 0, "", "n0", 1, launcher=processes.identity(os.getpid())))
+    assert cli.main(["status", str(tmp_path)]) == 0
+    gone = processes.identity(os.getpid()) + "0"  # a process of this host that began at another time
+    tenure.renew(tmp_path / "launchers", tenure.Standing(0, 0, "", "n0", 1, launcher=gone))
+    assert cli.main(["status", str(tmp_path), "--watch"]) == 1
+    said = capsys.readouterr().out
+    assert "gone (it was training)" in said and "its ft run on this host is gone" in said

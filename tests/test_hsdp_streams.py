@@ -19,7 +19,7 @@ from test_data_datasets import SEQ, write_dataset
 from megatron.training.arguments.data import DataOptions
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.loader import MicrobatchLoader
-from megatron.training.data.streams import Cyclic, Share, StreamView, follower, own_batch
+from megatron.training.data.streams import Cyclic, Share, StreamView, follower
 from megatron.training.data.tokenizer import ByteLevelTokenizer
 
 SEED = 5
@@ -135,12 +135,6 @@ def test_passes_through_real_data_are_dealt_as_one_order(tmp_path):
         view = Share(replica, deal, {}).view(train)
         assert len(view) >= steps * batch
         assert all(torch.equal(view[p]["tokens"], ordinary[view.stream.index(p)]) for p in range(0, steps * batch, 7))
-
-
-def test_the_batch_of_a_replica():
-    assert own_batch(48, 3, 2, 4) == 16
-    with pytest.raises(UserError, match=r"global batch 20 .* 3 replicas x micro batch 2 x DP 1 .* = 6"):
-        own_batch(20, 3, 2, 1)
 
 
 def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0, steps: int = 3) -> dict:

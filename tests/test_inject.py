@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from ft import inject
 from ft.errors import UserError
-from ft.inject import Fault, from_json, parse, read_scenario, schedule, to_json
+from ft.inject import Fault, from_json, parse, read_scenario, schedule, to_json, write
 from ft.inject.distributions import Distribution, parse_duration
 from ft.inject.schedule import MOST_OF_A_DISTRIBUTION
 from ft.inject.table import NAMES
@@ -80,6 +81,8 @@ def test_specs(text, fault):
         ("kill@every=weibull(shape=0.7)", ["weibull takes shape and scale"]),
         ("kill@every=weibull(shape=0.01,scale=1)", ["shape"]),
         ("kill@every=exponential(mean=0)", ["mean=0"]),
+        ("kill@every=exponential(mean=0steps)", ["0steps", "steps"]),
+        ("kill@every=exponential(mean=5steps):until=3m", ["until is a time", "count"]),
         ("kill@trace=/nowhere/trace", ["/nowhere/trace"]),
         ("kill@step=1:rank=1,hang@stp=2", ["hang@stp=2", "stp"]),
     ],
@@ -101,6 +104,17 @@ def test_a_seed_decides_everything():
     text = "kill@every=exponential(mean=60s):count=40,hang@step=3,partition@every=weibull(shape=2,scale=9m):count=5"
     assert planned(text, seed=5) == planned(text, seed=5)
     assert planned(text, seed=5) != planned(text, seed=6)
+
+
+@pytest.mark.parametrize("family", ["exponential(mean=5steps)", "weibull(shape=0.7,scale=4 steps)"])
+def test_a_seed_decides_the_steps_of_faults_by_step(family):
+    faults = planned(f"kill@every={family}:rank=random:count=200", seed=5)
+    assert faults == planned(f"kill@every={family}:rank=random:count=200", seed=5)
+    assert faults != planned(f"kill@every={family}:rank=random:count=200", seed=6)
+    steps = [fault.step for fault in faults]
+    assert all(fault.time is None for fault in faults) and steps == sorted(steps) and steps[0] >= 1
+    assert steps[-1] / 200 == pytest.approx(parse(f"kill@every={family}")[0].every.mean, rel=0.2)
+    assert {fault.rank for fault in faults} == set(range(8))
 
 
 def test_a_fault_added_at_the_end_changes_no_other():
@@ -136,8 +150,15 @@ def test_until_count_and_horizon_end_a_distribution():
     assert schedule(parse("kill@every=exponential(mean=1s)"), 8, NODES, 0, horizon_s=5.0)[-1].time <= 5.0
 
 
-def test_the_most_faults_of_a_distribution_fit_into_the_environment():
-    assert len(to_json(planned("exception@every=exponential(mean=9m):error=software"))) < 128 * 1024
+def test_a_plan_of_any_length_reaches_the_workers_through_a_file(tmp_path):
+    faults = planned("kill@every=exponential(mean=60s):rank=random:count=4000")
+    file = tmp_path / "faults.n0.json"
+    write(file, faults)
+    assert file.stat().st_size > 128 * 1024, "more than the kernel lets into an environment variable"
+    assert inject.planned({"FT_FAULTS": str(file)}) == faults
+    assert [path.name for path in tmp_path.iterdir()] == ["faults.n0.json"]
+    with pytest.raises(UserError, match="cannot be read"):
+        inject.planned({"FT_FAULTS": str(tmp_path / "none.json")})
 
 
 def test_durations():
@@ -174,7 +195,7 @@ def test_a_wrong_line_of_a_trace_is_named(line, tmp_path):
         planned(f"kill@trace={trace}")
 
 
-def test_scenario_files_in_both_formats(tmp_path):
+def test_scenario_files_in_all_formats(tmp_path):
     (tmp_path / "trace").write_text("7 kill 1\n")
     (tmp_path / "a.toml").write_text(
         'seed = 7\nfaults = ["kill@step=20:rank=3", {kind = "slow", time = "30s", rank = 2, for = "5s"}, '
@@ -192,6 +213,12 @@ def test_scenario_files_in_both_formats(tmp_path):
     toml, plain = read_scenario(tmp_path / "a.toml"), read_scenario(tmp_path / "a.json")
     assert toml.seed == plain.seed == 7
     assert schedule(toml.specs, 4, NODES, 7) == schedule(plain.specs, 4, NODES, 7)
+    (tmp_path / "a.yaml").write_text(
+        "seed: 7\nfaults:\n  - kill@step=20:rank=3\n  - kind: slow\n    time: 30s\n    rank: 2\n    for: 5\n"
+        "  - {kind: kill, trace: trace}\n"
+    )
+    yaml = read_scenario(tmp_path / "a.yaml")
+    assert yaml.seed == 7 and schedule(yaml.specs, 4, NODES, 7) == schedule(plain.specs, 4, NODES, 7)
     (tmp_path / "b.json").write_text(json.dumps(values["faults"]))
     assert read_scenario(tmp_path / "b.json").seed is None
 
@@ -216,6 +243,25 @@ def test_a_wrong_scenario_is_named(text, words, tmp_path):
         assert word in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("s.yaml", "faults: [", ["is not YAML", "line 1"]),
+        ("s.yml", "just words", ["no list of faults"]),
+        ("s.yaml", "", ["no list of faults"]),
+        ("s.yaml", "faults: ['kill@step=1', {kind: kil, step: 2}]", ["fault 2", "no fault named 'kil'"]),
+        ("s.yaml", "faults: [!!python/object/apply:os.getpid []]", ["is not YAML", "python/object"]),
+        ("s.toml", "faults = [", ["is not TOML"]),
+    ],
+)
+def test_a_wrong_scenario_is_named_in_each_format(name, text, words, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError) as raised:
+        read_scenario(tmp_path / name)
+    for word in (name, *words):
+        assert word in str(raised.value)
+
+
 def test_a_missing_scenario_is_named(tmp_path):
     with pytest.raises(UserError, match=r"none\.toml"):
         read_scenario(tmp_path / "none.toml")
@@ -223,12 +269,12 @@ def test_a_missing_scenario_is_named(tmp_path):
 
 @pytest.mark.parametrize("text", ["[", '[{"number": 1, "sort": "kill"}]', "[3]"])
 def test_a_broken_environment_is_said(text):
-    with pytest.raises(UserError, match="FT_FAULTS"):
+    with pytest.raises(UserError, match="not a list of planned faults"):
         from_json(text)
 
 
 def test_no_faults_in_the_environment():
-    assert from_json(None) == from_json("") == from_json("[]") == []
+    assert inject.planned({}) == inject.planned({"FT_FAULTS": ""}) == from_json("[]") == []
 
 
 def test_faults_in_words():

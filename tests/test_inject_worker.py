@@ -13,12 +13,18 @@ import pytest
 
 from ft.control import tenure
 from ft.errors import RecoverableError, ReplaceNodeError, UserError
-from ft.inject import Fault, to_json
+from ft.inject import Fault, write
 from ft.inject.agent import AgentInjector, agents_faults, kill_control
 from ft.inject.worker import MOST_SLEEP_S, Injector
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 30.0
+
+
+def filed(folder: Path, *faults: Fault) -> str:
+    """What FT_FAULTS is for these faults."""
+    write(folder / "faults.json", faults)
+    return str(folder / "faults.json")
 
 
 class Diary:
@@ -189,29 +195,29 @@ def ended(process: subprocess.Popen) -> tuple[int, list[str]]:
     return process.returncode, out.splitlines()
 
 
-def test_a_kill_is_announced_and_is_a_sigkill():
-    code, lines = ended(start(WORKER, FT_FAULTS=to_json([Fault(4, "kill", step=3, rank=3)])))
+def test_a_kill_is_announced_and_is_a_sigkill(tmp_path):
+    code, lines = ended(start(WORKER, FT_FAULTS=filed(tmp_path, Fault(4, "kill", step=3, rank=3))))
     assert code == -signal.SIGKILL
     assert lines == ["step 1", "step 2", "announced 4"]
 
 
-def test_a_kill_by_the_clock_counts_from_where_training_began():
-    faults = to_json([Fault(4, "kill", time=50.0, rank=3)])
+def test_a_kill_by_the_clock_counts_from_where_training_began(tmp_path):
+    faults = filed(tmp_path, Fault(4, "kill", time=50.0, rank=3))
     code, lines = ended(start(WORKER, "--wait", FT_FAULTS=faults, FT_BEGAN=str(time.time() - 49.7)))
     assert code == -signal.SIGKILL
     assert lines[-1] == "announced 4"
 
 
-def test_a_hang_stops_the_process_and_ends_by_itself_when_asked_to():
-    process = start(WORKER, FT_FAULTS=to_json([Fault(4, "hang", step=3, rank=3, seconds=0.3)]))
+def test_a_hang_stops_the_process_and_ends_by_itself_when_asked_to(tmp_path):
+    process = start(WORKER, FT_FAULTS=filed(tmp_path, Fault(4, "hang", step=3, rank=3, seconds=0.3)))
     wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "stopped process")
     code, lines = ended(process)
     assert code == 0
     assert lines[2:4] == ["announced 4", "step 3"]
 
 
-def test_a_hung_worker_that_is_killed_leaves_nobody_behind():
-    process = start(WORKER, FT_FAULTS=to_json([Fault(4, "hang", step=3, rank=3, seconds=900)]))
+def test_a_hung_worker_that_is_killed_leaves_nobody_behind(tmp_path):
+    process = start(WORKER, FT_FAULTS=filed(tmp_path, Fault(4, "hang", step=3, rank=3, seconds=900)))
     wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "stopped process")
     below = psutil.Process(process.pid).children()
     assert len(below) == 1

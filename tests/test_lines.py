@@ -30,26 +30,76 @@ def full(monkeypatch):
 
 
 def test_what_finds_no_room_is_written_once_there_is_some(tmp_path, full):
-    file = Lines(tmp_path / "a")
+    told = []
+    file = Lines(tmp_path / "a", tell=told.append)
     file.write(b"one\n")
     full["bytes"] = 3
     file.write(b"two, long\n")
+    assert (tmp_path / "a").read_bytes() == b"one\n"
     file.write(b"three\n")
-    assert (tmp_path / "a").read_bytes() == b"one\ntwo"
+    assert len(told) == 1
+    assert "a cannot be written (No space left on device)" in told[0] and "make room" in told[0]
     full["bytes"] = None
     file.write(b"four\n")
     file.close()
     assert (tmp_path / "a").read_bytes() == b"one\ntwo, long\nthree\nfour\n"
+    assert told[1:] == [f"{tmp_path / 'a'} can be written again: 2 lines had waited, 0 are lost"]
 
 
 def test_lines_wait_in_bounded_memory(tmp_path, full):
-    file = Lines(tmp_path / "a", most=3)
+    told = []
+    file = Lines(tmp_path / "a", most=3, tell=told.append)
     full["bytes"] = 2
     for number in range(9):
         file.write(b"line %d\n" % number)
     full["bytes"] = None
     file.close()
-    assert (tmp_path / "a").read_bytes() == b"line 0\nline 7\nline 8\n"
+    assert (tmp_path / "a").read_bytes() == b"line 6\nline 7\nline 8\n"
+    assert file.lost == 6 and "lacks 6 lines for good" in told[-1]
+
+
+def test_lines_that_never_find_room_are_told_at_the_end(tmp_path, full, capsys):
+    file = Lines(tmp_path / "a")
+    file.write(b"one\n")
+    full["bytes"] = 2
+    file.write(b"two\n")
+    file.write(b"three\n")
+    file.close()
+    assert (tmp_path / "a").read_bytes() == b"one\n"
+    assert "lacks 2 lines for good: there was no room for them (No space left on device)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fits", "before", "after"),
+    [(3, b"one\ntwo", b"one\ntwo\ntwo, long\n"), (9, b"one\ntwo, long", b"one\ntwo, long\n")],
+)
+def test_in_a_file_that_others_write_too_nothing_is_taken_off(tmp_path, full, fits, before, after):
+    file = Lines(tmp_path / "a", is_shared=True)
+    file.write(b"one\n")
+    full["bytes"] = fits
+    file.write(b"two, long\n")
+    assert (tmp_path / "a").read_bytes() == before
+    full["bytes"] = None
+    file.close()
+    assert (tmp_path / "a").read_bytes() == after and file.lost == 0
+
+
+def test_what_another_has_written_meanwhile_is_not_taken_off(tmp_path, full, monkeypatch):
+    file, other = Lines(tmp_path / "a"), os.open(tmp_path / "a", os.O_WRONLY | os.O_APPEND)
+    write, full["bytes"] = lines.os.write, 3
+
+    def interrupted(descriptor, data):
+        written = write(descriptor, data)
+        full["bytes"] = None
+        monkeypatch.setattr(lines.os, "write", write)
+        os.write(other, b"\nother\n")
+        return written
+
+    monkeypatch.setattr(lines.os, "write", interrupted)
+    file.write(b"two, long\n")
+    file.close()
+    os.close(other)
+    assert (tmp_path / "a").read_bytes() == b"two\nother\n\ntwo, long\n"
 
 
 def test_a_torn_line_is_ended(tmp_path):

@@ -1,6 +1,8 @@
 """`ft report` and `ft status` on run folders of all sorts: whole, torn, empty, still going."""
 
 import json
+import os
+import subprocess
 import time
 from html.parser import HTMLParser
 
@@ -8,6 +10,9 @@ import pytest
 from histories import START, History, write
 
 from ft import cli, events
+from ft.agent import processes
+from ft.control import tenure
+from ft.report import presence
 from ft.report.lanes import tenures
 from ft.report.recoveries import recoveries
 from ft.report.run import load
@@ -110,6 +115,27 @@ def test_a_run_that_has_not_ended_with_torn_lines_everywhere(tmp_path, capsys):
     said, page = report(folder, capsys)
     assert "under way" in said
     assert "not ended" in " ".join(page.texts)
+    for name in ("events.jsonl", "metrics.jsonl", "journal.jsonl"):
+        assert f"{name} has 1 damaged line(s), left out" in said
+
+
+def test_steps_that_found_no_room_are_named(tmp_path, capsys):
+    """The newest step is the run's, not that of the last line that was written."""
+    history = History()
+    history.finish(9.0, 30)
+    folder = write(tmp_path / "a", history, steps=20)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:4] + lines[5:12] + lines[13:]))
+    control_says(folder, step=20)
+    lack = "metrics.jsonl lacks 12 of 30 steps: 5, 13, 21 to 30"
+    assert lack in report(folder, capsys)[0]
+    assert cli.main(["status", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert lack in said and "step       30" in said
+    assert cli.main(["status", "--json", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)["lacking"] == [lack]
+    (folder / "metrics.jsonl").unlink()
+    assert "lacks" not in report(folder, capsys)[0]
 
 
 @pytest.mark.parametrize("left", [["events.jsonl"], ["metrics.jsonl"], ["status.json"]])
@@ -220,6 +246,84 @@ def test_status_as_json_and_stale(tmp_path, capsys):
     assert [member["rank"] for member in said["members"]] == [2, 10, None]
     assert cli.main(["status", str(folder)]) == 0
     assert "(stale?)" in capsys.readouterr().out
+
+
+def test_status_of_a_finished_run_is_its_end_and_not_the_last_heartbeats(tmp_path, capsys):
+    history = History()
+    history.finish(9.0, 20)
+    folder = write(tmp_path / "a", history, steps=20)
+    control_says(folder, phase="ended", protected=True)
+    assert cli.main(["status", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("behind" in line for line in lines)
+    members = [line.split() for line in lines[lines.index("") + 3 :]]
+    assert members == [
+        ["2", "n0.w0", "n0", "finished", "20", "-"],
+        ["10", "n0.w10", "n0", "finished", "20", "-"],
+        ["standby", "n0.w5", "n0", "finished", "-", "-"],
+    ]
+
+
+def test_status_of_a_stopped_run_says_where_its_workers_were_last_seen(tmp_path, capsys):
+    history = History()
+    history.say(9.0, events.STOPPED, code=1, message="a bug")
+    folder = write(tmp_path / "a", history, steps=20)
+    control_says(folder, phase="ended", protected=True)
+    assert cli.main(["status", str(folder)]) == 0
+    assert "ended (last seen: wait: dp group)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"protected": False, "lag": None}, "none: no worker has joined the run, and nothing protects it"),
+        ({"protected": True, "hot_swap": False, "lag": None}, "none: the other replicas hold the state"),
+        ({"protected": True, "hot_swap": True, "lag": 0}, "all peers hold the committed step"),
+    ],
+)
+def test_status_claims_no_copies_that_were_never_made(values, says, tmp_path, capsys):
+    folder = write(tmp_path / "a", History(), steps=3)
+    control_says(folder, **values)
+    assert cli.main(["status", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert says in said and said.count("peers hold") == (values["lag"] == 0)
+
+
+def test_a_file_of_metrics_of_something_else_is_no_run(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"accuracy": 0.9}\n')
+    for command in ("status", "report"):
+        assert cli.main([command, str(tmp_path)]) == 2
+        assert "holds no run" in capsys.readouterr().err
+
+
+def dead_process() -> str:
+    """The identity of a process that has ended."""
+    process = subprocess.Popen(["sleep", "60"])
+    known = processes.identity(process.pid)
+    process.kill()
+    process.wait()
+    return known
+
+
+@pytest.mark.parametrize("extra", [[], ["--watch"], ["--json"]])
+def test_status_ends_with_1_where_the_launcher_is_dead(extra, tmp_path, capsys):
+    folder = write(tmp_path / "a", History(), steps=3)
+    control_says(folder, nodes={"n0": "up"})
+    tenure.renew(folder, tenure.Standing(0, 0, "", "n0", 1, launcher=processes.identity(os.getpid())))
+    assert cli.main(["status", str(folder)]) == 0
+    tenure.renew(folder, tenure.Standing(0, 0, "", "n0", 1, launcher=dead_process()))
+    assert cli.main(["status", str(folder), *extra]) == 1
+    assert "its ft run on this host is gone" in capsys.readouterr().out
+
+
+def test_who_has_the_lease_elsewhere_is_gone_after_a_while_without_a_renewal(tmp_path, monkeypatch):
+    monkeypatch.setattr(presence, "_SUCCESSION_S", 0.1)
+    elsewhere = "another-boot 7 99"
+    tenure.renew(tmp_path, tenure.Standing(0, 0, "", "n0", 1, launcher=elsewhere))
+    assert presence.gone(tmp_path, 10.0, 2) == "", "another one may be taking over"
+    assert "nobody renews its lease" in presence.gone(tmp_path, presence.GONE_S + 1, 2)
+    assert "nobody renews its lease" in presence.gone(tmp_path, None, 2, is_steady=True)
+    assert presence.gone(tmp_path / "nowhere", 1000.0, 1) == "", "no lease was ever taken"
 
 
 def test_watching_ends_with_the_run(tmp_path, capsys):

@@ -26,10 +26,19 @@ def main(argv: list[str]) -> int:
 
 
 def read_metrics(path: Path) -> list[dict]:
+    """The steps of a metrics file; lines that are damaged are left out and named."""
+    fix = "give a --metrics-file of pretrain_gpt.py"
+    steps = []
     try:
-        steps = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", "give a --metrics-file of pretrain_gpt.py") from error
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}", fix) from error
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+            steps.append(values | {"step": values["step"], "loss": values["loss"]})
+        except (ValueError, KeyError, TypeError):
+            print(f"warning: {path}:{number} is no whole line of a step: left out", file=sys.stderr)
     if not steps:
         raise UserError(f"{path} holds no steps", "train for at least one step")
     return steps

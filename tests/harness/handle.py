@@ -54,7 +54,7 @@ class Outcome:
             return f"rank {self.rank}: {self.summary}"
         if self.exitcode < 0:
             return f"rank {self.rank}: killed by {signal.Signals(-self.exitcode).name}"
-        return f"rank {self.rank}: exited with status {self.exitcode}"
+        return f"rank {self.rank}: exited with code {self.exitcode}"
 
 
 class Handle:

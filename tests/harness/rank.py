@@ -22,7 +22,7 @@ from harness import processes
 
 
 def main(request: dict, rank: int, port: int, server: int) -> int:
-    """Run the function of `request` as rank `rank`; returns the exit status of the process."""
+    """Run the function of `request` as rank `rank`; returns the exit code of the process."""
     os.setsid()
     processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != server:

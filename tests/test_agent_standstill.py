@@ -1,0 +1,184 @@
+"""Starts that get nowhere: processes that others wait for and that do nothing are started again, or end the run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from agent_jobs import DEADLINE_S, ROOT, Job
+from harness import processes
+
+from ft.agent.options import Script
+from ft.agent.pool import PoolBroken, WarmPool
+from ft.agent.standstill import Standstill
+from ft.agent.succession import GIVE_UP, RENEW, WAIT, View, decide
+from ft.control.timeouts import Timeouts
+
+QUICK = Timeouts(stuck_s=1.5)
+START = """
+import sys
+sys.path.remove("")  # a torch.py of the test's is for the pool alone
+from ft.agent import parts
+from ft.control.timeouts import Timeouts
+parts._timeouts = lambda options: Timeouts(stuck_s=1.5)
+from ft.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def ft_run(tmp_path):
+    jobs = []
+
+    def start(text: str, *flags) -> Job:
+        (tmp_path / "script.py").write_text(text)
+        jobs.append(Job(tmp_path, ["--run-dir", "run", *flags, "script.py"], ("-c", START)))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+def test_a_pool_that_never_answers_ends_the_run_with_what_was_waited_for(ft_run, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")  # imported first
+    job = ft_run("", "--nproc-per-node", "2")
+    assert job.wait() == 1
+    said = job.text()
+    assert "the run ends: 3 warm pools in a row have forked no worker" in said
+    assert "the warm pool owes 2 worker(s) and has done nothing for" in said and "is stopped)" in said
+
+
+def test_a_pool_that_is_stopped_is_replaced_and_the_run_starts(ft_run, tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "import os, pathlib, signal\n"
+        "if not pathlib.Path('seen').exists():\n"
+        "    pathlib.Path('seen').touch()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    job = ft_run("print('the script runs')\n", "--nproc-per-node", "1")
+    assert job.wait() == 0
+    said = job.text()
+    assert "it is killed" in said and "the script runs" in said
+
+
+def test_a_control_plane_that_is_stopped_before_it_serves_is_replaced(ft_run, tmp_path):
+    job = ft_run("print('the script runs')\n", "--preload", "none", "--nproc-per-node", "1")
+    stopped = job.wait_for(lambda: job.named("ft-ctl-spare"), "a control plane")
+    os.kill(stopped[0], signal.SIGSTOP)
+    assert job.wait() == 0
+    said = job.text()
+    assert "the control plane that is to start has done nothing for" in said and "the script runs" in said
+
+
+def test_time_without_looks_does_not_count(tmp_path):
+    """An agent that was stopped together with its pool must not blame the pool."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(900)"], stdout=-1)
+    try:
+        child.stdout.readline()
+        standstill = Standstill()
+        standstill.look(100.0, child.pid)
+        while not standstill.look(110.0, child.pid):  # its last steps before it sleeps
+            standstill = Standstill()
+            standstill.look(100.0, child.pid)
+        assert standstill.look(500.0, child.pid) <= 4.0
+        assert standstill.look(501.0, child.pid, said=1) == 0.0
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_stuck_pool_is_told_from_one_that_owes_nothing(tmp_path):
+    (tmp_path / "s.py").write_text("")
+    pool = WarmPool(Script(str(tmp_path / "s.py"), False, [], ["none"]), tmp_path / "pool.log", stuck_s=5.0)
+    assert all(pool.kill_if_stuck(float(now)) == "" for now in range(100))
+    pool.start()
+    try:
+        os.kill(pool.pid, signal.SIGSTOP)
+        assert all(pool.kill_if_stuck(float(now)) == "" for now in range(100, 200)), "nobody waits for it"
+        pool.fork("n0.w0", str(tmp_path / "w.log"), {})
+        said = next(filter(None, (pool.kill_if_stuck(float(now)) for now in range(200, 240))))
+        assert said.startswith("the warm pool owes 1 worker(s) and has done nothing for 6 s")
+        _, status = os.waitpid(pool.pid, 0)
+        for _ in range(2):
+            pool.restart(os.waitstatus_to_exitcode(status))
+            os.kill(pool.pid, signal.SIGKILL)
+            _, status = os.waitpid(pool.pid, 0)
+        with pytest.raises(PoolBroken, match="3 warm pools in a row"):
+            pool.restart(os.waitstatus_to_exitcode(status))
+    finally:
+        pool.close(-9)
+
+
+def test_requests_that_the_pool_did_not_take_at_once_go_out_later(tmp_path):
+    """More than the socket holds; every request is answered in the end, whoever asks nothing more."""
+    (tmp_path / "s.py").write_text("")
+    pool = WarmPool(Script(str(tmp_path / "s.py"), False, [], ["none"]), tmp_path / "pool.log")
+    pool.start()
+    born = []
+    try:
+        for number in range(4):
+            pool.fork(f"n0.w{number}", str(tmp_path / "w.log"), {"LONG": "x" * 200_000})
+        assert pool.channel.wants_write
+        deadline = time.monotonic() + DEADLINE_S
+        while len(born) < 4:
+            assert time.monotonic() < deadline, born
+            pool.flush()
+            born += pool.take()[0]
+            time.sleep(0.01)
+    finally:
+        processes.end([pid for _, pid in born])
+        pool.close()
+        pool._process.wait(DEADLINE_S)
+    assert [name for name, _ in born] == [f"n0.w{number}" for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "before", "what"),
+    [(1.0, 0, WAIT), (2.0, 0, RENEW), (2.0, 1, RENEW), (2.0, 2, GIVE_UP)],
+)
+def test_what_follows_from_a_control_plane_that_gets_nowhere(idle_s, before, what):
+    view = View(silent_s=30.0, lease_s=0.1, serving_s=None, turn=0, idle_s=idle_s, idle_starts=before)
+    assert decide(view, QUICK)[0] == what
+
+
+def test_an_agent_that_was_never_answered_ends_the_run_and_says_so():
+    def found(seconds):
+        return decide(View(seconds, 0.1, serving_s=seconds, turn=1, taken_in=False), QUICK)
+
+    assert found(QUICK.away_s - 1.0)[0] == WAIT, "it is early: no rank of its node can be given to others"
+    assert found(QUICK.away_s + 1.0) == (
+        GIVE_UP,
+        "the control plane serves, and has not answered this node for 121 s",
+    )
+
+
+def test_random_faults_start_however_many_are_planned(ft_run, tmp_path):
+    """1000 faults were more than the pool's socket held for four workers: the rest of the requests was never sent."""
+    faults = "kill@every=exponential(mean=9h):rank=random"
+    flags = ("--preload", "none", "--nproc-per-node", "4", "--standby", "1", "--inject", faults)
+    job = ft_run("print('a worker runs')\n", *flags)
+    assert job.wait() == 2, "faults were planned, and no worker has joined the run"
+    assert job.text().count("a worker runs") >= 1
+    assert len(json.loads((tmp_path / "run" / "faults.n0.json").read_text())) > 10
+
+
+def test_output_that_nobody_reads_stops_nothing(tmp_path):
+    """A pager that is not scrolled: the agent goes on, the run ends, and then all of it is to be read."""
+    (tmp_path / "script.py").write_text("for line in range(4000): print(line, 'x' * 100)\n")
+    command = [sys.executable, "-m", "ft", "run", "--run-dir", "run", "--preload", "none", "script.py"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as job:
+        try:
+            deadline, events = time.monotonic() + DEADLINE_S, tmp_path / "run" / "events.jsonl"
+            while not events.exists() or "finished" not in events.read_text():
+                assert job.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            said, _ = job.communicate(timeout=DEADLINE_S)
+        finally:
+            job.kill()
+    lines = [line.split()[0] for line in said.decode().splitlines() if not line.startswith("ft:")]
+    assert job.returncode == 0 and lines == [str(number) for number in range(4000)]
