@@ -3,7 +3,7 @@
 import os
 import sys
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments import Options, help_text, may_have_te, parse, refusals
 from megatron.training.launcher import launch_from
 from megatron.training.logging.quiet import quieten

@@ -10,8 +10,8 @@ version = re.search(r'__version__ = "(.+)"', (here / "ft/__init__.py").read_text
 
 # Plain C without Python.h, loaded with ctypes: any compiler builds it, and where there is none ft does without.
 digests = Extension(
-    "ft.dmr.digest._native",
-    ["ft/dmr/digest/_native.c"],
+    "ft.systems.dmr.digest._native",
+    ["ft/systems/dmr/digest/_native.c"],
     extra_compile_args=["-O3", "-pthread"],
     extra_link_args=["-pthread"],
     optional=True,
@@ -50,6 +50,10 @@ setup(
         "simgrid": ["simgrid>=3.32"],  # builds from source; ft plan spare cross-check is all that wants it
         "te": ["transformer-engine[pytorch]"],
         "fast": ["numba"],  # compiles SPARe's controller
-        "dev": ["pytest>=8", "hypothesis", "networkx", "ruff", "tokenizers", "setuptools>=68", "wheel"],
+        "dev": [
+            *("pytest>=8", "hypothesis", "networkx", "tokenizers", "numba"),
+            *("ruff", "import-linter"),  # what tests/run.sh checks the sources with
+            *("setuptools>=68", "wheel"),
+        ],
     },
 )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ft
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron import patches
 
 patches.apply()  # the CPU platform where there is no GPU; before megatron.core is imported

@@ -21,10 +21,10 @@ A training script that has its own loop over megatron-core joins a run of ``ft r
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "attach": "ft.worker.session",
-    "is_attachable": "ft.worker.session",
-    "protect": "ft.worker.protect",
-    "StepCounter": "ft.worker.position",
+    "attach": "ft.systems.hot_swap.session",
+    "is_attachable": "ft.systems.hot_swap.session",
+    "protect": "ft.systems.hot_swap.protect",
+    "StepCounter": "ft.systems.hot_swap.position",
 }
 
 

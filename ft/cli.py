@@ -6,17 +6,17 @@ import select
 import signal
 import sys
 
-from ft.errors import UserError
-from ft.flags import Parser
+from ft.base.errors import UserError
+from ft.base.flags import Parser
 
 _SUBCOMMANDS = (
-    (("run",), "ft.agent.run", "add_parser"),
-    (("status", "report"), "ft.report.commands", "add_parsers"),
-    (("faults",), "ft.inject.commands", "add_parser"),
-    (("plan",), "ft.plan.commands", "add_parser"),
-    (("dmr",), "ft.dmr.commands", "add_parser"),
-    (("diagnose",), "ft.diagnose.commands", "add_parser"),
-    (("simulate",), "ft.simulate.commands", "add_parser"),
+    (("run",), "ft.commands.run", "add_parser"),
+    (("status", "report"), "ft.commands.report", "add_parsers"),
+    (("faults",), "ft.faults.commands", "add_parser"),
+    (("plan",), "ft.lab.plan.commands", "add_parser"),
+    (("dmr",), "ft.commands.dmr", "add_parser"),
+    (("diagnose",), "ft.observe.diagnose.commands", "add_parser"),
+    (("simulate",), "ft.lab.simulate.commands", "add_parser"),
 )
 """(names, module, function). Only the module of the subcommand that is asked for is imported: simulations and planners
 bring libraries that a launcher should not wait for."""

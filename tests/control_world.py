@@ -3,12 +3,12 @@
 import json
 from dataclasses import replace
 
-from ft import messages as m
-from ft.control.board import Posted
-from ft.control.codec import from_json, to_json
-from ft.control.controller import decide, next_deadline
-from ft.control.state import Options, State
-from ft.control.timeouts import Timeouts
+from ft.job import messages as m
+from ft.job.control.board import Posted
+from ft.job.control.controller import decide, next_deadline
+from ft.job.control.state import Options, State
+from ft.job.control.timeouts import Timeouts
+from ft.net.codec import from_json, to_json
 
 LIMITS = Timeouts()
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pretrain_gpt
-from ft.worker.guard import Guard
+from ft.systems.hot_swap.guard import Guard
 
 COUNTS = "counts-{worker}.jsonl"
 _committed = Guard.committed

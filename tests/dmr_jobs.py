@@ -25,8 +25,8 @@ def assemble(flags: str):
 
 def protection(job, way: str | Path):
     """DMR for ``job``: "naive", "piggyback", or by a plan file; it becomes the job's."""
-    from ft.dmr.runtime.install import install
-    from ft.dmr.runtime.settings import Settings
+    from ft.systems.dmr.runtime.install import install
+    from ft.systems.dmr.runtime.settings import Settings
     from megatron.training.double_execution import fingerprint
     from megatron.training.position import JobPosition
 
@@ -42,11 +42,11 @@ def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
     little would wait else. Collective; ends what DMR the job has. Returns the plan file."""
     import torch.distributed as dist
 
-    from ft.dmr.plan.file import write_plan
-    from ft.dmr.plan.planner import plan
-    from ft.dmr.plan.trace_file import read_trace
-    from ft.dmr.profile.install import install
-    from ft.dmr.profile.session import ITERATIONS
+    from ft.systems.dmr.plan.file import write_plan
+    from ft.systems.dmr.plan.planner import plan
+    from ft.systems.dmr.plan.trace_file import read_trace
+    from ft.systems.dmr.profile.install import install
+    from ft.systems.dmr.profile.session import ITERATIONS
     from megatron.training.double_execution import fingerprint
 
     trainee, again, path = job.trainee, Again(job), folder / "plan.json"
@@ -67,8 +67,8 @@ class Again:
     """Takes a step of a job, tells what it has left behind, and goes back."""
 
     def __init__(self, job):
-        from ft.dmr.runtime.undo import Undo
-        from ft.worker.subject import Subject
+        from ft.systems.dmr.runtime.undo import Undo
+        from ft.systems.hot_swap.subject import Subject
         from megatron.training.position import JobPosition
 
         self._job, self._position = job, JobPosition(job)
@@ -91,7 +91,7 @@ class Again:
 
         import torch
 
-        from ft.snapshot.state import pack_meta
+        from ft.state.snapshot.state import pack_meta
 
         state = self._subject.state(self._position.get())
         found = hashlib.sha256(pack_meta(state.envelope, state.blobs))

@@ -2,7 +2,7 @@
 
 import torch
 
-from ft.dmr.digest import definition, eager
+from ft.systems.dmr.digest import definition, eager
 
 DTYPES = [getattr(torch, name) for name in definition.DTYPES if hasattr(torch, name)]
 LENGTHS = [0, 1, 2, 3, 5, 31, 32, 33, 4095, 4096, 4097, 16384, 16385, 70001]

@@ -3,8 +3,8 @@
 import random
 from dataclasses import replace
 
-from ft.dmr.plan.schedule import Pipeline, Unit, idle, simulate
-from ft.dmr.plan.trace import (
+from ft.systems.dmr.plan.schedule import Pipeline, Unit, idle, simulate
+from ft.systems.dmr.plan.trace import (
     BACKWARD,
     FINGERPRINT,
     FORWARD,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ft.hsdp.fetch import StateServer
+from ft.state.fetch import StateServer
 
 TOKEN = "the token of this run"
 STEP, LINEAGE = 7, 3

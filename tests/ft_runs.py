@@ -26,7 +26,7 @@ class Finished:
 
     @property
     def events(self) -> list:
-        from ft import events
+        from ft.base import events
 
         return events.read(self.folder / "events.jsonl")
 

@@ -1,4 +1,4 @@
-"""A worker for the tests of process groups: follows epochs by keys in a TCPStore, as ``ft.worker`` does by orders."""
+"""A worker for the tests of process groups: follows epochs by keys in a TCPStore."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from ft.control.store import StoreConnection
-from ft.groups import Groups, Meeting, plan_rebuild
-from ft.messages import GroupReport
+from ft.job.messages import GroupReport
+from ft.net.store import StoreConnection
+from ft.state.groups import Groups, Meeting, plan_rebuild
 
 LIMIT_S = 20.0
 TOKEN = "of the test"

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from ft import events
-from ft.events import Event, EventLog
+from ft.base import events
+from ft.base.events import Event, EventLog
 
 START = 1_700_000_000.0
 

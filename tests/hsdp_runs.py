@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from ft import events
-from ft.events import EventLog
-from ft.hsdp import loader_state
-from ft.hsdp.commits import Commit, CommitLog
-from ft.hsdp.loader_state import LoaderState
-from ft.hsdp.samples import Deal
+from ft.base import events
+from ft.base.events import EventLog
+from ft.systems.hsdp import loader_state
+from ft.systems.hsdp.commits import Commit, CommitLog
+from ft.systems.hsdp.loader_state import LoaderState
+from ft.systems.hsdp.samples import Deal
 
 START = 1_700_000_000.0
 SEQ = 64

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ft.snapshot import mpi
-from ft.snapshot.network import TcpNetwork
+from ft.net import mpi
+from ft.net.streams import TcpNetwork
 
 ROOT = Path(__file__).parent.parent
 KINDS = ["tcp", "mpi"]
@@ -41,7 +41,7 @@ class Relays:
         self.folder = Path(tempfile.mkdtemp(prefix="ft-mpi-"))
         self.log = self.folder / "log"
         bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-        command = [*bound, *mpirun(ranks), sys.executable, "-m", "ft.snapshot.mpi_relay", str(self.folder)]
+        command = [*bound, *mpirun(ranks), sys.executable, "-m", "ft.net.mpi_relay", str(self.folder)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 command,

@@ -1,8 +1,8 @@
 """The quorum's decision code in virtual time: replicas played by a test."""
 
-from ft.hsdp.quorum import Limits, Report, reactions
-from ft.hsdp.quorum.decide import decide
-from ft.hsdp.quorum.state import Options, State
+from ft.job.quorum import Limits, Report, reactions
+from ft.job.quorum.decide import decide
+from ft.job.quorum.state import Options, State
 
 
 class World:

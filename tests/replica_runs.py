@@ -9,12 +9,12 @@ from pathlib import Path
 import small_runs
 from ft_runs import Finished, Running
 
-from ft import events
-from ft.hsdp import commits
-from ft.hsdp.commits import Commit
-from ft.hsdp.report import record
-from ft.hsdp.report.audit import Audit, audit
-from ft.hsdp.report.lineage import Lineage, lineage
+from ft.base import events
+from ft.observe.hsdp import record
+from ft.observe.hsdp.audit import Audit, audit
+from ft.observe.hsdp.lineage import Lineage, lineage
+from ft.systems.hsdp import commits
+from ft.systems.hsdp.commits import Commit
 
 LIMIT_S = 120.0
 

@@ -5,4 +5,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
 prepare_environment dev,mpi
 python -m ruff check .
+lint-imports --no-logo
 exec python -m pytest "$@"

@@ -4,7 +4,7 @@ import sys
 import time
 
 import pretrain_gpt
-from ft.hsdp.fetch.handler import Handler
+from ft.state.fetch.handler import Handler
 
 FETCH_S = 0.6
 REHEARSED = "rehearsed at "

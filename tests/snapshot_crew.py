@@ -7,8 +7,8 @@ import threading
 import torch
 from networks import Networks
 
-from ft.snapshot import Snapshots, SnapshotServer
-from ft.snapshot.state import RankState
+from ft.state.snapshot import Snapshots, SnapshotServer
+from ft.state.snapshot.state import RankState
 
 MIB = 1 << 20
 

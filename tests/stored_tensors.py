@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from ft.diagnose import stored
-from ft.diagnose.difference import of_tensors
+from ft.observe.diagnose import stored
+from ft.observe.diagnose.difference import of_tensors
 from megatron.training.checkpointing import naming
 
 Tensors = dict[tuple, torch.Tensor]

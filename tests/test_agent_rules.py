@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from ft import messages
-from ft.agent import arguments, environment, network, preload, protection, slurm
-from ft.agent.carry_out import first_ranks
-from ft.agent.channel import Channel
-from ft.agent.console import Console, last_lines, last_words
-from ft.agent.liveness import Limits, Watch, silent
-from ft.agent.options import resolve
-from ft.agent.run import plan_faults
-from ft.agent.script import search_path
-from ft.errors import UserError
-from ft.flags import Parser
+from ft.base.errors import UserError
+from ft.base.flags import Parser
+from ft.commands import arguments, protection
+from ft.commands.run import plan_faults
+from ft.job import messages
+from ft.job.agent import environment, preload
+from ft.job.agent.carry_out import first_ranks
+from ft.job.agent.console import Console, last_lines, last_words
+from ft.job.agent.liveness import Limits, Watch, silent
+from ft.job.agent.options import resolve
+from ft.job.agent.script import search_path
+from ft.net.channel import Channel
+from ft.platform import network, slurm
 
 
 def options(line: str, environ: dict | None = None):
@@ -281,7 +283,8 @@ def test_what_the_pool_imports(tmp_path):
     assert "megatron.core.optimizer" not in preload.plan(str(plain), False, ["csv"])
     example = Path(__file__).parent.parent / "examples" / "own_trainer.py"
     own = preload.plan(str(example), False, [])
-    assert {"torch._dynamo", "ft.worker.protect"} <= set(own), "what a joiner would import while the others wait"
+    late = {"torch._dynamo", "ft.systems.hot_swap.protect"}
+    assert late <= set(own), "what a joiner would import while the others wait"
     assert preload.plan(str(plain), False, ["csv"])[-1] == "csv"
     assert preload.plan(str(trainer), False, ["none"]) == []
     assert preload.plan(str(tmp_path / "absent.py"), False, []) == ["torch", "torch.distributed"]

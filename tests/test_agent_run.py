@@ -14,8 +14,8 @@ from harness import processes
 
 ATTACHED = """
 import os, sys, threading, time
-from ft.agent.link import Link
-from ft.messages import Beat, Close, Finish, Open, WorkerDone, WorkerFailed, WorkerReady, WorkerResumed
+from ft.job.agent.link import Link
+from ft.job.messages import Beat, Close, Finish, Open, WorkerDone, WorkerFailed, WorkerReady, WorkerResumed
 
 worker, seated, over, epoch = os.environ["FT_WORKER"], threading.Event(), threading.Event(), 0
 def obey(order):
@@ -93,7 +93,7 @@ def test_an_exception_is_shown_from_the_scripts_first_line_on(ft_run, tmp_path):
     job = ft_run("def deep():\n    raise KeyError('which')\ndeep()\n")
     assert job.wait() not in (0, 2)
     log = (tmp_path / "run" / "logs" / "n0.w0.log").read_text()
-    assert "KeyError: 'which'" in log and "ft/agent" not in log and log.startswith("Traceback")
+    assert "KeyError: 'which'" in log and "ft/job/agent" not in log and log.startswith("Traceback")
 
 
 LEFT_INSIDE_TORCH = """

@@ -11,18 +11,18 @@ import pytest
 from agent_jobs import DEADLINE_S, ROOT, Job
 from harness import processes
 
-from ft.agent.options import Script
-from ft.agent.pool import PoolBroken, WarmPool
-from ft.agent.standstill import Standstill
-from ft.agent.succession import GIVE_UP, RENEW, WAIT, View, decide
-from ft.control.timeouts import Timeouts
+from ft.job.agent.options import Script
+from ft.job.agent.pool import PoolBroken, WarmPool
+from ft.job.agent.succession import GIVE_UP, RENEW, WAIT, View, decide
+from ft.job.control.timeouts import Timeouts
+from ft.platform.standstill import Standstill
 
 QUICK = Timeouts(stuck_s=1.5)
 START = """
 import sys
 sys.path.remove("")  # a torch.py of the test's is for the pool alone
-from ft.agent import parts
-from ft.control.timeouts import Timeouts
+from ft.job.agent import parts
+from ft.job.control.timeouts import Timeouts
 parts._timeouts = lambda options: Timeouts(stuck_s=1.5)
 from ft.cli import main
 sys.exit(main())

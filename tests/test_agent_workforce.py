@@ -3,9 +3,9 @@
 import subprocess
 import sys
 
-from ft.agent import environment
-from ft.agent.liveness import Limits
-from ft.agent.workforce import Workforce
+from ft.job.agent import environment
+from ft.job.agent.liveness import Limits
+from ft.job.agent.workforce import Workforce
 
 
 class Pool:

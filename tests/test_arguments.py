@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training import arguments
 from megatron.training.arguments import Options, check, known, parse, schema
 from megatron.training.arguments.batch import global_batch_size, train_steps

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from etcd_servers import etcd  # noqa: F401 - a fixture
 
-from ft.control import board as boards
-from ft.control.board import KEPT_ORDERS, AgentBoard, ControlBoard, Posted, Record
-from ft.errors import UserError
-from ft.messages import AgentBeat, Close, Observed
+from ft.base.errors import UserError
+from ft.job.control import board as boards
+from ft.job.control.board import KEPT_ORDERS, AgentBoard, ControlBoard, Posted, Record
+from ft.job.messages import AgentBeat, Close, Observed
 
 LIMIT_S = 20.0
 SOON_S = 0.3
@@ -22,7 +22,7 @@ TOKEN = "a token"
 def board(request):
     """Boards of one kind; all their ends are closed after the test."""
     if request.param == "tcp":
-        pytest.importorskip("ft.control.board.tcp")
+        pytest.importorskip("ft.job.control.board.tcp")
         where = "tcp://127.0.0.1:0"
     else:
         where = request.getfixturevalue("etcd")(1).url

@@ -7,15 +7,15 @@ import pytest
 from etcd_servers import Servers, etcd  # noqa: F401 - a fixture
 from test_board import LIMIT_S, TOKEN, Boards, Follower, eventually, numbered, numbers, order, receive, report
 
-from ft.control import board as boards
-from ft.control.board import Posted, Record, etcd_agent, etcd_control, etcd_ledger
-from ft.control.board.etcd_address import Address
-from ft.control.board.etcd_arrivals import Arrivals
-from ft.control.board.etcd_client import Etcd
-from ft.control.board.etcd_keys import Keys, pack
-from ft.control.board.etcd_wire import Compacted, Entry, below, one, shut
-from ft.errors import UserError
-from ft.messages import AgentBeat, encode
+from ft.base.errors import UserError
+from ft.job.control import board as boards
+from ft.job.control.board import Posted, Record, etcd_agent, etcd_control, etcd_ledger
+from ft.job.control.board.etcd_address import Address
+from ft.job.control.board.etcd_arrivals import Arrivals
+from ft.job.control.board.etcd_client import Etcd
+from ft.job.control.board.etcd_keys import Keys, pack
+from ft.job.control.board.etcd_wire import Compacted, Entry, below, one, shut
+from ft.job.messages import AgentBeat, encode
 
 
 @pytest.fixture

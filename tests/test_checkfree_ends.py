@@ -17,9 +17,9 @@ def every_stage_in_turn(flags: str) -> list[dict]:
 
     import torch.distributed as dist
 
-    from ft.checkfree.keeper import KeptPosition, StageKeeper
-    from ft.messages import Neighbours, Repair
-    from ft.worker.subject import Subject
+    from ft.job.messages import Neighbours, Repair
+    from ft.systems.checkfree.keeper import KeptPosition, StageKeeper
+    from ft.systems.hot_swap.subject import Subject
     from megatron import patches
     from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
     from megatron.training import pretrain

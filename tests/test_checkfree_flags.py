@@ -2,7 +2,7 @@
 
 import pytest
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments import check, parse
 from megatron.training.checkpointing import TrainState
 from megatron.training.pretrain import checkfree

@@ -143,7 +143,7 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
 
 def a_few_steps(flags: str) -> list:
     """After every step the bits of what this rank has twice or as a copy; before the last one its moments are fresh."""
-    from ft.checkfree.plus import moments
+    from ft.systems.checkfree.plus import moments
     from megatron.training.step import train_step
 
     job = assemble(flags)

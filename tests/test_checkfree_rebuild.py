@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from ft.checkfree.rate import Boost, base_rates, scale
-from ft.checkfree.rebuild import LEAST_WEIGHT, STRATEGIES, fresh, rebuild, weights
-from ft.errors import FallbackError, UserError
+from ft.base.errors import FallbackError, UserError
+from ft.systems.checkfree.rate import Boost, base_rates, scale
+from ft.systems.checkfree.rebuild import LEAST_WEIGHT, STRATEGIES, fresh, rebuild, weights
 
 
 def stage(value, blocks=2, dtype=torch.float32):

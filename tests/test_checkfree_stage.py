@@ -17,9 +17,9 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     import torch
     import torch.distributed as dist
 
-    from ft.checkfree.keeper import KeptPosition, StageKeeper
-    from ft.messages import Neighbours, Repair
-    from ft.worker.subject import Subject
+    from ft.job.messages import Neighbours, Repair
+    from ft.systems.checkfree.keeper import KeptPosition, StageKeeper
+    from ft.systems.hot_swap.subject import Subject
     from megatron import patches
     from megatron.core import parallel_state
     from megatron.patches.manifest import WITH_CHECKFREE
@@ -151,7 +151,7 @@ def _lend_and_borrow(seed: int) -> bool:
     import torch
     import torch.distributed as dist
 
-    from ft.checkfree.lending import borrow, lend
+    from ft.systems.checkfree.lending import borrow, lend
 
     def made(rank):
         lots = torch.Generator().manual_seed(seed + rank)

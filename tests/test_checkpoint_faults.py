@@ -300,7 +300,7 @@ def test_one_rank_that_cannot_write_fails_the_save_everywhere(ranks, tmp_path):
 
 
 def _bad_save_folder(folder: str) -> str:
-    from ft.errors import UserError
+    from ft.base.errors import UserError
 
     try:
         Run(Shape(), save=folder)

@@ -203,7 +203,7 @@ def _as_nobody(cases: list[dict]) -> list[str]:
     """What users are told who may not; root may do everything, so it becomes somebody else for the while."""
     import torch.distributed as dist
 
-    from ft.errors import UserError
+    from ft.base.errors import UserError
     from megatron.training.arguments.checkpoint import CheckpointOptions
     from megatron.training.checkpointing import Checkpointer
 

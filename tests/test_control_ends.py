@@ -3,8 +3,8 @@
 import pytest
 from control_world import LIMITS, World, kinds, only, opened
 
-from ft import messages as m
-from ft.control.state import ENDED, GATHERING, RUNNING
+from ft.job import messages as m
+from ft.job.control.state import ENDED, GATHERING, RUNNING
 
 
 def test_a_start_waits_for_all_agents_and_all_workers():

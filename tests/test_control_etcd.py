@@ -14,11 +14,12 @@ import pytest
 from etcd_servers import etcd  # noqa: F401 - a fixture
 from test_control_sidecar import LIMIT_S, ROOT, TOKEN, Played, repaired
 
-from ft import messages as m
-from ft.agent.uplink import Linked, Refused, Uplink
-from ft.control import board as boards
-from ft.control import journal, tenure
-from ft.control.timeouts import BEHIND_ETCD, Timeouts
+from ft.job import messages as m
+from ft.job.agent.uplink import Linked, Refused, Uplink
+from ft.job.control import board as boards
+from ft.job.control import journal
+from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
+from ft.platform import election as tenure
 
 
 class OnEtcd(Played):
@@ -38,7 +39,7 @@ class OnEtcd(Played):
         self._term += 1
         tenure.claim(self.folder, self._term, "n0")
         options = {"world_size": 2, "nodes": 1, "command": ["train.py"], "timeouts": BEHIND_ETCD}
-        command = [sys.executable, "-m", "ft.control", "--run-dir", str(self.folder), "--term", str(self._term)]
+        command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(self.folder), "--term", str(self._term)]
         self.process = subprocess.Popen(
             [*command, "--where", self._url, "--options", json.dumps(options)],
             env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

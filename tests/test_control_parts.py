@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from ft.control import history, liveness, sources, verdict
-from ft.control.codec import from_json, to_json
-from ft.control.liveness import View
-from ft.control.membership import place_ranks
-from ft.control.state import Agent, Incident, State
-from ft.control.timeouts import Timeouts
-from ft.errors import UserError
-from ft.messages import Beat, Holdings, Source
+from ft.base.errors import UserError
+from ft.faults import verdict
+from ft.job.control import history, liveness, sources
+from ft.job.control.liveness import View
+from ft.job.control.membership import place_ranks
+from ft.job.control.state import Agent, Incident, State
+from ft.job.control.timeouts import Timeouts
+from ft.job.messages import Beat, Holdings, Source
+from ft.net.codec import from_json, to_json
 
 LIMITS = Timeouts()
 

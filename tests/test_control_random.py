@@ -6,8 +6,8 @@ import random
 import pytest
 from control_world import LIMITS, World
 
-from ft import messages as m
-from ft.control.state import CLOSED, ENDED, OPENED, REPAIRING, RUNNING
+from ft.job import messages as m
+from ft.job.control.state import CLOSED, ENDED, OPENED, REPAIRING, RUNNING
 
 STEPS = 150
 

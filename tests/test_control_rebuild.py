@@ -2,8 +2,8 @@
 
 from control_world import World, kinds, only, opened
 
-from ft import messages as m
-from ft.control.state import RUNNING
+from ft.job import messages as m
+from ft.job.control.state import RUNNING
 
 
 def pipeline(standbys=2) -> World:

@@ -3,8 +3,8 @@
 import pytest
 from control_world import LIMITS, World, kinds, only, opened
 
-from ft import messages as m
-from ft.control.state import CLOSED, ENDED, GATHERING, OPENED, RUNNING
+from ft.job import messages as m
+from ft.job.control.state import CLOSED, ENDED, GATHERING, OPENED, RUNNING
 
 
 def test_a_killed_worker_is_replaced_by_the_standby_in_one_decision():

@@ -6,15 +6,16 @@ import pytest
 from agent_jobs import ROOT, Job
 from control_world import World, kinds, only
 
-from ft import messages as m
-from ft.control import history, verdict
-from ft.control.state import Recovery, Return
+from ft.faults import verdict
+from ft.job import messages as m
+from ft.job.control import history
+from ft.job.control.state import Recovery, Return
 
 STALL = verdict.of_stall("work", 12.0, 10.3)
 START = """
 import sys
-from ft.agent import parts
-from ft.control.timeouts import Timeouts
+from ft.job.agent import parts
+from ft.job.control.timeouts import Timeouts
 parts._timeouts = lambda options: Timeouts(stall_s=4.0, collective_s=5.0)
 from ft.cli import main
 sys.exit(main())

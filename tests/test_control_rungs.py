@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from ft.control.rungs import COPIES, MIDDLE, PLUS, REBUILD, RESTART, Memory, Stages, decide
-from ft.control.state import Place
-from ft.messages import Holdings, Neighbours, Source
+from ft.job.control.rungs import COPIES, MIDDLE, PLUS, REBUILD, RESTART, Memory, Stages, decide
+from ft.job.control.state import Place
+from ft.job.messages import Holdings, Neighbours, Source
 
 
 def pipeline(pp=4, dp=1, tp=1, blocks=None, checkfree=MIDDLE, rebuilt=None):

@@ -14,14 +14,14 @@ import psutil
 import pytest
 from control_world import World
 
-from ft import events
-from ft import messages as m
-from ft.control import board as boards
-from ft.control import journal
-from ft.control.journal import Journal, recall
-from ft.control.sidecar import parse_options
-from ft.control.state import RUNNING
-from ft.errors import UserError
+from ft.base import events
+from ft.base.errors import UserError
+from ft.job import messages as m
+from ft.job.control import board as boards
+from ft.job.control import journal
+from ft.job.control.journal import Journal, recall
+from ft.job.control.sidecar import parse_options
+from ft.job.control.state import RUNNING
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 30.0
@@ -129,7 +129,7 @@ class Played:
         self.folder = folder
         self.log = open(folder / "control.log", "wb")  # noqa: SIM115 - closed with the side-car
         options = {"world_size": world_size, "nodes": 1, "command": ["train.py"]}
-        command = [sys.executable, "-m", "ft.control", "--run-dir", str(folder)]
+        command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(folder)]
         self.process = subprocess.Popen(
             [*command, "--where", "tcp://127.0.0.1:0", "--options", json.dumps(options)],
             env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -249,7 +249,7 @@ def test_the_side_car_dies_with_its_parent(tmp_path):
     options = json.dumps({"world_size": 1})
     code = f"""
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-m", "ft.control", "--run-dir", {str(tmp_path)!r}, "--where",
+subprocess.Popen([sys.executable, "-m", "ft.job.control", "--run-dir", {str(tmp_path)!r}, "--where",
                   "tcp://127.0.0.1:0", "--options", {options!r}])
 time.sleep(100)
 """
@@ -268,7 +268,7 @@ time.sleep(100)
 
 def test_a_port_that_is_taken_ends_the_side_car_with_a_message(tmp_path):
     board = boards.host("tcp://127.0.0.1:0", "", TOKEN)
-    command = [sys.executable, "-m", "ft.control", "--run-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(tmp_path)]
     done = subprocess.run(
         [*command, "--where", board.where, "--options", '{"world_size": 1}'],
         env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)},

@@ -2,8 +2,8 @@
 
 from control_world import LIMITS, World, kinds, only
 
-from ft import messages as m
-from ft.control.state import GATHERING, RUNNING
+from ft.job import messages as m
+from ft.job.control.state import GATHERING, RUNNING
 
 
 def test_a_worker_that_never_takes_its_seat_in_a_fresh_epoch_does_not_hold_up_the_start_for_ever():

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ft.control.store import StoreConnection, StoreServer, client, handshake
-from ft.errors import UserError
+from ft.base.errors import UserError
+from ft.net.store import StoreConnection, StoreServer, client, handshake
 
 TOKEN = "of the test"
 LIMIT_S = 20.0

@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from ft import token
-from ft.agent.membership import claim_name
-from ft.agent.sidecar import Sidecar
-from ft.agent.steward import Steward
-from ft.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
-from ft.control import tenure
-from ft.control.solitude import Solitude
-from ft.control.tenure import Standing
-from ft.control.timeouts import Timeouts
-from ft.errors import UserError
+from ft.base import token
+from ft.base.errors import UserError
+from ft.job.agent.membership import claim_name
+from ft.job.agent.sidecar import Sidecar
+from ft.job.agent.steward import Steward
+from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
+from ft.job.control.solitude import Solitude
+from ft.job.control.timeouts import Timeouts
+from ft.platform import election as tenure
+from ft.platform.election import Standing
 
 LIMITS = Timeouts()
 

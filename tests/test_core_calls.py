@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.patches.calls import check_calls
 from megatron.patches.sources import CoreSources, OwnSources
 

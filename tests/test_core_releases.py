@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import small_runs as runs
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 OLDEST = "0.16.1"

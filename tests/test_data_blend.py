@@ -3,7 +3,7 @@
 import numpy
 import pytest
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments.data import DataOptions
 from megatron.training.data.blend import Blend, dataset_prefixes, parse_blend, parse_recipe, parse_split
 from megatron.training.data.order import CyclicOrder, epoch_permutation, sample_indices

@@ -7,7 +7,7 @@ import os
 import numpy
 import pytest
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron import patches
 
 patches.apply()

@@ -4,7 +4,7 @@
 
 import pytest
 
-from ft.errors import FtError, UserError
+from ft.base.errors import FtError, UserError
 from megatron import patches
 
 patches.apply()

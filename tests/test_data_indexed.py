@@ -6,7 +6,7 @@ import struct
 import numpy
 import pytest
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.data.indexed import encode_index, id_range, read_index
 from megatron.training.data.sidecar import read_sidecar
 

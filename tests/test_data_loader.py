@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.data.loader import MicrobatchLoader
 
 

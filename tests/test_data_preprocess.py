@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments.data import TokenizerOptions
 from megatron.training.data.indexed import FILES, encode_index, read_index
 from megatron.training.data.preprocess import PreprocessOptions, preprocess

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import small_runs as runs
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training import determinism
 from megatron.training.arguments import parse
 

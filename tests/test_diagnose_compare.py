@@ -11,7 +11,7 @@ import torch
 from checkpoint_flips import flip, places, put, resign, tensor
 
 from ft import cli
-from ft.diagnose import compare, stored
+from ft.observe.diagnose import compare, stored
 
 # Two stages of two replicas; every rank stores its own shard of the optimizer's state.
 FLAGS = (

@@ -7,10 +7,10 @@ import struct
 import pytest
 import torch
 
-from ft.diagnose import difference
-from ft.diagnose.compare import classed
-from ft.diagnose.difference import of_tensors, of_values
-from ft.diagnose.grid import coordinates, copies
+from ft.observe.diagnose import difference
+from ft.observe.diagnose.compare import classed
+from ft.observe.diagnose.difference import of_tensors, of_values
+from ft.observe.diagnose.grid import coordinates, copies
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from dmr_tensors import DTYPES, LENGTHS, anything, from_eager
 
-from ft.dmr.digest import api, backend, bits, compare, definition, differing, digest, digest_many, native
-from ft.errors import UserError
+from ft.base.errors import UserError
+from ft.systems.dmr.digest import api, backend, bits, compare, definition, differing, digest, digest_many, native
 
 ROOT = Path(__file__).parent.parent
 VECTORS = [  # digests cross versions and machines: they have to stay what they are
@@ -238,7 +238,7 @@ def test_without_the_library_digests_are_the_same_and_that_is_said_once(tmp_path
     shutil.copytree(ROOT / "ft", tmp_path / "ft", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     program = """
 import torch
-from ft.dmr.digest import api, backend, digest
+from ft.systems.dmr.digest import api, backend, digest
 assert backend("cpu") == "eager"
 for seed in range(3):
     digest(torch.arange(9000), seed)

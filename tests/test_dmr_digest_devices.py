@@ -10,7 +10,7 @@ import pytest
 import torch
 from dmr_tensors import DTYPES, LENGTHS, anything, from_eager
 
-from ft.dmr.digest import compare, digest
+from ft.systems.dmr.digest import compare, digest
 
 ROOT = Path(__file__).parent.parent
 TRITON = importlib.util.find_spec("triton") is not None
@@ -22,7 +22,7 @@ def test_the_triton_kernel_gives_the_same_value_in_its_interpreter():
 import sys, torch
 sys.path.insert(0, "tests")
 import dmr_tensors as here
-from ft.dmr.digest import kernel
+from ft.systems.dmr.digest import kernel
 kernel._FEW_BLOCKS = 3
 for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.float64):
     for length in (0, 1, 3, 4096, 4097, 30001):
@@ -39,7 +39,7 @@ def test_the_triton_kernel_compiles_for_gpus_that_are_not_here():
     program = """
 import triton
 from triton.backends.compiler import GPUTarget
-from ft.dmr.digest import kernel
+from ft.systems.dmr.digest import kernel
 pointers = {"words": "*i32", "halves": "*i32", "numbers": "*i64"}
 signature = {name: pointers.get(name, "constexpr" if name.isupper() else "i64") for name in kernel.level.arg_names}
 for architecture in (80, 90):

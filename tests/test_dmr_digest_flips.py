@@ -9,8 +9,8 @@ from dmr_tensors import DTYPES, anything
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft.dmr.digest import compare, digest, digest_many, eager
-from ft.dmr.digest.definition import WORDS
+from ft.systems.dmr.digest import compare, digest, digest_many, eager
+from ft.systems.dmr.digest.definition import WORDS
 
 
 def flipped(tensor: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor:

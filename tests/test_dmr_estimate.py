@@ -8,17 +8,17 @@ from statistics import fmean
 import pytest
 
 from ft import cli
-from ft.dmr.estimate.answer import cluster_of, estimate
-from ft.dmr.estimate.calibrate import calibrated, shares
-from ft.dmr.estimate.clusters import DEVICES, Cluster
-from ft.dmr.estimate.layout import fitted
-from ft.dmr.estimate.models import MODELS
-from ft.dmr.estimate.profile import profile
-from ft.dmr.estimate.scenario import FIELDS, question, read_file
-from ft.dmr.plan.check import problems
-from ft.dmr.plan.predict import Clock
-from ft.dmr.plan.trace import OPTIMIZER
-from ft.dmr.plan.trace_file import read_trace, write_trace
+from ft.lab.estimate.answer import cluster_of, estimate
+from ft.lab.estimate.calibrate import calibrated, shares
+from ft.lab.estimate.clusters import DEVICES, Cluster
+from ft.lab.estimate.layout import fitted
+from ft.lab.estimate.models import MODELS
+from ft.lab.estimate.profile import profile
+from ft.lab.estimate.scenario import FIELDS, question, read_file
+from ft.systems.dmr.plan.check import problems
+from ft.systems.dmr.plan.predict import Clock
+from ft.systems.dmr.plan.trace import OPTIMIZER
+from ft.systems.dmr.plan.trace_file import read_trace, write_trace
 
 SCENARIOS = sorted((Path(__file__).parent.parent / "examples" / "dmr").glob("*.toml"))
 SMALL = "--model llama3-8b --gpus 4 --tp 2 --pp 2 --batch 2"

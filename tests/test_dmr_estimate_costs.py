@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from ft.dmr.estimate.block import Transfer, Work, backward, forward, head, saved_bytes
-from ft.dmr.estimate.clusters import DEVICES, Cluster
-from ft.dmr.estimate.costs import seconds
-from ft.dmr.estimate.layout import STATES, Layout, fitted
-from ft.dmr.estimate.memory import over_units, peak_bytes, stage_memory, state_bytes
-from ft.dmr.estimate.models import MODELS
-from ft.dmr.plan.schedule import Pipeline, orders
-from ft.errors import UserError
+from ft.base.errors import UserError
+from ft.lab.estimate.block import Transfer, Work, backward, forward, head, saved_bytes
+from ft.lab.estimate.clusters import DEVICES, Cluster
+from ft.lab.estimate.costs import seconds
+from ft.lab.estimate.layout import STATES, Layout, fitted
+from ft.lab.estimate.memory import over_units, peak_bytes, stage_memory, state_bytes
+from ft.lab.estimate.models import MODELS
+from ft.systems.dmr.plan.schedule import Pipeline, orders
 
 LLAMA, GPT3, SCOUT = MODELS["llama3-70b"], MODELS["gpt3-175b"], MODELS["llama4-scout"]
 

@@ -10,15 +10,15 @@ import small_runs as runs
 import torch
 from ft_runs import flags, ft_run
 
-from ft.dmr.plan import trace
-from ft.dmr.runtime import mode
-from ft.dmr.runtime.course import Course
-from ft.dmr.runtime.falsify import Falsifier, bits_of, flip_bit, force_bit
-from ft.dmr.runtime.injection import planned_flips
-from ft.errors import UserError
-from ft.inject import flip as flips
-from ft.inject import from_json, parse, schedule, to_json
-from ft.inject.flip import CHECKER, ONCE, PRIMARY, REPEAT, STUCK, Flip
+from ft.base.errors import UserError
+from ft.faults import flip as flips
+from ft.faults import from_json, parse, schedule, to_json
+from ft.faults.flip import CHECKER, ONCE, PRIMARY, REPEAT, STUCK, Flip
+from ft.systems.dmr.plan import trace
+from ft.systems.dmr.runtime import mode
+from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.falsify import Falsifier, bits_of, flip_bit, force_bit
+from ft.systems.dmr.runtime.injection import planned_flips
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools" / "experiments"))
 
@@ -201,7 +201,7 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 
 def train_twice(given: str) -> dict:
     """Trains with DMR; what was flipped and found here, and the steps that came out clean after that."""
-    from ft.dmr.runtime import injection, witness
+    from ft.systems.dmr.runtime import injection, witness
     from megatron import patches
     from megatron.patches.manifest import WITH_DMR
 
@@ -219,7 +219,7 @@ def train_twice(given: str) -> dict:
         def clean(self, step, attempt):
             told["clean"].append((step, attempt))
 
-    from ft.dmr.runtime import install
+    from ft.systems.dmr.runtime import install
 
     injection.Teller, install.Teller = Hits, Witness
     runs.run(given)

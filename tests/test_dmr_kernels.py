@@ -7,8 +7,8 @@ import pytest
 import small_runs as runs
 import torch
 
-from ft.dmr.runtime.opaque import refuse_opaque
-from ft.errors import UserError
+from ft.base.errors import UserError
+from ft.systems.dmr.runtime.opaque import refuse_opaque
 from megatron.training import config
 from megatron.training.arguments import check, parse
 

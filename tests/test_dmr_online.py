@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from dmr_traces import pipeline_trace, random_trace
 
-from ft.dmr.plan.assign import D_INTRA, NAIVE
-from ft.dmr.plan.check import problems
-from ft.dmr.plan.online import (
+from ft.systems.dmr.plan.assign import D_INTRA, NAIVE
+from ft.systems.dmr.plan.check import problems
+from ft.systems.dmr.plan.online import (
     Entry,
     at_static_window,
     before_change,
@@ -17,10 +17,10 @@ from ft.dmr.plan.online import (
     in_dynamic_window,
     under_pressure,
 )
-from ft.dmr.plan.planner import Options, plan
-from ft.dmr.plan.schedule import Pipeline
-from ft.dmr.plan.trace import Memory, Operator, Place, Tensor, Trace, Window
-from ft.dmr.plan.waiting import Waiting
+from ft.systems.dmr.plan.planner import Options, plan
+from ft.systems.dmr.plan.schedule import Pipeline
+from ft.systems.dmr.plan.trace import Memory, Operator, Place, Tensor, Trace, Window
+from ft.systems.dmr.plan.waiting import Waiting
 
 QUEUE = (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0))
 

@@ -6,14 +6,26 @@ from dataclasses import replace
 import pytest
 from dmr_traces import pipeline_trace, random_trace, wider
 
-from ft.dmr.plan import attempts
-from ft.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, SETS, UNCHECKED
-from ft.dmr.plan.check import peaks, problems
-from ft.dmr.plan.planner import Options, plan
-from ft.dmr.plan.schedule import Pipeline
-from ft.dmr.plan.summary import loads, reasons
-from ft.dmr.plan.trace import INTER, INTRA, OPTIMIZER, Checking, Memory, Operator, Place, Segment, Tensor, Trace, Window
-from ft.errors import UserError
+from ft.base.errors import UserError
+from ft.systems.dmr.plan import attempts
+from ft.systems.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, SETS, UNCHECKED
+from ft.systems.dmr.plan.check import peaks, problems
+from ft.systems.dmr.plan.planner import Options, plan
+from ft.systems.dmr.plan.schedule import Pipeline
+from ft.systems.dmr.plan.summary import loads, reasons
+from ft.systems.dmr.plan.trace import (
+    INTER,
+    INTRA,
+    OPTIMIZER,
+    Checking,
+    Memory,
+    Operator,
+    Place,
+    Segment,
+    Tensor,
+    Trace,
+    Window,
+)
 
 TRACES = 40
 FEWER = 15

@@ -11,13 +11,13 @@ import pytest
 from dmr_traces import PRINT, pipeline_trace, random_trace
 
 from ft import cli
-from ft.dmr.plan.file import differences, read_plan, refuse_another_s, write_plan
-from ft.dmr.plan.planner import plan
-from ft.dmr.plan.schedule import Pipeline
-from ft.dmr.plan.sizes import gigabytes
-from ft.dmr.plan.trace_file import read_trace, write_trace
-from ft.errors import UserError
-from ft.quantities import size
+from ft.base.errors import UserError
+from ft.base.quantities import size
+from ft.systems.dmr.plan.file import differences, read_plan, refuse_another_s, write_plan
+from ft.systems.dmr.plan.planner import plan
+from ft.systems.dmr.plan.schedule import Pipeline
+from ft.systems.dmr.plan.sizes import gigabytes
+from ft.systems.dmr.plan.trace_file import read_trace, write_trace
 
 TRACE = pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0)
 BUDGET = "6000"

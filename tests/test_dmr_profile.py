@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import small_runs as runs
 
+from ft.base.errors import UserError
 from ft.cli import main as ft
-from ft.dmr.plan.assign import D_INTER, D_INTRA
-from ft.dmr.plan.file import differences, read_plan
-from ft.dmr.plan.schedule import Pipeline
-from ft.dmr.plan.trace import FINGERPRINT, Place, Trace
-from ft.dmr.plan.trace_file import read_trace, write_trace
-from ft.dmr.profile.assemble import assemble, blocks
-from ft.dmr.profile.costs import ComparisonCosts
-from ft.dmr.profile.events import Done, Memory, Notes, StageRecord, Timed, Waited
-from ft.errors import UserError
+from ft.systems.dmr.plan.assign import D_INTER, D_INTRA
+from ft.systems.dmr.plan.file import differences, read_plan
+from ft.systems.dmr.plan.schedule import Pipeline
+from ft.systems.dmr.plan.trace import FINGERPRINT, Place, Trace
+from ft.systems.dmr.plan.trace_file import read_trace, write_trace
+from ft.systems.dmr.profile.assemble import assemble, blocks
+from ft.systems.dmr.profile.costs import ComparisonCosts
+from ft.systems.dmr.profile.events import Done, Memory, Notes, StageRecord, Timed, Waited
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 LAYOUTS = {

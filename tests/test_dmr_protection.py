@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ft.control import verdict
-from ft.dmr.runtime.protection import CorruptionError, InterruptedStepError, Protection
-from ft.dmr.runtime.suspects import GIVE_UP, Limits, Outcome
-from ft.errors import EpochClosed, RecoverableError, UserError
+from ft.base.errors import EpochClosed, RecoverableError, UserError
+from ft.faults import verdict
+from ft.systems.dmr.runtime.protection import CorruptionError, InterruptedStepError, Protection
+from ft.systems.dmr.runtime.suspects import GIVE_UP, Limits, Outcome
 
 
 def protection(*, can_evict: bool, any_known: bool) -> Protection:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from ft.dmr.runtime.findings import DISPUTED, REDUCTION
-from ft.dmr.runtime.reductions import verdicts
+from ft.systems.dmr.runtime.findings import DISPUTED, REDUCTION
+from ft.systems.dmr.runtime.reductions import verdicts
 
 ROWS = 4
 
@@ -16,10 +16,10 @@ def reduced(wrong: dict) -> dict:
     import torch
     import torch.distributed as dist
 
-    from ft.dmr.plan.trace import BACKWARD
-    from ft.dmr.runtime.course import At
-    from ft.dmr.runtime.findings import Findings
-    from ft.dmr.runtime.reductions import Reductions
+    from ft.systems.dmr.plan.trace import BACKWARD
+    from ft.systems.dmr.runtime.course import At
+    from ft.systems.dmr.runtime.findings import Findings
+    from ft.systems.dmr.runtime.reductions import Reductions
 
     gathers, gather = [], dist.all_gather
     dist.all_gather = lambda *args, **kwargs: (gathers.append(args), gather(*args, **kwargs))

@@ -4,9 +4,9 @@ import pytest
 from histories import History, write
 from test_report_files import report
 
-from ft import events
-from ft.report.corruption import corruption
-from ft.report.corruption_panel import coverage, panel, summary_of, text_table
+from ft.base import events
+from ft.observe.report.corruption import corruption
+from ft.observe.report.corruption_panel import coverage, panel, summary_of, text_table
 
 
 class Watched(History):
@@ -107,10 +107,11 @@ def test_the_report_shows_it(tmp_path, capsys):
 
 
 def test_the_picture_has_a_mark_for_each_wrong_attempt(tmp_path):
-    from ft.report import palette, timeline
-    from ft.report.axes import rows
-    from ft.report.recoveries import recoveries
-    from ft.report.run import load
+    from ft.observe.report import timeline
+    from ft.record.recoveries import recoveries
+    from ft.record.run import load
+    from ft.show import palette
+    from ft.show.axes import rows
 
     run = load(write(tmp_path / "a", eventful(), steps=90))
     found, checked = recoveries(run.events), corruption(run.events)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ft.dmr.plan.assign import NAIVE, PIGGYBACK, UNCHECKED
-from ft.dmr.runtime.course import Course
-from ft.dmr.runtime.engine import Engine
-from ft.dmr.runtime.findings import AT_ONCE, RECOMPUTATION, Findings
-from ft.dmr.runtime.mode import CHECKER, PRIMARY, DoubleExecution
-from ft.dmr.runtime.queue import Queue
-from ft.dmr.runtime.strategy import Naive, Piggyback
-from ft.dmr.runtime.unstable import Sparing
+from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK, UNCHECKED
+from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.engine import Engine
+from ft.systems.dmr.runtime.findings import AT_ONCE, RECOMPUTATION, Findings
+from ft.systems.dmr.runtime.mode import CHECKER, PRIMARY, DoubleExecution
+from ft.systems.dmr.runtime.queue import Queue
+from ft.systems.dmr.runtime.strategy import Naive, Piggyback
+from ft.systems.dmr.runtime.unstable import Sparing
 
 
 class Searching(Naive):

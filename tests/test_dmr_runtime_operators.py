@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ft.dmr.digest import same
-from ft.dmr.runtime.operators import is_counted, nature, tensors_in
-from ft.dmr.runtime.twice import (
+from ft.systems.dmr.digest import same
+from ft.systems.dmr.runtime.operators import is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.twice import (
     check_in_place,
     checked_by_looking,
     execute_again,

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from ft.dmr.digest import digest
-from ft.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
-from ft.dmr.runtime.course import At, Course, operator_id
-from ft.dmr.runtime.findings import AT_ONCE, MESSAGE, Findings, Mismatch
-from ft.dmr.runtime.segments import Scripts, Segment
-from ft.dmr.runtime.undo import Undo
-from ft.snapshot.state import RankState
+from ft.state.snapshot.state import RankState
+from ft.systems.dmr.digest import digest
+from ft.systems.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
+from ft.systems.dmr.runtime.course import At, Course, operator_id
+from ft.systems.dmr.runtime.findings import AT_ONCE, MESSAGE, Findings, Mismatch
+from ft.systems.dmr.runtime.segments import Scripts, Segment
+from ft.systems.dmr.runtime.undo import Undo
 
 SEED = 1234567
 
@@ -198,7 +198,7 @@ def test_after_an_unchecked_operator_nothing_is_compared(findings):
 
 
 class Trainee:
-    """Parameters that an update changes, and a step count beside them: what ``ft.worker.subject.Subject`` is."""
+    """Parameters that an update changes, and a step count beside them, as in ``ft.systems.hot_swap.subject``."""
 
     def __init__(self):
         self.owned = {"moment": torch.randn(64)}

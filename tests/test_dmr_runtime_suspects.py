@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from ft.dmr.plan.trace import FORWARD
-from ft.dmr.runtime.course import At
-from ft.dmr.runtime.findings import AT_ONCE, DISPUTED, MESSAGE, RECOMPUTATION, REDUCTION, WINDOW, Mismatch
-from ft.dmr.runtime.suspects import EVICT, GIVE_UP, RETRY, Limits, Memory, decide, own_mismatches
+from ft.systems.dmr.plan.trace import FORWARD
+from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.findings import AT_ONCE, DISPUTED, MESSAGE, RECOMPUTATION, REDUCTION, WINDOW, Mismatch
+from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, RETRY, Limits, Memory, decide, own_mismatches
 
 RANKS = 4
 OWN, WIRES = (AT_ONCE, RECOMPUTATION, WINDOW), (MESSAGE, REDUCTION, DISPUTED)

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from ft.dmr.plan.schedule import Pipeline, Unit, idle, messages, needs, orders, simulate
-from ft.errors import UserError
+from ft.base.errors import UserError
+from ft.systems.dmr.plan.schedule import Pipeline, Unit, idle, messages, needs, orders, simulate
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 SHAPES = [(1, 1, 1), (1, 5, 1), (2, 4, 1), (4, 8, 1), (4, 2, 1), (2, 4, 3), (4, 8, 2), (3, 3, 2), (4, 10, 2)]

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from ft.dmr.runtime.course import At
-from ft.dmr.runtime.findings import Findings
-from ft.dmr.runtime.segments import Scripts, Segment
+from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.findings import Findings
+from ft.systems.dmr.runtime.segments import Scripts, Segment
 
 FORWARD = ["mm", "softmax", "topk", "sum", "mul", "mm"]
 EXTRA = {3: "sum", 4: "mul", 7: "mul"}

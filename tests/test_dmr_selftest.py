@@ -9,16 +9,17 @@ from dmr_traces import pipeline_trace
 from harness import RankFailed
 
 from ft import cli
-from ft.dmr.plan.file import read_plan
-from ft.dmr.plan.schedule import Pipeline
-from ft.dmr.plan.trace_file import write_trace
-from ft.dmr.runtime.course import Unit
-from ft.dmr.runtime.strategy import SKIPPED, Naive, Piggyback
-from ft.dmr.runtime.unstable import Sparing, Unstable, read_unstable, write_unstable
-from ft.dmr.selftest.cases import Case, cases
-from ft.dmr.selftest.probe import NOT_TRIED, REFUSED, STABLE, UNSTABLE, Kind, Probe
-from ft.dmr.selftest.text import Outcome, as_text, as_values
-from ft.errors import UserError
+from ft.base.errors import UserError
+from ft.lab.selftest.cases import Case, cases
+from ft.lab.selftest.probe import NOT_TRIED, REFUSED, STABLE, UNSTABLE, Kind, Probe
+from ft.lab.selftest.text import Outcome, as_text, as_values
+from ft.systems.dmr.plan.file import read_plan
+from ft.systems.dmr.plan.schedule import Pipeline
+from ft.systems.dmr.plan.trace_file import write_trace
+from ft.systems.dmr.runtime.course import Unit
+from ft.systems.dmr.runtime.strategy import SKIPPED, Naive, Piggyback
+from ft.systems.dmr.runtime.unstable import Sparing
+from ft.systems.dmr.unstable import Unstable, read_unstable, write_unstable
 
 _library = torch.library.Library("planted", "FRAGMENT")
 _library.define("noise(Tensor x) -> Tensor")

@@ -139,7 +139,7 @@ def flips_of_what_waits(flags: str, folder: Path, hit_rank: int) -> dict:
     AGC segment, where the plan has such."""
     import torch.distributed as dist
 
-    from ft.dmr.plan.file import read_plan
+    from ft.systems.dmr.plan.file import read_plan
 
     job = dmr_jobs.assemble(flags)
     again, steps = dmr_jobs.Again(job), []

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from ft import events
-from ft.events import Event, EventLog
+from ft.base import events
+from ft.base.events import Event, EventLog
 
 
 def example(name: str) -> Event:

@@ -10,9 +10,9 @@ sys.path.insert(0, str(ROOT / "tools" / "experiments"))
 import fault_campaign as campaign
 import fault_campaign_report as report
 
-from ft.inject import parse, schedule
-from ft.inject.faults import RECOVERY_PHASES
-from ft.inject.table import row_of
+from ft.faults import parse, schedule
+from ft.faults.faults import RECOVERY_PHASES
+from ft.faults.table import row_of
 
 
 def rows(specs: list[str]) -> list[str]:

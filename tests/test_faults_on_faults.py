@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from ft_runs import flags, ft_run
 
-from ft.inject.faults import RECOVERY_PHASES
+from ft.faults.faults import RECOVERY_PHASES
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 FIRST = "kill@step={step}:rank=0:phase=forward"

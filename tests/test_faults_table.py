@@ -7,19 +7,19 @@ import pytest
 from control_world import World, only
 from test_faults_every_kind import BUNDLES, ELSEWHERE
 
-from ft import messages as m
 from ft.cli import main
-from ft.control.state import RUNNING
-from ft.inject import Fault, keys, parse, read_scenario, schedule
-from ft.inject.acts import ACTS, IN_TRAINING
-from ft.inject.faults import OF_CONTROL, OF_NODE
-from ft.inject.kinds import DMR, FILES, GPU, HARMLESS, MEANING, OF_ACTION, ROOT, START, STOPPED, UNNOTICED, WORKER
-from ft.inject.messages import Frames, Reports
-from ft.inject.page import PAGE, page, read_times
-from ft.inject.spec import KEYS
-from ft.inject.table import NAMES, TABLE, row_of
-from ft.worker.faults import _ACTS as SESSION_ACTS
-from ft.worker.settings import surroundings
+from ft.faults import Fault, keys, parse, read_scenario, schedule
+from ft.faults.acts import ACTS, IN_TRAINING
+from ft.faults.faults import OF_CONTROL, OF_NODE
+from ft.faults.kinds import DMR, FILES, GPU, HARMLESS, MEANING, OF_ACTION, ROOT, START, STOPPED, UNNOTICED, WORKER
+from ft.faults.messages import Frames, Reports
+from ft.faults.page import PAGE, page, read_times
+from ft.faults.spec import KEYS
+from ft.faults.table import NAMES, TABLE, row_of
+from ft.job import messages as m
+from ft.job.control.state import RUNNING
+from ft.systems.hot_swap.faults import _ACTS as SESSION_ACTS
+from ft.systems.hot_swap.settings import surroundings
 from megatron.training.arguments import parse as parse_flags
 
 ROOT_FOLDER = Path(__file__).parent.parent
@@ -65,7 +65,7 @@ def test_each_kind_is_tested_end_to_end(row):
 
 
 def test_the_page_is_what_the_command_makes():
-    assert (ROOT_FOLDER / PAGE).read_text() == page(read_times(ROOT_FOLDER)), "run: python -m ft.inject.page"
+    assert (ROOT_FOLDER / PAGE).read_text() == page(read_times(ROOT_FOLDER)), "run: python -m ft.faults.page"
 
 
 def test_every_key_that_is_read_is_on_the_page_and_no_other():
@@ -131,7 +131,7 @@ def test_reports_on_their_way_and_afterwards():
 
 
 def test_a_fault_in_a_recovery_waits_for_one_and_reaches_whoever_has_just_joined():
-    from ft.inject.worker import Injector
+    from ft.faults.worker import Injector
 
     class Actions:
         def act(self, fault: Fault) -> None:

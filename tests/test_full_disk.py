@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from ft_runs import ROOT, Running, flags
 
-from ft.agent.script import _text
 from ft.cli import main as cli
+from ft.job.agent.script import _text
 from megatron.training.logging.metrics import MetricsFile
 
 STEPS = 100

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from groups_worker import Worker
 
-from ft.control.store import StoreServer
-from ft.errors import EpochClosed, RecoverableError, UserError
-from ft.groups import Group
-from ft.groups.local import Local
-from ft.groups.registry import check_torch
-from ft.groups.state import EpochState
+from ft.base.errors import EpochClosed, RecoverableError, UserError
+from ft.net.store import StoreServer
+from ft.state.groups import Group
+from ft.state.groups.local import Local
+from ft.state.groups.registry import check_torch
+from ft.state.groups.state import EpochState
 
 RELEASE_LIMIT_S = 5.0
 

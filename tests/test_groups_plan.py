@@ -2,8 +2,8 @@
 
 import pytest
 
-from ft.groups.plan import plan_rebuild
-from ft.messages import GroupReport
+from ft.job.control.rebuilds import plan_rebuild
+from ft.job.messages import GroupReport
 
 
 def report(name="g", ranks=(0, 1), used=True, in_flight=False, collectives=3, sent=None, received=None):

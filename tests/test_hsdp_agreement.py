@@ -5,9 +5,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from ft.hsdp import agreement
-from ft.hsdp.agreement import Agreement
-from ft.hsdp.quorum import Quorum, Report
+from ft.job.quorum import Quorum, Report
+from ft.systems.hsdp import agreement
+from ft.systems.hsdp.agreement import Agreement
 
 LIMIT_S = 30.0
 

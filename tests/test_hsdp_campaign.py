@@ -12,9 +12,9 @@ sys.path.insert(0, str(ROOT / "tools" / "experiments"))
 import hsdp_campaign as campaign
 import hsdp_campaign_report as report
 
-from ft import inject
-from ft.hsdp.launch import faults
-from ft.hsdp.launch.places import Part
+from ft import faults as inject
+from ft.job.replicas import faults
+from ft.job.replicas.places import Part
 
 
 def test_over_the_seeds_every_kind_comes_and_a_seed_decides_everything():

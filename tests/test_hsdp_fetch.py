@@ -9,12 +9,12 @@ import pytest
 import torch
 from fetch_sources import LINEAGE, STEP, TOKEN, WAIT_S, blank, descriptors, equal, state
 
-from ft.errors import UserError
-from ft.hsdp.fetch import BadState, Limits, Refused, StateServer, fetch, fetch_envelope, shares
-from ft.hsdp.fetch.crew import failure, stalled_s
-from ft.hsdp.fetch.memory import FlatState, table_of
-from ft.hsdp.fetch.offer import Envelope, Offer, Withdrawn
-from ft.hsdp.fetch.source import Bad, Gone, Lost
+from ft.base.errors import UserError
+from ft.state.fetch import BadState, Limits, Refused, StateServer, fetch, fetch_envelope, shares
+from ft.state.fetch.crew import failure, stalled_s
+from ft.state.fetch.memory import FlatState, table_of
+from ft.state.fetch.offer import Envelope, Offer, Withdrawn
+from ft.state.fetch.source import Bad, Gone, Lost
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from fetch_sources import (
     state,
 )
 
-from ft.hsdp.fetch import BadState, Limits, Refused, StateServer, door, fetch, wire
+from ft.state.fetch import BadState, Limits, Refused, StateServer, door, fetch, wire
 
 HEADS = 4096
 """Bytes by which a connection has surely begun to carry the state: more than all heads and the table."""
@@ -372,7 +372,7 @@ def _mutated(numbers: random.Random, address: str) -> bytes:
 
 
 def test_a_slow_stranger_is_shown_the_door(closing, monkeypatch):
-    monkeypatch.setattr("ft.hsdp.fetch.handler.HELLO_S", 0.3)
+    monkeypatch.setattr("ft.state.fetch.handler.HELLO_S", 0.3)
     source = serving(closing, state(20, 0.1))
     with _connected(source) as stranger:
         with contextlib.suppress(OSError):
@@ -396,7 +396,7 @@ def test_an_end_that_was_forged_is_no_end(closing):
 
 
 def test_a_source_has_to_prove_that_it_is_of_the_run(closing, monkeypatch):
-    monkeypatch.setattr("ft.hsdp.fetch.handler.Handler._is_member", lambda handler: "Authorization" in handler.headers)
+    monkeypatch.setattr("ft.state.fetch.handler.Handler._is_member", lambda handler: "Authorization" in handler.headers)
     live = state(24, 0.1)
     foreign = opened(closing, StateServer("127.0.0.1", "another token"))
     foreign.offer(STEP, LINEAGE, live, {})

@@ -7,15 +7,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from ft.hsdp import catch_up, votes
-from ft.hsdp.agreement import Agreed
-from ft.hsdp.fetch import Fetched, Refused
-from ft.hsdp.guard import ReplicaGuard
-from ft.hsdp.last_save import LastSave, Turns
-from ft.hsdp.place import Place
-from ft.hsdp.quorum import Quorum
-from ft.hsdp.retry import Retry
-from ft.hsdp.work import OwnStream
+from ft.job.quorum import Quorum
+from ft.state.fetch import Fetched, Refused
+from ft.systems.hsdp import catch_up, votes
+from ft.systems.hsdp.agreement import Agreed
+from ft.systems.hsdp.guard import ReplicaGuard
+from ft.systems.hsdp.last_save import LastSave, Turns
+from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.retry import Retry
+from ft.systems.hsdp.work import OwnStream
 
 REPLICA = 1
 BEHIND = Quorum(7, 20, 6, (0, 2), (REPLICA,), {0: 1, 1: 2, 2: 1})

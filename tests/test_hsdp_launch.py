@@ -5,16 +5,19 @@ import json
 
 import pytest
 
-from ft import events, inject
-from ft.agent import arguments
-from ft.agent.options import Cluster, RunOptions, Script
-from ft.errors import UserError
-from ft.hsdp.launch import faults, flags, marks, policy, replica, run
-from ft.hsdp.launch.member import next_life
-from ft.hsdp.launch.places import Part, devices_of, parts_of
-from ft.hsdp.launch.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
-from ft.hsdp.quorum import standing
-from ft.hsdp.quorum.limits import Limits
+from ft import faults as inject
+from ft.base import events
+from ft.base.errors import UserError
+from ft.commands import arguments
+from ft.commands import replicas as run
+from ft.job.agent.options import Cluster, RunOptions, Script
+from ft.job.quorum import standing
+from ft.job.quorum.limits import Limits
+from ft.job.replicas import faults, flags, marks, policy, replica
+from ft.job.replicas.member import next_life
+from ft.job.replicas.places import Part, devices_of, parts_of
+from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
+from ft.systems.spare.ruler import ruler
 
 
 def given(*words: str) -> argparse.Namespace:
@@ -116,7 +119,7 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
 )
 def test_bad_flags_are_refused(words, says):
     with pytest.raises(UserError, match=says) as caught:
-        flags.read(given(*words))
+        flags.read(given(*words), ruler)
     assert caught.value.fix
 
 
@@ -132,12 +135,13 @@ def test_hot_swap_is_refused_by_name(word):
     values = given("--ft-hsdp-replicas", "2")
     values.script_args.append(word)
     with pytest.raises(UserError, match="--ft-hot-swap"):
-        flags.read(values)
+        flags.read(values, ruler)
 
 
 def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
     assert not flags.wanted(given("--nproc-per-node", "2"))
-    asked = flags.read(given("--ft_hsdp_replicas", "3", "--ft-hsdp-min-replicas", "2", "--ft-hsdp-wait", "500ms"))
+    words = ("--ft_hsdp_replicas", "3", "--ft-hsdp-min-replicas", "2", "--ft-hsdp-wait", "500ms")
+    asked = flags.read(given(*words), ruler)
     assert asked.environment() == {
         "FT_HSDP_REPLICAS": "3",
         "FT_HSDP_MIN_REPLICAS": "2",
@@ -145,7 +149,7 @@ def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
         "FT_HSDP_STREAMS": "1",
         "FT_HSDP_WAIT": "0.5",
     }
-    never = flags.read(given("--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "0"))
+    never = flags.read(given("--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "0"), ruler)
     assert never.environment()["FT_HSDP_WAIT"] == "0"
     limits = Limits(**never.server_options("127.0.0.1")["limits"]).check()
     assert limits.wait_s == limits.arrive_s == 0.0
@@ -157,7 +161,7 @@ def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
 
 
 def server_options(asked: flags.Replicas):
-    from ft.hsdp.quorum.server import parse_options
+    from ft.job.quorum.server import parse_options
 
     return parse_options(json.dumps(asked.server_options("10.0.0.1")))
 

@@ -10,8 +10,9 @@ from agent_jobs import Job
 from harness import processes
 from test_agent_run import ATTACHED
 
-from ft import cli, events
-from ft.agent import processes as linux
+from ft import cli
+from ft.base import events
+from ft.platform import processes as linux
 
 LOOP = (
     ATTACHED

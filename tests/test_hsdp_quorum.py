@@ -3,12 +3,12 @@
 import pytest
 from quorum_world import World
 
-from ft.errors import UserError
-from ft.hsdp.quorum import Limits, NoQuorum, Quorum, Report
-from ft.hsdp.quorum.blame import judge
-from ft.hsdp.quorum.server import parse_options
-from ft.hsdp.quorum.state import SPAN, Options
-from ft.hsdp.quorum.values import BadMessage
+from ft.base.errors import UserError
+from ft.job.quorum import Limits, NoQuorum, Quorum, Report
+from ft.job.quorum.blame import judge
+from ft.job.quorum.server import parse_options
+from ft.job.quorum.state import SPAN, Options
+from ft.job.quorum.values import BadMessage
 
 # --- forming ---------------------------------------------------------------------------------------------------------
 

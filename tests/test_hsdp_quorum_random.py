@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from quorum_world import World
 
-from ft.hsdp.quorum import NoQuorum, Quorum, Report, reactions
-from ft.hsdp.quorum.decide import decide
-from ft.hsdp.quorum.state import SPAN
+from ft.job.quorum import NoQuorum, Quorum, Report, reactions
+from ft.job.quorum.decide import decide
+from ft.job.quorum.state import SPAN
 
 HISTORIES, STEPS, DISTURBED_S, PATIENCE_S = 600, 12, 20.0, 400.0
 TICK_S = 0.05

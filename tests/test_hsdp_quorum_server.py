@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from ft import events
-from ft.control.tenure import SUCCEEDED
-from ft.errors import FtError, RecoverableError, UserError
-from ft.hsdp.quorum import Limits, NoQuorum, Obituary, QuorumClient, Report, standing, wire
+from ft.base import events
+from ft.base.errors import FtError, RecoverableError, UserError
+from ft.job.quorum import Limits, NoQuorum, Obituary, QuorumClient, Report, standing, wire
+from ft.platform.election import SUCCEEDED
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 30.0
 TOKEN = "of the test"
 LEADER = """
 import sys, time
-from ft.hsdp.quorum import QuorumClient, Report
+from ft.job.quorum import QuorumClient, Report
 replica, life = int(sys.argv[2]), int(sys.argv[3])
 client = QuorumClient(sys.argv[1], replica, life, sys.argv[4])
 client.hello([{"ring": f"r{replica}"}])
@@ -48,7 +48,7 @@ class Service:
         limits = {"lost_s": 0.1, "silent_s": 4.5, "start_s": 20.0, "beat_s": 0.1, **options.pop("limits", {})}
         term = self.term()
         words = json.dumps({"replicas": replicas, "limits": limits, **options})
-        self.server = self.run("-m", "ft.hsdp.quorum", "--run-dir", str(self.folder), "--options", words)
+        self.server = self.run("-m", "ft.job.quorum", "--run-dir", str(self.folder), "--options", words)
         self.until(lambda: self.term() > term, "no quorum.json")
         return self.server
 
@@ -177,7 +177,7 @@ def test_the_older_of_two_servers_loses(service):
 def test_many_servers_at_once_leave_one(service):
     words = json.dumps({"replicas": 2})
     servers = [
-        service.run("-m", "ft.hsdp.quorum", "--run-dir", str(service.folder), "--options", words) for _ in range(4)
+        service.run("-m", "ft.job.quorum", "--run-dir", str(service.folder), "--options", words) for _ in range(4)
     ]
     service.until(lambda: sum(server.poll() is None for server in servers) == 1, "several servers")
     assert both([service.client(replica) for replica in range(2)], [(0, 0)] * 2).members == (0, 1)

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from ft import cli
-from ft.hsdp.quorum import wire
-from ft.hsdp.quorum.guests import Guests
-from ft.hsdp.quorum.spread import Relay, Tree
-from ft.simulate.quorum.run import Round, rounds
-from ft.simulate.quorum.shape import WARM_UP, Job, processes
-from ft.simulate.quorum.table import percentile
+from ft.job.quorum import wire
+from ft.job.quorum.guests import Guests
+from ft.job.quorum.spread import Relay, Tree
+from ft.lab.simulate.quorum.run import Round, rounds
+from ft.lab.simulate.quorum.shape import WARM_UP, Job, processes
+from ft.lab.simulate.quorum.table import percentile
 
 LIMIT_S = 30.0
 

@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ft.errors import UserError
-from ft.hsdp import commits, loader_state, lr
-from ft.hsdp.commits import Commit, CommitLog
-from ft.hsdp.loader_state import LoaderState
-from ft.hsdp.place import Place
-from ft.hsdp.records import Records
-from ft.hsdp.resume import where_replicas_stood
-from ft.hsdp.samples import Deal, Past
-from ft.hsdp.work import OwnStream
+from ft.base.errors import UserError
+from ft.systems.hsdp import commits, loader_state, lr
+from ft.systems.hsdp.commits import Commit, CommitLog
+from ft.systems.hsdp.loader_state import LoaderState
+from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.records import Records
+from ft.systems.hsdp.resume import where_replicas_stood
+from ft.systems.hsdp.samples import Deal, Past
+from ft.systems.hsdp.work import OwnStream
 
 DEAL = Deal(3, 2, (Past(2, 4, (8, 4), 2),))
 STATE = LoaderState(7, 9, 4, DEAL, {0: 20, 1: 16, 2: 20})
@@ -93,7 +93,7 @@ def test_a_frozen_replica_keeps_nobody_waiting(tmp_path):
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from pathlib import Path
-from ft.hsdp import loader_state
+from ft.systems.hsdp import loader_state
 with loader_state._alone(Path({str(tmp_path)!r}) / ".loader_state.lock") as alone:
     print(alone, flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -115,10 +115,10 @@ sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from ft.hsdp import loader_state
-from ft.hsdp.place import Place
-from ft.hsdp.resume import where_replicas_stood
-from ft.hsdp.samples import Deal
+from ft.systems.hsdp import loader_state
+from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.resume import where_replicas_stood
+from ft.systems.hsdp.samples import Deal
 state = loader_state.LoaderState(0, 0, 1, Deal(1, 1), {{0: 0}})
 first = int(sys.argv[1])
 for quorum in range(first, 10_000, 3):

@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 from hsdp_runs import SEQ, Run, eventful
 
-from ft.hsdp import commits
-from ft.hsdp.report.effective import asynchronous, synchronous
-from ft.hsdp.report.lanes import CATCHING_UP, OFFLINE, ONLINE, REBUILDING
-from ft.hsdp.report.lineage import lineage
-from ft.hsdp.report.record import load
-from ft.hsdp.report.stalls import FAILURE, REJOIN, RESTART
-from ft.hsdp.report.story import tell
-from ft.hsdp.report.text import facts
+from ft.observe.hsdp.effective import asynchronous, synchronous
+from ft.observe.hsdp.lanes import CATCHING_UP, OFFLINE, ONLINE, REBUILDING
+from ft.observe.hsdp.lineage import lineage
+from ft.observe.hsdp.record import load
+from ft.observe.hsdp.stalls import FAILURE, REJOIN, RESTART
+from ft.observe.hsdp.story import tell
+from ft.observe.hsdp.text import facts
+from ft.systems.hsdp import commits
 
 SEEDS = range(25)
 

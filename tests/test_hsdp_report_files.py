@@ -10,10 +10,10 @@ from hsdp_runs import Run, eventful
 from test_report_files import report
 
 from ft import cli
-from ft.agent import processes
-from ft.control import tenure
-from ft.hsdp import commits
-from ft.report import presence
+from ft.observe.report import presence
+from ft.platform import election as tenure
+from ft.platform import processes
+from ft.systems.hsdp import commits
 
 
 def small(folder) -> Run:

@@ -6,11 +6,11 @@ import threading
 import pytest
 import torch
 
-from ft.errors import EpochClosed, UserError
-from ft.hsdp.ring import Ring, RingOptions, numbers
-from ft.hsdp.ring.numbers import Buffers
-from ft.hsdp.ring.schedule import items
-from ft.hsdp.ring.staging import Staged, Staging
+from ft.base.errors import EpochClosed, UserError
+from ft.systems.hsdp.ring import Ring, RingOptions, numbers
+from ft.systems.hsdp.ring.numbers import Buffers
+from ft.systems.hsdp.ring.schedule import items
+from ft.systems.hsdp.ring.staging import Staged, Staging
 
 SMALL = RingOptions(chunk_bytes=4096, chunks=2, limit_s=20)
 

@@ -14,14 +14,14 @@ import time
 import pytest
 import torch
 
-from ft.hsdp.ring import Ring, RingOptions, hello, numbers
-from ft.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
-from ft.hsdp.ring.control import BREAK, LEAVE, PING, PONG, Message, pack, unpack
-from ft.hsdp.ring.links import Links
-from ft.hsdp.ring.poller import Poller
-from ft.hsdp.ring.schedule import items
-from ft.hsdp.ring.tuning import send_buffer
-from ft.sockets import held, towards
+from ft.platform.sockets import held, towards
+from ft.systems.hsdp.ring import Ring, RingOptions, hello, numbers
+from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
+from ft.systems.hsdp.ring.control import BREAK, LEAVE, PING, PONG, Message, pack, unpack
+from ft.systems.hsdp.ring.links import Links
+from ft.systems.hsdp.ring.poller import Poller
+from ft.systems.hsdp.ring.schedule import items
+from ft.systems.hsdp.ring.tuning import send_buffer
 
 QUICK = RingOptions(chunk_bytes=4096, chunks=2, limit_s=1.2)
 PATIENT = RingOptions(chunk_bytes=4096, chunks=2, limit_s=6)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ft.hsdp.ring import Ring, RingOptions
+from ft.systems.hsdp.ring import Ring, RingOptions
 
 ELEMENTS = 300_000
 OPTIONS = RingOptions(chunk_bytes=65536, chunks=4, limit_s=3)

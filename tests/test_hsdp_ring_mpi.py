@@ -6,7 +6,7 @@ import pytest
 import torch
 from networks import Relays
 
-from ft.hsdp.ring import Ring, RingOptions
+from ft.systems.hsdp.ring import Ring, RingOptions
 
 OPTIONS = RingOptions(chunk_bytes=65536, chunks=4, streams=2, limit_s=40)
 

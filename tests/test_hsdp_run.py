@@ -11,10 +11,10 @@ import small_runs
 from replica_runs import Done, Replicas, train
 from stored_tensors import Tensors, equal, furthest, tensors_of, weights_of
 
-from ft import events
-from ft.errors import UserError
-from ft.hsdp.place import Place
-from ft.hsdp.report import lineage
+from ft.base import events
+from ft.base.errors import UserError
+from ft.observe.hsdp import lineage
+from ft.systems.hsdp.place import Place
 
 DISTRIBUTED = "--use-distributed-optimizer"
 SLOWLY = "slow@replica=0:step=2:rank=0:factor=2:for=300s"

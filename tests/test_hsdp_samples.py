@@ -5,7 +5,7 @@ import random
 import numpy
 import pytest
 
-from ft.hsdp.samples import Deal, Order, Past, Stream, merged, streams_after
+from ft.systems.hsdp.samples import Deal, Order, Past, Stream, merged, streams_after
 
 SEEDS = range(40)
 

@@ -8,8 +8,8 @@ import pytest
 import small_runs as runs
 import torch
 
-from ft.errors import UserError
-from ft.hsdp.samples import Deal, Past
+from ft.base.errors import UserError
+from ft.systems.hsdp.samples import Deal, Past
 from megatron import patches
 
 patches.apply()

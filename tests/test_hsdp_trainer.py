@@ -6,17 +6,17 @@ import threading
 import pytest
 import torch
 
-from ft.errors import UserError
-from ft.hsdp.exchange import Exchange
-from ft.hsdp.patience import LONGEST_S, fetch_wait
-from ft.hsdp.place import Place
-from ft.hsdp.position import KEY, ReplicaPosition
-from ft.hsdp.quorum import Quorum
-from ft.hsdp.resume import where_replicas_stood
-from ft.hsdp.ring import Ring
-from ft.hsdp.rings import is_same_ring
-from ft.hsdp.samples import Deal
-from ft.worker.position import StepCounter
+from ft.base.errors import UserError
+from ft.job.quorum import Quorum
+from ft.job.replicas.patience import LONGEST_S, fetch_wait
+from ft.systems.hot_swap.position import StepCounter
+from ft.systems.hsdp.exchange import Exchange
+from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.position import KEY, ReplicaPosition
+from ft.systems.hsdp.resume import where_replicas_stood
+from ft.systems.hsdp.ring import Ring
+from ft.systems.hsdp.rings import is_same_ring
+from ft.systems.hsdp.samples import Deal
 
 TOKEN = "of the test"
 LIMIT_S = 20.0

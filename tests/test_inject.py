@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from ft import inject
-from ft.errors import UserError
-from ft.inject import Fault, from_json, parse, read_scenario, schedule, to_json, write
-from ft.inject.distributions import Distribution, parse_duration
-from ft.inject.schedule import MOST_OF_A_DISTRIBUTION
-from ft.inject.table import NAMES
+from ft import faults as inject
+from ft.base.errors import UserError
+from ft.faults import Fault, from_json, parse, read_scenario, schedule, to_json, write
+from ft.faults.distributions import Distribution, parse_duration
+from ft.faults.schedule import MOST_OF_A_DISTRIBUTION
+from ft.faults.table import NAMES
 
 NODES = ["n0", "n1", "n2"]
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ft.errors import RecoverableError
-from ft.inject import Fault
-from ft.inject.phases import middle_module, plant
-from ft.inject.worker import Injector
+from ft.base.errors import RecoverableError
+from ft.faults import Fault
+from ft.faults.phases import middle_module, plant
+from ft.faults.worker import Injector
 
 
 class Layer(nn.Module):

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ft.control import tenure
-from ft.errors import RecoverableError, ReplaceNodeError, UserError
-from ft.inject import Fault, write
-from ft.inject.agent import AgentInjector, agents_faults, kill_control
-from ft.inject.worker import MOST_SLEEP_S, Injector
+from ft.base.errors import RecoverableError, ReplaceNodeError, UserError
+from ft.faults import Fault, write
+from ft.faults.agent import AgentInjector, agents_faults, kill_control
+from ft.faults.worker import MOST_SLEEP_S, Injector
+from ft.platform import election as tenure
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 30.0
@@ -153,7 +153,7 @@ class Clock:
 
 def test_a_slow_worker_sleeps_a_multiple_of_its_step_for_a_while(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("ft.inject.worker.time", clock)
+    monkeypatch.setattr("ft.faults.worker.time", clock)
     hurt, _ = injector(Fault(1, "slow", step=3, rank=3, seconds=10.0, factor=4.0))
     for step in range(1, 9):
         hurt.at("between", step)
@@ -164,7 +164,7 @@ def test_a_slow_worker_sleeps_a_multiple_of_its_step_for_a_while(monkeypatch):
 
 def test_no_step_is_made_longer_than_a_worker_may_be_silent(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("ft.inject.worker.time", clock)
+    monkeypatch.setattr("ft.faults.worker.time", clock)
     hurt, _ = injector(Fault(1, "slow", step=1, rank=3, seconds=900.0, factor=1000.0))
     for step in (1, 2):
         hurt.at("between", step)
@@ -174,7 +174,7 @@ def test_no_step_is_made_longer_than_a_worker_may_be_silent(monkeypatch):
 
 WORKER = """
 import sys, time
-from ft.inject.worker import MOST_SLEEP_S, Injector
+from ft.faults.worker import MOST_SLEEP_S, Injector
 injector = Injector.from_environment(3, "n0", [], lambda fault: print("announced", fault.number, flush=True), None)
 for step in range(1, 10):
     injector.at("between", step)
@@ -275,9 +275,9 @@ def test_no_control_plane_to_kill(content, tmp_path):
 
 NODE = """
 import subprocess, sys, time
-from ft.inject import Fault
-from ft.control import tenure
-from ft.inject.agent import AgentInjector
+from ft.faults import Fault
+from ft.job.control import tenure
+from ft.faults.agent import AgentInjector
 below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(below.pid, flush=True)
 fault = Fault(1, "kill", step=2, node="n1")
@@ -302,7 +302,7 @@ def test_a_partition_in_the_machines_own_namespace_is_refused(tmp_path):
 
 PARTITION = """
 import subprocess, sys, time
-from ft.inject.network import Outage, check_allowed, interfaces
+from ft.faults.network import Outage, check_allowed, interfaces
 run = lambda *words: subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 run("link", "add", "a0", "type", "veth", "peer", "name", "b0")
 for name, address in (("a0", "10.77.1.1/24"), ("b0", "10.77.2.1/24")):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ft import lines
-from ft.control.journal import Journal, recall
-from ft.control.state import Options
-from ft.lines import Lines
+from ft.base import lines
+from ft.base.lines import Lines
+from ft.job.control.journal import Journal, recall
+from ft.job.control.state import Options
 
 
 @pytest.fixture

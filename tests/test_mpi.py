@@ -14,11 +14,11 @@ import pytest
 from networks import ROOT, Networks, Relays, need_mpi
 from snapshot_crew import Crew, set_to
 
-from ft.agent import mpirun
-from ft.errors import UserError
-from ft.snapshot import mpi, mpi_world
-from ft.snapshot.mpi_streams import CREDIT, DATA, END, RESET, WINDOW, Stream, pack, unpack
-from ft.snapshot.transport import PeerLost
+from ft.base.errors import UserError
+from ft.job.agent import mpirun
+from ft.net import mpi, mpi_world
+from ft.net.mpi_streams import CREDIT, DATA, END, RESET, WINDOW, Stream, pack, unpack
+from ft.state.snapshot.transport import PeerLost
 
 # --- without MPI ------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def test_an_mpirun_that_would_end_with_its_first_dead_process_is_refused():
 
 
 def test_an_agent_and_its_nodes_mpi_process_start_without_torch():
-    code = "import sys, ft.agent.run, ft.snapshot.mpi_relay; sys.exit('torch' in sys.modules)"
+    code = "import sys, ft.commands.run, ft.net.mpi_relay; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 

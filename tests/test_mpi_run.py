@@ -10,7 +10,7 @@ import replica_runs
 from ft_runs import ROOT, Finished, Running, flags
 from networks import mpirun
 
-from ft.hsdp import commits
+from ft.systems.hsdp import commits
 
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"

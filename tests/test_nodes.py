@@ -37,7 +37,7 @@ print(time.monotonic() - began)
 
 CONNECT = """
 import sys
-from ft.control import board
+from ft.job.control import board
 try:
     board.connect(sys.argv[1], "n1", "token", 0.5)
 except ConnectionError as error:

@@ -27,7 +27,7 @@ def test_the_wheel_holds_our_portions_and_nothing_of_the_namespace_itself(tmp_pa
     assert "megatron/__init__.py" not in names
     assert not any(name.startswith(("megatron/core", "tests", "tools", "build")) for name in names)
     for needed in (
-        "ft/errors.py",
+        "ft/base/errors.py",
         "pretrain_gpt.py",
         "megatron/patches/cpu.py",
         "megatron/training/loop.py",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.patches import Platform, choose_platform, registry
 from megatron.patches.__main__ import main as patches_command
 from megatron.patches.check import CHANGED, FITS, MISSING, check, refusal

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from ft.placement.assign import place
-from ft.placement.problems import find_problems, spans
+from ft.state.placement.assign import place
+from ft.state.placement.problems import find_problems, spans
 
 
 def grid(tp: int, dp: int, pp: int, gpus: int, nodes_per_rack: int = 1, pipeline_first: bool = False):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ft.errors import UserError
-from ft.messages import Seat
-from ft.worker.placing import Placing
+from ft.base.errors import UserError
+from ft.job.messages import Seat
+from ft.systems.hot_swap.placing import Placing
 
 
 class Told:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft.placement import assign
-from ft.placement.assign import place
-from ft.placement.problems import find_problems
-from ft.placement.rotate import rotate
-from ft.placement.solve import Request, solve_best, solve_strictly
+from ft.state.placement import assign
+from ft.state.placement.assign import place
+from ft.state.placement.problems import find_problems
+from ft.state.placement.rotate import rotate
+from ft.state.placement.solve import Request, solve_best, solve_strictly
 
 
 def cluster(tp: int, dp: int, pp: int, gpus: int, nodes_per_rack: int, pipeline_first: bool = False):

@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from ft.agent import arguments
-from ft.agent.options import resolve
-from ft.errors import UserError
-from ft.placement.topology import read_topology
+from ft.base.errors import UserError
+from ft.commands import arguments
+from ft.job.agent.options import resolve
+from ft.platform.topology import read_topology
 
 OURS = """
 # two racks, two power feeds

@@ -6,13 +6,23 @@ import random
 
 import pytest
 
-from ft import cli, events
-from ft.errors import UserError
-from ft.plan.disruption.interval import daly, in_steps, young
-from ft.plan.disruption.measured import measured
-from ft.plan.disruption.model import Cluster, HotSwap, Training, missing, mttf, of_hot_swap, of_restart, standbys_for
-from ft.plan.disruption.replay import Empirical, Uniform
-from ft.report.run import load
+from ft import cli
+from ft.base import events
+from ft.base.errors import UserError
+from ft.lab.interval import daly, in_steps, young
+from ft.lab.plan.disruption.measured import measured
+from ft.lab.plan.disruption.model import (
+    Cluster,
+    HotSwap,
+    Training,
+    missing,
+    mttf,
+    of_hot_swap,
+    of_restart,
+    standbys_for,
+)
+from ft.lab.plan.disruption.replay import Empirical, Uniform
+from ft.record.run import load
 
 FT_HSDP = "--gpus 100000 --mttf 18m --step-time 20s --checkpoint-interval 100 --checkpoint-cost 0 --restart-time 10m"
 """Section IV quotes FT-HSDP: a failure every 18 minutes, a stall of 10, checkpoints every 100 steps of 20 s."""

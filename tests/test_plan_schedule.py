@@ -5,11 +5,11 @@ import json
 import pytest
 
 from ft import cli
-from ft.errors import UserError
-from ft.schedule.check import check
-from ft.schedule.choose import KINDS, Shape, plan
-from ft.schedule.file import as_values, from_values, read
-from ft.schedule.run import run
+from ft.base.errors import UserError
+from ft.systems.schedule.check import check
+from ft.systems.schedule.choose import KINDS, Shape, plan
+from ft.systems.schedule.file import as_values, from_values, read
+from ft.systems.schedule.run import run
 
 
 def ask(capsys, words: str, code: int = 0) -> tuple[str, str]:

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from ft.cli import main
-from ft.placement.assign import place
-from ft.plan.snapshot import cluster
-from ft.plan.snapshot.loss import Failures, formula_1, over, risk
-from ft.plan.snapshot.shards import from_flags, shards
+from ft.lab.plan.snapshot import cluster
+from ft.lab.plan.snapshot.loss import Failures, formula_1, over, risk
+from ft.lab.plan.snapshot.shards import from_flags, shards
+from ft.state.placement.assign import place
 from megatron.training.arguments import layout, parse
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 500 --seq-length 32 "
@@ -39,7 +39,7 @@ def snapshot_bytes(flags: str) -> dict:
     """What a real rank's snapshot is made of."""
     import torch.distributed as dist
 
-    from ft.snapshot.capture import Capture
+    from ft.state.snapshot.capture import Capture
     from megatron.core import parallel_state
     from megatron.training import model
     from megatron.training.arguments import check, parse

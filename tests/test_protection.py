@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import small_runs as runs
 
-from ft import inject
-from ft.agent import protection
-from ft.agent.options import Script
-from ft.agent.protection import HOT_SWAP, NOTHING, REPLICAS, UNKNOWN, Asked, Protection
+from ft import faults as inject
+from ft.commands import protection
+from ft.commands.protection import HOT_SWAP, NOTHING, REPLICAS, UNKNOWN, Asked, Protection
+from ft.job.agent.options import Script
 
 TRAINER = Path(__file__).parent.parent / "pretrain_gpt.py"
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from ft import cli, quantities
-from ft.report.axes import Percents
+from ft import cli
+from ft.base import quantities
+from ft.show.axes import Percents
 
 UNITS = "ms, s, m (or min), h or d"
 

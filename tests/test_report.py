@@ -3,12 +3,12 @@
 import pytest
 from histories import History
 
-from ft import events
-from ft.report import recoveries as kinds
-from ft.report.block import recovery_block
-from ft.report.goodput import goodput
-from ft.report.recoveries import SeatChange, recoveries
-from ft.report.text import count, seconds, table
+from ft.base import events
+from ft.observe.report.goodput import goodput
+from ft.record import recoveries as kinds
+from ft.record.block import recovery_block
+from ft.record.recoveries import SeatChange, recoveries
+from ft.show.text import count, seconds, table
 
 
 def only(history: History) -> kinds.Recovery:

@@ -9,13 +9,14 @@ from html.parser import HTMLParser
 import pytest
 from histories import START, History, write
 
-from ft import cli, events
-from ft.agent import processes
-from ft.control import tenure
-from ft.report import presence
-from ft.report.lanes import tenures
-from ft.report.recoveries import recoveries
-from ft.report.run import load
+from ft import cli
+from ft.base import events
+from ft.observe.report import presence
+from ft.observe.report.lanes import tenures
+from ft.platform import election as tenure
+from ft.platform import processes
+from ft.record.recoveries import recoveries
+from ft.record.run import load
 
 _VOID = {"meta", "img", "br", "link"}
 

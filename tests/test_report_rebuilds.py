@@ -4,10 +4,10 @@ from pathlib import Path
 
 from histories import History
 
-from ft import events
-from ft.report.block import recovery_block
-from ft.report.rebuilds import HEAD, rebuilds, rows
-from ft.report.run import Run
+from ft.base import events
+from ft.observe.report.rebuilds import HEAD, rebuilds, rows
+from ft.record.block import recovery_block
+from ft.record.run import Run
 
 
 def run_of(losses: list[float], *rebuilt: tuple[int, int]) -> Run:

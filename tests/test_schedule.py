@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from ft.errors import UserError
-from ft.schedule.check import check, in_flight
-from ft.schedule.choose import BEST, SWAPPING, Shape, best, compared, plan
-from ft.schedule.kinds import half_swapped
-from ft.schedule.meet import meet
-from ft.schedule.play import Stuck, play
-from ft.schedule.program import Program
-from ft.schedule.routes import Routes, straight, swapped
-from ft.schedule.run import run
-from ft.schedule.units import Unit
-from ft.schedule.weave import orders, weaves
+from ft.base.errors import UserError
+from ft.systems.schedule.check import check, in_flight
+from ft.systems.schedule.choose import BEST, SWAPPING, Shape, best, compared, plan
+from ft.systems.schedule.kinds import half_swapped
+from ft.systems.schedule.meet import meet
+from ft.systems.schedule.play import Stuck, play
+from ft.systems.schedule.program import Program
+from ft.systems.schedule.routes import Routes, straight, swapped
+from ft.systems.schedule.run import run
+from ft.systems.schedule.units import Unit
+from ft.systems.schedule.weave import orders, weaves
 
 MAY_RUN = tuple(kind for kind in SWAPPING if kind != "alternate")
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from ft import cli
-from ft.errors import UserError
-from ft.simulate.churn.failures import Poisson, Trace, hourly, read_trace
-from ft.simulate.churn.loss import Convergence
-from ft.simulate.churn.run import run
-from ft.simulate.churn.scenario import read, scenario
-from ft.simulate.churn.strategy import (
+from ft.base.errors import UserError
+from ft.lab.simulate.churn.failures import Poisson, Trace, hourly, read_trace
+from ft.lab.simulate.churn.loss import Convergence
+from ft.lab.simulate.churn.run import run
+from ft.lab.simulate.churn.scenario import read, scenario
+from ft.lab.simulate.churn.strategy import (
     BEST,
     CHECKFREE,
     CHECKPOINT,
@@ -25,7 +25,7 @@ from ft.simulate.churn.strategy import (
     Costs,
     strategy,
 )
-from ft.simulate.churn.study import row, study
+from ft.lab.simulate.churn.study import row, study
 
 TABLE2 = Path(__file__).parent.parent / "examples/checkfree/table2.toml"
 LAW = Convergence(floor=2.0, above=1.0, exponent=0.5, iterations=1000, made_good=50.0, evaluate=1)

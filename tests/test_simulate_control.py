@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from ft.cli import main
-from ft.simulate.control.faults import BY_NAME, HARMLESS
-from ft.simulate.control.plants import PLANTS, planted
-from ft.simulate.control.run import Wish, simulate
+from ft.lab.simulate.control.faults import BY_NAME, HARMLESS
+from ft.lab.simulate.control.plants import PLANTS, planted
+from ft.lab.simulate.control.run import Wish, simulate
 
 FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]
 SEEDS, ANY = 300, Wish()

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ft import cli
-from ft.errors import UserError
-from ft.simulate.hsdp.cases import Job, Stalls, cases, read
-from ft.simulate.hsdp.history import EXPONENTIAL, PERIODIC, WEIBULL, Failures, Rules, simulate
-from ft.simulate.hsdp.model import Case, by_formula, overlapping
+from ft.base.errors import UserError
+from ft.lab.simulate.hsdp.cases import Job, Stalls, cases, read
+from ft.lab.simulate.hsdp.history import EXPONENTIAL, PERIODIC, WEIBULL, Failures, Rules, simulate
+from ft.lab.simulate.hsdp.model import Case, by_formula, overlapping
 
 DAY_S = 86400.0
 PAPER = Case("paper", "section 6.1", 12, 1080.0, 20.0, 180.0, 600.0)

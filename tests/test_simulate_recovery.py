@@ -14,15 +14,15 @@ import torch.distributed as dist
 from ft_runs import flags, ft_run
 
 from ft import cli
-from ft.control.store import StoreServer
-from ft.errors import UserError
-from ft.groups import Groups, Meeting
-from ft.simulate.recovery import fit as fitting
-from ft.simulate.recovery.deadpool import RECOVERY_S
-from ft.simulate.recovery.fit import fit, line, read
-from ft.simulate.recovery.loss import USED, Work, blocked_in, decide, everything, work_of
-from ft.simulate.recovery.sweep import layouts, sweep
-from ft.simulate.recovery.topology import Sizes, groups_of, make_groups
+from ft.base.errors import UserError
+from ft.lab.simulate.recovery import fit as fitting
+from ft.lab.simulate.recovery.deadpool import RECOVERY_S
+from ft.lab.simulate.recovery.fit import fit, line, read
+from ft.lab.simulate.recovery.loss import USED, Work, blocked_in, decide, everything, work_of
+from ft.lab.simulate.recovery.sweep import layouts, sweep
+from ft.lab.simulate.recovery.topology import Sizes, groups_of, make_groups
+from ft.net.store import StoreServer
+from ft.state.groups import Groups, Meeting
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "tools/bench/results"

@@ -15,9 +15,9 @@ import small_runs as runs
 from ft_runs import ROOT, flags
 from slurm.cluster import Cluster, reason_to_skip
 
-from ft import events
-from ft.agent import allocation
-from ft.hsdp.launch.places import parts_of
+from ft.base import events
+from ft.job.replicas.places import parts_of
+from ft.platform import allocation
 from megatron.training.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"

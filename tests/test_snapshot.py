@@ -6,12 +6,12 @@ import struct
 import pytest
 import torch
 
-from ft.errors import FallbackError
-from ft.snapshot import peers_of
-from ft.snapshot.buffers import PingPong, Status
-from ft.snapshot.copier import Copier, Plan, tables_of, write_back
-from ft.snapshot.layout import ALIGNMENT, CHUNK, BadTable, Table, checksum
-from ft.snapshot.state import pack_meta, unpack_meta
+from ft.base.errors import FallbackError
+from ft.state.snapshot import peers_of
+from ft.state.snapshot.buffers import PingPong, Status
+from ft.state.snapshot.copier import Copier, Plan, tables_of, write_back
+from ft.state.snapshot.layout import ALIGNMENT, CHUNK, BadTable, Table, checksum
+from ft.state.snapshot.state import pack_meta, unpack_meta
 
 
 def sections(owned: int = 3 * CHUNK // 4 + 5, seed: int = 0) -> dict:

@@ -46,8 +46,8 @@ class Trainee:
     """A plain trainer whose every step has its own batches, with snapshots; addresses are exchanged in ``folder``."""
 
     def __init__(self, setting, folder: str, side: str):
-        from ft.snapshot import Snapshots, SnapshotServer, peers_of
-        from ft.snapshot.capture import Capture
+        from ft.state.snapshot import Snapshots, SnapshotServer, peers_of
+        from ft.state.snapshot.capture import Capture
         from megatron.core import parallel_state
 
         self.trainer = plain_loop.PlainTrainer(setting)
@@ -101,7 +101,7 @@ class Trainee:
 
 def train_and_serve(setting, folder):
     """Side A: trains, goes back in place, and lets side B fetch; returns the figures of all three."""
-    from ft.messages import Source
+    from ft.job.messages import Source
 
     torch.manual_seed(7)
     a = Trainee(setting, folder, "a")
@@ -121,7 +121,7 @@ def train_and_serve(setting, folder):
 
 def join(setting, folder):
     """Side B, in fresh processes with other weights: restores from side A's peer copies and trains on."""
-    from ft.messages import Source
+    from ft.job.messages import Source
 
     b = Trainee(setting, folder, "b")
     with torch.no_grad():
@@ -187,7 +187,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_made_ahead_changes_no_step(name):
-    from ft.snapshot import optimizers
+    from ft.state.snapshot import optimizers
 
     def train(prepare):
         generator = torch.Generator().manual_seed(3)
@@ -212,7 +212,7 @@ def test_loss_scaler_and_schedule_come_back(ranks):
 def bring_scaler_and_schedule_back():
     from types import SimpleNamespace
 
-    from ft.snapshot import optimizers
+    from ft.state.snapshot import optimizers
     from megatron import patches
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -242,8 +242,8 @@ def bring_scaler_and_schedule_back():
 
 
 def test_what_no_snapshot_can_hold_is_named():
-    from ft.errors import UserError
-    from ft.snapshot import optimizers
+    from ft.base.errors import UserError
+    from ft.state.snapshot import optimizers
 
     with pytest.raises(UserError, match="'lr_lambdas'"):
         optimizers.numbers({"step": 1, "lr_lambdas": [len]})
@@ -263,7 +263,7 @@ def draw() -> list:
 
 
 def draws_after_restore():
-    from ft.snapshot import rng
+    from ft.state.snapshot import rng
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel()

@@ -3,9 +3,9 @@
 import pytest
 from snapshot_crew import MIB, is_at, set_to, state
 
-from ft.errors import FallbackError
-from ft.messages import Source
-from ft.snapshot import Snapshots, SnapshotServer
+from ft.base.errors import FallbackError
+from ft.job.messages import Source
+from ft.state.snapshot import Snapshots, SnapshotServer
 
 
 def test_copies_are_held_by_the_peers_and_two_steps_at_most(crew):

@@ -14,12 +14,12 @@ import torch
 from networks import from_text
 from snapshot_crew import MIB, Proxy, set_to, state
 
-from ft.errors import EpochClosed
-from ft.messages import Source
-from ft.snapshot import Snapshots, SnapshotServer
-from ft.snapshot.layout import FORMAT, Table, checksum
-from ft.snapshot.transport import PeerLost
-from ft.snapshot.wire import MAGIC, MAX_HEADER, Wire
+from ft.base.errors import EpochClosed
+from ft.job.messages import Source
+from ft.state.snapshot import Snapshots, SnapshotServer
+from ft.state.snapshot.layout import FORMAT, Table, checksum
+from ft.state.snapshot.transport import PeerLost
+from ft.state.snapshot.wire import MAGIC, MAX_HEADER, Wire
 
 
 def test_a_byte_flipped_in_transit_is_sent_again(crew):

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spare_flow import least_cost, least_stack
 
-from ft.errors import UserError
-from ft.spare.controller import Controller, engine, flow
-from ft.spare.placement import Placement
-from ft.spare.ruler import largest_redundancy, ruler
+from ft.base.errors import UserError
+from ft.systems.spare.controller import Controller, engine, flow
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import largest_redundancy, ruler
 
 NUMBA = importlib.util.find_spec("numba") is not None
 

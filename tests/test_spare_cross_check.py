@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from ft import cli
-from ft.simulate.spare import cross_check
-from ft.simulate.spare.clocks import Trace
-from ft.simulate.spare.cross_check import Comparison, recorded
-from ft.simulate.spare.run import Seen
-from ft.simulate.spare.scenario import read_file, scenario
+from ft.lab.simulate.spare import cross_check
+from ft.lab.simulate.spare.clocks import Trace
+from ft.lab.simulate.spare.cross_check import Comparison, recorded
+from ft.lab.simulate.spare.run import Seen
+from ft.lab.simulate.spare.scenario import read_file, scenario
 
 SMALL = Path(__file__).parent.parent / "examples/spare/small.toml"
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from spare_tables import ROWS
 
-from ft.errors import UserError
-from ft.spare.controller import Controller
-from ft.spare.montecarlo import played, run_trials
-from ft.spare.placement import Placement
-from ft.spare.ruler import ruler
+from ft.base.errors import UserError
+from ft.systems.spare.controller import Controller
+from ft.systems.spare.montecarlo import played, run_trials
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import ruler
 
 NUMBA = importlib.util.find_spec("numba") is not None
 SEED = 7

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft.errors import UserError
-from ft.spare import modular
-from ft.spare.golomb import OPTIMAL
-from ft.spare.placement import Placement
-from ft.spare.ruler import check, is_distinct, largest_redundancy, most_marks, ruler
+from ft.base.errors import UserError
+from ft.systems.spare import modular
+from ft.systems.spare.golomb import OPTIMAL
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import check, is_distinct, largest_redundancy, most_marks, ruler
 
 LENGTHS = [1, 3, 6, 11, 17, 25, 34, 44, 55, 72, 85, 106, 127, 151, 177, 199, 216, 246, 283, 333, 356, 372, 425, 480]
 LENGTHS += [492, 553, 585]

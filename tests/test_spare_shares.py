@@ -5,17 +5,17 @@ import itertools
 import pytest
 import torch
 
-from ft.hsdp.commits import Commit
-from ft.hsdp.report.audit import audit
-from ft.hsdp.report.lineage import lineage
-from ft.hsdp.samples import Deal
-from ft.spare.controller import Controller
-from ft.spare.ledger import Ledger
-from ft.spare.placement import Placement
-from ft.spare.ruler import largest_redundancy, ruler
-from ft.spare.shares import divide
-from ft.spare.stacked import StackLoaders, rearrange
-from ft.spare.stream import StackStream
+from ft.observe.hsdp.audit import audit
+from ft.observe.hsdp.lineage import lineage
+from ft.systems.hsdp.commits import Commit
+from ft.systems.hsdp.samples import Deal
+from ft.systems.spare.controller import Controller
+from ft.systems.spare.ledger import Ledger
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import largest_redundancy, ruler
+from ft.systems.spare.shares import divide
+from ft.systems.spare.stacked import StackLoaders, rearrange
+from ft.systems.spare.stream import StackStream
 
 SIZES = [(n, r) for n in range(3, 7) for r in range(2, largest_redundancy(n) + 1)] + [(7, 3), (13, 4)]
 

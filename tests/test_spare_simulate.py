@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ft import cli
-from ft.simulate.spare.clocks import Weibull
-from ft.simulate.spare.run import PARTS, Jitter, Job, run
-from ft.simulate.spare.scenario import read_file, scenario
-from ft.simulate.spare.study import build, row, study
+from ft.lab.simulate.spare.clocks import Weibull
+from ft.lab.simulate.spare.run import PARTS, Jitter, Job, run
+from ft.lab.simulate.spare.scenario import read_file, scenario
+from ft.lab.simulate.spare.study import build, row, study
 
 EXAMPLES = Path(__file__).parent.parent / "examples/spare"
 WEEK = Job(groups=200, steps=10_000, stack_s=64.0, all_reduce_s=2.0, restart_s=3600.0, save_s=60.0)

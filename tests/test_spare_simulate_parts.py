@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from ft.simulate.spare.clocks import Clocks, Trace, Weibull
-from ft.simulate.spare.restart import extend, ignore, replace
-from ft.simulate.spare.schemes import Replication, block_sizes, replication_endurance
-from ft.simulate.spare.study import build, estimate
-from ft.spare.controller import Controller
-from ft.spare.placement import Placement
-from ft.spare.ruler import ruler
+from ft.lab.simulate.spare.clocks import Clocks, Trace, Weibull
+from ft.lab.simulate.spare.restart import extend, ignore, replace
+from ft.lab.simulate.spare.schemes import Replication, block_sizes, replication_endurance
+from ft.lab.simulate.spare.study import build, estimate
+from ft.systems.spare.controller import Controller
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import ruler
 
 # --- failure clocks ---------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ import math
 import pytest
 from spare_tables import ROWS
 
-from ft.errors import UserError
-from ft.spare import theory
+from ft.base.errors import UserError
+from ft.systems.spare import theory
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.groups}-{row.redundancy}")

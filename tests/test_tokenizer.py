@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments.data import TokenizerOptions
 from megatron.training.data.preprocess import PreprocessOptions, preprocess
 from megatron.training.data.sidecar import Sidecar

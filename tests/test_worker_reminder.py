@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ft.worker.reminder import said
+from ft.systems.hot_swap.reminder import said
 
 
 class Link:

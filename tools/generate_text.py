@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.logging.quiet import quieten
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 
 
 def main(argv: list[str]) -> int:

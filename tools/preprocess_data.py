@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout that is not installed
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments import schema
 from megatron.training.arguments.data import TokenizerOptions
 from megatron.training.data.preprocess import PreprocessOptions, preprocess

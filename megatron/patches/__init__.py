@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class Platform:
         """Give this process the device of its place on the node.
 
         Raises:
-            ft.errors.UserError: there are fewer GPUs than processes on this node.
+            ft.base.errors.UserError: there are fewer GPUs than processes on this node.
         """
         if self.name != "cuda":
             return
@@ -60,7 +60,7 @@ class Platform:
         """The communication backend: what the user asked for, or the platform's own.
 
         Raises:
-            ft.errors.UserError: NCCL was asked for where there is no GPU.
+            ft.base.errors.UserError: NCCL was asked for where there is no GPU.
         """
         if asked_for == "nccl" and self.name != "cuda":
             raise UserError("--distributed-backend nccl needs GPUs, and there is none here", "drop it or use gloo")
@@ -90,7 +90,7 @@ def apply(*features: str) -> list[Patch]:
         the manifest's entries that are in force afterwards, the same list however often it is called.
 
     Raises:
-        ft.errors.UserError: the installed megatron-core lacks a symbol, or has it with another signature, than
+        ft.base.errors.UserError: the installed megatron-core lacks a symbol, or has it with another signature, than
             the manifest says; nothing has been replaced then.
     """
     from megatron.patches import registry

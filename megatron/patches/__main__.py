@@ -14,7 +14,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.patches.calls import Found, check_calls
 from megatron.patches.check import Finding, check
 from megatron.patches.manifest import MANIFEST, SUPPORTED_CORE

@@ -4,7 +4,7 @@ import ast
 import importlib
 from dataclasses import dataclass
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.patches.manifest import SUPPORTED_CORE, Patch
 from megatron.patches.sources import CoreSources
 

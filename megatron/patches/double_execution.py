@@ -18,7 +18,7 @@ _FINISHED = "DistributedDataParallel.finish_grad_sync"
 
 
 class Listener(Protocol):
-    """Who is told; ``ft.dmr.runtime.engine.Engine``."""
+    """Who is told; ``ft.systems.dmr.runtime.engine.Engine``."""
 
     is_active: bool
 
@@ -32,7 +32,7 @@ class Listener(Protocol):
         """What stands in for ``function``, which is called now and once more in a backward."""
 
     def window(self, kind: str) -> None:
-        """Something is on its way, and is about to be waited for. ``kind``: one of ``ft.dmr.plan.trace``'s."""
+        """Something is on its way, and is about to be waited for. ``kind``: one of ``ft.systems.dmr.plan.trace``'s."""
 
     def waited(self) -> None:
         """It has been waited for."""

@@ -6,7 +6,7 @@ Everything else is written as if there were one core. Each difference names the 
 
 import torch
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.core import package_info, parallel_state
 from megatron.core import utils as core_utils
 from megatron.core.pipeline_parallel import schedules

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 
 _CORE = "megatron/core/"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron import core
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron import patches
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu

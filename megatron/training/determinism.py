@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ft.dmr.runtime.settings import model_digest
+from ft.systems.dmr.runtime.settings import model_digest
 from megatron import core
 from megatron.patches import platform
 from megatron.training.arguments import Layout, Options
@@ -23,8 +23,8 @@ _OTHERS = {
 
 
 def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
-    """By the names of ``ft.dmr.plan.trace.FINGERPRINT``; "model" stands for all that decides which operators a run
-    executes, and where it waits, beside what has a name of its own. The batch is the one after a ramp."""
+    """By the names of ``ft.systems.dmr.plan.trace.FINGERPRINT``; "model" stands for all that decides which operators
+    a run executes, and where it waits, beside what has a name of its own. The batch is the one after a ramp."""
     told, training = options.as_dict(), options.training
     shape = {name: told[name] for name in _DECIDE}
     shape |= {f"{concern}.{name}": told[concern][name] for concern, names in _OTHERS.items() for name in names}

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ft.errors import FtError, UserError
+from ft.base.errors import FtError, UserError
 
 POLL_S = 0.3
 EXIT_CODE = 1

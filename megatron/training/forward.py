@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from ft.errors import FtError
+from ft.base.errors import FtError
 from megatron.patches.releases import batch_of_this_context_rank
 
 

@@ -9,7 +9,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state, tensor_parallel
 from megatron.training.arguments import Layout

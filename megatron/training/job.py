@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ft.worker.plain import Unguarded
+from ft.systems.hot_swap.plain import Unguarded
 from megatron.core.timers import Timers
 from megatron.training.arguments import Layout, Options
 from megatron.training.checkpointing import Checkpointer, TrainState
@@ -13,8 +13,8 @@ from megatron.training.logging.runlog import RunLog
 from megatron.training.model import Trainee
 
 if TYPE_CHECKING:
-    from ft.dmr.profile.session import Profiling
-    from ft.dmr.runtime.protection import Protection
+    from ft.systems.dmr.profile.session import Profiling
+    from ft.systems.dmr.runtime.protection import Protection
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Job:
 
     Attributes:
         ending: why the run ends after the step it stands at, None while it goes on.
-        guard: what carries the run through faults (``ft.worker.guard.Guard``).
+        guard: what carries the run through faults (``ft.systems.hot_swap.guard.Guard``).
         dmr: what has every operator executed twice, or profiled; None where nobody asked for it.
     """
 

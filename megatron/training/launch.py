@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron import patches
 from megatron.patches.manifest import WITH_CHECKFREE, WITH_DMR, WITH_REPLICAS, WITH_SWAPPED_ENDS
 from megatron.training import determinism
@@ -62,8 +62,8 @@ def write_nothing(options: Options) -> None:
 
 def launch_protected(options: Options, layout: Layout, place: Launch) -> int:
     """A worker of ``ft run``; its faults are the control plane's business, which also ends the others."""
-    from ft.hsdp.place import Place
-    from ft.worker.session import attach
+    from ft.systems.hot_swap.session import attach
+    from ft.systems.hsdp.place import Place
 
     settings = options.given()
     replica = Place.from_environment()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 
 
 @dataclass(frozen=True)

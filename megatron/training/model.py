@@ -20,9 +20,9 @@ from megatron.training.config import transformer_config, uses_te
 from megatron.training.optimizer import build_optimizer, build_scheduler
 
 if TYPE_CHECKING:
-    from ft.checkfree.plus.doubles import Doubles
-    from ft.checkfree.plus.roles import Roles
-    from ft.schedule.program import Program
+    from ft.systems.checkfree.plus.doubles import Doubles
+    from ft.systems.checkfree.plus.roles import Roles
+    from ft.systems.schedule.program import Program
 
 
 @dataclass
@@ -80,7 +80,7 @@ def build(options: Options, layout: Layout, padded_vocab_size: int, *, initializ
 
 def make_doubles() -> "Doubles":
     """Who has embedding and head twice (CheckFree+). Collective."""
-    from ft.checkfree.plus.doubles import Doubles
+    from ft.systems.checkfree.plus.doubles import Doubles
 
     return Doubles()
 
@@ -91,8 +91,8 @@ def swap_ends(layout: Layout, chunk: DistributedDataParallel, doubles: "Doubles"
     Args:
         most_in_flight: microbatches that a stage may hold; None: as many as it takes.
     """
-    from ft.checkfree.plus.install import install
-    from ft.schedule.choose import BEST, Shape, plan
+    from ft.systems.checkfree.plus.install import install
+    from ft.systems.schedule.choose import BEST, Shape, plan
 
     def planned(microbatches: int) -> "Program":
         return plan(BEST, Shape(layout.pp, microbatches, most_in_flight=most_in_flight)).program

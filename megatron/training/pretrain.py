@@ -3,6 +3,7 @@
 import gc
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training import model
 from megatron.training.arguments import Layout, Options
 from megatron.training.arguments.batch import global_batch_size, train_steps
 from megatron.training.arguments.check_replicas import check_replicas
-from megatron.training.checkpointing import Checkpointer, TrainState, verify
+from megatron.training.checkpointing import Checkpointer, TrainState, naming, verify
 from megatron.training.data import dataset_prefixes
 from megatron.training.data.streams import Share, follower
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
@@ -33,15 +34,17 @@ from megatron.training.position import JobPosition
 from megatron.training.step import rehearse
 
 if TYPE_CHECKING:
-    from ft.checkfree.plus.doubles import Doubles
-    from ft.checkfree.settings import Settings as CheckFree
-    from ft.dmr.profile.session import Profiling
-    from ft.dmr.runtime.protection import Protection
-    from ft.hsdp.guard import ReplicaGuard
-    from ft.hsdp.place import Place
-    from ft.hsdp.quorum import QuorumClient
-    from ft.worker.guard import Guard
-    from ft.worker.session import Session
+    from ft.job.quorum import QuorumClient
+    from ft.systems.checkfree.keeper import StageKeeper
+    from ft.systems.checkfree.plus.doubles import Doubles
+    from ft.systems.checkfree.settings import Settings as CheckFree
+    from ft.systems.dmr.profile.session import Profiling
+    from ft.systems.dmr.runtime.protection import Protection
+    from ft.systems.hot_swap.guard import Guard
+    from ft.systems.hot_swap.session import Session
+    from ft.systems.hot_swap.subject import Subject
+    from ft.systems.hsdp.guard import ReplicaGuard
+    from ft.systems.hsdp.place import Place
 
 
 def pretrain(
@@ -131,7 +134,7 @@ def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, s
 
 def hot_swap(job: Job, session: "Session") -> "Guard":
     """A guard that snapshots every step of ``job`` and carries it through the deaths of workers."""
-    from ft.worker.protect import protect
+    from ft.systems.hot_swap.protect import protect
 
     trainee, asked = job.trainee, job.options.fault_tolerance
     return protect(
@@ -142,9 +145,19 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
         JobPosition(job),
         peers=asked.ft_snapshot_peers,
         strict=asked.ft_snapshot_strict,
-        checkpoints=job.options.checkpoint.save,
-        checkfree=checkfree(job.options, job.layout, job.state, trainee.doubles),
+        newest_checkpoint=partial(newest_checkpoint, job.options.checkpoint.save),
+        rebuilder=stage_rebuilder(job),
     )
+
+
+def stage_rebuilder(job: Job) -> "Callable[[Session, Subject], StageKeeper] | None":
+    """Makes what rebuilds a lost pipeline stage; None: none is rebuilt."""
+    settings = checkfree(job.options, job.layout, job.state, job.trainee.doubles)
+    if settings is None:
+        return None
+    from ft.systems.checkfree.keeper import StageKeeper
+
+    return lambda session, subject: StageKeeper(session, subject, settings)
 
 
 def checkfree(
@@ -154,8 +167,8 @@ def checkfree(
     asked = options.fault_tolerance
     if not asked.rebuilds_stages:
         return None
-    from ft.checkfree.rate import Boost
-    from ft.checkfree.settings import Settings
+    from ft.systems.checkfree.rate import Boost
+    from ft.systems.checkfree.settings import Settings
 
     return Settings(
         asked.ft_checkfree_strategy,
@@ -182,8 +195,8 @@ def double_execution(job: Job, session: "Session | None") -> "Protection | Profi
     Raises:
         UserError: the plan that was asked for is none for this run, or the run is too short to be profiled.
     """
-    from ft.dmr.runtime.install import install
-    from ft.dmr.runtime.settings import Settings
+    from ft.systems.dmr.runtime.install import install
+    from ft.systems.dmr.runtime.settings import Settings
 
     trainee, asked = job.trainee, job.options.fault_tolerance
     if asked.ft_dmr_profile is not None:
@@ -207,8 +220,8 @@ def profile(job: Job) -> "Profiling":
     Raises:
         UserError: too few steps are left, or the batch still grows: a profile of smaller ones is none of the run's.
     """
-    from ft.dmr.profile.install import install
-    from ft.dmr.profile.session import ITERATIONS
+    from ft.systems.dmr.profile.install import install
+    from ft.systems.dmr.profile.session import ITERATIONS
 
     trainee, training, asked = job.trainee, job.options.training, job.options.fault_tolerance
     left = train_steps(training) - job.state.step
@@ -236,7 +249,7 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
     Raises:
         UserError: the global batch cannot be divided among the replicas, or a flag does not go with them.
     """
-    from ft.hsdp.resume import where_replicas_stood
+    from ft.systems.hsdp.resume import where_replicas_stood
 
     training = options.training
     if problems := list(check_replicas(options, layout, place.replicas)):
@@ -250,12 +263,12 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
 
 def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient | None") -> "ReplicaGuard":
     """A guard that takes ``job`` through the quorums of all replicas. ``client``: on the replica's rank 0."""
-    from ft.hsdp.guard import ReplicaGuard
-    from ft.hsdp.last_save import LastSave
-    from ft.hsdp.parts import put_together
-    from ft.hsdp.position import KEY, ReplicaPosition
-    from ft.hsdp.work import OwnStream
-    from ft.spare import stacked
+    from ft.systems.hsdp.guard import ReplicaGuard
+    from ft.systems.hsdp.last_save import LastSave
+    from ft.systems.hsdp.parts import put_together
+    from ft.systems.hsdp.position import KEY, ReplicaPosition
+    from ft.systems.hsdp.work import OwnStream
+    from ft.systems.spare import stacked
 
     trainee, options, state = job.trainee, job.options, job.state
     share, batch = own_share(options, job.layout, place, state), options.training.global_batch_size // place.replicas
@@ -294,6 +307,14 @@ def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient 
     return ReplicaGuard(
         parts, load_last, lambda: rehearse(job, batch), last_save if options.checkpoint.save is not None else None
     )
+
+
+def newest_checkpoint(folder: str | None) -> Path | None:
+    """The folder of the newest complete checkpoint in ``folder``; None where there is none."""
+    if folder is None or not Path(folder).is_dir():
+        return None
+    newest = naming.newest_complete(verify.scan(Path(folder)))
+    return None if newest is None else Path(folder) / newest.name
 
 
 def is_saved(folder: str, step: int) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron import patches
 from megatron.training import model
 from megatron.training.arguments import Options, check

@@ -24,10 +24,10 @@ from queue import SimpleQueue
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ft.control import board as boards  # noqa: E402
-from ft.control.board import Record  # noqa: E402
-from ft.errors import UserError  # noqa: E402
-from ft.messages import Close, WorkerStarted  # noqa: E402
+from ft.base.errors import UserError  # noqa: E402
+from ft.job.control import board as boards  # noqa: E402
+from ft.job.control.board import Record  # noqa: E402
+from ft.job.messages import Close, WorkerStarted  # noqa: E402
 
 TOKEN = "bench"
 LIMIT_S = 30.0

@@ -83,8 +83,8 @@ def keeper(job, settings):
     """What keeps the norms of ``job``, without a control plane to talk to."""
     import torch.distributed as dist
 
-    from ft.checkfree.keeper import StageKeeper
-    from ft.worker.subject import Subject
+    from ft.systems.checkfree.keeper import StageKeeper
+    from ft.systems.hot_swap.subject import Subject
 
     trainee = job.trainee
     session = SimpleNamespace(rank=dist.get_rank(), observe=lambda name, **detail: None)
@@ -117,7 +117,7 @@ def alternate(arguments: argparse.Namespace, plain, plus, kept) -> dict[str, lis
 
 
 def result(arguments: argparse.Namespace, times: dict[str, list[float]]) -> dict:
-    from ft.schedule.choose import BEST, Shape, plan
+    from ft.systems.schedule.choose import BEST, Shape, plan
 
     sides = {name: [(a - b) / b for a, b in zip(times[name], times["off"], strict=True)] for name in ("on", "plus")}
     shape = Shape(arguments.pp, arguments.microbatches)

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from ft import events  # noqa: E402
+from ft.base import events  # noqa: E402
 
 COLD_S, WARM_S, SPACING_S = 4, 30, 8
 DEADLINE_S = 300

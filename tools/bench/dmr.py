@@ -63,8 +63,8 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> Path:
 def _budget(asked: str, profile: Path) -> str:
     if not asked.startswith("+"):
         return asked
-    from ft.dmr.plan.trace_file import read_trace
-    from ft.quantities import size
+    from ft.base.quantities import size
+    from ft.systems.dmr.plan.trace_file import read_trace
 
     trace = read_trace(profile)
     return f"{max(map(trace.memory.peak, trace.stages)) + size(asked[1:]):.0f}"
@@ -118,8 +118,8 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def protections(arguments: argparse.Namespace, job) -> dict:
     """Side -> (what has its operators executed twice, its engine)."""
-    from ft.dmr.runtime.install import install
-    from ft.dmr.runtime.settings import Settings
+    from ft.systems.dmr.runtime.install import install
+    from ft.systems.dmr.runtime.settings import Settings
     from megatron.training.double_execution import fingerprint
     from megatron.training.position import JobPosition
 
@@ -164,8 +164,8 @@ def take_side(job, side) -> None:
 
 def peaks(job, sides: dict) -> dict[str, int]:
     """Side -> the most bytes in use during a step: what lasts, and what torch's allocator gives out beyond that."""
-    from ft.dmr.profile.install import lasting
-    from ft.dmr.profile.storages import Storages
+    from ft.systems.dmr.profile.install import lasting
+    from ft.systems.dmr.profile.storages import Storages
     from megatron.training.step import train_step
 
     found = {}
@@ -200,7 +200,7 @@ def result(arguments: argparse.Namespace, times: dict, most: dict) -> dict:
         **most,
     }
     if arguments.plan is not None:
-        from ft.dmr.plan.file import read_plan
+        from ft.systems.dmr.plan.file import read_plan
 
         plan = read_plan(Path(arguments.plan))
         found |= {"predicted_over": round(plan.predicted.overhead, 4), "peak_bytes": plan.predicted.peak_bytes}

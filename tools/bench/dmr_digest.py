@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from ft.dmr.digest import backend, compare, digest, eager, native
+from ft.systems.dmr.digest import backend, compare, digest, eager, native
 
 SEED = 1
 

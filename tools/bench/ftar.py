@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from ft.hsdp.ring import Ring, RingOptions  # noqa: E402
+from ft.systems.hsdp.ring import Ring, RingOptions  # noqa: E402
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-wide": torch.bfloat16}
 LIKE_GLOO = ("fp32", "bf16")

@@ -31,10 +31,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from ft import events  # noqa: E402
-from ft.hsdp import commits  # noqa: E402
-from ft.hsdp.report import record, story  # noqa: E402
-from ft.hsdp.report.stalls import FAILURE, REJOIN  # noqa: E402
+from ft.base import events  # noqa: E402
+from ft.observe.hsdp import record, story  # noqa: E402
+from ft.observe.hsdp.stalls import FAILURE, REJOIN  # noqa: E402
+from ft.systems.hsdp import commits  # noqa: E402
 
 START_S, RETURN_S, END_S = 90.0, 60.0, 30.0
 STATED = {"stall_ms": {"defaults": 5100, "tuned": 1000}, "back_in_quorum_ms": [6000, 9000]}

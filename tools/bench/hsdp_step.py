@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 import in_replicas  # noqa: E402
 
-from ft.worker.plain import Unguarded  # noqa: E402
+from ft.systems.hot_swap.plain import Unguarded  # noqa: E402
 
 WARM_UP = 2
 
@@ -140,8 +140,8 @@ def measure(arguments: argparse.Namespace) -> None:
     from megatron.patches.manifest import WITH_REPLICAS
 
     patches.apply(WITH_REPLICAS)
-    from ft.hsdp.place import Place
-    from ft.worker.session import attach
+    from ft.systems.hot_swap.session import attach
+    from ft.systems.hsdp.place import Place
     from megatron.patches import replicas
     from megatron.training.initialize import init_model_parallel
     from megatron.training.pretrain import assemble, replica

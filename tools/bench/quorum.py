@@ -22,14 +22,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ft import token  # noqa: E402
-from ft.hsdp.quorum import QuorumClient, Report  # noqa: E402
+from ft.base import token  # noqa: E402
+from ft.job.quorum import QuorumClient, Report  # noqa: E402
 
 LIMIT_S, WARM_UP = 60.0, 20
 BOARD = """
 import sys
-from ft.control import board as boards
-from ft.messages import Observed
+from ft.job.control import board as boards
+from ft.job.messages import Observed
 board, replicas, heard = boards.host("tcp://127.0.0.1:0", "bench", "token"), int(sys.argv[1]), 0
 board.resume(boards.Record())
 print(board.where, flush=True)
@@ -82,8 +82,8 @@ def quorum(replicas: int, rounds: int) -> dict:
 
 def board(replicas: int, rounds: int) -> dict:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its client makes a page of each connection that ends
-    from ft.control import board as boards
-    from ft.messages import Observed
+    from ft.job.control import board as boards
+    from ft.job.messages import Observed
 
     began = time.perf_counter()
     host = subprocess.Popen([sys.executable, "-c", BOARD, str(replicas)], stdout=subprocess.PIPE, env=environment())
@@ -117,7 +117,7 @@ def follow(end, inbox: queue.Queue) -> None:
 
 def serve(folder: str, replicas: int) -> subprocess.Popen:
     options = json.dumps({"replicas": replicas})
-    command = [sys.executable, "-m", "ft.hsdp.quorum", "--run-dir", folder, "--options", options]
+    command = [sys.executable, "-m", "ft.job.quorum", "--run-dir", folder, "--options", options]
     return subprocess.Popen(command, env=environment())
 
 

@@ -19,8 +19,8 @@ sys.path[:0] = [str(ROOT)]
 from megatron.training.logging.quiet import quieten  # noqa: E402
 
 quieten()  # torch and megatron-core are imported below
-from ft.simulate.recovery.measure import KINDS, LAYOUTS, ROUNDS, measure  # noqa: E402
-from ft.simulate.recovery.topology import Sizes  # noqa: E402
+from ft.lab.simulate.recovery.measure import KINDS, LAYOUTS, ROUNDS, measure  # noqa: E402
+from ft.lab.simulate.recovery.topology import Sizes  # noqa: E402
 
 
 def main(argv: list[str]) -> int:

@@ -26,8 +26,8 @@ import psutil
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from ft import events  # noqa: E402
-from ft.report.recoveries import PHASES, recoveries  # noqa: E402
+from ft.base import events  # noqa: E402
+from ft.record.recoveries import PHASES, recoveries  # noqa: E402
 
 LAYOUTS = {2: (1, 1), 4: (1, 2), 8: (2, 2), 16: (2, 4)}
 """Ranks -> (tensor, pipeline) parallel size; the rest is data parallel."""

@@ -24,10 +24,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from spare_tables import ROWS  # noqa: E402
 
-from ft.spare.controller import Controller  # noqa: E402
-from ft.spare.montecarlo import run_trials  # noqa: E402
-from ft.spare.placement import Placement  # noqa: E402
-from ft.spare.ruler import ruler  # noqa: E402
+from ft.systems.spare.controller import Controller  # noqa: E402
+from ft.systems.spare.montecarlo import run_trials  # noqa: E402
+from ft.systems.spare.placement import Placement  # noqa: E402
+from ft.systems.spare.ruler import ruler  # noqa: E402
 
 NUMBA = importlib.util.find_spec("numba") is not None
 SEED = 1

@@ -19,12 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from ft.simulate.spare.run import run  # noqa: E402
-from ft.simulate.spare.scenario import read_file, scenario  # noqa: E402
-from ft.simulate.spare.schemes import Spare  # noqa: E402
-from ft.simulate.spare.study import checkpoint_period  # noqa: E402
-from ft.spare.placement import Placement  # noqa: E402
-from ft.spare.ruler import ruler  # noqa: E402
+from ft.lab.simulate.spare.run import run  # noqa: E402
+from ft.lab.simulate.spare.scenario import read_file, scenario  # noqa: E402
+from ft.lab.simulate.spare.schemes import Spare  # noqa: E402
+from ft.lab.simulate.spare.study import checkpoint_period  # noqa: E402
+from ft.systems.spare.placement import Placement  # noqa: E402
+from ft.systems.spare.ruler import ruler  # noqa: E402
 
 CASES = ((200, 9), (600, 9), (1000, 9), (1000, 26))
 GOAL_S = 1.0

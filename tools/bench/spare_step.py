@@ -50,9 +50,9 @@ def measure(arguments: argparse.Namespace) -> None:
     from megatron.patches.manifest import WITH_REPLICAS
 
     patches.apply(WITH_REPLICAS)
-    from ft.hsdp.place import Place
-    from ft.hsdp.work import OwnStream
-    from ft.worker.session import attach
+    from ft.systems.hot_swap.session import attach
+    from ft.systems.hsdp.place import Place
+    from ft.systems.hsdp.work import OwnStream
     from megatron.training.initialize import init_model_parallel
     from megatron.training.pretrain import assemble, replica
 

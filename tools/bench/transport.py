@@ -59,8 +59,8 @@ def work(rank: int, texts: dict, arguments, barrier, addresses, found) -> None:
     from networks import from_text
     from snapshot_crew import set_to, state
 
-    from ft.messages import Source
-    from ft.snapshot import Snapshots, SnapshotServer
+    from ft.job.messages import Source
+    from ft.state.snapshot import Snapshots, SnapshotServer
 
     torch.set_num_threads(1)
     snaps = {}

@@ -4,9 +4,9 @@
     python tools/experiments/checkfree_convergence.py --into FOLDER --only ends         one part; what is there stays
 
 A megatron-core GPT in four pipeline stages, a process each, learns the standard library's sources byte by byte with
-this repository's trainer. Between two steps a stage loses parameters, optimizer and random numbers, and ft.checkfree
-rebuilds it: the code that runs in production, without the deaths and the recovery around it, which cost no loss. Part
-"cross" has such faults in a real `ft run` whose workers are killed, and compares step by step.
+this repository's trainer. Between two steps a stage loses parameters, optimizer and random numbers, and
+ft.systems.checkfree rebuilds it: the code that runs in production, without the deaths and the recovery around it, which
+cost no loss. Part "cross" has such faults in a real `ft run` whose workers are killed, and compares step by step.
 
 middle      stages in the middle are lost (CheckFree): how they are rebuilt x how often they are lost
 equal       the same where all stages begin with the same blocks

@@ -71,13 +71,13 @@ def look_after(made: dict[str, Any], step: int, loss: float) -> dict[str, Any] |
 
 
 class Life:
-    """The trainer on this rank, and what ft.worker and ft.control do around it at a failure."""
+    """The trainer on this rank, and what ft.systems.hot_swap and ft.job.control do around it at a failure."""
 
     def __init__(self, flags: str, straight: bool, equal: bool):
         import torch.distributed as dist
 
-        from ft.checkfree.keeper import KeptPosition, StageKeeper
-        from ft.worker.subject import Subject
+        from ft.systems.checkfree.keeper import KeptPosition, StageKeeper
+        from ft.systems.hot_swap.subject import Subject
         from megatron.training import pretrain
         from megatron.training.position import JobPosition
 
@@ -114,7 +114,7 @@ class Life:
         """Throws the state of ``stage`` away and has it rebuilt; says how, and how long it took on this rank."""
         import torch.distributed as dist
 
-        from ft.messages import Neighbours, Repair
+        from ft.job.messages import Neighbours, Repair
 
         step, began = self.job.state.step, time.monotonic()
         beside = Neighbours(stage - 1 if stage else None, stage + 1 if stage + 1 < self._stages else None)
@@ -180,8 +180,8 @@ def _assemble(flags: str, straight: bool):
 
 def _keep_order(layout: Any, chunk: Any, doubles: Any, most_in_flight: int | None) -> None:
     """In the place of the trainer's ``swap_ends``."""
-    from ft.checkfree.plus.install import install
-    from ft.schedule.kinds import one_f_one_b
+    from ft.systems.checkfree.plus.install import install
+    from ft.systems.schedule.kinds import one_f_one_b
 
     install(chunk, doubles, lambda microbatches: one_f_one_b(layout.pp, microbatches))
 
@@ -189,7 +189,7 @@ def _keep_order(layout: Any, chunk: Any, doubles: Any, most_in_flight: int | Non
 def _equalize(trainee: Any) -> None:
     import torch.distributed as dist
 
-    from ft.checkfree.blocks import StageBlocks
+    from ft.systems.checkfree.blocks import StageBlocks
 
     for block in StageBlocks(trainee.chunks, whole=False).get():
         for held in block.values():

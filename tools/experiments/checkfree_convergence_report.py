@@ -23,7 +23,7 @@ from checkfree_convergence_job import PATIENCE
 RESULTS = "tools/experiments/results/checkfree_convergence.txt"
 PICTURE = "examples/checkfree/convergence.png"
 LAST, LEVEL, SMOOTH = 20, 5, 15
-"""Steps over which are averaged: the last loss; the one before a failure, as in ft.report.rebuilds; the picture's."""
+"""Steps that are averaged over: the last loss; the one before a failure; the picture's."""
 GOAL = 5.0
 """How many times less a copied first stage is to jump with swapped training (issue 8)."""
 _COLOUR = dict(zip((*STRATEGIES, NO_FAILURES), ("#2f6fb0", "#3f8f55", "#e8a33d", "#c8322b", "#1f2933"), strict=True))
@@ -137,7 +137,7 @@ def _part(groups: dict[tuple[float, str], list[dict]]) -> list[str]:
                 "-" if not every else f"{'-' if steps is None else format(steps, 'g')} ({seen} of {every})",
             )
         )
-    from ft.report.text import table as laid_out
+    from ft.show.text import table as laid_out
 
     return laid_out(head, body, right=(0, 2, 3, 4)).splitlines()
 

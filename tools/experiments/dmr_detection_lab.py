@@ -54,8 +54,8 @@ class Catalogue:
 def one_flip(tell, number: int, seed: int, indices: bool):
     """A falsifier of the ``number``-th result of an iteration; without ``indices``, of the first one from there on that
     is floating-point: with windows that end when they end, not every iteration has its results in the same order."""
-    from ft.dmr.runtime.falsify import Falsifier
-    from ft.inject.flip import Flip
+    from ft.faults.flip import Flip
+    from ft.systems.dmr.runtime.falsify import Falsifier
 
     class Exact(Falsifier):
         seen, armed, in_window = -1, False, False
@@ -85,7 +85,7 @@ def one_flip(tell, number: int, seed: int, indices: bool):
 
 def waits(way: str | Path) -> tuple[int, int]:
     """Operators of this rank that wait for windows by a plan: by themselves, and in AGC segments."""
-    from ft.dmr.plan.file import read_plan
+    from ft.systems.dmr.plan.file import read_plan
     from megatron.core import parallel_state
 
     if not isinstance(way, Path):

@@ -21,11 +21,11 @@ from statistics import fmean
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ft.dmr.estimate.answer import Estimate, cluster_of, estimate  # noqa: E402
-from ft.dmr.estimate.scenario import Question, question, read_file, read_flags  # noqa: E402
-from ft.dmr.plan.check import problems  # noqa: E402
-from ft.dmr.plan.trace import INTER, INTRA  # noqa: E402
-from ft.report.text import percent, table  # noqa: E402
+from ft.lab.estimate.answer import Estimate, cluster_of, estimate  # noqa: E402
+from ft.lab.estimate.scenario import Question, question, read_file, read_flags  # noqa: E402
+from ft.show.text import percent, table  # noqa: E402
+from ft.systems.dmr.plan.check import problems  # noqa: E402
+from ft.systems.dmr.plan.trace import INTER, INTRA  # noqa: E402
 
 READINGS = ("idle", "naive", "rates")
 

@@ -22,11 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
-from ft.inject import parse, schedule  # noqa: E402
-from ft.inject.faults import RECOVERY_PHASES, STEP_PHASES  # noqa: E402
-from ft.inject.kinds import CONTROL, FILES, HARMLESS, STOPPED, UNNOTICED, WORKER, Row  # noqa: E402
-from ft.inject.table import TABLE, row_of  # noqa: E402
-from ft.report.recoveries import recoveries  # noqa: E402
+from ft.faults import parse, schedule  # noqa: E402
+from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES  # noqa: E402
+from ft.faults.kinds import CONTROL, FILES, HARMLESS, STOPPED, UNNOTICED, WORKER, Row  # noqa: E402
+from ft.faults.table import TABLE, row_of  # noqa: E402
+from ft.record.recoveries import recoveries  # noqa: E402
 
 RANKS, STANDBYS = 4, 1
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"

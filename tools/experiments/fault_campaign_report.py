@@ -4,10 +4,10 @@ import json
 import statistics
 from pathlib import Path
 
-from ft.inject.faults import RECOVERY_PHASES
-from ft.inject.kinds import HARMLESS, IN_PLACE, MEANING, REPLACED, RESTARTED
-from ft.inject.page import TIMES
-from ft.inject.table import TABLE
+from ft.faults.faults import RECOVERY_PHASES
+from ft.faults.kinds import HARMLESS, IN_PLACE, MEANING, REPLACED, RESTARTED
+from ft.faults.page import TIMES
+from ft.faults.table import TABLE
 
 RESULTS = "tools/experiments/results/fault_campaign"
 _SAID = {"in place": IN_PLACE, "replaced": REPLACED, "restart": RESTARTED}

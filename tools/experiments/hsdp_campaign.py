@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from fault_campaign import corpus, read  # noqa: E402
 
-from ft.hsdp.report.lineage import lineage  # noqa: E402
+from ft.observe.hsdp.lineage import lineage  # noqa: E402
 
 REPLICAS, RANKS = 3, 2
 LAYOUT = "--use-distributed-optimizer"
@@ -254,7 +254,7 @@ def _commits(done) -> list:
 
 def _has_begun_again(done, replica: int, before: float) -> bool:
     """Its workers were started anew between its last commit before that wall time and then."""
-    from ft import events
+    from ft.base import events
 
     walls = [commit.wall for commit in done.proof.lines[replica] if commit.wall < before and commit.before]
     return any(max(walls, default=0.0) < event.wall < before for event in done.of(replica, events.WORKER_STARTED))
@@ -266,8 +266,8 @@ def _has_begun_again(done, replica: int, before: float) -> bool:
 def what_came(done, planned: list[Planned], server_kills: list[float]) -> list[dict]:
     """For each planned entry that happened: its kind, whether its replicas were left out for a while, how much longer
     than normal the step took that it fell into, and after how many seconds the last of its replicas was back."""
-    from ft.hsdp.report.record import load
-    from ft.hsdp.report.stalls import find
+    from ft.observe.hsdp.record import load
+    from ft.observe.hsdp.stalls import find
 
     steps = done.proof.lineage.steps
     pace, _ = find(steps, load(done.folder).events)
@@ -297,9 +297,9 @@ def what_came(done, planned: list[Planned], server_kills: list[float]) -> list[d
 
 def _walls(done, planned: list[Planned], server_kills: list[float]) -> dict[int, float]:
     """Number of each planned entry -> when (the first part of) it happened."""
-    from ft import inject
-    from ft.hsdp.launch import faults
-    from ft.hsdp.launch.places import Part
+    from ft import faults as inject
+    from ft.job.replicas import faults
+    from ft.job.replicas.places import Part
 
     specs = inject.parse(",".join(spec for one in planned for spec in one.specs))
     of_run = [fault for some in faults.plan(specs, REPLICAS, Part(0, 1, 0, RANKS), 0).values() for fault in some]

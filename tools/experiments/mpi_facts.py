@@ -2,7 +2,7 @@
 
     python tools/experiments/mpi_facts.py
 
-Each line is a question, the answer found here, and whether ft/snapshot/mpi*.py rely on it being so.
+Each line is a question, the answer found here, and whether ft/net/mpi*.py rely on it being so.
 """
 
 import os

@@ -18,11 +18,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from spare_figures_report import Case, write  # noqa: E402
 
-from ft.simulate.spare.scenario import read_file, scenario  # noqa: E402
-from ft.simulate.spare.study import study  # noqa: E402
-from ft.spare.montecarlo import Outcome, run_trials  # noqa: E402
-from ft.spare.placement import Placement  # noqa: E402
-from ft.spare.ruler import ruler  # noqa: E402
+from ft.lab.simulate.spare.scenario import read_file, scenario  # noqa: E402
+from ft.lab.simulate.spare.study import study  # noqa: E402
+from ft.systems.spare.montecarlo import Outcome, run_trials  # noqa: E402
+from ft.systems.spare.placement import Placement  # noqa: E402
+from ft.systems.spare.ruler import ruler  # noqa: E402
 
 GROUPS = (200, 600, 1000)
 TRIALS = 300

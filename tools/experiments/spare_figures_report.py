@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from spare_tables import ROWS
 
-from ft.report import palette
-from ft.report.text import percent, table
-from ft.simulate.spare.scenario import Scenario
-from ft.simulate.spare.study import Estimate, Row
-from ft.spare import theory
-from ft.spare.montecarlo import Outcome
+from ft.lab.simulate.spare.scenario import Scenario
+from ft.lab.simulate.spare.study import Estimate, Row
+from ft.show import palette
+from ft.show.text import percent, table
+from ft.systems.spare import theory
+from ft.systems.spare.montecarlo import Outcome
 
 RESULTS = "tools/experiments/results/spare_figures"
 TABLE_2 = {

@@ -15,11 +15,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from spare_tables import ROWS  # noqa: E402
 
-from ft.report.text import table  # noqa: E402
-from ft.spare import theory  # noqa: E402
-from ft.spare.montecarlo import run_trials  # noqa: E402
-from ft.spare.placement import Placement  # noqa: E402
-from ft.spare.ruler import ruler  # noqa: E402
+from ft.show.text import table  # noqa: E402
+from ft.systems.spare import theory  # noqa: E402
+from ft.systems.spare.montecarlo import run_trials  # noqa: E402
+from ft.systems.spare.placement import Placement  # noqa: E402
+from ft.systems.spare.ruler import ruler  # noqa: E402
 
 HEAD = ["N", "r", "failures (3)", "paper", "simulated", "+-", "paper", "stack (6)", "paper", "simulated", "paper"]
 HEAD += ["rho (5)", "patch rate"]

@@ -36,9 +36,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import small_runs  # noqa: E402
 from ft_runs import flags  # noqa: E402
 
-from ft.agent import ending, preload, processes  # noqa: E402
-from ft.agent.workforce import Workforce  # noqa: E402
 from ft.cli import main as ft  # noqa: E402
+from ft.job.agent import ending, preload  # noqa: E402
+from ft.job.agent.workforce import Workforce  # noqa: E402
+from ft.platform import processes  # noqa: E402
 
 SCRIPT = str(ROOT / "pretrain_gpt.py")
 RANKS = 2
@@ -101,7 +102,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--into", type=Path, required=True, help="folder for what the runs write")
     given = parser.parse_args(argv)
     given.into.mkdir(parents=True, exist_ok=True)
-    preload.load([*preload.plan(SCRIPT, False, []), "ft.agent.agent", "ft.agent.parts", "ft.control.sidecar"], set())
+    ours = ["ft.job.agent.agent", "ft.job.agent.parts", "ft.job.control.sidecar"]
+    preload.load([*preload.plan(SCRIPT, False, []), *ours], set())
     job = flags(_corpus(given.into), FLAGS, given.steps)
     began, ends, codes, living, unclean = time.monotonic(), Counter(), Counter(), Counter(), []
     for number in range(given.runs):

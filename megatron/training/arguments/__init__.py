@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
 
-from ft.errors import Problem, Problems, UserError
-from ft.flags import read_flags
+from ft.base.errors import Problem, Problems, UserError
+from ft.base.flags import read_flags
 from megatron.training.arguments import known, schema
 from megatron.training.arguments.check import check, examine
 from megatron.training.arguments.check_replicas import check_replicas

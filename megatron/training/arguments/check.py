@@ -6,7 +6,7 @@ the numbers. What megatron-core's own configuration refuses beyond these is repo
 
 from collections.abc import Iterator
 
-from ft.errors import Problem, UserError
+from ft.base.errors import Problem, UserError
 from megatron.training.arguments.batch import global_batch_size
 from megatron.training.arguments.check_checkfree import check_checkfree, check_plus
 from megatron.training.arguments.layout import Layout, layout

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ft.schedule.routes import LEAST_STAGES
+from ft.systems.schedule.routes import LEAST_STAGES
 from megatron.training.arguments.layout import Layout
 
 Problem = tuple[str, str]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ft.errors import Problem
+from ft.base.errors import Problem
 from megatron.training.arguments.layout import Layout
 
 

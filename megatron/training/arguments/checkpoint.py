@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments.schema import flag
 
 

@@ -3,8 +3,8 @@
 from functools import cache
 from pathlib import Path
 
-from ft.errors import Problem
-from ft.flags import nearest
+from ft.base.errors import Problem
+from ft.base.flags import nearest
 
 ACCEPTED = {
     "--use-mcore-models": "megatron-core's models are the only ones",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.core import parallel_state
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.checkpointing import commit, content, optimizer_state, rng

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.training.checkpointing import durable, naming
 from megatron.training.checkpointing.manifest import FileRecord, Manifest

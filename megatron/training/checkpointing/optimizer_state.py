@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ft.snapshot.optimizers import is_torchs
+from ft.state.snapshot.optimizers import is_torchs
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 

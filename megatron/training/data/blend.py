@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments.data import DataOptions
 
 PARTS = ("train", "valid", "test")

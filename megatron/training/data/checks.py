@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.data.blend import PARTS
 from megatron.training.data.indexed import Index, id_range
 from megatron.training.data.sidecar import Sidecar

@@ -16,7 +16,7 @@ import numpy
 import torch.distributed as dist
 
 import megatron.core
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import (
     GPTDataset,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.data.temporary import remove_leftovers, temporary_name
 
 logger = logging.getLogger(__name__)

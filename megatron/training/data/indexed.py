@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.data.sidecar import SUFFIX, Sidecar
 from megatron.training.data.temporary import remove_leftovers, temporary_name
 

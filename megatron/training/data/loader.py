@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.data.order import CyclicOrder, sample_indices
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")

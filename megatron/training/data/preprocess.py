@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments.data import TokenizerOptions
 from megatron.training.arguments.schema import flag
 from megatron.training.data.indexed import FILES, IndexedWriter, token_dtype

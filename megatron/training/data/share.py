@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft.errors import FtError, UserError
+from ft.base.errors import FtError, UserError
 
 
 def alone() -> bool:

@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, fields
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 
 FORMAT_VERSION = 1
 SUFFIX = ".meta.json"

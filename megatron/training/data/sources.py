@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 
 _PROBE = 8192
 

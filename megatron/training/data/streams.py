@@ -1,4 +1,4 @@
-"""A replica's share of the training data under the loaders (FT-HSDP; see ``ft.hsdp.samples``).
+"""A replica's share of the training data under the loaders (FT-HSDP; see ``ft.systems.hsdp.samples``).
 
 A replica reads its own stream: to its loaders position p is the p-th sample of that stream, and its data-parallel ranks
 divide each microbatch among them as ever. With blocks of micro batch x data-parallel size, replica r's rank d gets in
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ft.hsdp.samples import Deal, Stream
+from ft.systems.hsdp.samples import Deal, Stream
 from megatron.training.data.loader import MicrobatchLoader
 from megatron.training.data.order import CyclicOrder
 

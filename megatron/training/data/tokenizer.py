@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments.data import TokenizerOptions
 from megatron.training.data.sidecar import Sidecar, read_sidecar
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ft.errors import UserError
-from ft.lines import Lines
+from ft.base.errors import UserError
+from ft.base.lines import Lines
 
 
 class MetricsFile:
     """Appends to ``path``, after dropping the steps after ``first_step`` and a line torn by a crash.
 
-    A disk that is full stops no training: what finds no room waits in memory until there is some (``ft.lines``).
+    A disk that is full stops no training: what finds no room waits in memory until there is some (``ft.base.lines``).
 
     Args:
         tell: takes what is said about such lines; None: standard error gets it.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ft.errors import UserError
+from ft.base.errors import UserError
 from megatron.training.arguments.logging import LoggingOptions
 from megatron.training.logging.metrics import MetricsFile
 

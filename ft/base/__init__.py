@@ -1,0 +1,1 @@
+"""What every part knows: errors, events, quantities, command lines, the run's token. Imports nothing of ft."""

@@ -1,0 +1,141 @@
+"""Reading a command line flag by flag, so that a flag that does not fit hides no other one."""
+
+import argparse
+import difflib
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from ft.base.errors import Problem, UserError
+
+Explain = Callable[[str], tuple[Problem, str | None]]
+"""What is wrong with an unknown flag, and the flag that was probably meant."""
+
+
+def read_flags(
+    parser: argparse.ArgumentParser, words: Sequence[str], known: Collection[str], explain: Explain
+) -> tuple[argparse.Namespace, list[Problem], list[str]]:
+    """Parses a command line that has nothing but flags.
+
+    A misspelt flag is reported, and read as the flag that was probably meant: what else is wrong shows only then.
+
+    Args:
+        parser: its ``error`` raises :class:`UserError`. known: every flag that it knows.
+
+    Returns:
+        (the values, what is wrong, known flags whose values could not be read).
+    """
+    namespace, problems, doubtful = argparse.Namespace(), [], []
+    for group in _groups(words):
+        flag, equals, value = group[0].partition("=")
+        if not flag.startswith("-"):
+            problems.append(_unexpected(group[0]))
+            continue
+        if flag not in known:
+            problem, meant = explain(flag)
+            problems.append(problem)
+            if meant is None:
+                continue
+            group = [meant + equals + value, *group[1:]]
+        try:
+            _, rest = parser.parse_known_args(group, namespace)
+            problems += [_unexpected(word) for word in rest[:1] if flag in known]
+        except UserError as error:
+            problems += error.problems if flag in known else []
+            doubtful.append(group[0].partition("=")[0])
+    return namespace, problems, doubtful
+
+
+def _unexpected(word: str) -> Problem:
+    return f"unexpected word {word!r} on the command line", "quote values that contain spaces"
+
+
+def _groups(words: Sequence[str]) -> list[list[str]]:
+    """Each flag with the words behind it, and each word before the first flag."""
+    found: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not found or not found[-1][0].startswith("--"):
+            found.append([word])
+        else:
+            found[-1].append(word)
+    return found
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of each ``ft`` subcommand: what does not fit is a :class:`UserError`, as all other bad input.
+
+    Args:
+        is_launcher: the command line is flags, a script and the script's own words, as torchrun's. What does not fit is
+            left in ``problems`` of the namespace, for the command to report with whatever else is wrong; the script is
+            None where there is none. The parser needs the arguments ``script`` and ``script_args``.
+        scripts_flags: gives flags that belong behind the script, where one is given before it.
+    """
+
+    def __init__(
+        self, *args, is_launcher: bool = False, scripts_flags: Callable[[], Collection[str]] = tuple, **settings
+    ):
+        super().__init__(*args, **settings)
+        self._is_launcher, self._scripts_flags = is_launcher, scripts_flags
+
+    def error(self, message: str):
+        raise UserError(message.removeprefix("argument "), f"see {self.prog} --help")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        """As that of the base class; of a launcher nothing is left unknown."""
+        if not self._is_launcher:
+            return super().parse_known_args(args, namespace)
+        namespace, problems = namespace or argparse.Namespace(), []
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] != "--":
+            words, problem = self._next_flag(args[at:])
+            at += len(words)
+            if problem is not None:
+                problems.append(problem)
+                continue
+            try:
+                super().parse_known_args([*words, "script"], namespace)
+            except UserError as error:
+                problems += error.problems
+        rest = list(args[at + (at < len(args) and args[at] == "--") :])
+        if not rest:
+            problems.append(("no script is given", f"{self.prog} [FLAGS] SCRIPT [ITS ARGUMENTS]"))
+        super().parse_known_args([*rest[:1]] or ["script"], namespace)
+        namespace.script, namespace.script_args = (rest[0] if rest else None), rest[1:]
+        namespace.problems = problems
+        return namespace, []
+
+    def _next_flag(self, words: Sequence[str]) -> tuple[list[str], Problem | None]:
+        """The first flag with its value, and what is wrong with it."""
+        flag, equals, _ = words[0].partition("=")
+        action, problem = self._option_string_actions.get(flag), None
+        if action is None:
+            shown = [name for name in self._option_string_actions if name.startswith("--")]
+            meant = nearest(flag.replace("_", "-"), shown)
+            action = self._option_string_actions.get(meant)
+            fix = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
+            if flag in self._scripts_flags():
+                action, fix = None, "it is a flag of the script: give it behind the script's name"
+            problem = f"unknown flag {flag}", fix
+        takes_value = not equals and (action.nargs != 0 if action is not None else _is_value(words[1:2]))
+        if not takes_value:
+            return list(words[:1]), problem
+        is_number = action is not None and action.type in (int, float)
+        if not words[1:] or words[1].startswith("--") or (is_number and _is_script(words[1])):
+            return list(words[:1]), problem or (f"{flag} is given without a value", f"see {self.prog} --help")
+        return list(words[:2]), problem
+
+
+def nearest(unknown: str, known: Collection[str]) -> str | None:
+    """The flag that was probably meant: one that begins so, else the one most like it."""
+    longer = sorted((flag for flag in known if flag.startswith(unknown)), key=len)
+    near = longer[:1] if len(unknown) > len("--x") else []
+    near = near or difflib.get_close_matches(unknown, known, n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py")
+
+
+def _is_value(words: Sequence[str]) -> bool:
+    """Whether a word behind a flag that nobody knows is the flag's value, rather than the next flag or the script."""
+    return bool(words) and not words[0].startswith("-") and not _is_script(words[0]) and not Path(words[0]).is_file()

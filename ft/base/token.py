@@ -1,0 +1,51 @@
+"""The run's token: who knows it is a member of the run. Each connection between its processes begins with it."""
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ft.base.errors import UserError
+
+VARIABLE = "FT_TOKEN"
+_FILE = "token"
+_PERIOD_S = 0.05
+
+
+def make(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
+    """The token of the run: the environment's, the one in the run's directory, or a new one, put there for the others.
+
+    Only the user can read the file. Agents without a common directory are given FT_TOKEN by whoever starts them.
+    """
+    if given := environment.get(VARIABLE):
+        return given
+    path = run_dir / _FILE
+    draft = run_dir / f".{_FILE}.{secrets.token_hex(8)}"
+    draft.touch(0o600)
+    draft.write_text(secrets.token_hex(32))
+    with contextlib.suppress(FileExistsError):
+        os.link(draft, path)  # appears whole, and once
+    draft.unlink()
+    return path.read_text()
+
+
+def find(run_dir: Path, patience_s: float, environment: Mapping[str, str] = os.environ) -> str:
+    """The token, once another agent has made it.
+
+    Raises:
+        UserError: nobody has within ``patience_s``.
+    """
+    if given := environment.get(VARIABLE):
+        return given
+    deadline = time.monotonic() + patience_s
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return (run_dir / _FILE).read_text()
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"no token in {run_dir} within {patience_s:g} s: node 0 has not started, or has another directory",
+                f"start ft run there, or give all nodes the same {VARIABLE}",
+            )
+        time.sleep(_PERIOD_S)

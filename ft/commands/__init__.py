@@ -1,0 +1,1 @@
+"""Subcommands of ``ft`` that put several rooms together."""

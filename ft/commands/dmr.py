@@ -1,0 +1,35 @@
+"""``ft dmr``: one subcommand for each question about double execution."""
+
+import argparse
+import importlib
+
+from ft.base.errors import UserError
+
+_SUBCOMMANDS = (
+    *("ft.systems.dmr.profile.command", "ft.systems.dmr.plan.command", "ft.systems.dmr.plan.explain"),
+    "ft.lab.estimate.command",
+    "ft.lab.selftest.command",
+)
+"""Modules with an ``add_parser`` each, in the order in which help shows them."""
+
+_DESCRIPTION = """\
+DMR (SpareTrain): every operator is executed twice and compared, so that silent data corruption is caught. A plan says
+for each operator when: with activation checkpointing's recomputation, in a window that is idle anyway, or at once."""
+
+
+def add_parser(subparsers) -> None:
+    """Adds ``dmr`` with its subcommands; each of them sets ``main`` as all of ``ft`` do."""
+    parser = subparsers.add_parser(
+        "dmr",
+        help="operators executed twice and compared: plans, and what they cost",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(main=_ask)
+    questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
+    for name in _SUBCOMMANDS:
+        importlib.import_module(name).add_parser(questions)
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    raise UserError("ft dmr answers several questions, and none was asked", "see ft dmr --help")

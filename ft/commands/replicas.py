@@ -1,0 +1,187 @@
+"""``ft run --ft-hsdp-replicas R``: from the command line to a running launcher."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from ft import faults as inject
+from ft.base import token
+from ft.base.errors import Problems, UserError
+from ft.commands import protection
+from ft.commands.protection import Asked, Protection
+from ft.job.agent import options
+from ft.job.agent.mpirun import MpiJob
+from ft.job.agent.options import Cluster, RunOptions
+from ft.job.quorum import standing
+from ft.job.quorum.wire import parse_where
+from ft.job.replicas import faults, flags
+from ft.job.replicas.console import MergedConsole
+from ft.job.replicas.flags import Replicas, wanted
+from ft.job.replicas.host import FOLDER, QuorumHost
+from ft.job.replicas.launcher import Launcher
+from ft.job.replicas.member import Member, Setup
+from ft.job.replicas.places import Part, devices_of, parts_of
+from ft.platform import allocation, network
+from ft.platform import election as tenure
+from ft.platform.slurm import SlurmJob
+from ft.systems.spare.ruler import ruler
+
+__all__ = ["main", "wanted"]
+
+_RESTARTS = 1000
+"""Warm restarts of each replica: a long run has many, and each costs the others nothing."""
+
+
+def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
+    """Runs the launcher of this node and ends the process with the run's exit code.
+
+    ``job``: what this node is part of, None: what the environment says.
+
+    0 the run has finished, 2 the input cannot work, 128+N ended by signal N, others: what ended the last replica.
+
+    Raises:
+        UserError: the flags cannot work; nothing has been started.
+    """
+    if given.max_restarts is None:
+        given.max_restarts = _RESTARTS
+    asked, whole, parts, planned, protected = prepare(given, job)
+    setups = [_setup(part, whole, asked, planned.get(part.replica, [])) for part in parts]
+    _make_folder(whole.run_dir, [setup.folder for setup in setups])
+    token.make(whole.run_dir)
+
+    members = [Member(setup) for setup in setups]
+    console = MergedConsole(whole.quiet, {member.replica: (member.out, member.err) for member in members})
+    console.say(_announcement(whole, asked, parts))
+    console.say(protection.announcement(protected, whole.cluster.nnodes))
+    name, turn = _name(asked, whole)
+    host = QuorumHost(whole.run_dir, name, turn, asked.server_options(_host(whole)), console.complain)
+    code = Launcher(whole.run_dir, members, host, console, asked.count, asked.min_count).run()
+    is_first_lost = asked.only is None and host.first_is_lost()
+    allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
+    console.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def prepare(
+    given: argparse.Namespace, job: MpiJob | SlurmJob | None
+) -> tuple[Replicas, RunOptions, list[Part], dict[int, list[inject.Fault]], Protection]:
+    """What was asked for, the run's options, this node's parts, each replica's faults, and what protects the run.
+
+    Raises:
+        UserError: with everything that is wrong with the flags of ``ft run`` and, if it is the fork's, the trainer's.
+    """
+    problems, asked, whole, parts, specs, seed = Problems(), None, None, [], [], 0
+    planned, protected = {}, Protection(protection.REPLICAS)
+    with problems:
+        asked = flags.read(given, ruler)
+    with problems:
+        whole = options.resolve(given, os.environ, job, lease=FOLDER)
+    with problems:
+        specs, seed = inject.read_specs(given.inject, given.scenario, given.seed)
+    if asked is not None and whole is not None:
+        with problems:
+            whole = reachable(whole, asked)
+            parts = parts_here(whole, asked)
+            planned = faults.plan(specs, asked.count, parts[0], seed)
+    if given.script is not None:
+        shape = Asked(parts[0].world_size, whole.cluster.nnodes, replicas=asked.count) if parts else None
+        with problems:
+            every = [fault for of_one in planned.values() for fault in of_one]
+            protected, found = protection.examine(options.script_of(given), shape, every)
+            problems.add(found)
+    problems.refuse()
+    return asked, whole, parts, planned, protected
+
+
+def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
+    """A replica that comes alone, on one node, is reached where the others' quorum server sees it come from."""
+    served = standing.read(whole.run_dir) if asked.only is not None else None
+    if served is None or whole.local_addr is not None:
+        return whole
+    host, port = parse_where(served.where)
+    return replace(whole, local_addr=network.own_address(host, port, is_host=False))
+
+
+def parts_here(whole: RunOptions, asked: Replicas) -> list[Part]:
+    """The parts of replicas that this node runs.
+
+    Raises:
+        UserError: the workers cannot be divided among the replicas.
+    """
+    cluster = whole.cluster
+    if asked.only is not None:
+        return [Part(asked.only, cluster.nnodes, cluster.node_rank, whole.nproc)]
+    return parts_of(cluster.node_rank, cluster.nnodes, whole.nproc, asked.count)
+
+
+def replica_options(part: Part, whole: RunOptions) -> RunOptions:
+    """What the agent of ``part`` is to know: a run of its own, in a folder of its own."""
+    host, port = _host(whole), 0
+    if part.node_rank:  # its own control plane is elsewhere, and found in the folder
+        host, port = whole.cluster.host, whole.cluster.port
+    folder = whole.run_dir / f"replica-{part.replica}"
+    return replace(
+        whole,
+        cluster=Cluster(part.nodes, part.node_rank, 0, host, port, in_folder=True),
+        nproc=part.nproc,
+        run_dir=folder,
+        run_id=f"{whole.run_id}-{folder.name}",
+        inject=[],
+        scenario=None,
+        local_addr=_host(whole),
+        hot_swap=False,
+    )
+
+
+def _host(whole: RunOptions) -> str:
+    """The address that other nodes reach this one at."""
+    cluster = whole.cluster
+    return whole.local_addr or network.own_address(cluster.host, cluster.port, cluster.node_rank == 0)
+
+
+def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
+    """(name, turn) of this launcher: one after the other they would keep the quorum server."""
+    cluster = whole.cluster
+    if asked.only is None:
+        return f"n{cluster.node_rank}", cluster.node_rank
+    return f"r{asked.only}n{cluster.node_rank}", asked.only * cluster.nnodes + cluster.node_rank
+
+
+def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list) -> Setup:
+    own = replica_options(part, whole)
+    if asked.only is not None and not part.node_rank and tenure.is_kept(own.run_dir):
+        raise UserError(f"replica {part.replica} is at work already in {own.run_dir}", "choose another one, or end it")
+    environment = _environment(part, whole, asked, os.environ)
+    return Setup(part, own, planned, environment, is_late=asked.only is not None)
+
+
+def _environment(part: Part, whole: RunOptions, asked: Replicas, present: Mapping[str, str]) -> dict[str, str]:
+    values = {
+        **asked.environment(),
+        "FT_HSDP_REPLICA": str(part.replica),
+        "FT_HSDP_RUN_DIR": str(whole.run_dir),
+    }
+    if part.shared:
+        devices = devices_of(part, present.get("CUDA_VISIBLE_DEVICES"), options.count_gpus())
+        values |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    return values
+
+
+def _make_folder(run_dir: Path, folders: list[Path]) -> None:
+    try:
+        for folder in (run_dir, *folders):
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the run's directory {run_dir}: {error.strerror}", "choose --run-dir") from error
+
+
+def _announcement(whole: RunOptions, asked: Replicas, parts: list[Part]) -> str:
+    each = f"{parts[0].world_size} logical ranks on {parts[0].nodes} node(s) each"
+    here = ", ".join(str(part.replica) for part in parts)
+    return f"run {whole.run_dir}: {asked.count} replica(s), {each}; here: {here}"

@@ -1,0 +1,113 @@
+"""``ft status RUN`` and ``ft report RUN``; of a run of several replicas (FT-HSDP), and of any other."""
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.observe.hsdp import commands as hsdp
+from ft.observe.hsdp.record import is_hsdp
+from ft.observe.report.presence import gone
+from ft.observe.report.status import as_text, as_values, status
+from ft.record.recoveries import recoveries
+from ft.record.run import Run, load
+from ft.show.files import replace
+
+_WATCH_S = 1.0
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def add_parsers(subparsers) -> None:
+    """Adds both subcommands; each sets ``main``, a function of the parsed arguments that returns the exit code."""
+    parser = subparsers.add_parser("status", help="who is in a run, at which step and epoch")
+    _run_argument(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--watch", action="store_true", help="again every second, until the run ends")
+    parser.set_defaults(main=run_status)
+    parser = subparsers.add_parser("report", help="write report.html and timeline.png of a run")
+    _run_argument(parser)
+    parser.set_defaults(main=run_report)
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Prints the state of a run.
+
+    Returns:
+        0; 1 where the run has not ended and nobody is at it any more.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        while True:
+            text, values, ended = _now(arguments.folder)
+            text = json.dumps(values) if arguments.json else text
+            print(_CLEAR + text if arguments.watch and sys.stdout.isatty() else text, flush=True)
+            if values["gone"]:
+                return 1
+            if not arguments.watch or ended:
+                return 0
+            time.sleep(_WATCH_S)
+    except KeyboardInterrupt:
+        return 0
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Writes and names both files and prints a summary.
+
+    Returns:
+        0; of a run of several replicas 1 where its samples are not proven to have been trained once each.
+
+    Raises:
+        UserError: there is no run, or its folder cannot be written.
+    """
+    if is_hsdp(arguments.folder):
+        text, code = hsdp.write_report(arguments.folder)
+        print(text)
+        return code
+    print(write_report(load(arguments.folder)))
+    return 0
+
+
+def write_report(run: Run) -> str:
+    """Writes ``timeline.png`` and ``report.html`` into the run's folder.
+
+    Returns:
+        a summary for the terminal, with their paths.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    # Matplotlib takes longer to import than everything else that the command line does.
+    from ft.observe.report.goodput import goodput
+    from ft.observe.report.page import page
+    from ft.observe.report.summary import summary
+    from ft.observe.report.timeline import draw
+
+    found = recoveries(run.events)
+    times = goodput(run.metrics, run.events, found)
+    picture, report = run.folder / "timeline.png", run.folder / "report.html"
+    try:
+        draw(run, found, picture)
+        replace(report, page(run, found, times, picture.read_bytes()))
+    except OSError as error:
+        raise UserError(f"the report cannot be written: {error}", "make the run's folder writable") from error
+    return summary(run, found, times, [picture, report])
+
+
+def _now(folder: str) -> tuple[str, dict[str, Any], bool]:
+    """(text, JSON values, whether it has ended) of a run at this moment."""
+    if is_hsdp(folder):
+        return hsdp.now(folder)
+    run = load(folder)
+    found = status(run, time.time())
+    if not found.ended and (why := gone(run.folder, found.age, found.nodes)):
+        run = load(folder)  # it may have ended while its lease was watched
+        found = status(run, time.time(), why)
+    return as_text(found, str(run.folder)), as_values(found), found.ended
+
+
+def _run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", help="the folder that ft run got as --run-dir")

@@ -1,0 +1,130 @@
+"""``ft run``: from the command line to a running agent."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+from ft import faults as inject
+from ft.base.errors import Problems
+from ft.commands import arguments, protection
+from ft.commands import replicas as launch
+from ft.commands.protection import Asked, Protection
+from ft.job.agent import mpirun
+from ft.job.agent.carry_out import carry_out
+from ft.job.agent.console import Console
+from ft.job.agent.options import Job, RunOptions, resolve, script_of
+from ft.platform import allocation
+from ft.record.run import read_status
+
+_EPILOG = """
+Start it once on every node, as torchrun. A plain torchrun script simply runs; one that joins the run (with
+pretrain_gpt.py: --ft-hot-swap; in a script of your own: ft.attach) survives the death of its workers.
+
+  ft run --nproc-per-node 4 --standby 1 pretrain_gpt.py ... --ft-hot-swap
+  ft run --nproc-per-node 4 --standby 1 --inject kill@step=20:rank=3 pretrain_gpt.py ... --ft-hot-swap
+  srun --ntasks-per-node=1 ft run --nproc-per-node gpu --standby-nodes 1 pretrain_gpt.py ...
+  ft run --nproc-per-node 6 --ft-hsdp-replicas 3 pretrain_gpt.py ...
+  mpirun --with-ft ulfm -n 5 --map-by ppr:1:node ft run --nproc-per-node gpu --standby-nodes 1 --ft-transport mpi ...
+"""
+
+
+def add_parser(subparsers) -> None:
+    """Adds ``run`` to the command ``ft``."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run a script on this node's workers, as torchrun, and carry it through faults",
+        description="Runs a script on this node's workers, as torchrun does, and carries it through faults.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        is_launcher=True,
+        scripts_flags=protection.trainers_flags,
+    )
+    arguments.add_flags(parser)
+    parser.set_defaults(main=main)
+
+
+def main(given: argparse.Namespace) -> NoReturn:
+    """Runs the agent of this node and ends the process with the run's exit code.
+
+    0 all workers have finished, 2 the input cannot work, 128+N ended by signal N, others: what ended the run.
+
+    Raises:
+        UserError: the flags cannot work; nothing has been started.
+    """
+    job = mpirun.take_part(given) if mpirun.wanted(given) else None
+    if launch.wanted(given):
+        launch.main(given, job)
+    options, faults, protected = prepare(given, os.environ, job)
+    nodes, console = options.cluster.nnodes, Console(options.quiet)
+    joined = protection.has_joined(nodes) if protected.by == protection.UNKNOWN else ""
+    code = carry_out(options, faults, _announcement(options, faults, protected), joined=joined)
+    if protected.by == protection.UNKNOWN and code == 0 and read_status(options.run_dir).get("protected") is False:
+        console.say("no worker has ever joined the run (ft.attach, ft.protect): nothing protected it")
+    is_first_lost = allocation.lost_first_node(read_status(options.run_dir))
+    allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
+    console.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
+
+
+def prepare(
+    given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None
+) -> tuple[RunOptions, list[inject.Fault], Protection]:
+    """What to run with which faults, and what protects it.
+
+    Raises:
+        UserError: with everything that is wrong with the flags of ``ft run`` and, if it is the fork's, the trainer's.
+    """
+    problems, options, faults, protected = Problems(), None, [], Protection(protection.UNKNOWN)
+    with problems:
+        options = resolve(given, environment, job)
+    with problems:
+        if options is not None:
+            faults = plan_faults(options)
+        else:  # nobody knows yet whom a fault would hit
+            inject.read_specs(given.inject, given.scenario, given.seed)
+    if given.script is not None:
+        asked = None if options is None else _asked(options)
+        with problems:
+            protected, found = protection.examine(script_of(given), asked, faults)
+            problems.add(found)
+    problems.refuse()
+    return options, faults, protected
+
+
+def _asked(options: RunOptions) -> Asked:
+    flags = [f"--inject {text}" for text in options.inject]
+    flags += [f"--scenario {options.scenario}"] if options.scenario else []
+    flags += [f"--standby {options.standby}"] if options.standby else []
+    flags += [f"--standby-nodes {options.cluster.standby_nodes}"] if options.cluster.standby_nodes else []
+    return Asked(options.world_size, options.cluster.nnodes, flags)
+
+
+def plan_faults(options: RunOptions) -> list[inject.Fault]:
+    """The faults of ``--inject`` and ``--scenario``, the same on every node.
+
+    Raises:
+        UserError: one of them cannot be understood or has no victim.
+    """
+    nodes = [f"n{i}" for i in range(options.cluster.nnodes)]
+    specs, seed = inject.read_specs(options.inject, options.scenario, options.seed)
+    return inject.schedule(specs, options.world_size, nodes, seed)
+
+
+def _announcement(options: RunOptions, faults: list[inject.Fault], protected: Protection) -> str:
+    cluster = options.cluster
+    parts = [f"{options.world_size} logical ranks on {cluster.training_nodes} node(s)"]
+    if options.standbys_here:
+        parts.append(f"{options.standbys_here} standby(s) here")
+    if cluster.standby_nodes:
+        parts.append(f"{cluster.standby_nodes} standby node(s)")
+    if options.domains:
+        parts.append("this node in " + " and ".join(f"{kind} {name}" for kind, name in options.domains.items()))
+    if faults:
+        parts.append(f"{len(faults)} fault(s) planned")
+    says = protection.announcement(protected, cluster.nnodes)
+    return f"run {options.run_dir}: {', '.join(parts)}\n{says}"

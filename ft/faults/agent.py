@@ -1,0 +1,120 @@
+"""Faults that an agent carries out: its node dies, its network is gone, the control plane is killed."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from ft.faults import network
+from ft.faults.alarm import Alarm
+from ft.faults.faults import Fault
+from ft.platform import election as tenure
+
+
+class AgentInjector:
+    """The planned faults of one agent.
+
+    Args:
+        faults: of the whole run. node: of this agent.
+        run_dir: where ``control.json`` is. announce: as for ``ft.faults.worker.Injector``; may be called by a thread.
+
+    Raises:
+        UserError: this process may not do what is planned for it.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        node: str,
+        run_dir: str | Path,
+        announce: Callable[[Fault], None],
+    ):
+        self.mine = agents_faults(faults, node)
+        self._run_dir, self._node, self._announce = Path(run_dir), node, announce
+        self._lock = threading.Lock()
+        self._fired: set[int] = set()
+        self._alarm: Alarm | None = None
+        self._outages: list[network.Outage] = []
+        if any(fault.kind == "partition" for fault in self.mine):
+            network.check_allowed()
+
+    def begin(self, began: float | None = None) -> None:
+        """Training has begun, at the wall time ``began`` (default now): times of faults count from here."""
+        timed = [fault for fault in self.mine if fault.step is None]
+        if timed and self._alarm is None:
+            self._alarm = Alarm(timed, time.time() if began is None else began, self._fire)
+
+    def progressed(self, step: int) -> None:
+        """A worker says that ``step`` is the last committed one, so that the next one is under way."""
+        for fault in self.mine:
+            if fault.step is not None and fault.step <= step + 1:
+                self._fire(fault)
+
+    def update(self, fired: Iterable[int]) -> None:
+        """Takes over which faults have happened, from an ``Open`` order."""
+        with self._lock:
+            self._fired |= set(fired)
+
+    def close(self) -> None:
+        """Nothing happens any more, and a network that was taken away is given back."""
+        if self._alarm is not None:
+            self._alarm.close()
+        for outage in self._outages:
+            outage.end()
+
+    def _fire(self, fault: Fault) -> None:
+        with self._lock:
+            if fault.number in self._fired:
+                return
+            self._fired.add(fault.number)
+        if fault.kind == "kill-control" and not controls(self._run_dir, self._node):
+            return
+        self._announce(fault)
+        if fault.kind == "kill":
+            kill_node()
+        elif fault.kind == "kill-control":
+            kill_control(self._run_dir)
+        elif fault.kind == "kill-agent":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            self._outages.append(network.Outage(fault.seconds))
+
+
+def agents_faults(faults: Sequence[Fault], node: str) -> list[Fault]:
+    """Those that the agent of ``node`` carries out; any may be beside the control plane at its end."""
+    return [f for f in faults if f.is_agents and (f.node == node or f.kind == "kill-control")]
+
+
+def controls(run_dir: Path, node: str) -> bool:
+    """Whether the control plane runs beside the agent of ``node``."""
+    standing = tenure.read(run_dir)
+    return standing is not None and standing.node == node
+
+
+def kill_control(run_dir: Path) -> bool:
+    """SIGKILL for the control plane, which runs on this host; False where there is none."""
+    standing = tenure.read(run_dir)
+    if standing is None or not standing.where:
+        return False
+    try:
+        os.kill(standing.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def kill_node() -> None:
+    """The end of this process and of all below it, as if their machine had lost power."""
+    myself = psutil.Process()
+    # Stopped first: who sees another one die must not live to tell.
+    below = myself.children(recursive=True)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+    myself.kill()

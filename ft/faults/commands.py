@@ -1,0 +1,57 @@
+"""``ft faults``: every kind of fault and what comes of it."""
+
+import argparse
+import textwrap
+
+from ft.base.checkout import CHECKOUT
+from ft.faults import keys
+from ft.faults.kinds import MEANING
+from ft.faults.table import GROUPS
+
+_EPILOG = """examples:
+  ft faults                                        the table
+  ft faults --markdown > docs/what_happens_when.md
+  ft run --inject hang@step=20:rank=3 ...          makes one of them happen
+"""
+
+
+def add_parser(subparsers) -> None:
+    """Adds ``faults`` to the command ``ft``."""
+    parser = subparsers.add_parser(
+        "faults",
+        help="every kind of fault: how it is injected, what it is taken for, what comes of it",
+        description="Prints every kind of fault: how it is injected, what it is taken for, what comes of it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the page 'what happens when X fails' instead")
+    parser.set_defaults(main=main)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Prints; returns 0."""
+    from ft.faults.page import page, read_times
+
+    print(page(read_times(CHECKOUT)) if given.markdown else text(), end="")
+    return 0
+
+
+def text() -> str:
+    """The table for a terminal."""
+    rows = [row for group in GROUPS.values() for row in group]
+    name, outcome = (max(map(len, texts)) for texts in ([row.name for row in rows], MEANING))
+    lines = []
+    for heading, group in GROUPS.items():
+        lines.append(f"{heading}")
+        for row in group:
+            needs = f" [{row.needs}]" if row.needs else ""
+            signal = f" (seen as: {row.sign.signal})" if row.sign is not None else ""
+            lines.append(f"  {row.name:{name}}  {row.outcome:{outcome}}  {row.does}{signal}{needs}")
+    lines.append("")
+    lines += [f"{outcome}: {meaning}" for outcome, meaning in MEANING.items()]
+    lines += ["", "KIND@KEY=VALUE[:KEY=VALUE...][,...]"]
+    for heading, sayings in keys.MEANING.items():
+        lines.append(heading)
+        lines += [f"  {key:11}  {saying}" for key, saying in sayings.items()]
+    lines += ["", *textwrap.wrap(keys.SEED, 118), "", keys.SCENARIO.rstrip()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,107 @@
+"""The page "what happens when X fails": the table of kinds with the times that the fault campaign measured.
+
+``python -m ft.faults.page`` writes it.
+"""
+
+import json
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from ft.base.checkout import CHECKOUT
+from ft.faults import keys
+from ft.faults.kinds import DMR, GPU, HARMLESS, MEANING, ROOT, START, Row
+from ft.faults.table import GROUPS
+
+PAGE = "docs/what_happens_when.md"
+TIMES = "tools/experiments/results/fault_campaign.json"
+_NEEDS = {ROOT: "root", GPU: "a GPU", DMR: "--ft-dmr or --ft-dmr-plan"}
+_HEAD = """# What happens when X fails
+
+Made by `ft faults --markdown` from `ft/faults/table.py`, the table that also drives `ft run --inject` and the tests.
+Words are those of the design: a *worker* is a process that holds a *logical rank*, a *standby* one that holds none, an
+*agent* the supervisor of a node. Under `--ft-hot-swap`, every committed step is in host memory twice.
+
+## What can come of a fault
+
+| outcome | what it means |
+|---|---|
+"""
+_TIMES_HEAD = """
+How long: from the fault to the beginning of the next step on every worker. Median and worst case of the fault campaign,
+{command}
+Detection limits are in `ft/job/control/timeouts.py`; a stall or a standstill is told from a slow step by waiting for
+it. Where an outcome differs from the table, something else had failed before: the second copy of a snapshot is gone, no
+node is left to start a worker on, or the same failure has come back. Then the next rung serves: an earlier step that
+all still hold, a warm restart from the newest sound checkpoint, and at last the end of the run with a message. At no
+rung does training go on with a state that is not verified.
+"""
+
+
+def page(times: Mapping[str, Mapping]) -> str:
+    """The page as Markdown.
+
+    Args:
+        times: what the campaign says: row's name -> {"count", "median_s", "worst_s"}, and "command".
+    """
+    lines = [_HEAD + "\n".join(f"| {outcome} | {meaning} |" for outcome, meaning in MEANING.items())]
+    lines.append(_TIMES_HEAD.format(command=_command(times)))
+    for heading, rows in GROUPS.items():
+        lines.append(f"## {heading}\n")
+        lines.append("| fault | what the operator sees | taken for | what the system does | how long |")
+        lines.append("|---|---|---|---|---|")
+        lines += [_line(row, times.get(row.name)) for row in rows]
+        lines.append("")
+    return "\n".join([*lines, *_how_to_ask()])
+
+
+def _how_to_ask() -> list[str]:
+    """The grammar of ``--inject``, what a seed fixes, and scenario files."""
+    lines = ["## How to ask for faults\n", "`--inject KIND@KEY=VALUE[:KEY=VALUE...][,...]`, as often as you like.\n"]
+    lines += ["| key | what it says |", "|---|---|"]
+    for heading, sayings in keys.MEANING.items():
+        lines.append(f"| | **{heading}** |")
+        lines += [f"| `{key}` | {saying} |" for key, saying in sayings.items()]
+    lines += ["", "### What a seed fixes\n", *textwrap.wrap(keys.SEED, 118)]
+    return [*lines, "", "### Scenario files\n", "```yaml", *keys.SCENARIO.splitlines(), "```", ""]
+
+
+def read_times(root: Path) -> dict[str, dict]:
+    """The campaign's times; nothing where there are none."""
+    file = root / TIMES
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _command(times: Mapping) -> str:
+    command = times.get("command")
+    if command is None:
+        return "which has not been run."
+    return f"{times['faults']} faults in {times['runs']} runs of a tiny model on two cores (`{command}`)."
+
+
+def _line(row: Row, measured: Mapping | None) -> str:
+    how = f"`{row.name}`" if row.where != START else row.kind
+    does = f"{how}<br>{row.does}" + (f" (needs {_NEEDS[row.needs]})" if row.needs else "")
+    taken = row.sign.category if row.sign is not None else "-"
+    answer = f"**{row.outcome}**" + (f". {row.answer}" if row.answer else "")
+    return f"| {does} | {row.seen} | {taken} | {answer} | {_how_long(row, measured)} |"
+
+
+def _how_long(row: Row, measured: Mapping | None) -> str:
+    if not measured:
+        return "-"
+    if row.outcome == HARMLESS and measured.get("median_s") is None:
+        return "no stop"
+    return f"{measured['median_s']:.2g} s (at worst {measured['worst_s']:.2g} s, of {measured['count']})"
+
+
+def main() -> int:
+    """Writes the page into the repository that this file belongs to."""
+    (CHECKOUT / PAGE).parent.mkdir(exist_ok=True)
+    (CHECKOUT / PAGE).write_text(page(read_times(CHECKOUT)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Faults around the workers: messages, checkpoints, nodes, the control plane, and what is wrong before training."""
+
+from functools import partial
+
+from ft.faults import verdict
+from ft.faults.kinds import (
+    AGENT,
+    CONTROL,
+    FILES,
+    HARMLESS,
+    IN_PLACE,
+    NETWORK_OF_NODE,
+    REPLACED,
+    ROOT,
+    START,
+    STOPPED,
+    Row,
+    Sign,
+)
+from ft.faults.rows.signs import LOST, SILENT, ended
+from ft.faults.verdict import HOST, TRANSIENT, USER
+
+GROUPS: dict[str, tuple[Row, ...]] = {
+    "Messages": (
+        Row(
+            "drop",
+            "one TCP connection of a process group breaks",
+            outcome=IN_PLACE,
+            seen="the group that lost a connection, and that nobody has died",
+            answer="Where gloo does not notice, all wait, which is noticed after 15 s. The third time within a minute, "
+            "or within ten steps, the worker is replaced.",
+            sign=Sign(TRANSIENT, "connection", partial(verdict.of_suspicion, "dp", "Connection closed by peer")),
+        ),
+        Row(
+            "out-of-step",
+            "a worker starts a collective operation that no other one does",
+            outcome=REPLACED,
+            seen="gloo ends the process in which operations of different sizes meet: killed by SIGABRT",
+            answer="No step is committed while ranks disagree, so what was computed out of step is thrown away. "
+            "Operations of one size do not fail but stand still: they are recovered in place after 15 s.",
+            sign=Sign(HOST, "SIGABRT", ended(-6)),
+        ),
+        Row(
+            "lose-frame",
+            "a chunk of a snapshot on its way to a peer is lost",
+            outcome=IN_PLACE,
+            seen="that all workers wait, one of them in which group and for how long",
+            sign=Sign(TRANSIENT, "standstill", partial(verdict.of_standstill, "snapshot", 15.1, 15.0)),
+        ),
+        Row(
+            "duplicate-frame",
+            "a chunk of a snapshot reaches the peer twice",
+            outcome=HARMLESS,
+            seen="nothing",
+            answer="The peer takes no chunk out of its turn; the snapshot is sent again.",
+        ),
+        Row(
+            "reorder-frames",
+            "two chunks of a snapshot change places on their way",
+            outcome=HARMLESS,
+            seen="nothing",
+            answer="The peer takes no chunk out of its turn; the snapshot is sent again.",
+        ),
+        Row(
+            "delay-frames",
+            "a snapshot's chunks reach the peer late",
+            outcome=HARMLESS,
+            seen="a step that takes longer",
+            answer="The optimizer step waits until the last snapshot is safe.",
+        ),
+        Row(
+            "corrupt-frame",
+            "a byte of a snapshot flips on its way to a peer",
+            outcome=HARMLESS,
+            seen="nothing",
+            answer="The checksum is wrong on arrival; the snapshot is sent again.",
+        ),
+        Row(
+            "lose-reports",
+            "what a worker tells its agent is lost for half a second",
+            outcome=HARMLESS,
+            seen="nothing",
+            answer="Heartbeats may be missing for up to a second.",
+        ),
+        Row(
+            "lose-reports",
+            "what a worker tells its agent is lost for five seconds",
+            how="for=5s",
+            outcome=REPLACED,
+            seen=f"{SILENT} 1.0 s, its process is alive but silent",
+            sign=Sign(HOST, "hang", partial(verdict.of_silence, 1.0, "S")),
+        ),
+        Row(
+            "duplicate-reports",
+            "each report of a worker comes twice for a while",
+            outcome=HARMLESS,
+            seen="nothing",
+            answer="A report that was taken before is ignored; the journal says so.",
+        ),
+        Row(
+            "reorder-reports",
+            "each two reports of a worker change places for a while",
+            outcome=HARMLESS,
+            seen="nothing",
+        ),
+        Row("delay-reports", "each report of a worker comes 0.3 s late for a while", outcome=HARMLESS, seen="nothing"),
+    ),
+    "Checkpoints": (
+        Row(
+            "corrupt-checkpoint",
+            "one byte of the newest checkpoint flips",
+            where=FILES,
+            outcome=HARMLESS,
+            seen="nothing; at the next warm restart, the file with the wrong checksum and which checkpoint is loaded",
+            answer="Every file is verified before a checkpoint is loaded; the one before it is loaded instead.",
+        ),
+        Row(
+            "truncate-checkpoint",
+            "a file of the newest checkpoint loses its second half",
+            where=FILES,
+            outcome=HARMLESS,
+            seen="nothing; at the next warm restart, the file that is too short and which checkpoint is loaded",
+            answer="As for a flipped byte.",
+        ),
+        Row(
+            "remove-checkpoint",
+            "a file of the newest checkpoint is gone",
+            where=FILES,
+            outcome=HARMLESS,
+            seen="nothing; at the next warm restart, the file that is missing and which checkpoint is loaded",
+            answer="As for a flipped byte.",
+        ),
+    ),
+    "Nodes and the control plane": (
+        Row(
+            "kill",
+            "a node loses its power: its agent and all its workers are gone",
+            how="node=n1",
+            where=AGENT,
+            outcome=REPLACED,
+            seen="node n1 is lost, and each of its workers that a standby replaces",
+            answer="As many standbys as it had workers are needed; a node whose peers hold all its copies loses "
+            "nothing.",
+            sign=Sign(HOST, "node lost", LOST),
+        ),
+        Row(
+            "kill-agent",
+            "an agent is killed; its workers end with it",
+            how="node=n1",
+            where=AGENT,
+            outcome=REPLACED,
+            seen="node n1 is lost, and each of its workers that a standby replaces",
+            sign=Sign(HOST, "node lost", LOST),
+        ),
+        Row(
+            "partition",
+            "a node's network is gone for 10 s",
+            how="node=n1",
+            where=NETWORK_OF_NODE,
+            outcome=REPLACED,
+            seen="node n1 is lost: nothing was heard of its agent for 3 s",
+            sign=Sign(HOST, "node lost", LOST),
+            needs=ROOT,
+        ),
+        Row(
+            "kill-control",
+            "SIGKILL for the control plane",
+            where=CONTROL,
+            outcome=HARMLESS,
+            seen="that the control plane was started again",
+            answer="Its agent starts it again from the journal; training does not stop for it.",
+        ),
+    ),
+    "Before training": (
+        Row(
+            "drift",
+            "a worker is started with other flags, environment or code than the others",
+            where=START,
+            outcome=STOPPED,
+            seen="each setting that differs, with both values; exit code 2",
+            answer="Workers say how they are set up before they get a logical rank; no step is trained.",
+            sign=Sign(USER, "drift", partial(verdict.of_drift, ["--lr: 0.01 here, 0.02 there"])),
+        ),
+    ),
+}

@@ -1,0 +1,95 @@
+"""Scenario files: the faults of an experiment with their seed, as YAML, TOML or JSON (``ft.faults.keys.SCENARIO``)."""
+
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import Problems, UserError
+from ft.faults.spec import FaultSpec, from_values, parse
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Faults as they were asked for, and the seed to draw what is open with (None: the file has none)."""
+
+    specs: list[FaultSpec]
+    seed: int | None = None
+
+
+def read_scenario(path: str | Path) -> Scenario:
+    """Reads a scenario file. A trace in it is found from the file's folder.
+
+    Raises:
+        UserError: it cannot be read, or is wrong; the fault is named by its place in the list.
+    """
+    path = Path(path)
+    values = _load(path)
+    if isinstance(values, list):
+        values = {"faults": values}
+    faults = values.get("faults") if isinstance(values, dict) else None
+    if not isinstance(faults, list) or set(values) - {"faults", "seed"}:
+        raise UserError(f"scenario {path} is no list of faults with a seed", 'keys: "faults" (a list), "seed"')
+    seed = values.get("seed")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise UserError(f"scenario {path}: seed {seed!r} is no whole number", "for example: seed = 7")
+    specs = []
+    for number, entry in enumerate(faults, 1):
+        specs += _specs(entry, path, f"{path}, fault {number}")
+    return Scenario(specs, seed)
+
+
+def read_specs(texts: Sequence[str], scenario: str | None, seed: int | None) -> tuple[list[FaultSpec], int]:
+    """The faults of ``--inject``'s ``texts`` and of the ``scenario`` file, and the seed.
+
+    Raises:
+        UserError: naming everything that cannot be understood.
+    """
+    specs, problems = [], Problems()
+    for text in texts:
+        with problems:
+            specs += parse(text)
+    if scenario:
+        with problems:
+            found = read_scenario(scenario)
+            specs += found.specs
+            seed = found.seed if seed is None else seed
+    problems.refuse()
+    return specs, seed or 0
+
+
+def _specs(entry: Any, path: Path, place: str) -> list[FaultSpec]:
+    if isinstance(entry, str):
+        return parse(entry)
+    if not isinstance(entry, dict):
+        raise UserError(
+            f"{place}: {entry!r} is no fault", 'a text like "kill@step=20", or an object with kind and keys'
+        )
+    if "trace" in entry:
+        entry = {**entry, "trace": str(path.parent / str(entry["trace"]))}
+    return [from_values(entry, place)]
+
+
+def _load(path: Path) -> Any:
+    name, read = _FORMATS.get(path.suffix.lower(), ("JSON", json.loads))
+    try:
+        return read(path.read_text())
+    except OSError as error:
+        raise UserError(f"scenario {path} cannot be read: {error}", "give a readable file") from error
+    except ValueError as error:  # of characters, too, that are no text
+        fix = "correct the file; formats by ending: .yaml, .yml, .toml, .json"
+        raise UserError(f"scenario {path} is not {name}: {error}", fix) from error
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+_FORMATS = {".toml": ("TOML", tomllib.loads), ".yaml": ("YAML", _read_yaml), ".yml": ("YAML", _read_yaml)}

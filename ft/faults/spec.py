@@ -1,0 +1,244 @@
+"""What a user writes: ``kill@step=20:rank=3,slow@time=30s:rank=random:for=5s``.
+
+KIND@KEY=VALUE[:KEY=VALUE...][,...]
+when    step=20 | time=90s | every=exponential(mean=60s) | every=weibull(shape=0.7,scale=90s) | trace=FILE
+        every=exponential(mean=20steps) | every=weibull(shape=0.7,scale=30steps)
+where   rank=3 | rank=random | node=n1 | node=random; of replicas: replica=1 | replica=random
+how     phase=backward  for=5s  factor=3  error=software  copies=peer  value=nan
+        of a bit-flip: operator=mm  phase=backward  execution=checker  bit=30  mode=stuck  nth=3  probability=0.1
+how often (with every and trace)  count=10  until=10m
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.faults.distributions import Distribution, parse_distribution, parse_duration
+from ft.faults.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES
+from ft.faults.flip import BIT_FLIP, Flip, read_flip
+from ft.faults.flip import KEYS as FLIP_KEYS
+from ft.faults.table import NAMES
+
+KEYS = ("step", "time", "every", "trace", "rank", "node", "phase", "for", "factor", "error", "copies", "value")
+KEYS += ("count", "until", "replica", *(key for key in FLIP_KEYS if key != "phase"))
+_WHEN = ("step", "time", "every", "trace")
+_LASTING = {
+    "slow": 10.0,
+    "partition": 10.0,
+    "disk-full": 10.0,
+    "delay-frames": 0.5,
+    "lose-reports": 0.5,
+    "duplicate-reports": 2.0,
+    "reorder-reports": 2.0,
+    "delay-reports": 2.0,
+}
+"""Kinds that end by themselves -> seconds after which they do, where nothing else is asked for."""
+
+ONLY_FOR = {
+    "for": tuple(kind for kind in NAMES if kind in (*_LASTING, "hang", "gil", "stall")),
+    "factor": ("slow",),
+    "error": ("exception",),
+    "copies": ("corrupt-snapshot",),
+    "value": ("corrupt-tensor",),
+    **{key: (BIT_FLIP,) for key in FLIP_KEYS if key != "phase"},
+}
+"""Kinds that a key means something for; other keys mean something for every kind."""
+
+
+@dataclass(frozen=True)
+class FaultSpec:
+    """One fault as it was asked for; victims and times may still be open.
+
+    Attributes:
+        text: what was written, for messages. kind, phase, seconds, factor, error, copies, value: as in ``Fault``.
+        step, time, every, trace: exactly one is not None. rank, node: a victim, "random", or None.
+        count, until: most faults of a distribution or trace, and the second after which there are none.
+        flip: of a bit-flip.
+        replica: whose rank or node is meant, "random", or None: rank and node count over all replicas.
+    """
+
+    text: str
+    kind: str
+    step: int | None = None
+    time: float | None = None
+    every: Distribution | None = None
+    trace: str | None = None
+    rank: int | str | None = None
+    node: str | None = None
+    phase: str = "between"
+    seconds: float | None = None
+    factor: float = 3.0
+    error: str = "recoverable"
+    copies: str = "own"
+    value: str = "bit"
+    count: int | None = None
+    until: float | None = None
+    replica: int | str | None = None
+    flip: Flip | None = None
+
+
+def parse(text: str) -> list[FaultSpec]:
+    """The faults of an ``--inject`` value.
+
+    Raises:
+        UserError: it says nothing, or something that no fault understands; the part is named.
+    """
+    parts = [part for part in _split(text, ",") if part.strip()]
+    if not parts:
+        raise UserError("--inject names no fault", "for example: --inject kill@step=20:rank=3")
+    return [_parse_one(part.strip()) for part in parts]
+
+
+def from_values(values: Mapping[str, Any], text: str) -> FaultSpec:
+    """A fault from its kind and keys, as texts or JSON values.
+
+    Args:
+        text: where they come from, for messages.
+
+    Raises:
+        UserError: a key or value cannot be meant.
+    """
+    keys = dict(values)
+    kind = str(keys.pop("kind", ""))
+    if kind not in NAMES:
+        raise UserError(f"{text!r}: there is no fault named {kind!r}", f"one of: {', '.join(NAMES)}")
+    for key in keys:
+        if key not in KEYS:
+            raise UserError(f"{text!r}: there is no key named {key!r}", f"one of: {', '.join(KEYS)}")
+    flip = None
+    if kind == BIT_FLIP:
+        # Its phase is where operators are hit: from the beginning of its step on.
+        flip = read_flip({key: keys.pop(key) for key in FLIP_KEYS if key in keys}, text)
+    _check_combination(kind, keys, text)
+    read = {_FIELDS.get(key, key): _read(key, value, text) for key, value in keys.items()}
+    read.setdefault("seconds", _LASTING.get(kind))
+    return FaultSpec(text=text, kind=kind, flip=flip, **read)
+
+
+def _parse_one(text: str) -> FaultSpec:
+    kind, at, rest = text.partition("@")
+    values: dict[str, str] = {"kind": kind.strip()}
+    for part in _split(rest, ":") if at else []:
+        key, equals, value = part.partition("=")
+        key, value = key.strip(), value.strip()
+        if not equals or not value:
+            raise UserError(f"{text!r}: {part!r} is not KEY=VALUE", f"keys: {', '.join(KEYS)}")
+        if key in values:
+            raise UserError(f"{text!r}: {key} is given twice", "give it once")
+        values[key] = value
+    return from_values(values, text)
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Splits outside parentheses."""
+    return re.split(re.escape(separator) + r"(?![^(]*\))", text)
+
+
+def _check_combination(kind: str, keys: Mapping[str, Any], text: str) -> None:
+    given = [key for key in _WHEN if key in keys]
+    if len(given) != 1:
+        says = " and ".join(given) or "nothing"
+        raise UserError(f"{text!r}: when is it to happen? {says} is given", f"exactly one of: {', '.join(_WHEN)}")
+    for key, kinds in ONLY_FOR.items():
+        if key in keys and kind not in kinds:
+            raise UserError(f"{text!r}: {key} means nothing for {kind}", f"{key} goes with: {', '.join(kinds)}")
+    for key in ("count", "until"):
+        if key in keys and given[0] not in ("every", "trace"):
+            raise UserError(f"{text!r}: {key} means nothing with {given[0]}", f"{key} goes with every and trace")
+    if "until" in keys and "steps" in str(keys.get("every")):
+        raise UserError(f"{text!r}: until is a time, and every counts steps", "give count, or every by the clock")
+    if "rank" in keys and "node" in keys:
+        raise UserError(f"{text!r}: it can hit a rank or a node, not both", "give rank or node")
+    if "phase" in keys and given[0] != "step":
+        raise UserError(f"{text!r}: a phase needs a step", "give step=NUMBER, or leave phase out")
+    if "phase" in keys and ("node" in keys or kind == "partition"):
+        raise UserError(f"{text!r}: only the fault of one rank can happen inside a phase", "leave phase out")
+    if kind == "partition" and "rank" in keys:
+        raise UserError(f"{text!r}: a network belongs to a node", "give node=NAME or node=random")
+    if kind in (*OF_CONTROL, *OF_NODE) and "rank" in keys and keys.get("phase") not in RECOVERY_PHASES:
+        what = "there is one control plane" if kind in OF_CONTROL else "an agent belongs to a node"
+        fix = f"leave rank out, or give the phase of a recovery, in which rank's worker does it: {_RECOVERY}"
+        raise UserError(f"{text!r}: {what}", fix)
+    if kind in (*OF_CONTROL, *OF_NODE) and "phase" in keys and "rank" not in keys:
+        raise UserError(f"{text!r}: a phase is one worker's", "give the rank of the worker that is to do it")
+    if kind in OF_CONTROL and "node" in keys:
+        raise UserError(f"{text!r}: there is one control plane", "leave node out")
+
+
+_RECOVERY = ", ".join(RECOVERY_PHASES)
+_FIELDS = {"for": "seconds"}
+_CHOICES = {"phase": PHASES, "error": ERRORS, "copies": COPIES, "value": VALUES}
+
+
+def _read(key: str, value: Any, text: str) -> Any:
+    try:
+        if key in _CHOICES:
+            return _one_of(_CHOICES[key], value)
+        return _READERS[key](value)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{text!r}: {key}={value} is wrong: {error}", _ALLOWED[key]) from error
+
+
+def _one_of(choices: tuple[str, ...], value: Any) -> str:
+    if value not in choices:
+        raise ValueError("no such value")
+    return value
+
+
+def _whole(least: int):
+    def read(value: Any) -> int:
+        text = str(value)
+        if not text.removeprefix("-").isdecimal():
+            raise ValueError("no whole number")
+        number = int(text)
+        if number < least:
+            raise ValueError(f"less than {least}")
+        return number
+
+    return read
+
+
+def _rank(value: Any) -> int | str:
+    return "random" if value == "random" else _whole(0)(value)
+
+
+def _factor(value: Any) -> float:
+    number = float(value)
+    if not 1.0 < number <= 1000.0:
+        raise ValueError("not above 1 and at most 1000")
+    return number
+
+
+_READERS = {
+    "step": _whole(1),
+    "time": lambda value: parse_duration(value, least=0.0),
+    "every": parse_distribution,
+    "trace": str,
+    "rank": _rank,
+    "replica": _rank,
+    "node": str,
+    "for": parse_duration,
+    "factor": _factor,
+    "count": _whole(1),
+    "until": parse_duration,
+}
+_DURATION = "seconds, or a number with ms, s, m or h: 500ms, 90s, 2m"
+_ALLOWED = {
+    "step": "a step number from 1",
+    "time": _DURATION,
+    "every": "exponential(mean=60s) or weibull(shape=0.7,scale=90s), or with steps: exponential(mean=20steps)",
+    "trace": "the path of a file",
+    "rank": "a logical rank from 0, or random",
+    "replica": "a replica from 0, or random",
+    "node": "a node's name (n0, n1, ...), its number, or random",
+    "phase": f"one of: {', '.join(PHASES)}",
+    "for": _DURATION,
+    "factor": "a number above 1 and at most 1000",
+    "error": f"one of: {', '.join(ERRORS)}",
+    "copies": f"one of: {', '.join(COPIES)}",
+    "value": f"one of: {', '.join(VALUES)}",
+    "count": "a number from 1",
+    "until": _DURATION,
+}

@@ -1,0 +1,453 @@
+"""The agent of one node: an event loop over its children, its workers' connections and the control plane's orders."""
+
+import os
+import selectors
+import signal
+import time
+import traceback
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ft.base import events
+from ft.base.errors import UserError
+from ft.job.agent import succession
+from ft.job.agent.console import last_lines, last_words
+from ft.job.agent.parts import Parts
+from ft.job.agent.pool import PoolBroken
+from ft.job.agent.reception import unwatch
+from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked
+from ft.job.agent.workforce import Worker
+from ft.job.control.timeouts import Timeouts
+from ft.job.messages import (
+    AgentBeat,
+    AgentLeaving,
+    Close,
+    Finish,
+    GivenUp,
+    Kill,
+    Master,
+    Observed,
+    Open,
+    Repair,
+    Restart,
+    Resume,
+    Spawn,
+    Stop,
+)
+from ft.platform import processes
+
+_TICK_S = 0.1
+_FINISH_S = 10.0
+_LEAVE_S = 2.0
+_GRACE_S = 1.0
+_REPEAT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The run ends here with exit code ``code``; workers that still run at ``deadline`` (monotonic) are killed."""
+
+    code: int
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Workers to be started with these logical ranks as soon as no other one is left, in restart ``number``.
+
+    ``join``: the agent says first that it is there, once more. ``anew``: to a control plane that it starts for that.
+    """
+
+    number: int
+    ranks: list[int]
+    join: bool = False
+    anew: bool = False
+
+
+class Agent:
+    """Carries out one ``ft run`` on its node.
+
+    Args:
+        parts: what it works with. ranks: logical ranks of its first workers. life: of the run, in which it begins.
+        joined: what to say once a worker of this node trains under a guard.
+    """
+
+    def __init__(self, parts: Parts, ranks: list[int], life: int = 0, joined: str = ""):
+        self._parts, self._membership, self._steward = parts, parts.membership, parts.steward
+        self._console, self._uplink = parts.console, parts.uplink
+        self._workforce, self._masters = parts.workforce, parts.masters
+        self._selector = parts.selector
+        self._first_ranks = [] if parts.membership.is_late else ranks
+        self._number = self._life = life
+        self._begin: Begin | None = Begin(life, self._first_ranks)
+        self._seats: dict[int, str] = {}
+        self._ending: Ending | None = None
+        self._signum, self._signalled_at = 0, 0.0
+        self._left = self._alone = self._was_unlinked = False
+        self._empty_since = 0.0
+        self._joined, self._told = joined, set()
+        self._beat_s, self._next_beat = Timeouts().agent_beat_s, 0.0
+
+    def run(self) -> int:
+        """Runs to the end of the run; returns the exit code. No process of it is left then."""
+        try:
+            self._set_up()
+            while not (self._ending and not self._workforce.workers):
+                self._turn()
+            return self._ending.code
+        except PoolBroken as error:
+            self._console.complain(str(error))
+            return 1
+        except Exception:  # the uplink's threads may be inside torch: the process must not end in Python's own way
+            self._console.complain(traceback.format_exc())
+            return 1
+        finally:
+            self._clean_up()
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        processes.adopt_orphans()
+        wake = self._parts.wake
+        signal.set_wakeup_fd(wake.write_fd, warn_on_full_buffer=False)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: None)
+        self._selector.register(wake.read_fd, selectors.EVENT_READ, self._on_wake)
+        self._parts.reception.open()
+        if self._membership.place.node_rank == 0 and not self._membership.is_late:
+            self._steward.start(self._life, self._node)
+        self._start_pool(self._parts.pool.start)
+        self._uplink.start(self._membership.join, self._life)
+
+    @property
+    def _node(self) -> str:
+        return self._membership.place.node
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(_TICK_S):
+            key.data()
+        self._begin_when_possible()
+        now = time.monotonic()
+        self._workforce.judge(now)
+        self._workforce.flush()
+        if now >= self._next_beat:
+            self._next_beat = now + self._beat_s
+            beats = self._workforce.beats(now)
+            self._uplink.post(AgentBeat(self._node, beats))
+            self._parts.faults.heard(beats)
+            self._parts.room.heard(beats)
+            self._workforce.sweep()
+        if self._joined and self._workforce.is_guarded:
+            self._console.say(self._joined)
+            self._joined = ""
+        self._parts.recoveries.poll()
+        self._parts.room.poll()
+        self._console.poll()
+        if self._signum and not self._ending and not self._rank_holders():
+            self._leave_after_grace(now)
+        if self._ending and now > self._ending.deadline:
+            self._workforce.kill_all()
+            self._workforce.drop_unborn()
+        elif not self._ending:
+            self._look_after_pool(now)
+            self._look_after_control(now)
+
+    def _on_wake(self) -> None:
+        signals = self._parts.wake.take()
+        if signal.SIGCHLD in signals:
+            self._reap()
+        for signum in signals:
+            if signum in (signal.SIGTERM, signal.SIGINT):
+                self._on_signal(signum)
+        for what in self._uplink.take():
+            self._obey(what)
+
+    # --- children ----------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._on_exit(pid, os.waitstatus_to_exitcode(status))
+
+    def _on_exit(self, pid: int, code: int) -> None:
+        if pid == self._parts.pool.pid:
+            self._on_pool_exit(code)
+            return
+        if pid == self._steward.sidecar.spare_pid:
+            self._steward.sidecar.spare_reaped(code)
+            return
+        if pid == self._steward.sidecar.pid:
+            self._on_control_exit(code)
+            return
+        holders = {self._workforce.workers[name].pid for name in self._rank_holders()}
+        if self._signum and code == -signal.SIGTERM and pid in holders and not self._ending:
+            self._say_leaving()  # first: the exits that follow are meant
+        worker = self._workforce.ended(pid, code)
+        if worker is not None and code and not worker.doomed and not self._signum:
+            self._tell_last_lines(worker, code)
+
+    def _on_pool_exit(self, code: int) -> None:
+        unwatch(self._selector, self._parts.pool.channel)
+        if self._ending:
+            self._parts.pool.close(code)
+            return
+        self._workforce.kill_strangers(self._known())
+        self._console.complain(f"the warm pool {processes.how_it_ended(code)}; starting another one")
+        self._start_pool(lambda: self._parts.pool.restart(code))
+
+    def _start_pool(self, start) -> None:
+        start()
+        self._selector.register(self._parts.pool.channel, selectors.EVENT_READ, self._on_pool)
+
+    def _on_pool(self) -> None:
+        notes = self._workforce.hear_pool()
+        if self._parts.pool.channel.gone:
+            unwatch(self._selector, self._parts.pool.channel)  # its exit follows
+        for note in notes:
+            self._console.complain(note)
+        for pid, code in self._workforce.take_early():
+            self._on_exit(pid, code)
+
+    def _look_after_pool(self, now: float) -> None:
+        if why := self._parts.pool.kill_if_stuck(now):
+            self._console.complain(f"{why}: it is killed")
+
+    def _known(self) -> set[int]:
+        sidecar = self._steward.sidecar
+        return {self._parts.pool.pid, sidecar.pid, sidecar.spare_pid}
+
+    def _tell_last_lines(self, worker: Worker, code: int) -> None:
+        if self._console.shows(worker.log):
+            self._console.poll(to_the_end=True)
+        rank = next((r for r, name in self._seats.items() if name == worker.name), worker.rank)
+        what = f"logical rank {rank}" if rank is not None else "a standby"
+        text = [f"{worker.name} ({what}) {processes.how_it_ended(code)}"]
+        lines = [] if self._console.shows(worker.log) else last_words(worker.log, code)
+        if lines:
+            text[0] += f"; the last lines of {worker.log}:"
+        self._told.add(text[0].partition(";")[0])
+        self._console.complain("\n".join(text + [f"    {line}" for line in lines]))
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def _obey(self, what: Any) -> None:
+        match what:
+            case Repair() | Resume():
+                self._workforce.tell(what)
+            case Close():
+                self._workforce.tell(what)
+                self._parts.recoveries.expect(what.epoch + 1)
+            case Open():
+                self._workforce.tell(what)
+                self._membership.sweep(what.epoch)
+                self._workforce.training_since = self._workforce.training_since or time.time()
+                self._parts.faults.opened(what, self._workforce.training_since)
+                self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
+            case Kill():
+                self._workforce.kill_hung(what.worker)
+            case Spawn():
+                if what.node == self._node and not self._ending and not self._signum:
+                    self._spawn_standbys(what.count)
+            case Restart():
+                self._restart(what)
+            case Finish():
+                self._workforce.tell(what)
+                self._workforce.kill(*(name for name, worker in self._workforce.workers.items() if not worker.attached))
+                self._end(128 + signal.SIGINT if self._signum == signal.SIGINT else 0, _FINISH_S)
+            case Stop():
+                self._stop(what)
+            case Master():
+                self._masters.learn(what)
+            case GivenUp():
+                if what.node == self._node:
+                    self._leave_and_come_back(what.reason)
+            case Linked() | Unlinked() | NewLife() | Refused():
+                self._on_link(what)
+
+    def _spawn_standbys(self, count: int) -> None:
+        master = self._masters.known(self._number)
+        for _ in range(count):
+            self._workforce.spawn(None, 0, self._number, master)
+
+    def _restart(self, order: Restart) -> None:
+        self._console.say(f"warm restart {order.number}: {order.reason}")
+        self._parts.recoveries.expect(0)
+        self._begin = Begin(order.number, order.ranks.get(self._node, []))
+        self._workforce.kill_all()
+
+    def _begin_when_possible(self) -> None:
+        """Starts the workers of the next life once those of the last one are gone and a meeting place is known."""
+        begin = self._begin
+        if begin is None or self._ending or self._signum or self._workforce.workers:
+            return
+        if begin.join:
+            self._join_again(begin)
+            self._begin = begin = replace(begin, join=False)
+        master = self._masters.find(begin.number, begin.ranks) if begin.ranks else None
+        if begin.ranks and master is None:
+            return
+        self._begin, self._number = None, begin.number
+        for local_rank, rank in enumerate(begin.ranks):
+            self._workforce.spawn(rank, local_rank, begin.number, master)
+        self._seat({worker.rank: name for name, worker in self._workforce.workers.items()}, fresh=True)
+
+    def _seat(self, seats: dict[int, str], fresh: bool) -> None:
+        """Notes who holds which logical rank, and shows the output of the first and the last one."""
+        self._seats = seats
+        world_size = self._membership.place.world_size
+        names = [seats.get(rank) for rank in sorted({0, world_size - 1})]
+        workers = self._workforce.workers
+        self._console.follow([workers[name].log for name in names if name in workers], fresh)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, signum: int) -> None:
+        """Slurm signals all processes of a step, and srun may pass on what it got itself: that is one request."""
+        now = time.monotonic()
+        if signum == self._signum and now - self._signalled_at < _REPEAT_S:
+            return
+        if self._signum or self._ending:
+            self._end(128 + signum, 0.0)
+            self._workforce.kill_all()
+            return
+        self._signum, self._signalled_at = signum, now
+        name = signal.Signals(signum).name
+        self._console.say(f"{name}: workers are told to save and end; a second signal kills them")
+        self._workforce.terminate(self._rank_holders())
+
+    def _leave_after_grace(self, now: float) -> None:
+        """Nobody here holds a logical rank any more; the order that says how the run ended may be under way."""
+        self._empty_since = self._empty_since or now
+        if now - self._empty_since > _GRACE_S:
+            self._end(128 + self._signum, 0.0)
+            self._workforce.kill_all()
+
+    def _rank_holders(self) -> set[str]:
+        return set(self._seats.values()) & self._workforce.workers.keys()
+
+    def _stop(self, order: Stop) -> None:
+        self._console.poll(to_the_end=True)
+        tells = self._membership.place.node_rank == 0 or self._steward.hosts
+        if tells and order.message not in ("", *self._told) and not self._signum:
+            self._console.complain(order.message)
+        self._end(128 + self._signum if self._signum and order.code else order.code, 0.0)
+        self._workforce.kill_all()
+
+    # --- the control plane -------------------------------------------------------------------------------------------
+
+    def _on_control_exit(self, code: int) -> None:
+        now, how = time.monotonic(), f"the control plane {processes.how_it_ended(code)}"
+        if not self._steward.ended(code, now) or self._ending:
+            return
+        lines = [f"    {line}" for line in last_lines(self._steward.sidecar.log)]
+        if code == UserError.exit_code:
+            self._refuse("\n".join([how, *lines]))
+        elif self._steward.dies_again_and_again(now):
+            self._begin_anew(self._latest_number() + 1, "\n".join([f"{how}, again and again", *lines]), anew=True)
+        elif self._steward.start(self._life, self._node):
+            self._console.say(f"{how}; another one takes over from its journal, training goes on")
+
+    def _look_after_control(self, now: float) -> None:
+        self._uplink.mind(now)
+        what, why = self._steward.look(now, self._uplink.contact_at)
+        if what == succession.RENEW:
+            self._console.complain(f"{why} ({processes.describe(self._steward.sidecar.pid)}): it is killed")
+            self._steward.start(self._life, self._node)
+        elif what == succession.CLAIM and self._steward.start(self._life, self._node):
+            self._console.say(f"{why}; {self._node} takes over, training goes on")
+            self._parts.recoveries.adopt(self._steward.events)
+        elif what == succession.FENCE and self._workforce.workers:
+            self._leave_and_come_back(why)
+        elif what == succession.GIVE_UP:
+            self._refuse(why)
+
+    def _on_link(self, what: Linked | Unlinked | NewLife | Refused) -> None:
+        match what:
+            case Unlinked():
+                self._was_unlinked = True
+            case Linked():
+                if self._was_unlinked:
+                    self._console.say(f"the control plane answers again (term {what.term})")
+                self._was_unlinked = False
+            case NewLife():
+                self._begin_anew(what.number, "the run has begun anew")
+            case Refused():
+                self._refuse(what.reason)
+
+    def _refuse(self, reason: str) -> None:
+        self._console.complain(f"the run ends: {reason}")
+        self._alone = True
+        self._end(1, 0.0)
+        self._workforce.kill_all()
+
+    def _leave_and_come_back(self, reason: str) -> None:
+        """Others take the logical ranks of this node: its workers must not go on, and it joins as a standby node."""
+        if self._ending or (self._begin is not None and self._begin.join):
+            return
+        self._console.complain(f"{self._node} is out of the run ({reason}): its workers end, and it joins as a standby")
+        self._uplink.close()
+        self._first_ranks = []
+        self._begin = Begin(self._latest_number(), [], join=True)
+        self._workforce.kill_all()
+
+    def _begin_anew(self, number: int, reason: str, anew: bool = False) -> None:
+        """Who is in which epoch is lost with the control plane: everyone begins again from the checkpoint."""
+        if self._ending or (self._begin is not None and self._begin.anew):
+            return
+        goes_on = (number <= self._membership.place.max_restarts or not anew) and not self._signum
+        what = f"warm restart {number} from the checkpoint" if goes_on else "the run ends"
+        self._console.complain(f"{reason}; {what}")
+        self._begin, self._life = Begin(number, self._first_ranks, join=True, anew=anew), number
+        self._parts.recoveries.expect(0)
+        if not goes_on:
+            self._alone = True
+            self._end(1, 0.0)
+        self._workforce.kill_all()
+
+    def _latest_number(self) -> int:
+        return max(self._number, self._begin.number if self._begin is not None else 0)
+
+    def _join_again(self, begin: Begin) -> None:
+        if begin.anew:
+            self._steward.start(begin.number, self._node)
+        if not self._first_ranks and not begin.anew:
+            self._membership.come_back()
+            self._workforce.settle(self._membership.place)
+        self._uplink.start(self._membership.join, self._life)
+        if begin.anew:
+            stamps = {"wall": time.time(), "monotonic": time.monotonic(), "node": self._node}
+            self._uplink.post(Observed(events.CONTROL_RESTARTED, {**stamps, "number": begin.number}))
+
+    # --- the end, continued ------------------------------------------------------------------------------------------
+
+    def _end(self, code: int, patience: float) -> None:
+        if self._ending is None or patience < self._ending.deadline - time.monotonic():
+            self._ending = Ending(code, time.monotonic() + patience)
+
+    def _say_leaving(self) -> None:
+        if not self._left:
+            self._left = True
+            self._uplink.post(AgentLeaving(self._node, self._signum))
+
+    def _clean_up(self) -> None:
+        self._workforce.kill_all()
+        self._console.poll(to_the_end=True)
+        self._parts.recoveries.close()
+        if not self._alone:
+            self._say_leaving()
+            self._uplink.flush(_LEAVE_S)
+        self._uplink.close()
+        self._parts.faults.close()
+        self._parts.pool.close()
+        self._steward.close()
+        processes.end_descendants()
+        signal.set_wakeup_fd(-1)
+        self._parts.reception.close()
+        self._selector.close()
+        self._parts.room.close()
+        self._console.close()  # last: nothing of the run may wait for who reads this

@@ -1,0 +1,58 @@
+"""An agent's run on its node, from resolved options to the exit code."""
+
+from ft import faults as inject
+from ft.base import token
+from ft.base.errors import UserError
+from ft.job.agent.options import RunOptions
+from ft.platform import network
+
+
+def carry_out(
+    options: RunOptions,
+    faults: list[inject.Fault],
+    announcement: str = "",
+    began: float | None = None,
+    joined: str = "",
+) -> int:
+    """Runs the agent of this node to the end of the run; returns the exit code.
+
+    Args:
+        faults: all that are planned. announcement: told at the terminal. began: wall time of the first epoch, from
+            which faults planned for a time count, where it was before this agent's start. joined: told once a worker of
+            this node trains under a guard.
+
+    Raises:
+        UserError: the options cannot work; nothing has been started.
+    """
+    port = options.cluster.port or network.free_port(options.cluster.host)
+    if options.cluster.node_rank == 0:
+        network.check_port(options.cluster.host, port)
+    _make_folders(options)
+    if options.cluster.node_rank == 0:
+        token.make(options.run_dir)
+
+    from ft.job.agent.agent import Agent
+    from ft.job.agent.parts import assemble
+
+    parts = assemble(options, port, faults)
+    parts.workforce.training_since = began
+    if announcement:
+        parts.console.say(announcement)
+    return Agent(parts, first_ranks(options), options.life or 0, joined).run()
+
+
+def first_ranks(options: RunOptions) -> list[int]:
+    """The logical ranks of this node's first workers: nodes in order, as torchrun."""
+    if not options.cluster.trains:
+        return []
+    first = options.cluster.node_rank * options.nproc
+    return list(range(first, first + options.nproc))
+
+
+def _make_folders(options: RunOptions) -> None:
+    try:
+        (options.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the run's directory {options.run_dir}: {error.strerror}", "choose --run-dir"
+        ) from error

@@ -1,0 +1,90 @@
+"""A node's place in the run: its name, and what its agent offers when it joins."""
+
+import contextlib
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ft.job.agent.environment import Place
+from ft.job.messages import AgentJoined
+
+_FOLDER = "nodes"
+_MANY_KEYS = 20_000
+
+
+def claim_name(run_dir: Path, node_rank: int) -> str:
+    """A name that no agent of this run has had: ``n3``, and ``n3-2``, ``n3-3`` for those that come back.
+
+    Raises:
+        OSError: the run's directory cannot be written.
+    """
+    folder = run_dir / _FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    name, turn = f"n{node_rank}", 1
+    while True:
+        try:
+            (folder / name).touch(exist_ok=False)
+        except FileExistsError:
+            turn += 1
+            name = f"n{node_rank}-{turn}"
+            continue
+        return name
+
+
+class Membership:
+    """What this agent is in the run at present.
+
+    Args:
+        run_dir: the run's. place: with the name it begins under. seats, standbys: workers it offers.
+        is_late: see there.
+
+    Attributes:
+        place: of its workers. is_late: it came when the run was under way, and offers standbys only.
+    """
+
+    def __init__(self, run_dir: Path, place: Place, seats: int, standbys: int, is_late: bool = False):
+        self._run_dir, self.place, self.is_late = run_dir, place, is_late
+        self._seats, self._standbys = seats, standbys
+        self._meeting: Any = None
+
+    def come_back(self) -> None:
+        """Its node was given up: it takes another name.
+
+        Raises:
+            OSError: the run's directory cannot be written.
+        """
+        self.place = replace(self.place, node=claim_name(self._run_dir, self.place.node_rank))
+        self.is_late = True
+
+    def join(self, token: str) -> AgentJoined:
+        """Opens the store where process groups meet if this node is to host them, and says what there is here.
+
+        Called in a thread: it brings torch.
+        """
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the end of the control plane is no news at the terminal
+        from ft.net.store import StoreServer
+
+        if self._meeting is not None:
+            self._meeting.close()
+        place = self.place
+        self._meeting = StoreServer(place.host, 0, token)
+        seats, standbys = self._seats, self._standbys
+        if self.is_late:
+            seats, standbys = 0, max(seats, standbys)
+        meeting, domains = self._meeting.address, dict(place.domains)
+        return AgentJoined(place.node, place.node_rank, place.host, seats, standbys, meeting, domains)
+
+    def sweep(self, epoch: int) -> None:
+        """Removes what the groups of epochs long over have left in the store, if it is much."""
+        if self._meeting is not None and self._meeting.store.num_keys() > _MANY_KEYS:
+            threading.Thread(target=_sweep, args=(self._meeting.store, epoch - 1), daemon=True).start()
+
+
+def _sweep(store: Any, before: int) -> None:
+    with contextlib.suppress(RuntimeError):
+        for key in store.list_keys():
+            epoch = key.removeprefix("groups/").partition("/")[0]
+            if key.startswith("groups/") and epoch.isdecimal() and int(epoch) < before:
+                store.delete_key(key)

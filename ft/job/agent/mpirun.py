@@ -1,0 +1,204 @@
+"""``ft run`` under mpirun or srun: its place among the nodes, and the node's MPI process for ``--ft-transport mpi``.
+
+The process that mpirun has started becomes the MPI process of the node; the agent goes on as its child:
+
+    mpirun -- ft run, relay -+- agent -+- warm pool
+                             |         +- workers
+                             +- MPI: the relays of the other nodes
+
+Both end together. A relay that dies or hangs costs its workers their copies, so the agent ends with it, and the node is
+lost as if it had been switched off. An agent that is killed takes its relay along: that is how the others' MPI learns
+that the node is gone. A node is nowhere in half.
+
+With a whole host, the daemon dies that mpirun or Slurm has there (tools/experiments/mpi_hosts.py). srun (--mpi=pmix
+--no-kill --kill-on-bad-exit=0) returns as if nothing had happened. mpirun goes on too when what starts its daemons has
+returned long before (--prtemca plm_ssh_agent "ssh -f"; an ssh that ends with its host ends the job), but at the end it
+waits for the host that is gone: the run has finished when its events say so. The host on which mpirun itself runs must
+not die. A node that is gone cannot come back into a running MPI job.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ft.base.errors import UserError
+from ft.net import mpi, mpi_world
+from ft.net.streams import TRANSPORT
+from ft.platform import network, processes, slurm
+
+_FLAG = "--ft-transport"
+_START_S = 120.0
+_LEAVE_S = 5.0
+_PING_S, _PONG_S = 2.0, 3 * mpi_world.SILENT_S
+_FOR_ONE_PROCESS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "PMI2_")
+_START = (
+    "mpirun --with-ft ulfm -n NODES --map-by ppr:1:node ft run ..., or srun --mpi=pmix --ntasks-per-node=1 ft run ..."
+)
+
+
+@dataclass(frozen=True)
+class MpiJob:
+    """This node's place in an MPI job; ``job`` names the run, ``endpoint`` is where the nodes meet, "" if not known.
+
+    ``in_step``: as in ``slurm.SlurmJob``.
+    """
+
+    job: str
+    nnodes: int
+    node_rank: int
+    endpoint: str
+    in_step: bool = True
+
+
+def read(environment: Mapping[str, str]) -> MpiJob | None:
+    """What mpirun tells a process, which is no host's name; None where there is no mpirun."""
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return None
+    rank, size = mpi_world.rank_in(environment)
+    return MpiJob("", size, rank, "")
+
+
+def wanted(given: argparse.Namespace) -> bool:
+    """Whether snapshots are to go over MPI: by the flag of ``ft run``, or by the same flag of its script.
+
+    Raises:
+        UserError: the two say different things.
+    """
+    here, there = given.ft_transport, _flag_in(given.script_args)
+    if here and there and here != there:
+        raise UserError(f"{_FLAG} {here} for ft run, {_FLAG} {there} for its script", "give it once")
+    return (here or there) == "mpi"
+
+
+def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> MpiJob | slurm.SlurmJob:
+    """Splits this process into the node's relay, which never returns, and the agent, which returns its place.
+
+    Raises:
+        UserError: MPI is not installed, was not started for this or for other nodes, or does not come up.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        raise UserError(f"{_FLAG} mpi needs Open MPI and mpi4py, which are not installed", "pip install .[mpi]")
+    settings = dict(environment)
+    mpi_world.configure(settings)
+    rank, size = mpi_world.rank_in(settings)
+    step = slurm.read(settings) if "OMPI_COMM_WORLD_RANK" not in settings else None
+    wanted_nodes = given.nnodes or (str(step.nnodes) if step else str(size))
+    if wanted_nodes != str(size):
+        raise UserError(f"a run on {wanted_nodes} nodes, but MPI knows {size} process(es)", _START)
+    folder = Path(tempfile.mkdtemp(prefix="ft-mpi-"))
+    from ft.net.mpi_relay import listen
+
+    listener = listen(folder)
+    ours, theirs = socket.socketpair()
+    relay, agent = os.getpid(), os.fork()
+    if agent:
+        ours.close()
+        os.environ.update(settings)
+        _relay(agent, folder, listener, theirs)
+    processes.die_with_parent(signal.SIGKILL)
+    if os.getppid() != relay:
+        os._exit(1)
+    os.setsid()  # signals for mpirun's processes reach the relay, which passes them on, once
+    listener.close()
+    theirs.close()
+    for name in [name for name in os.environ if name.startswith(_FOR_ONE_PROCESS)]:
+        del os.environ[name]  # they make whoever calls MPI_Init the node's one MPI process
+    os.environ.update({TRANSPORT: "mpi", mpi.FOLDER: str(folder), mpi.RANK: str(rank)})
+    told = _await_word(ours)
+    threading.Thread(target=_watch, args=(relay, folder), name="ft-mpi-watch", daemon=True).start()
+    return step or told
+
+
+def _flag_in(arguments: Sequence[str]) -> str | None:
+    for index, text in enumerate(arguments):
+        if text == _FLAG and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if text.startswith(f"{_FLAG}="):
+            return text.partition("=")[2]
+    return None
+
+
+# --- the agent's side -------------------------------------------------------------------------------------------------
+
+
+def _await_word(ours: socket.socket) -> MpiJob:
+    with ours:
+        ready, _, _ = select.select([ours], [], [], _START_S)
+        text = ours.makefile().readline() if ready else ""
+    if not ready:
+        raise UserError(f"MPI has not come up on all nodes within {_START_S:g} s", _START)
+    if not text:
+        raise UserError("this node's MPI process has ended at its start", "its own message is above")
+    return MpiJob(**json.loads(text))
+
+
+def _watch(relay: int, folder: Path) -> None:
+    """A relay that answers no more is killed; this process, its child, dies of it."""
+    while mpi.answers(folder, _PONG_S):
+        time.sleep(_PING_S)
+    if os.getppid() == relay:
+        sys.stderr.write(f"the MPI process of this node has not answered for {_PONG_S:g} s: the node gives itself up\n")
+        sys.stderr.flush()
+        processes.send(relay, signal.SIGKILL)
+
+
+# --- the relay's side -------------------------------------------------------------------------------------------------
+
+
+def _relay(agent: int, folder: Path, listener: socket.socket, word: socket.socket) -> NoReturn:
+    processes.set_name("ft-mpi")
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda number, _: processes.send(agent, number))
+    try:
+        code, world = _relay_until_end(agent, folder, listener, word)
+    except Exception as error:  # of MPI: without it, this node is of no use to the others
+        sys.stderr.write(f"the MPI process of this node fails: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        word.close()
+        code, world = None, None
+    shutil.rmtree(folder, ignore_errors=True)
+    if code is None or code < 0:
+        os.kill(os.getpid(), signal.SIGKILL)  # the one end that MPI takes for a death; it kills the agent, if it lives
+    world.leave(_LEAVE_S)
+    os._exit(code)
+
+
+def _relay_until_end(agent: int, folder: Path, listener: socket.socket, word: socket.socket) -> tuple[int, Any]:
+    """Returns the agent's exit code, minus the signal that killed it, and the world that is left."""
+    from ft.net.mpi_relay import Relay
+
+    world = mpi_world.World()
+    with word:
+        word.sendall(json.dumps(asdict(_agree(world))).encode() + b"\n")
+    codes: list[int] = []
+
+    def ended() -> bool:
+        pid, status = os.waitpid(agent, os.WNOHANG)
+        codes.extend([os.waitstatus_to_exitcode(status)] if pid else [])
+        return bool(codes)
+
+    Relay(world, folder, listener).run(ended)
+    return codes[0], world
+
+
+def _agree(world: mpi_world.World) -> MpiJob:
+    """Where the nodes meet, and the run's name: what rank 0 says."""
+    mine = [socket.gethostname(), network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")]
+    told = [json.loads(text) for text in world.share(json.dumps(mine).encode())]
+    host, port, job = told[0]
+    if {theirs for theirs, *_ in told} == {host}:
+        host = "127.0.0.1"
+    return MpiJob(job, world.size, world.rank, f"{host}:{port}")

@@ -1,0 +1,71 @@
+"""A recovery, told at the terminal once it is over."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ft.base import events
+
+_PERIOD_S = 0.2
+
+
+class RecoveryNews:
+    """Tells of each recovery from the run's events, which the control plane writes.
+
+    Args:
+        path: of the events; None: another node tells. tell: takes the text.
+    """
+
+    def __init__(self, path: Path | None, tell: Callable[[str], None]):
+        self._path, self._tell = path, tell
+        self._awaited: set[int] = set()
+        self._seen = 0
+        self._size = -1
+        self._told = ""
+        self._next = 0.0
+
+    def adopt(self, path: Path) -> None:
+        """From now on this node tells."""
+        self._path = self._path or path
+
+    def expect(self, epoch: int) -> None:
+        """A recovery has begun or goes on; it will end with epoch ``epoch``, or a later one."""
+        if self._path is None:
+            return
+        self.poll(hurry=True)
+        if not self._awaited:
+            self._seen = len(events.read(self._path))
+        self._awaited.add(epoch)
+
+    def poll(self, hurry: bool = False) -> None:
+        """Tells of what is over by now; looks every now and then only, unless in a ``hurry``."""
+        now = time.monotonic()
+        if not self._awaited or (now < self._next and not hurry):
+            return
+        self._next = now + _PERIOD_S
+        size = self._path.stat().st_size if self._path.exists() else -1
+        if size == self._size:
+            return
+        self._size = size
+        history = events.read(self._path)
+        for index in range(self._seen, len(history)):
+            event = history[index]
+            if event.name == events.RESUMED and self._awaited and event.epoch >= min(self._awaited):
+                self._awaited = {epoch for epoch in self._awaited if epoch > event.epoch}
+                self._tell_of(history[: index + 1])
+        self._seen = len(history)
+
+    def close(self) -> None:
+        """Tells of a recovery that has not ended: the run has."""
+        self.poll(hurry=True)
+        if self._awaited:
+            self._awaited = set()
+            self._tell_of(events.read(self._path))
+
+    def _tell_of(self, history: list[events.Event]) -> None:
+        from ft.record.block import recovery_block
+
+        text = recovery_block(history)
+        if text and text != self._told:
+            self._told = text
+            self._tell(text)

@@ -1,0 +1,316 @@
+"""From the command line and the environment of Slurm or mpirun to what an agent needs to know; bad input ends here."""
+
+import argparse
+import importlib.util
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ft.base.errors import Problem, Problems, UserError
+from ft.job.agent import mpirun
+from ft.platform import election as tenure
+from ft.platform import slurm
+from ft.platform.topology import read_topology
+
+_DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
+
+
+@dataclass(frozen=True)
+class Script:
+    """What every worker runs: ``target`` is a file, or with ``is_module`` a module's name."""
+
+    target: str
+    is_module: bool
+    args: list[str]
+    preload: list[str] = field(default_factory=list)
+    """Modules for the warm pool; ["none"]: import nothing there."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes of a run and this one's place among them.
+
+    Attributes:
+        nnodes: all nodes. standby_nodes: the last of them, which run standbys only.
+        host, port: where the control plane listens; port 0: any free one (node 0 only).
+        in_folder: the other nodes look for it in the run's directory alone, and not at host and port.
+    """
+
+    nnodes: int
+    node_rank: int
+    standby_nodes: int
+    host: str
+    port: int
+    in_folder: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether this node's workers hold logical ranks from the start."""
+        return self.node_rank < self.training_nodes
+
+    @property
+    def training_nodes(self) -> int:
+        return self.nnodes - self.standby_nodes
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """One ``ft run``. ``nproc``: workers with a logical rank on a training node. ``standby``: beyond those, here.
+    ``domains``: kind -> name of this node's failure domains."""
+
+    script: Script
+    cluster: Cluster
+    nproc: int
+    standby: int
+    run_dir: Path
+    run_id: str
+    max_restarts: int
+    inject: list[str]
+    scenario: str | None
+    seed: int | None
+    quiet: bool
+    local_addr: str | None
+    control: str | None = None
+    """Servers of another kind for the control plane, as ``etcd://HOST:PORT``; None: it hosts a TCPStore."""
+    domains: dict[str, str] = field(default_factory=dict)
+    hot_swap: bool = True
+    """False: every failure leads to a warm restart."""
+    life: int | None = None
+    """The agent belongs to this life of the run from its start, whoever was there before; None: to the first one, or
+    it comes late."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nproc * self.cluster.training_nodes
+
+    @property
+    def standbys_here(self) -> int:
+        """Workers of this node that begin without a logical rank; a standby node offers a full set."""
+        return self.standby if self.cluster.trains else max(self.nproc, self.standby)
+
+
+Job = slurm.SlurmJob | mpirun.MpiJob
+
+
+def resolve(
+    given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None, lease: str = ""
+) -> RunOptions:
+    """Checks the flags, and fills in what they leave open.
+
+    Args:
+        job: what this node is part of; default: what the environment says.
+        lease: folder in the run's directory whose lease says that the run is under way; default: that directory.
+
+    Raises:
+        UserError: they cannot work.
+    """
+    problems = Problems()
+    problems.add(given.problems)
+    cluster = nproc = control = script = run_dir = None
+    domains = {}
+    if given.no_python:
+        problems.add([("--no-python is not supported: workers are forked from Python", "run a Python script")])
+    with problems:
+        if job is None and not given.standalone:
+            job = mpirun.read(environment) or slurm.read(environment)
+        cluster = _cluster(given, job)
+    problems.add(_negative(given, "standby", "standby_nodes", "max_restarts"))
+    with problems:
+        nproc = _nproc(given.nproc_per_node)
+    with problems:
+        script = script_of(given)
+    with problems:
+        control = _control(given.control)
+    if cluster is not None:
+        with problems:
+            run_dir = _run_dir(given, job, cluster, lease)
+        with problems:
+            domains = _domains(given, cluster, environment)
+    problems.refuse()
+    return RunOptions(
+        script=script,
+        cluster=cluster,
+        nproc=nproc,
+        standby=given.standby,
+        run_dir=run_dir,
+        run_id=given.rdzv_id or run_dir.name,
+        max_restarts=_DEFAULT_RESTARTS if given.max_restarts is None else given.max_restarts,
+        inject=given.inject,
+        scenario=given.scenario,
+        seed=given.seed,
+        quiet=given.quiet,
+        local_addr=given.local_addr,
+        control=control,
+        domains=domains,
+    )
+
+
+def _control(text: str | None) -> str | None:
+    if text in (None, "tcpstore"):
+        return None
+    if not text.startswith("etcd://") or not text.removeprefix("etcd://").strip("/"):
+        raise UserError(f"--control {text} is neither tcpstore nor etcd://HOST:PORT[,HOST:PORT...]", "give one of them")
+    return text
+
+
+def _cluster(given: argparse.Namespace, job: Job | None) -> Cluster:
+    nnodes = _nnodes(given.nnodes, job)
+    if given.standalone and nnodes != 1:
+        raise UserError(f"--standalone is for one node, --nnodes is {nnodes}", "drop one of the two")
+    node_rank = given.node_rank
+    if node_rank is None:
+        if job is None and nnodes > 1:
+            raise UserError(f"--nnodes {nnodes} needs this node's number", "add --node-rank I, from 0 on")
+        node_rank = job.node_rank if job else 0
+    if not 0 <= node_rank < nnodes:
+        raise UserError(
+            f"--node-rank {node_rank} is not between 0 and {nnodes - 1} (--nnodes {nnodes})", "number from 0"
+        )
+    standby_nodes = given.standby_nodes
+    if standby_nodes >= nnodes:
+        raise UserError(
+            f"--standby-nodes {standby_nodes} leaves none of {nnodes} nodes to train on", "give fewer than --nnodes"
+        )
+    host, port = _endpoint(given, job, nnodes)
+    return Cluster(nnodes, node_rank, standby_nodes, host, port)
+
+
+def _nnodes(text: str | None, job: Job | None) -> int:
+    if text is None and job is not None and job.nnodes > 1 and not job.in_step:
+        raise UserError(
+            f"this is one process for the {job.nnodes} nodes of Slurm job {job.job}; ft run is one per node",
+            "start it with: srun --ntasks-per-node=1 ft run ... (or use this node alone: --standalone)",
+        )
+    if text is None:
+        return job.nnodes if job else 1
+    if ":" in text:
+        raise UserError(
+            f"--nnodes {text}: a run has a fixed number of nodes here", "give one number; spare nodes: --standby-nodes"
+        )
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--nnodes {text} is no number from 1 on", "give the number of nodes")
+    return int(text)
+
+
+def _domains(given: argparse.Namespace, cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
+    """This node's failure domains, under the name that Slurm has for it, its host name or its address."""
+    if given.topology is None:
+        return {}
+    host = socket.gethostname()
+    names = [environment.get("SLURMD_NODENAME", ""), host, host.split(".")[0], given.local_addr or ""]
+    return read_topology(given.topology).find(names, f"n{cluster.node_rank}")[1]
+
+
+def _endpoint(given: argparse.Namespace, job: Job | None, nnodes: int) -> tuple[str, int]:
+    """(host, port) of the control plane; port 0 stands for any free one."""
+    text = given.rdzv_endpoint
+    if text and (given.master_addr or given.master_port):
+        raise UserError("--rdzv-endpoint and --master-addr/--master-port say the same thing", "give one of them")
+    if given.standalone and text:
+        raise UserError(f"--standalone chooses its own endpoint, --rdzv-endpoint is {text}", "drop one of the two")
+    if not text and given.master_addr:
+        return given.master_addr, _port(str(given.master_port or _DEFAULT_PORT), "--master-port")
+    if not text and job is not None and nnodes > 1:
+        text = job.endpoint
+    if not text:
+        if nnodes > 1:
+            raise UserError(f"{nnodes} nodes need a place to meet", "add --rdzv-endpoint HOST:PORT with node 0's host")
+        return "127.0.0.1", _port(str(given.master_port), "--master-port") if given.master_port else 0
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        host, port = text, str(_DEFAULT_PORT)
+    if not host:
+        raise UserError(f"--rdzv-endpoint {text} names no host", "give HOST:PORT")
+    number = _port(port, "--rdzv-endpoint")
+    if number == 0 and nnodes > 1:
+        raise UserError(f"--rdzv-endpoint {text}: {nnodes} nodes cannot meet at any free port", "give a port")
+    return host, number
+
+
+def _port(text: str, flag: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise UserError(f"{flag}: {text} is no port", "give a number from 1 to 65535")
+    return int(text)
+
+
+def _negative(given: argparse.Namespace, *names: str) -> list[Problem]:
+    values = {name: getattr(given, name) or 0 for name in names}
+    return [
+        (f"--{name.replace('_', '-')} {value} is negative", "give 0 or more")
+        for name, value in values.items()
+        if value < 0
+    ]
+
+
+def _nproc(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    if text not in ("gpu", "cpu", "auto"):
+        raise UserError(f"--nproc-per-node {text} is neither a number from 1 on nor gpu, cpu or auto", "give one")
+    gpus = count_gpus() if text != "cpu" else 0
+    if text == "gpu" and gpus == 0:
+        raise UserError("--nproc-per-node gpu: this node has no GPU that torch can use", "give a number, or cpu")
+    return gpus or os.cpu_count() or 1
+
+
+def count_gpus() -> int:
+    """GPUs that torch can use here; where there is none to be seen, torch is not asked."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def script_of(given: argparse.Namespace) -> Script | None:
+    """What the workers run, None where it is not given (which the parser reports).
+
+    Raises:
+        UserError: there is no such script or module, or --preload contradicts itself.
+    """
+    if given.script is None:
+        return None
+    if given.module:
+        _find_module(given.script)
+    elif not Path(given.script).is_file():
+        there = "is a folder" if Path(given.script).is_dir() else f"does not exist in {Path.cwd()}"
+        raise UserError(f"the script {given.script} {there}", "check the path; a module needs -m")
+    preload = [name for text in given.preload for name in text.split(",") if name]
+    if "none" in preload and len(preload) > 1:
+        raise UserError(f"--preload none and {preload}", "drop none, or the modules")
+    return Script(given.script, given.module, given.script_args, preload)
+
+
+def _find_module(name: str) -> None:
+    """Raises where ``python -m name`` would find no such package or module; nothing is imported to find it."""
+    top = name.partition(".")[0]
+    sys.path.insert(0, os.getcwd())  # as Python does for -m
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise UserError(f"there is no module {top}", "check its name; the path of a script goes without -m")
+
+
+def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease: str) -> Path:
+    if given.run_dir:
+        path = Path(given.run_dir)
+    elif given.rdzv_id or (job and job.job):
+        path = Path("runs") / (given.rdzv_id or job.job)
+    elif cluster.nnodes == 1:
+        path = Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    else:
+        raise UserError(f"{cluster.nnodes} nodes need to agree on the run's directory", "add --run-dir DIR to each")
+    path = path.absolute()
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--run-dir {path} is not a directory", "choose another one")
+    if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not tenure.is_kept(path / lease):
+        raise UserError(f"{path} holds the events of an earlier run", "choose another --run-dir, or remove that one")
+    return path

@@ -1,0 +1,143 @@
+"""The agent's end of the warm pool: it starts the pool, again if it dies, and asks it for workers."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+from ft.base.checkout import CHECKOUT
+from ft.base.errors import FtError
+from ft.job.agent import environment
+from ft.job.agent.options import Script
+from ft.job.agent.warm import BOOT
+from ft.job.control.timeouts import Timeouts
+from ft.net.channel import Channel
+from ft.platform import processes
+from ft.platform.standstill import MOST_IN_A_ROW, Standstill
+
+
+class PoolBroken(FtError):
+    """The pool dies, or stands still, again and again before it has forked anything."""
+
+
+class WarmPool:
+    """Forks workers on request; asynchronous: what was asked for appears in ``take``.
+
+    Args:
+        script: what workers will run. log: file for what the pool itself prints. stuck_s: for so long it may do
+            nothing while it owes workers.
+
+    Attributes:
+        pid: of the pool's process. channel: to be read when readable.
+    """
+
+    def __init__(self, script: Script, log: Path, stuck_s: float = Timeouts().stuck_s):
+        self._config = {
+            "target": script.target,
+            "is_module": script.is_module,
+            "args": script.args,
+            "preload": script.preload,
+        }
+        self._environment = {**os.environ, **environment.defaults(os.environ)}
+        self._log, self._stuck_s = log, stuck_s
+        self._asked: deque[dict] = deque()
+        self._alive: set[int] = set()
+        self._fruitless = self._heard = 0
+        self._standstill, self._stuck = Standstill(), ""
+        self.pid = -1
+        self.channel: Channel | None = None
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Starts the process; requests made before it is ready wait in its socket."""
+        ours, theirs = socket.socketpair()
+        end = str(theirs.fileno())
+        command = [sys.executable, "-c", BOOT, str(CHECKOUT), end, str(os.getpid()), json.dumps(self._config)]
+        with theirs, open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C is for the agent
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self.pid, self._standstill, self._stuck = self._process.pid, Standstill(), ""
+        self.channel = Channel(ours)
+        if self._alive:
+            self.channel.send(json.dumps({"guard": sorted(self._alive)}))
+        for request in self._asked:
+            self.channel.send(json.dumps({"fork": request}))
+
+    def fork(self, worker: str, log: str, env: dict[str, str]) -> None:
+        """Asks for a worker."""
+        request = {"worker": worker, "log": log, "env": env}
+        self._asked.append(request)
+        if self.channel is not None:
+            self.channel.send(json.dumps({"fork": request}))
+
+    def take(self) -> tuple[list[tuple[str, int]], list[str]]:
+        """What the pool has said since the last time: (workers that now exist with their pids, notes for people)."""
+        born, notes = [], []
+        for line in self.channel.receive() or []:
+            message = json.loads(line)
+            self._heard += 1
+            if "pid" in message:
+                self._asked.popleft()
+                self._alive.add(message["pid"])
+                self._fruitless = 0
+                born.append((message["worker"], message["pid"]))
+            elif "note" in message:
+                notes.append(message["note"])
+        return born, notes
+
+    def flush(self) -> None:
+        """Sends on what the pool did not take at once; to be called again and again."""
+        if self.channel is not None and self.channel.wants_write:
+            self.channel.flush()
+
+    def kill_if_stuck(self, now: float) -> str:
+        """Kills the process if it owes workers and does nothing; ``restart`` follows its exit. Returns why, or ""."""
+        if not self._asked or self.channel is None:
+            self._standstill = Standstill()
+        elif not self._stuck and (seconds := self._standstill.look(now, self.pid, self._heard)) > self._stuck_s:
+            how = processes.describe(self.pid)
+            owes = f"the warm pool owes {len(self._asked)} worker(s)"
+            self._stuck = f"{owes} and has done nothing for {seconds:.0f} s ({how})"
+            processes.kill_whole([self.pid])
+            return self._stuck
+        return ""
+
+    def forget(self, pid: int) -> None:
+        """A worker has ended: its number may be given to a process that is none of ours."""
+        self._alive.discard(pid)
+        if self.channel is not None:
+            self.channel.send(json.dumps({"forget": pid}))
+
+    def restart(self, code: int) -> None:
+        """The process was reaped: a new one takes the open requests over.
+
+        Raises:
+            PoolBroken: it does not live long enough to fork.
+        """
+        self._fruitless += 1
+        self._process.returncode = code
+        self.channel.close()
+        if self._fruitless >= MOST_IN_A_ROW:
+            last = self._log.read_text(errors="replace").splitlines()[-15:]
+            how = self._stuck or f"the warm pool {processes.how_it_ended(code)}"
+            times = f"the run ends: {self._fruitless} warm pools in a row have forked no worker"
+            raise PoolBroken("\n".join([times, f"{how}; its last lines:", *last]))
+        self.start()
+
+    def close(self, code: int | None = None) -> None:
+        """Lets the process end: it sees the end of its socket. ``code``: it was reaped and ended with that."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+        if self._process is not None and code is not None:
+            self._process.returncode = code

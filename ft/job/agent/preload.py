@@ -1,0 +1,153 @@
+"""What the warm pool imports before it forks workers: whatever the script would import itself."""
+
+import ast
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+import warnings
+from collections.abc import Iterator
+
+from ft.platform import processes
+
+NOTHING = "none"
+_TORCH = ("torch", "torch.distributed")
+_LOOP = (
+    "torch._dynamo",  # every optimizer step asks for it
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "encodings.idna",  # the first name that is looked up asks for it
+)
+_TRAINER = (
+    "megatron.core.models.gpt",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers",
+)
+_REPLICAS = ("ft.systems.hsdp.parts", "ft.systems.hsdp.resume")
+_FAULT_TOLERANCE = ("ft.systems.hot_swap.session", "ft.systems.hot_swap.protect", "ft.systems.checkfree.keeper")
+
+
+class UnfitForForking(Exception):
+    """An import has started threads or a CUDA context: processes forked from here could not use them.
+
+    Args:
+        module: the one that did it.
+    """
+
+    def __init__(self, module: str, what: str):
+        self.module = module
+        super().__init__(f"importing {module} {what}")
+
+
+def imports_of(source: str, package: str = "") -> list[str]:
+    """The modules that a Python source may import, at any level of nesting, in order of appearance.
+
+    ``from a import b`` gives ``a`` and ``a.b``: which of the two is a module only importing tells.
+
+    Args:
+        package: the package relative imports start from.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*filter(None, parents), *filter(None, [base])])
+            found += [base] + [f"{base}.{alias.name}" for alias in node.names if alias.name != "*"]
+    return [name for name in dict.fromkeys(found) if name]
+
+
+def plan(script: str, is_module: bool, preload: list[str]) -> list[str]:
+    """The modules to import, in order."""
+    if preload == [NOTHING]:
+        return []
+    with contextlib.suppress(Exception):  # a script that cannot be read or parsed says so when a worker runs it
+        wanted = [*_read_imports(script, is_module), *preload]
+        return list(dict.fromkeys([*_TORCH, *wanted, *_companions(wanted)]))
+    return [*_TORCH, *preload]
+
+
+def load(names: list[str], skip: set[str]) -> None:
+    """Imports ``names`` except those to ``skip``; what cannot be imported is left to the worker that needs it.
+
+    Raises:
+        UnfitForForking: one of them must be skipped next time.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _without(names, skip):
+            if name.split(".")[0] == "megatron" and "megatron.patches" not in sys.modules:
+                _patch()
+            with contextlib.suppress(Exception, SystemExit):
+                importlib.import_module(name)
+            _check_fit(name)
+        if "megatron.training" in sys.modules:
+            for name in _without(_modules_of("megatron.training"), skip):
+                with contextlib.suppress(Exception, SystemExit):
+                    importlib.import_module(name)
+                _check_fit(name)
+            _rehearse()
+    gc.collect()
+    gc.freeze()
+
+
+def _without(names: list[str] | Iterator[str], skip: set[str]) -> Iterator[str]:
+    return (name for name in names if name not in skip)
+
+
+def _read_imports(script: str, is_module: bool) -> list[str]:
+    if not is_module:
+        with open(script, encoding="utf-8") as file:
+            return imports_of(file.read())
+    spec = importlib.util.find_spec(script)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{script}.__main__")
+    with open(spec.origin, encoding="utf-8") as file:
+        return imports_of(file.read(), spec.parent or "")
+
+
+def _companions(wanted: list[str]) -> list[str]:
+    """What modules import only when they run: they are needed as surely as the modules."""
+    tops = {name.split(".")[0] for name in wanted}
+    trainer = any(name.startswith("megatron.training") for name in wanted)
+    protected = trainer or "ft" in tops
+    loop = protected or any(name.startswith("megatron.core") for name in wanted)
+    of_replicas = trainer and "FT_HSDP_REPLICA" in os.environ
+    found = [*(_LOOP if loop else ()), *(_TRAINER if trainer else ()), *(_FAULT_TOLERANCE if protected else ())]
+    return [*found, *(_REPLICAS if of_replicas else ())]
+
+
+def _patch() -> None:
+    """megatron.core has to find its patches in force when it is first imported."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch.distributed")
+        importlib.import_module("megatron.patches").apply()
+
+
+def _rehearse() -> None:
+    """What each worker of the trainer would do first, and finds done: it counts while the others wait for it."""
+    with contextlib.suppress(Exception, SystemExit):
+        importlib.import_module("megatron.training.arguments").parse([])
+    if "FT_HSDP_REPLICA" in os.environ:
+        with contextlib.suppress(Exception):
+            importlib.import_module("megatron.patches").apply("replicas")
+
+
+def _modules_of(package: str) -> Iterator[str]:
+    found = pkgutil.walk_packages(sys.modules[package].__path__, f"{package}.", onerror=lambda name: None)
+    return (module.name for module in found if not module.name.endswith("__main__"))
+
+
+def _check_fit(name: str) -> None:
+    if (extra := processes.threads() - 1) > 0:
+        raise UnfitForForking(name, f"starts {extra} thread(s)")
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        raise UnfitForForking(name, "initialises CUDA")

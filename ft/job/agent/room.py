@@ -1,0 +1,64 @@
+"""A full disk under the run's folder, told at the terminal: what else could tell of it is written there."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.job.messages import Beat
+
+_PERIOD_S = 0.2
+_LEAST = 1 << 16
+
+
+class Room:
+    """Looks at the disk of ``folder`` every now and then.
+
+    Args:
+        tell: takes the text.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[str], None]):
+        self._folder, self._tell = folder, tell
+        self._next = 0.0
+        self._step = 0
+        self._is_full = self._was_full = False
+
+    def heard(self, beats: Mapping[str, Beat]) -> None:
+        """How far the workers are."""
+        self._step = max([self._step, *(beat.step for beat in beats.values())])
+
+    def poll(self) -> None:
+        """Tells when the disk becomes full, and when it has room again."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _PERIOD_S
+        try:
+            disk = os.statvfs(self._folder)
+        except OSError:
+            return
+        is_full = disk.f_bavail * disk.f_frsize < _LEAST
+        if is_full and not self._is_full:
+            self._tell(
+                f"the disk of {self._folder} is full: training goes on, lines of metrics, events and the journal wait "
+                "in memory, and logs lose what does not fit; make room there"
+            )
+        elif self._is_full and not is_full:
+            self._tell(f"the disk of {self._folder} has room again: lines that waited are written")
+        self._is_full, self._was_full = is_full, self._was_full or is_full
+
+    def close(self) -> None:
+        """The run has ended: tells what its files lack, if their disk has been full."""
+        if not self._was_full:
+            return
+        from ft.record import missing as records
+        from ft.record.run import load
+
+        try:
+            lacking = records.lacking(load(self._folder), self._step)
+        except UserError as error:
+            lacking = [str(error)]
+        for text in lacking or ["no line is damaged and no step is missing"]:
+            self._tell(f"{self._folder}: {text}")

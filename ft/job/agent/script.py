@@ -1,0 +1,118 @@
+"""The life of a worker, from its fork to its script's end, such that the script sees what ``python script`` shows."""
+
+import errno
+import faulthandler
+import importlib.machinery
+import io
+import os
+import runpy
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+from ft.job.agent import ending
+from ft.platform import processes
+
+_ORPHANED = 70
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
+def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str]) -> None:
+    """Makes a process just forked from the warm pool a worker: own session, output and environment, bound to its agent.
+
+    Args:
+        born_of: pid of the parent, about to exit, which leaves this process to the agent.
+        agent: pid of the agent. log: file for stdout and stderr.
+    """
+    os.setsid()
+    while os.getppid() == born_of:
+        time.sleep(0.0001)
+    processes.die_with_parent(signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(_ORPHANED)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _own_output(log)
+    os.environ.update(environment)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:  # seeded when the pool imported it: without this, all workers would draw the same numbers
+        numpy.random.seed()
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+
+def run(target: str, is_module: bool, args: list[str]) -> int:
+    """Runs a script or module as ``__main__``; returns the exit status that ``python`` would end with. An exception is
+    printed as there."""
+    sys.argv = [target, *args]
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(target)
+    except SystemExit as end:
+        return ending.status_of(end)
+    except BaseException as error:
+        trace = _without_launcher(error)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def search_path(script: str, is_module: bool, path: list[str]) -> list[str]:
+    """``sys.path`` as Python sets it for a script or, with ``-m``, a module."""
+    return [os.getcwd() if is_module else str(Path(script).absolute().parent), *path]
+
+
+def _run_file(script: str) -> None:
+    main = types.ModuleType("__main__")
+    loader = importlib.machinery.SourceFileLoader("__main__", script)
+    main.__dict__.update(__file__=script, __builtins__=__builtins__, __loader__=loader, __spec__=None)
+    with io.open_code(script) as file:
+        code = compile(file.read(), script, "exec")
+    sys.modules["__main__"] = main  # and it stays: pickles and threads look it up after the script's last line too
+    exec(code, main.__dict__)
+
+
+def _without_launcher(error: BaseException):
+    """The traceback from the script's first frame on; of an error that never got there (syntax), none."""
+    here = os.path.dirname(__file__)
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if os.path.dirname(file) != here and not file.startswith("<frozen"):
+            return trace
+        trace = trace.tb_next
+    return None
+
+
+def _own_output(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(null)
+    os.close(log)
+    # The encoding follows from no terminal: a progress bar must not fail for the want of one.
+    sys.stdout = sys.__stdout__ = _text(1)
+    sys.stderr = sys.__stderr__ = _text(2)
+
+
+class _Log(io.FileIO):
+    """A worker's log. What a full or failing disk does not take is left out: training is worth more than its log."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            return len(data)
+
+
+def _text(fd: int):
+    raw = io.BufferedWriter(_Log(fd, "wb", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)

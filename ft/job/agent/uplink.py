@@ -1,0 +1,270 @@
+"""An agent's conversation with the control plane, in threads of its own: the agent's loop never waits for the network.
+
+The control plane may be away, and come back elsewhere. Reports are numbered and kept until they are on its record; on
+each new connection the rest is posted again. Orders are numbered, too: none is obeyed twice.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft.base import token
+from ft.base.errors import FtError
+from ft.job.control.timeouts import Timeouts
+from ft.job.messages import AgentBeat, AgentJoined
+from ft.platform import election as tenure
+
+_RECORD_S = 2.0
+_LOOK_S = 0.05
+_FIRST_TRY_S, _LAST_TRY_S = 0.02, 1.0
+_TOKEN_S = 600.0
+_UNSHARED_S = 1.0
+
+
+@dataclass(frozen=True)
+class Linked:
+    """The control plane of ``term`` answers."""
+
+    term: int
+
+
+@dataclass(frozen=True)
+class Unlinked:
+    """It does not any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NewLife:
+    """The run has begun anew, for the ``number``-th time."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """It never will."""
+
+    reason: str
+
+
+class Uplink:
+    """Posts reports and collects what comes down.
+
+    Args:
+        run_dir: where the control plane says where it is. endpoint: ("tcp://HOST:PORT") where it is looked for as long
+            as it does not, "" if nowhere. wake: called from threads whenever ``take`` has something.
+
+    Attributes:
+        contact_at: when (monotonic) the control plane has last answered, or the uplink was started.
+    """
+
+    def __init__(self, run_dir: Path, endpoint: str, wake: Callable[[], None], timeouts: Timeouts):
+        self._run_dir, self._endpoint, self._wake, self._timeouts = run_dir, endpoint, wake, timeouts
+        self._came: deque[Any] = deque()
+        self._conversation: _Conversation | None = None
+
+    @property
+    def contact_at(self) -> float:
+        return self._conversation.contact_at
+
+    def start(self, join: Callable[[str], AgentJoined], life: int) -> None:
+        """Begins a conversation about life ``life`` of the run, with what ``join(token)`` makes; returns at once.
+
+        What was said in an earlier one and is not out yet is dropped.
+        """
+        self.close()
+        self._came = deque()
+        self._conversation = _Conversation(self._run_dir, self._endpoint, life, self._timeouts, self._deliver)
+        threading.Thread(target=self._conversation.run, args=(join,), name="ft-uplink", daemon=True).start()
+
+    def post(self, report: Any) -> None:
+        """Hands a report over; it goes out in the order of the calls."""
+        self._conversation.post(report)
+
+    def record(self, report: Any, patience_s: float = _RECORD_S) -> None:
+        """Posts a report and returns once it is out, or after ``patience_s``."""
+        self.post(report)
+        self.flush(patience_s)
+
+    def flush(self, patience_s: float) -> None:
+        """Waits until everything has been posted, ``patience_s`` at most."""
+        if self._conversation is not None:
+            out = threading.Event()
+            self._conversation.reports.put(out)
+            out.wait(patience_s)
+
+    def take(self) -> list[Any]:
+        """Orders, ``Linked``, ``Unlinked`` and ``Refused`` that have come since the last time."""
+        found = []
+        while self._came:
+            found.append(self._came.popleft())
+        return found
+
+    def mind(self, now: float) -> None:
+        """Gives the present connection up if nothing has come back over it for ``contact_s``.
+
+        A host that is gone from one moment to the next closes no connection: who waits on one to it waits for good,
+        and a control plane that has taken its place elsewhere would not hear of this agent.
+        """
+        if self._conversation.is_stuck(now):
+            self._conversation.break_off()
+
+    def close(self) -> None:
+        """What comes from now on, losses included, is of no interest."""
+        if self._conversation is not None:
+            self._conversation.end()
+
+    def _deliver(self, conversation: "_Conversation", what: Any) -> None:
+        if conversation is self._conversation:
+            self._came.append(what)
+            self._wake()
+
+
+class _Conversation:
+    """One life of the run, over as many connections as it takes."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        endpoint: str,
+        life: int,
+        timeouts: Timeouts,
+        deliver: Callable[["_Conversation", Any], None],
+    ):
+        self._run_dir, self._endpoint, self._life, self._timeouts = run_dir, endpoint, life, timeouts
+        self._tell = deliver
+        self.reports: queue.SimpleQueue = queue.SimpleQueue()
+        self.contact_at = time.monotonic()
+        self._kept: deque[tuple[int, Any]] = deque()
+        self._number = self._order = 0
+        self._board: Any = None
+        self._board_since = self.contact_at
+        self._linked = self._ended = False
+
+    def post(self, report: Any) -> None:
+        if self._linked or not isinstance(report, AgentBeat):  # heartbeats are stale by the time of the next connection
+            self.reports.put(report)
+
+    def is_stuck(self, now: float) -> bool:
+        quiet = now - max(self.contact_at, self._board_since)
+        return self._board is not None and quiet > self._timeouts.contact_s
+
+    def end(self) -> None:
+        self._ended = True
+        self.break_off()
+
+    def break_off(self) -> None:
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
+        self.reports.put(None)
+
+    def run(self, join: Callable[[str], AgentJoined]) -> None:
+        try:
+            secret = token.find(self._run_dir, _TOKEN_S)
+            joined = join(secret)
+            self._keep(joined)
+            pause = _FIRST_TRY_S
+            while not self._ended:
+                began = time.monotonic()
+                try:
+                    self._converse(joined.node, secret)
+                except ConnectionError as error:
+                    if self._linked:
+                        self._say(Unlinked(str(error)))
+                    self._linked = False
+                pause = _FIRST_TRY_S if time.monotonic() - began > _LAST_TRY_S else min(2 * pause, _LAST_TRY_S)
+                time.sleep(pause)
+        except FtError as error:
+            self._say(Refused(str(error)))
+        except Exception as error:  # whatever it is: without this thread the agent would wait and not know for what
+            self._say(Refused(f"the conversation with the control plane broke off: {type(error).__name__}: {error}"))
+
+    def _say(self, what: Any) -> None:
+        if not self._ended:
+            self._tell(self, what)
+
+    def _keep(self, report: Any) -> tuple[int, Any]:
+        self._number += 1
+        self._kept.append((self._number, report))
+        return self._kept[-1]
+
+    def _converse(self, node: str, secret: str) -> None:
+        """One connection, from its beginning to its end.
+
+        Raises:
+            ConnectionError: its end.
+        """
+        from ft.job.control import board as boards  # brings torch, which the agent's loop does not wait for
+
+        standing = self._find()
+        if standing is None:
+            return
+        if standing.life > self._life:
+            self._say(NewLife(standing.life))
+            self._ended = True
+            return
+        board = boards.connect(standing.where, node, secret, self._timeouts.contact_s)
+        self._board_since, self._board = time.monotonic(), board
+        try:
+            self._settle(board.taken())
+            for number, report in self._kept:
+                board.post(number, report)
+            self._linked = True
+            self._say(Linked(standing.term))
+            threading.Thread(target=self._follow, args=(board,), name="ft-orders", daemon=True).start()
+            self._send(board)
+        finally:
+            board.close()
+
+    def _find(self) -> tenure.Standing | None:
+        unshared = time.monotonic() + _UNSHARED_S
+        while not self._ended:
+            standing = tenure.read(self._run_dir)
+            if standing is not None and standing.life >= self._life and standing.where:
+                return standing
+            if standing is None and self._endpoint and time.monotonic() >= unshared:
+                return tenure.Standing(0, self._life, self._endpoint, "", 0)
+            time.sleep(_LOOK_S)
+        return None
+
+    def _settle(self, taken: int) -> None:
+        """The control plane answers, and has the reports up to number ``taken`` on record."""
+        self.contact_at = time.monotonic()
+        while self._kept and self._kept[0][0] <= taken:
+            self._kept.popleft()
+
+    def _send(self, board: Any) -> None:
+        while not self._ended:
+            report = self.reports.get()
+            is_kept = not isinstance(report, threading.Event | AgentBeat | None)
+            entry = self._keep(report) if is_kept else (0, report)
+            if self._board is not board:
+                if isinstance(report, threading.Event):
+                    self.reports.put(report)
+                raise ConnectionError("it does not answer any more")
+            if isinstance(report, threading.Event):
+                report.set()
+            elif report is not None:
+                board.post(*entry)
+            if isinstance(report, AgentBeat):
+                self._settle(board.taken())
+
+    def _follow(self, board: Any) -> None:
+        def deliver(number: int, order: Any) -> None:
+            if number >= self._order:
+                self._order = number + 1
+                self._say(order)
+
+        with contextlib.suppress(ConnectionError):
+            board.follow(deliver, self._order)
+        if self._board is board:
+            self.break_off()

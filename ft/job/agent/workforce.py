@@ -1,0 +1,269 @@
+"""The workers of one agent: their processes, their connections and what was last heard of them."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ft.job.agent import environment
+from ft.job.agent.liveness import Limits, Silence, Watch, silent
+from ft.job.agent.pool import WarmPool
+from ft.job.messages import (
+    BadMessage,
+    Beat,
+    WorkerExited,
+    WorkerReady,
+    WorkerResumed,
+    WorkerSilent,
+    WorkerStarted,
+    decode,
+    encode,
+)
+from ft.net.channel import Channel
+from ft.platform import processes
+from ft.platform.standstill import Standstill
+
+_STACK_S = 0.05
+
+
+@dataclass
+class Worker:
+    """One worker from the request for it to the end of its process.
+
+    Attributes:
+        rank: logical rank it was started for, None for a standby; restart: the warm restart in which. pid: None until
+            it exists.
+        attached: it has reported ready at some time. beat, beat_at: the last, and when it came.
+        doomed: this agent has decided to kill it. standstill: of its process, until it has attached.
+    """
+
+    name: str
+    rank: int | None
+    restart: int
+    log: Path
+    pid: int | None = None
+    channel: Channel | None = None
+    attached: bool = False
+    beat: Beat | None = None
+    beat_at: float = 0.0
+    told_silent: bool = False
+    doomed: bool = False
+    standstill: Standstill = field(default_factory=Standstill)
+
+
+class Workforce:
+    """Starts, hears, commands and kills workers.
+
+    Args:
+        pool: forks them. place: what their environments have in common. post: takes reports for the control plane.
+        unwatch: called with each channel before it is closed. limits: when a worker counts as silent.
+    """
+
+    def __init__(
+        self,
+        pool: WarmPool,
+        place: environment.Place,
+        post: Callable[[Any], None],
+        unwatch: Callable[[Channel], None],
+        limits: Limits,
+    ):
+        self._pool, self._place, self._post, self._unwatch, self._limits = pool, place, post, unwatch, limits
+        self._logs = Path(place.run_dir) / "logs"
+        self._started = 0
+        self._early: dict[int, int] = {}
+        self._remains: list[int] = []
+        self.workers: dict[str, Worker] = {}
+        self.is_guarded = False
+        """A worker of this agent has ever trained under a guard."""
+        self.training_since: float | None = None
+        """Wall time of the first epoch; faults planned for a time count from it, for later workers too."""
+
+    def settle(self, place: environment.Place) -> None:
+        """Workers to come are of this place."""
+        self._place = place
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def spawn(self, rank: int | None, local_rank: int, restart: int, master: tuple[str, int]) -> Worker:
+        """Asks the pool for a worker that is meant for ``rank`` (None: a standby)."""
+        name = f"{self._place.node}.w{self._started}"
+        self._started += 1
+        worker = Worker(name, rank, restart, self._logs / f"{name}.log")
+        self.workers[name] = worker
+        env = environment.worker_environment(self._place, name, restart, rank, local_rank, master)
+        if self.training_since is not None:
+            env["FT_BEGAN"] = str(self.training_since)
+        self._pool.fork(name, str(worker.log), env)
+        return worker
+
+    def hear_pool(self) -> list[str]:
+        """Takes in what the pool says, which may be that workers exist; returns its notes for people."""
+        born, notes = self._pool.take()
+        for name, pid in born:
+            worker = self.workers.get(name)
+            if worker is None:  # ``drop_unborn``: the run is over, and nobody waits for it any more
+                processes.kill_whole([pid])
+                continue
+            worker.pid = pid
+            self._post(WorkerStarted(name, self._place.node, pid, worker.rank, worker.restart))
+            self.hear(worker)
+            if worker.doomed:
+                processes.kill_whole([pid])
+        return notes
+
+    def ended(self, pid: int, code: int) -> Worker | None:
+        """A child of the agent was reaped; returns the worker it was, None if it was none (or none yet)."""
+        worker = next((w for w in self.workers.values() if w.pid == pid), None)
+        if worker is None:
+            if any(w.pid is None for w in self.workers.values()):
+                self._early[pid] = code
+            return None
+        self.hear(worker)
+        self._post(WorkerExited(worker.name, self._place.node, code, worker.attached))
+        del self.workers[worker.name]
+        self._pool.forget(pid)
+        self._remains.append(pid)
+        return worker
+
+    def sweep(self) -> None:
+        """Kills what ended workers have left running; not done in ``ended``, where others are to hear of it first."""
+        if self._remains:
+            processes.kill_remains(self._remains)
+            self._remains = []
+
+    def take_early(self) -> list[tuple[int, int]]:
+        """(pid, code) of workers that had ended before the pool said that they exist."""
+        pids = {worker.pid for worker in self.workers.values()}
+        found = [(pid, self._early.pop(pid)) for pid in list(self._early) if pid in pids]
+        if None not in pids:
+            self._early.clear()
+        return found
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL for these workers and all they have started; their exits follow. Unknown names have ended."""
+        doomed = [self.workers[name] for name in names if name in self.workers and not self.workers[name].doomed]
+        for worker in doomed:
+            worker.doomed = True
+        if pids := [worker.pid for worker in doomed if worker.pid is not None]:
+            processes.kill_whole(pids)
+
+    def kill_hung(self, name: str) -> None:
+        """Kills a worker on order; before that it writes into its log where each of its threads is, if it still can."""
+        worker = self.workers.get(name)
+        if worker is not None and worker.pid is not None and processes.state(worker.pid) not in "TZX":
+            processes.send(worker.pid, signal.SIGUSR1)
+            time.sleep(_STACK_S)
+        self.kill(name)
+
+    def drop_unborn(self) -> None:
+        """Whom the pool has yet to fork is waited for no more: the pool ends, and with it what it may still fork."""
+        self.workers = {name: worker for name, worker in self.workers.items() if worker.pid is not None}
+
+    def kill_all(self) -> None:
+        self.kill(*self.workers)
+
+    def terminate(self, names: set[str]) -> None:
+        """SIGTERM for these workers: they may save and end."""
+        for name in names & self.workers.keys():
+            if self.workers[name].pid is not None:
+                processes.send(self.workers[name].pid, signal.SIGTERM)
+            else:
+                self.workers[name].doomed = True  # it has nothing to save
+
+    def kill_strangers(self, known: set[int]) -> None:
+        """Kills children of this process that are neither workers nor ``known``: forked by a pool that died before it
+        could say so."""
+        known = known | {worker.pid for worker in self.workers.values()}
+        for pid in processes.children(os.getpid()):
+            if pid not in known:
+                processes.kill_whole([pid])
+
+    # --- conversation ------------------------------------------------------------------------------------------------
+
+    def accept(self, channel: Channel, hello: bytes) -> Worker | None:
+        """Whose connection this is, by its first line; None if it is no living worker's."""
+        try:
+            worker = self.workers.get(json.loads(hello)["worker"])
+        except (ValueError, KeyError, TypeError):
+            worker = None
+        if worker is None or worker.doomed or worker.channel is not None:
+            return None
+        worker.channel = channel
+        return worker
+
+    def hear(self, worker: Worker) -> None:
+        """Takes in what the worker says and passes its reports on. Once it has hung up, only its exit tells more."""
+        if worker.channel is None:  # its end was noticed in another way since the connection became readable
+            return
+        if worker.pid is None:  # the pool has yet to say so: nobody can be ready who was never started
+            return
+        for line in worker.channel.receive() or []:
+            self._take(worker, line)
+        if worker.channel.gone:
+            self._unwatch(worker.channel)
+            worker.channel.close()
+            worker.channel = None
+
+    def tell(self, order: Any) -> None:
+        """Passes an order on to every attached worker."""
+        line = encode(order)
+        for worker in self.workers.values():
+            if worker.attached and worker.channel is not None:
+                worker.channel.send(line)
+
+    def flush(self) -> None:
+        """Sends on what a worker, or the pool, did not take at once."""
+        self._pool.flush()
+        for worker in self.workers.values():
+            if worker.channel is not None and worker.channel.wants_write:
+                worker.channel.flush()
+
+    def beats(self, now: float) -> dict[str, Beat]:
+        """The last beat of each worker with its present age."""
+        heard = [worker for worker in self.workers.values() if worker.beat is not None]
+        return {w.name: replace(w.beat, age_s=round(now - w.beat_at, 3)) for w in heard}
+
+    def judge(self, now: float) -> list[Silence]:
+        """Reports each worker that has just become silent; returns those."""
+        attached = [w for w in self.workers.values() if w.attached and w.channel is not None and not w.doomed]
+        quiet = [w for w in attached if now - w.beat_at > self._limits.stopped_s]
+        watches = {
+            w.name: Watch(w.beat_at, processes.state(w.pid), w.beat is not None and w.beat.step_s is not None)
+            for w in quiet
+            if w.pid is not None
+        }
+        found = silent(now, watches, self._limits) + (self._mute(now) if attached else [])
+        new = [s for s in found if not self.workers[s.worker].told_silent]
+        for silence in new:
+            self.workers[silence.worker].told_silent = True
+            self._post(WorkerSilent(silence.worker, self._place.node, round(silence.silent_s, 3), silence.state))
+        return new
+
+    def _mute(self, now: float) -> list[Silence]:
+        """Workers that have never said anything, and stand still while others of theirs have attached: the script takes
+        part in recoveries, and a part of it does not get there."""
+        found = []
+        for worker in self.workers.values():
+            if worker.rank is None or worker.pid is None or worker.attached or worker.doomed or worker.told_silent:
+                continue
+            seconds = worker.standstill.look(now, worker.pid)
+            if seconds > self._limits.mute_s:
+                found.append(Silence(worker.name, seconds, processes.state(worker.pid), "it has never attached"))
+        return found
+
+    def _take(self, worker: Worker, line: bytes) -> None:
+        try:
+            report = decode(line)
+        except BadMessage:
+            return
+        if isinstance(report, Beat):
+            worker.beat, worker.beat_at, worker.told_silent = report, time.monotonic(), False
+            return
+        self.is_guarded |= isinstance(report, WorkerResumed)
+        if isinstance(report, WorkerReady):
+            worker.attached, worker.beat_at = True, time.monotonic()
+        self._post(report)

@@ -1,0 +1,23 @@
+"""The control plane was away: what it did not hear meanwhile says nothing about those who could not tell it."""
+
+from dataclasses import replace
+
+from ft.base import events
+from ft.job import messages as m
+from ft.job.control.decision import Decisions
+from ft.job.control.state import State
+
+
+def control_back(state: State, now: float, report: m.ControlBack, out: Decisions) -> None:
+    """Every wait begins again. What the agents have to tell of the time between, they report now."""
+    away = now - max([state.since, *(agent.heard_at for agent in state.agents.values())])
+    state.since = now
+    for agent in state.agents.values():
+        agent.heard_at = now
+    for worker in state.workers.values():
+        worker.since, worker.left_at = now, now
+    for node, times in state.spawning.items():
+        state.spawning[node] = [now] * len(times)
+    state.suspicions = {name: replace(suspicion, since=now) for name, suspicion in state.suspicions.items()}
+    out.add(f"the control plane is back, beside the agent of {report.node} (term {report.term}), after {away:.1f} s")
+    out.note(events.CONTROL_BACK, node=report.node, term=report.term, away=round(away, 3))

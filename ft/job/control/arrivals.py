@@ -1,0 +1,186 @@
+"""Agents and workers that come, and what they say of themselves while nothing is wrong."""
+
+from ft.base import events
+from ft.faults.verdict import USER_CODE, signal_name
+from ft.job import messages as m
+from ft.job.control import drift, ends
+from ft.job.control.decision import Decisions
+from ft.job.control.failures import lose_agent
+from ft.job.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, Place, State, Worker
+
+
+def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions) -> None:
+    if report.node in state.agents:
+        out.add(f"ignored: the agent of {report.node} has joined before")
+        return
+    first = not state.agents
+    state.agents[report.node] = Agent(
+        report.node,
+        report.node_rank,
+        report.host,
+        report.seats,
+        report.standbys,
+        now,
+        meeting=report.meeting,
+        domains=dict(report.domains),
+        places=report.seats,
+    )
+    out.add(f"the agent of {report.node} is there, {state.nodes_seen()} of {state.options.nodes}")
+    if first:
+        state.since = now
+    if first and not state.options.restarts:
+        out.note(events.RUN_STARTED, command=list(state.options.command), world_size=state.options.world_size)
+    seats = {agent.node: agent.seats for agent in state.agents.values()}
+    at_start = state.phase == GATHERING and not state.restarts and state.nodes_seen() == state.options.nodes
+    if at_start and sum(seats.values()) != state.options.world_size:
+        counts = ", ".join(f"{node}: {count}" for node, count in sorted(seats.items()))
+        message = f"{state.options.world_size} workers were announced, the nodes have {sum(seats.values())} ({counts})"
+        message += "\n  fix: give every ft run the same --nproc-per-node"
+        ends.stop(state, now, USER_CODE, message, out)
+
+
+def agent_beat(state: State, now: float, report: m.AgentBeat, out: Decisions) -> None:
+    agent = state.agents.get(report.node)
+    if agent is not None and not agent.gone:
+        agent.heard_at, agent.beats = now, dict(report.workers)
+
+
+def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisions) -> None:
+    agent = state.agents.get(report.node)
+    if agent is None or agent.gone:
+        out.add(f"ignored: the agent of {report.node} is known to be gone")
+    elif report.signum and (state.phase == GATHERING or any(w.node == agent.node for w in state.seated())):
+        ends.agent_left(state, now, agent, report.signum, out)
+    elif report.signum:  # a standby node's: the others go on, or save and end, as they were told
+        lose_agent(state, now, agent, f"its agent was told to end by {signal_name(report.signum)}", out)
+    else:
+        lose_agent(state, now, agent, "its agent has ended", out)
+
+
+def worker_started(state: State, now: float, report: m.WorkerStarted, out: Decisions) -> None:
+    agent = state.agents.get(report.node)
+    if agent is None or agent.gone or report.worker in agent.started:
+        out.add(f"ignored: {report.worker} is known, or its node is not")
+        return
+    agent.started.append(report.worker)
+    if report.rank is not None and report.restart not in (None, state.restarts):
+        out.add(f"ignored: {report.worker} was started for restart {report.restart}, the last one is {state.restarts}")
+        return
+    state.workers[report.worker] = Worker(report.worker, report.node, report.pid, report.rank, now)
+    if report.rank is None and state.spawning.get(report.node):
+        state.spawning[report.node].pop(0)
+    out.add(f"{report.worker} was started " + ("as a standby" if report.rank is None else f"for rank {report.rank}"))
+    out.note(events.WORKER_STARTED, node=report.node, worker=report.worker, rank=report.rank, pid=report.pid)
+
+
+def worker_ready(state: State, now: float, report: m.WorkerReady, out: Decisions) -> None:
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.ready:
+        out.add(f"ignored: {report.worker} is " + ("unknown or gone" if worker is None else "ready already"))
+        return
+    if not state.attached and state.phase == GATHERING:
+        state.since = now
+    worker.address, worker.ready, state.attached = report.address, True, True
+    out.add(f"{report.worker} is ready")
+    if worker.meant is None:
+        state.failed_starts = 0
+        out.note(events.STANDBY_READY, node=worker.node, worker=worker.name)
+
+
+def worker_released(state: State, now: float, report: m.WorkerReleased, out: Decisions) -> None:
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.leaves < 0 or report.epoch != worker.leaves:
+        owes = "is not of this run any more" if worker is None else "has left"
+        owes = f"has yet to leave epoch {worker.leaves}" if worker is not None and worker.leaves >= 0 else owes
+        out.add(f"ignored: {report.worker} says it has left epoch {report.epoch}, but it {owes}")
+        return
+    worker.leaves, worker.release = -1, report
+    out.add(f"{report.worker} has left epoch {report.epoch}, at step {report.step}")
+
+
+def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decisions) -> None:
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.rank is None or not worker.empty:
+        out.add(f"ignored: {report.worker} joins no epoch")
+        return
+    if worker.assembled and report.epoch < state.epoch:
+        out.add(f"ignored: {report.worker} has arrived in epoch {report.epoch}, the epoch is {_where(state)}")
+        return
+    again, worker.assembled, worker.arrived = worker.assembled, True, report.groups
+    if again:
+        out.add(f"{report.worker} has arrived again")
+        return
+    out.add(f"{report.worker} has arrived for logical rank {worker.rank}")
+    out.note(events.JOINER_ARRIVED, epoch=state.epoch, worker=worker.name, node=worker.node, rank=worker.rank)
+
+
+def worker_repaired(state: State, now: float, report: m.WorkerRepaired, out: Decisions) -> None:
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase != REPAIRING:
+        out.add(f"ignored: {report.worker} is repaired for epoch {report.epoch}, the epoch is {_where(state)}")
+    elif worker.repaired is not None:
+        out.add(f"ignored: {report.worker} has said so before")
+    else:
+        worker.repaired = report
+        out.add(f"{report.worker} is repaired")
+
+
+def worker_resumed(state: State, now: float, report: m.WorkerResumed, out: Decisions) -> None:
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase != RESUMING:
+        out.add(f"ignored: {report.worker} resumes epoch {report.epoch}, the epoch is {_where(state)}")
+        return
+    worker.resumed, state.protected = report.epoch, True
+    state.step = max(state.step, report.step) if state.fresh else state.step
+    out.add(f"{report.worker} begins epoch {report.epoch} after step {report.step}")
+
+
+def worker_done(state: State, now: float, report: m.WorkerDone, out: Decisions) -> None:
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase not in EPOCH_OPEN:
+        out.add(f"ignored: {report.worker} is done in epoch {report.epoch}, the epoch is {_where(state)}")
+        return
+    worker.done = True
+    out.add(f"{report.worker} is done, at step {report.step}")
+    state.step = max(state.step, report.step)
+    ends.finish_if_done(state, now, out)
+
+
+def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisions) -> None:
+    where = f"{report.host}:{report.port}"
+    out.add(f"in restart {report.number} the script's processes meet at {where}", m.Master(**vars(report)))
+
+
+def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:
+    detail = report.detail
+    if report.event == "layout" and "worker" in detail and detail["worker"] not in state.workers:
+        out.add(f"ignored: the layout of {detail['worker']}, which is unknown or gone")
+        return
+    if report.event == "layout":
+        state.dp_peers |= {int(rank): list(peers) for rank, peers in detail.get("dp_peers", {}).items()}
+        state.shards |= {int(rank): list(names) for rank, names in detail.get("shards", {}).items()}
+        state.copies |= {int(rank): list(holders) for rank, holders in detail.get("copies", {}).items()}
+        state.complete |= {int(rank): bool(all_of_it) for rank, all_of_it in detail.get("complete", {}).items()}
+        state.places |= {int(rank): Place(**place) for rank, place in detail.get("places", {}).items()}
+        state.checkfree = detail.get("checkfree", state.checkfree)
+        out.add(
+            "the layout of "
+            + ", ".join(
+                f"rank {r}"
+                for r in sorted({*detail.get("shards", {}), *detail.get("copies", {}), *detail.get("places", {})})
+            )
+        )
+        return
+    if report.event == drift.EVENT:
+        worker = state.workers.get(str(detail.get("worker")))
+        if worker is not None:
+            drift.compare(state, now, worker, detail.get("settings", {}), out)
+        return
+    number = detail.get("number")
+    if report.event == events.FAULT_INJECTED and isinstance(number, int) and number not in state.fired:
+        state.fired.append(number)
+    out.add(f"observed: {report.event}").note(report.event, **detail)
+
+
+def _where(state: State) -> str:
+    return f"{state.epoch}, {state.phase}"

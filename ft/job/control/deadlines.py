@@ -1,0 +1,168 @@
+"""What follows from time having passed, and when that is to be asked for the next time."""
+
+from ft.faults import verdict
+from ft.faults.verdict import RETRY
+from ft.job import messages as m
+from ft.job.control import ends, epochs, liveness
+from ft.job.control.decision import Decisions
+from ft.job.control.failures import Fault, lose_agent, react
+from ft.job.control.history import MOST_RETRIES, WINDOW_S
+from ft.job.control.liveness import View
+from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, OPENED, REPAIRING, RESUMING, RUNNING, State, Worker
+
+_JUST_AFTER_S = 0.001
+"""A deadline has passed when more than its time has: it is looked at so much later."""
+
+
+def judge(state: State, now: float, out: Decisions) -> None:
+    """Takes note of every deadline that has passed; leaves the state as it is where none has."""
+    for check in (_agents, _start, _spawned, _phase, _suspicions, _stalls, _left):
+        before = len(out)
+        check(state, now, out)
+        if len(out) > before:
+            return
+
+
+def following(state: State, now: float) -> float:
+    """The next moment at which ``judge`` may find something."""
+    limits = state.limits()
+    moments = [now + limits.agent_beat_s]  # liveness is asked for at the pace at which news of it comes
+    moments += [s.since + limits.suspicion_s for s in state.suspicions.values()]
+    if state.phase == OPENED:
+        moments += [state.since + limits.drain_s, state.since + limits.assemble_s]
+    if state.phase == REPAIRING or (state.phase == RESUMING and not state.fresh):
+        moments.append(state.since + limits.repair_s)
+    return min(moment + _JUST_AFTER_S for moment in moments if moment + _JUST_AFTER_S > now)
+
+
+def _agents(state: State, now: float, out: Decisions) -> None:
+    heard = {agent.node: agent.heard_at for agent in state.agents.values() if not agent.gone}
+    lost = liveness.lost_agents(now, heard, state.options.timeouts)
+    if lost:
+        node, seconds = lost[0]
+        lose_agent(state, now, state.agents[node], f"nothing was heard of its agent for {seconds:.1f} s", out)
+
+
+def _start(state: State, now: float, out: Decisions) -> None:
+    limit = state.options.timeouts.join_s
+    if state.phase != GATHERING or not state.agents or now <= state.since + limit:
+        return
+    nodes, world = state.options.nodes, state.options.world_size
+    if state.nodes_seen() < nodes:
+        message = f"{state.nodes_seen()} of {nodes} agents came within {limit:g} s: {', '.join(sorted(state.agents))}"
+        ends.stop(state, now, 1, message, out)
+    elif state.attached:
+        ready = sorted({w.meant for w in state.workers.values() if w.meant is not None and w.ready})
+        missing = [str(rank) for rank in range(world) if rank not in ready]
+        ends.restart(state, now, f"logical rank(s) {', '.join(missing)} were not ready within {limit:g} s", out)
+    elif missing := sorted(set(range(world)) - {w.meant for w in state.workers.values()}):
+        ranks = ", ".join(map(str, missing))
+        ends.stop(state, now, 1, f"the worker(s) for logical rank(s) {ranks} were not started within {limit:g} s", out)
+
+
+def _spawned(state: State, now: float, out: Decisions) -> None:
+    """Workers that were ordered, or started, and do not get ready."""
+    limit = state.options.timeouts.ready_s
+    for node, times in state.spawning.items():
+        overdue = [at for at in times if now > at + limit]
+        if overdue:
+            state.spawning[node] = [at for at in times if at not in overdue]
+            state.failed_starts += len(overdue)
+            out.add(f"{len(overdue)} worker(s) ordered on {node} were not started within {limit:g} s")
+    late = [w for w in state.workers.values() if w.meant is None and not w.ready and now > w.since + limit]
+    for worker in late:
+        state.failed_starts += 1
+        epochs.vacate(state, worker)
+        reason = f"not ready within {limit:g} s"
+        out.add(f"standby {worker.name} was {reason}", m.Kill(worker.name, reason))
+    if len(out) and state.phase == CLOSED and state.failed_starts >= epochs.MOST_FAILED_STARTS:
+        ends.restart(state, now, "no worker comes up for the empty seats", out)
+
+
+def _phase(state: State, now: float, out: Decisions) -> None:
+    limits, passed = state.limits(), now - state.since
+    seated = state.seated()
+    if state.phase == CLOSED and passed > limits.ready_s + limits.drain_s:
+        ends.restart(state, now, "no worker came for the empty seats", out)
+    elif state.phase == OPENED:
+        leaving = [w for w in seated if w.leaves >= 0] if passed > limits.drain_s else []
+        coming = [w for w in seated if not w.assembled] if passed > limits.assemble_s else []
+        _late(state, now, leaving, "it has not left the closed epoch", limits.drain_s, out)
+        if not leaving:
+            _late(state, now, coming, "it has not assembled itself", limits.assemble_s, out)
+    elif state.phase == REPAIRING and passed > limits.repair_s:
+        missing = [w for w in seated if w.repaired is None]
+        _late(state, now, missing, "it is not repaired", limits.repair_s, out, together=True)
+    elif state.phase == RESUMING and not state.fresh and passed > limits.repair_s:
+        missing = [w for w in seated if w.resumed < state.epoch]
+        _late(state, now, missing, "it has not begun its first step", limits.repair_s, out, together=True)
+    elif state.phase == RESUMING and passed > limits.start_s:
+        # A first step may take any time. Who has not even taken its seat keeps the others from being judged as well.
+        absent = [w for w in seated if not w.left and _epoch_of(state, w) != state.epoch]
+        _late(state, now, absent, "it has not taken its seat", limits.start_s, out)
+
+
+def _epoch_of(state: State, worker: Worker) -> int | None:
+    """The epoch that the worker says it is in."""
+    beat = state.beat(worker)
+    return beat.epoch if beat is not None else None
+
+
+def _late(
+    state: State, now: float, late: list[Worker], what: str, limit_s: float, out: Decisions, together: bool = False
+) -> None:
+    """Replaces who is late. ``together``: one can hold up all; when all are to leave, the one shows."""
+    if not late:
+        return
+    action = RETRY if together and 2 * len(late) > len(state.seats) else verdict.REPLACE
+    found = verdict.of_lateness(what, limit_s, action)
+    react(state, now, [Fault(worker, found) for worker in late], out)
+
+
+def _suspicions(state: State, now: float, out: Decisions) -> None:
+    if state.phase not in EPOCH_OPEN or not state.suspicions:
+        return
+    name, first = min(state.suspicions.items(), key=lambda item: item[1].since)
+    if now <= first.since + state.options.timeouts.suspicion_s:
+        return
+    worker = max((state.workers[n] for n in state.suspicions), key=lambda w: _retries(state, now, w))
+    group = state.suspicions[worker.name]
+    out.add(f"nobody has died within {state.options.timeouts.suspicion_s:g} s of the lost connection of {name}")
+    react(state, now, [Fault(worker, verdict.of_suspicion(group.group, group.message))], out)
+
+
+def _retries(state: State, now: float, worker: Worker) -> int:
+    """How often its rank was retried of late: who suspects again and again is likelier at fault than its peers are."""
+    recent = [i for i in state.history if i.rank == worker.rank and i.action == RETRY and now - i.at < WINDOW_S]
+    return min(len(recent), MOST_RETRIES)
+
+
+def _stalls(state: State, now: float, out: Decisions) -> None:
+    if state.phase not in (RUNNING, RESUMING):
+        return
+    views = {}
+    for worker in state.seated():
+        beat = state.beat(worker)
+        if worker.left:
+            continue
+        if beat is None or beat.epoch != state.epoch:
+            return
+        views[worker.name] = View(beat, now - state.agents[worker.node].heard_at, worker.done)
+    timeouts = state.options.timeouts
+    culprits = liveness.stalled(views, timeouts)
+    faults = [Fault(state.workers[c.worker], verdict.of_stall(c.where, c.since_s, c.limit_s)) for c in culprits] or [
+        Fault(state.workers[c.worker], verdict.of_standstill(c.where, c.since_s, c.limit_s))
+        for c in liveness.at_a_standstill(views, timeouts)[:1]
+    ]
+    if faults:
+        react(state, now, faults, out)
+
+
+def _left(state: State, now: float, out: Decisions) -> None:
+    """Workers that have ended with code 0 while others go on as if nothing had happened."""
+    if state.phase not in EPOCH_OPEN:
+        return
+    limit = state.limits().leave_s
+    gone = [w for w in state.seated() if w.left and now > w.left_at + limit]
+    if gone:
+        react(state, now, [Fault(worker, verdict.of_exit(0), dead=True) for worker in gone], out)

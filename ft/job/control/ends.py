@@ -1,0 +1,101 @@
+"""How a run ends, and how it begins anew from a checkpoint."""
+
+from ft.base import events
+from ft.faults.verdict import USER_CODE, signal_name
+from ft.job import messages as m
+from ft.job.control.decision import Decisions
+from ft.job.control.membership import place_ranks
+from ft.job.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, State, Worker
+
+
+def finish_if_done(state: State, now: float, out: Decisions) -> None:
+    """Ends the run well once every logical rank's worker is done, or has ended with code 0."""
+    seated = state.seated()
+    if state.phase in EPOCH_OPEN and len(seated) == state.options.world_size and all(w.done or w.left for w in seated):
+        _finish(state, now, "all workers are done", out)
+
+
+def stop(state: State, now: float, code: int, message: str, out: Decisions, why: str = "") -> None:
+    """Ends the run with exit code ``code``; ``message`` is for the user."""
+    _end(state, now, m.Stop(code, message), why or message, out)
+    out.note(events.STOPPED, code=code, message=message)
+
+
+def restart(state: State, now: float, reason: str, out: Decisions) -> None:
+    """Warm restart of all workers from the last persistent checkpoint (the paper's external fallback), if it may be."""
+    allowed = state.options.max_restarts
+    if state.restarts >= allowed:
+        stop(state, now, 1, f"{reason}\n  The run ends: {allowed} warm restart(s) are allowed and used up", out)
+        return
+    ranks = place_ranks(state.agents.values(), state.options.world_size)
+    if ranks is None:
+        stop(
+            state,
+            now,
+            1,
+            f"{reason}\n  The run ends: the nodes that are left cannot hold {state.options.world_size} workers",
+            out,
+        )
+        return
+    state.restarts += 1
+    out.add(f"warm restart {state.restarts} of at most {allowed}: {reason}", m.Restart(state.restarts, reason, ranks))
+    out.note(events.RESTARTED, number=state.restarts, reason=reason)
+    state.last_recovery = {"outcome": "restart", "reason": reason, "at": now, "seconds": 0.0}
+    for agent in state.agents.values():
+        agent.places = len(ranks.get(agent.node, ()))
+    state.workers, state.seats, state.vacant, state.spawning = {}, {}, {}, {}
+    state.dp_peers, state.shards, state.copies, state.complete, state.suspicions = {}, {}, {}, {}, {}
+    state.places, state.rebuilt = {}, {}
+    state.recovery, state.repair, state.failed_starts, state.step, state.returns = None, None, 0, 0, []
+    state.enter(GATHERING, now)
+
+
+def agent_left(state: State, now: float, agent: Agent, signum: int, out: Decisions) -> None:
+    """An agent was told to end by a signal: its workers' ends are meant, and the run ends with them."""
+    agent.gone = f"ended by {signal_name(signum)}"
+    message = f"the agent of {agent.node} was told to end by {signal_name(signum)}"
+    seated = state.seated()
+    if seated and all(w.done or w.left for w in seated):
+        _end(state, now, m.Finish(), f"{message}, all workers are done", out)
+        out.note(events.FINISHED, step=state.newest_step())
+        return
+    stop(state, now, 128 + signum, message, out)
+
+
+def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+    """A worker of a script that takes no part in recoveries has ended: torchrun's rules."""
+    if code:
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        message = f"{worker.name} (logical rank {worker.meant}) {how}"
+        stop(state, now, code if code > 0 else 128 - code, message, out, f"{message}, and never attached to the run")
+        return
+    worker.left = True
+    out.add(f"{worker.name} has ended with code 0 and never attached")
+    finish_if_all_left(state, now, out)
+
+
+def finish_if_all_left(state: State, now: float, out: Decisions) -> None:
+    """Ends the run well once every worker of a fresh start has ended with code 0."""
+    of_run = {w.meant for w in state.workers.values() if w.meant is not None and w.left}
+    if len(of_run) == state.options.world_size:
+        _finish(state, now, "all workers have ended with code 0", out)
+
+
+def _finish(state: State, now: float, reason: str, out: Decisions) -> None:
+    """All work is done; a run that was to show what becomes of faults has failed if none of them could ever act."""
+    if state.options.faults and not state.protected and not state.restarts:
+        message = (
+            f"no worker has ever joined the run (ft.attach, ft.protect): nothing protected it, and none of the "
+            f"{state.options.faults} planned fault(s) could act\n"
+            "  fix: drop --inject and --scenario, or have the script join the run, as examples/own_trainer.py does"
+        )
+        stop(state, now, USER_CODE, message, out, f"{reason}, and none has ever joined the run")
+        return
+    _end(state, now, m.Finish(), reason, out)
+    out.note(events.FINISHED, step=state.newest_step())
+
+
+def _end(state: State, now: float, order: m.Finish | m.Stop, reason: str, out: Decisions) -> None:
+    state.step = state.newest_step()
+    out.add(reason, order)
+    state.enter(ENDED, now)

@@ -1,0 +1,241 @@
+"""Epochs, one at a time: close, fill the seats, open, repair, resume (paper, section VI-D)."""
+
+from ft.base import events
+from ft.job import messages as m
+from ft.job.control import ends, history, invariants, membership, rungs
+from ft.job.control.decision import Decisions
+from ft.job.control.rebuilds import plan_rebuild
+from ft.job.control.state import (
+    CLOSED,
+    EPOCH_OPEN,
+    GATHERING,
+    OPENED,
+    REPAIRING,
+    RESUMING,
+    RUNNING,
+    Recovery,
+    State,
+    Vacancy,
+    Worker,
+)
+
+MOST_FAILED_STARTS = 3
+
+
+def vacate(state: State, worker: Worker) -> None:
+    """The worker is lost; its seat, if it had one, is empty."""
+    state.workers.pop(worker.name, None)
+    state.suspicions.pop(worker.name, None)
+    if worker.rank is not None and state.seats.get(worker.rank) == worker.name:
+        del state.seats[worker.rank]
+        state.vacant[worker.rank] = Vacancy(worker.name, worker.node, worker.local_rank)
+
+
+def close(state: State, now: float, reason: str, ranks: list[int], out: Decisions) -> None:
+    """The epoch is over, if it is not already."""
+    if state.recovery is None:
+        state.recovery = Recovery(now, state.epoch, reason)
+    state.recovery.ranks += [rank for rank in ranks if rank not in state.recovery.ranks]
+    if state.phase not in EPOCH_OPEN:
+        return
+    during = "" if state.phase == RUNNING else f"; a failure while {state.phase}"
+    out.add(f"epoch {state.epoch} ends: {reason}{during}", m.Close(state.epoch, reason))
+    out.note(events.EPOCH_CLOSED, epoch=state.epoch, reason=reason)
+    state.suspicions, state.repair, state.recovery.released = {}, None, False
+    for worker in state.seated():
+        worker.leaves, worker.repaired, worker.done = state.epoch, None, False
+    state.enter(CLOSED, now)
+
+
+def advance(state: State, now: float, out: Decisions) -> None:
+    """Goes as far as what has been said allows."""
+    if state.phase == GATHERING:
+        _open_fresh(state, now, out)
+    if state.phase == CLOSED:
+        _fill(state, now, out)
+    if state.phase == OPENED:
+        _order_repair(state, now, out)
+    if state.phase == REPAIRING:
+        _order_resume(state, now, out)
+    if state.phase == RESUMING:
+        _begin_running(state, now, out)
+    if state.phase == RUNNING:
+        ends.finish_if_done(state, now, out)
+    if state.phase == RUNNING:
+        _replenish(state, now, out)
+
+
+# --- seats -----------------------------------------------------------------------------------------------------------
+
+
+def _open_fresh(state: State, now: float, out: Decisions) -> None:
+    """A fresh start: when every logical rank has a ready worker."""
+    ready = {w.meant: w for w in state.workers.values() if w.meant is not None and w.ready and not w.left}
+    if len(ready) < state.options.world_size or state.nodes_seen() < state.options.nodes:
+        return
+    used: dict[str, int] = {}
+    for rank, worker in sorted(ready.items()):
+        worker.rank, worker.local_rank = rank, used.get(worker.node, 0)
+        used[worker.node] = worker.local_rank + 1
+        worker.empty, worker.assembled = False, True
+    state.seats = {rank: worker.name for rank, worker in sorted(ready.items())}
+    _open(state, [], True, "every logical rank has a worker", out)
+    state.enter(RESUMING, now)
+
+
+def _fill(state: State, now: float, out: Decisions) -> None:
+    filling = membership.fill(state)
+    if filling.impossible:
+        ends.restart(state, now, filling.impossible, out)
+        return
+    if filling.spawn:
+        out.add("; ".join(filling.reasons), *(m.Spawn(node, count) for node, count in sorted(filling.spawn.items())))
+        for node, count in filling.spawn.items():
+            state.spawning.setdefault(node, []).extend([now] * count)
+    if filling.lacking:
+        return
+    for rank, (name, local_rank) in filling.moves.items():
+        worker = state.workers[name]
+        worker.rank, worker.local_rank, worker.empty, worker.assembled = rank, local_rank, True, False
+        state.seats[rank] = name
+    state.vacant = {}
+    joiners = [worker.rank for worker in state.seated() if worker.empty]
+    _open(state, joiners, False, "; ".join(filling.reasons) or "everybody keeps the seat", out)
+    state.enter(OPENED, now)
+
+
+def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decisions) -> None:
+    state.epoch, state.fresh = state.epoch + 1, fresh
+    seats = {}
+    for worker in state.seated():
+        worker.repaired, worker.done = None, False
+        domains = dict(state.agents[worker.node].domains)
+        seats[str(worker.rank)] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
+    meeting = state.agents[state.seated()[0].node].meeting  # it lives as long as a worker of this epoch does
+    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), meeting)
+    out.add(f"epoch {state.epoch} opens: {reason}", order)
+    named = {rank: seat.worker for rank, seat in seats.items()}
+    out.note(events.EPOCH_OPENED, epoch=state.epoch, seats=named, joiners=list(joiners), fresh=fresh)
+
+
+def _replenish(state: State, now: float, out: Decisions) -> None:
+    """Standbys are started while training runs, so that they do not compete with a start or a recovery."""
+    if state.failed_starts >= MOST_FAILED_STARTS or not state.options.hot_swap:
+        return
+    wanted = membership.replenish(state)
+    if wanted:
+        lacks = ", ".join(f"{node} lacks {count} standby(s)" for node, count in sorted(wanted.items()))
+        out.add(lacks, *(m.Spawn(node, count) for node, count in sorted(wanted.items())))
+        for node, count in wanted.items():
+            state.spawning.setdefault(node, []).extend([now] * count)
+
+
+# --- repair ----------------------------------------------------------------------------------------------------------
+
+
+def _order_repair(state: State, now: float, out: Decisions) -> None:
+    seated = state.seated()
+    if any(w.leaves >= 0 for w in seated):
+        return
+    if not state.recovery.released:
+        state.recovery.released = True
+        steps = [w.release.step for w in seated if w.release is not None and not w.empty]
+        out.add("the last survivor has left the closed epoch")
+        out.note(events.RELEASED, epoch=state.epoch - 1, steps=steps)
+    if any(not w.assembled for w in seated):
+        return
+    rung = rungs.decide(_memory(state), rungs.Stages(state.checkfree, state.places, state.rebuilt))
+    if rung.name == rungs.RESTART:
+        ends.restart(state, now, rung.reason, out)
+        return
+    state.returns = history.returned(state.returns, rung.step, state.recovery, len(state.fired))
+    if message := history.going_round(state.returns):
+        ends.stop(state, now, 1, message, out)
+        return
+    state.recovery.verdicts, state.recovery.in_vain = [], True
+    empty = [w.rank for w in seated if w.empty]
+    groups = {w.rank: w.arrived if w.empty or w.release is None else w.release.groups for w in seated}
+    plan = plan_rebuild(groups, empty)
+    state.repair = m.Repair(
+        state.epoch,
+        rung.step,
+        list(plan.rebuild),
+        list(plan.defer),
+        {str(r): s for r, s in sorted(rung.sources.items())},
+        {str(r): holders for r, holders in sorted(state.copies.items())},
+        {str(r): beside for r, beside in sorted(rung.rebuilt.items())},
+    )
+    state.rebuilt |= {state.places[rank].pp: rung.step for rank in rung.rebuilt}
+    state.kept = len(plan.keep)
+    out.add(
+        f"all are there; {rung.reason}; of the groups "
+        f"{len(plan.rebuild)} are rebuilt, {len(plan.defer)} deferred, {len(plan.keep)} kept",
+        state.repair,
+    )
+    out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=rung.step)
+    state.enter(REPAIRING, now)
+
+
+def _memory(state: State) -> rungs.Memory:
+    """What those in the seats hold, and what of it has turned out unusable in this recovery."""
+    recovery = state.recovery
+    return rungs.Memory(
+        list(state.seats),
+        {w.rank: w.release.holdings for w in state.seated() if w.release is not None},
+        state.dp_peers,
+        [rank for rank, all_of_it in state.complete.items() if all_of_it],
+        recovery.spoiled,
+        recovery.unusable,
+        recovery.unbuildable,
+    )
+
+
+def _order_resume(state: State, now: float, out: Decisions) -> None:
+    reports = {w.rank: w.repaired for w in state.seated()}
+    if any(report is None for report in reports.values()):
+        return
+    broken = invariants.violations(state.repair, reports, state.shards)
+    epoch, repair = state.epoch, state.repair
+    said = "; ".join(broken)
+    out.add(f"all are repaired; the invariants are violated: {said}" if broken else "all are repaired; I1 to I4 hold")
+    out.note(
+        events.GROUPS_REBUILT,
+        epoch=epoch,
+        rebuilt=len(repair.rebuild),
+        kept=state.kept,
+        deferred=len(repair.defer),
+        seconds=max(r.rebuild_s for r in reports.values()),
+    )
+    out.note(
+        events.STATE_RESTORED,
+        epoch=epoch,
+        step=repair.step,
+        sources={str(r): report.sources.get("owned", "") for r, report in sorted(reports.items())},
+        replicated={str(r): report.sources.get("replicated", "") for r, report in sorted(reports.items())},
+        seconds=max(r.restore_s for r in reports.values()),
+    )
+    out.note(events.INVARIANTS_CHECKED, epoch=epoch, violations=broken)
+    if broken:
+        message = "going on would have spoiled the run, an invariant is violated:\n  " + "\n  ".join(broken)
+        ends.stop(state, now, 1, message, out)
+        return
+    for worker in state.seated():
+        worker.empty = False
+    state.step = repair.step
+    out.add("the invariants hold", m.Resume(epoch, repair.step))
+    state.enter(RESUMING, now)
+
+
+def _begin_running(state: State, now: float, out: Decisions) -> None:
+    if any(w.resumed < state.epoch for w in state.seated()) or len(state.seats) < state.options.world_size:
+        ends.finish_if_done(state, now, out)
+        return
+    out.add(f"the first step of epoch {state.epoch} has begun everywhere").note(
+        events.RESUMED, epoch=state.epoch, step=state.step
+    )
+    done = state.recovery
+    if done is not None:
+        state.last_recovery = {"reason": done.reason, "at": done.at, "seconds": round(now - done.at, 4)}
+        state.last_recovery |= {"outcome": "recovered", "closed": done.closed, "epoch": state.epoch}
+    state.recovery = None
+    state.enter(RUNNING, now)

@@ -1,0 +1,252 @@
+"""Signs of failure, as workers and agents report them, and what is done about them."""
+
+from dataclasses import dataclass, replace
+
+from ft.base import events
+from ft.faults import verdict
+from ft.faults.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, Verdict
+from ft.job import messages as m
+from ft.job.control import ends, epochs, history
+from ft.job.control.decision import Decisions
+from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Suspicion, Worker
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A worker and what it is taken for. ``dead``: its process has ended, or nobody could kill it."""
+
+    worker: Worker
+    verdict: Verdict
+    dead: bool = False
+
+
+def worker_exited(state: State, now: float, report: m.WorkerExited, out: Decisions) -> None:
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.left:
+        out.add(f"ignored: {report.worker} is known to be gone")
+    elif worker.rank is not None:
+        _seated_exit(state, now, worker, report.code, out)
+    elif worker.meant is not None:
+        _early_exit(state, now, worker, report.code, out)
+    else:
+        _standby_exit(state, now, worker, report.code, out)
+
+
+def worker_silent(state: State, now: float, report: m.WorkerSilent, out: Decisions) -> None:
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.left:
+        out.add(f"ignored: {report.worker} is known to be gone")
+        return
+    react(state, now, [Fault(worker, verdict.of_silence(report.silent_s, report.state))], out)
+
+
+def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisions) -> None:
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.left:
+        out.add(f"ignored: {report.worker} is known to be gone")
+        return
+    found = verdict.of_error(report.kinds, report.message)
+    is_stale = report.epoch != state.epoch or state.phase not in EPOCH_OPEN
+    if is_stale and found.action in (RETRY, RESTART) and state.phase != GATHERING:
+        out.add(
+            f"ignored: {report.worker} failed in epoch {report.epoch}, which is over, and its error may come of "
+            f"that end: {found.reason}"
+        )
+        return
+    if "FallbackError" in report.kinds and state.phase == REPAIRING:
+        _spoil(state, worker)
+        found = replace(found, action=RETRY, reason=f"{found.reason}; an earlier step is looked for")
+    react(state, now, [Fault(worker, found)], out, step=report.step)
+
+
+def _spoil(state: State, worker: Worker) -> None:
+    """What the step was to be restored from is unusable for this worker."""
+    recovery, step = state.recovery, state.repair.step
+    recovery.spoiled.append(step)
+    if str(worker.rank) in state.repair.rebuilt:
+        recovery.unbuildable.append(step)
+    elif worker.rank is not None:
+        recovery.unusable.setdefault(worker.rank, []).append(step)
+
+
+def worker_suspects(state: State, now: float, report: m.WorkerSuspects, out: Decisions) -> None:
+    """The death behind a lost connection is usually on its way: only if none is seen, the connection is blamed."""
+    worker = state.workers.get(report.worker)
+    if worker is None or worker.rank is None:
+        out.add(f"ignored: {report.worker} holds no logical rank")
+    elif report.epoch != state.epoch or state.phase not in EPOCH_OPEN:
+        out.add(f"ignored: {report.worker} lost a connection of epoch {report.epoch}, which is over")
+    elif report.worker in state.suspicions:
+        out.add(f"ignored: {report.worker} has said so before")
+    else:
+        state.suspicions[report.worker] = Suspicion(now, report.group, report.message)
+        out.add(f"{report.worker} lost a connection of group {report.group}; a death would be heard of soon")
+
+
+def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions) -> None:
+    """With an agent all workers of its node are lost, together."""
+    agent.gone = why
+    state.spawning.pop(agent.node, None)
+    here = [w for w in state.workers.values() if w.node == agent.node]
+    kills = (m.Kill(w.name, why) for w in here)
+    out.add(f"node {agent.node} is lost with {len(here)} worker(s): {why}", m.GivenUp(agent.node, why), *kills)
+    if state.phase == GATHERING and agent.places and not state.attached:
+        ends.stop(state, now, 1, f"node {agent.node} was lost before training began: {why}", out)
+        return
+    if state.phase == GATHERING and agent.places and not here:
+        ends.restart(state, now, f"node {agent.node} was lost before its workers had started: {why}", out)
+        return
+    found = verdict.of_lost_agent(agent.node, why)
+    react(state, now, [Fault(worker, found, dead=True) for worker in here], out)
+
+
+def react(state: State, now: float, faults: list[Fault], out: Decisions, step: int | None = None) -> None:
+    """Does what the verdicts say; of several, the most severe decides. ``step``: of a worker that said it."""
+    at = state.newest_step() if step is None else step
+    judged = [_judge(state, now, fault, at) for fault in faults]
+    for fault in judged:  # afterwards: what fails together is one failure, not one after the other
+        if fault.worker.rank is not None or state.phase == GATHERING:
+            history.record(state.history, now, _rank_of(fault.worker), at, fault.verdict)
+    for fault in judged:
+        _tell(state, fault, out)
+    holders = [fault for fault in judged if fault.worker.rank is not None or state.phase == GATHERING]
+    for fault in judged:
+        _remove(state, fault, out)
+    if not holders:
+        return
+    worst = max((fault.verdict for fault in holders), key=lambda found: SEVERITY.index(found.action))
+    if worst.action == STOP:
+        code = verdict.USER_CODE if worst.category == verdict.USER else 1
+        ends.stop(state, now, code, f"{_names(holders)}: {worst.reason}", out)
+    elif worst.action == RESTART:
+        ends.restart(state, now, f"{_names(holders)}: {worst.reason}", out)
+    elif state.phase == GATHERING or (state.fresh and state.phase == RESUMING):
+        reason = f"{_names(holders)}: {worst.reason}; no state is in memory yet"
+        ends.restart(state, now, reason, out)
+    else:
+        _remove_those_who_left(state, out)
+        ranks = sorted(fault.worker.rank for fault in holders)
+        told = _told(state, holders)
+        epochs.close(state, now, f"{_names(holders)}: {worst.reason}", ranks, out)
+        state.recovery.verdicts += told
+        state.recovery.in_vain &= all(fault.verdict.in_vain for fault in holders)
+
+
+# --- exits -----------------------------------------------------------------------------------------------------------
+
+
+def _seated_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+    if code == 0 and state.phase in EPOCH_OPEN and not (worker.empty and not worker.done):
+        worker.left, worker.left_at = True, now
+        out.add(f"{worker.name} (logical rank {worker.rank}) has ended with code 0; the others have to end as well")
+        ends.finish_if_done(state, now, out)
+        return
+    react(state, now, [Fault(worker, verdict.of_exit(code), dead=True)], out)
+
+
+def _early_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+    """Before the fresh epoch has opened."""
+    if not state.attached:
+        ends.plain_exit(state, now, worker, code, out)
+    elif code == 0:
+        worker.left = True
+        out.add(f"{worker.name} has ended with code 0 before training began")
+        ends.finish_if_all_left(state, now, out)
+    else:
+        react(state, now, [Fault(worker, verdict.of_exit(code), dead=True)], out)
+
+
+def _standby_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+    epochs.vacate(state, worker)
+    how = verdict.of_exit(code).reason
+    out.add(f"standby {worker.name} {how}" + ("" if worker.ready else " before it was ready"))
+    out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, reason=how)
+    if worker.ready:
+        return
+    state.failed_starts += 1
+    if state.failed_starts == epochs.MOST_FAILED_STARTS:
+        out.add(f"{state.failed_starts} standbys in a row ended before they were ready: no further one is started")
+    if state.phase == CLOSED and state.failed_starts >= epochs.MOST_FAILED_STARTS:
+        ends.restart(state, now, f"no worker comes up for the empty seats: {worker.name} {how}", out)
+
+
+# --- the parts of a reaction -----------------------------------------------------------------------------------------
+
+
+def _judge(state: State, now: float, fault: Fault, at: int) -> Fault:
+    """The verdict in the light of what happened before."""
+    worker, found = fault.worker, fault.verdict
+    if worker.rank is None and state.phase != GATHERING:
+        return fault
+    if worker.empty and found.action == RESTART and found.category == SOFTWARE and state.phase in EPOCH_OPEN:
+        found = history.of_joiner(found)
+    found = history.weigh(state.history, now, _rank_of(worker), at, found)
+    if not state.options.hot_swap and found.action in (RETRY, REPLACE):
+        found = verdict.raised(found, RESTART, "hot-swap is off")
+    return Fault(worker, found, fault.dead)
+
+
+def _rank_of(worker: Worker) -> int | None:
+    """The logical rank that it holds, or was started for."""
+    return worker.rank if worker.rank is not None else worker.meant
+
+
+def _tell(state: State, fault: Fault, out: Decisions) -> None:
+    worker, found = fault.worker, fault.verdict
+    rank = _rank_of(worker)
+    who = f"{worker.name} ({'a standby' if rank is None else f'logical rank {rank}'})"
+    out.add(f"{who}: {found.category}: {found.reason} -> {found.action}")
+    out.note(
+        events.FAULT_DETECTED,
+        epoch=max(state.epoch, 0),
+        node=worker.node,
+        worker=worker.name,
+        rank=rank,
+        step=state.newest_step(),
+        category=found.category,
+        action=found.action,
+        reason=found.reason,
+        signal=found.signal,
+    )
+
+
+def _remove(state: State, fault: Fault, out: Decisions) -> None:
+    """Whom a standby replaces is gone from here on; who lives is killed, so that it cannot come back."""
+    worker, found = fault.worker, fault.verdict
+    if found.action != REPLACE and worker.rank is not None:
+        return
+    agent = state.agents.get(worker.node)
+    if found.node_suspect and agent is not None:
+        agent.suspect = agent.suspect or found.reason
+    if not fault.dead:
+        out.add(f"{worker.name} is replaced and must not come back", m.Kill(worker.name, found.reason))
+    epochs.vacate(state, worker)
+    out.add(f"{worker.name} is lost")
+    out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, rank=worker.rank, reason=found.reason)
+
+
+def _remove_those_who_left(state: State, out: Decisions) -> None:
+    """A worker that has ended cannot help the others: its seat has to be filled as well."""
+    for worker in state.seated():
+        if worker.left:
+            _tell(state, Fault(worker, verdict.of_exit(0), dead=True), out)
+            _remove(state, Fault(worker, verdict.of_exit(0), dead=True), out)
+
+
+def _told(state: State, faults: list[Fault]) -> list[str]:
+    """The verdicts, and who waited where, in words."""
+    found = [f"{_names([fault])}: {fault.verdict.reason}" for fault in faults]
+    waiting: dict[str, list[int]] = {}
+    for worker in state.seated():
+        beat = state.beat(worker)
+        if beat is not None and beat.epoch == state.epoch and beat.doing == "wait":
+            waiting.setdefault(beat.where or "a group operation", []).append(worker.rank)
+    found += [f"logical rank(s) {', '.join(map(str, ranks))} waited in {where}" for where, ranks in waiting.items()]
+    return found
+
+
+def _names(faults: list[Fault]) -> str:
+    names = [
+        f"{fault.worker.name} (logical rank {rank})" for fault in faults if (rank := _rank_of(fault.worker)) is not None
+    ]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")

@@ -1,0 +1,128 @@
+"""Who takes an empty seat, where workers are started, and where logical ranks go in a warm restart."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from ft.job.control.state import Agent, State, Vacancy, Worker
+
+
+@dataclass
+class Filling:
+    """How the empty seats can be filled.
+
+    Attributes:
+        moves: logical rank -> (worker, local rank), for as many as there are ready standbys.
+        lacking: ranks that nobody can take yet. spawn: node -> workers to start there for them.
+        reasons: why each of this. impossible: why it can never be done, "" if it can.
+    """
+
+    moves: dict[int, tuple[str, int]] = field(default_factory=dict)
+    lacking: list[int] = field(default_factory=list)
+    spawn: dict[str, int] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    impossible: str = ""
+
+
+def fill(state: State) -> Filling:
+    """Empty seats go to ready standbys: of the same node first, unless that node is at fault itself, then of the node
+    that has fewest workers at work: two on one device would share it, and copies be lost together."""
+    filling, ready = Filling(), list(state.standbys())
+    taken = {(w.node, w.local_rank) for w in state.seated()}
+    for rank, vacancy in sorted(state.vacant.items()):
+        if not ready:
+            filling.lacking.append(rank)
+            continue
+        crowd = Counter(node for node, _ in taken)
+        chosen = min(ready, key=lambda w: (*_distance(state, w, vacancy), crowd[w.node]))
+        ready.remove(chosen)
+        local_rank = _local_rank(chosen.node, vacancy, taken)
+        taken.add((chosen.node, local_rank))
+        filling.moves[rank] = (chosen.name, local_rank)
+        filling.reasons.append(f"{chosen.name} takes logical rank {rank} ({_why(state, chosen, vacancy)})")
+    if filling.lacking:
+        _spawn_for(state, filling)
+    return filling
+
+
+def replenish(state: State) -> dict[str, int]:
+    """Node -> standbys to start there: those that have been used or have died, where the node is sound."""
+    wanted = {}
+    for agent in usable(state.agents.values()):
+        here = [w for w in state.workers.values() if w.node == agent.node and w.rank is None and not w.left]
+        lacking = agent.standbys - len(here) - len(state.spawning.get(agent.node, ()))
+        if lacking > 0:
+            wanted[agent.node] = lacking
+    return wanted
+
+
+def usable(agents: Iterable[Agent]) -> list[Agent]:
+    """Agents on whose node workers can be started, in order of node rank."""
+    return sorted((a for a in agents if not a.gone and not a.suspect), key=lambda a: a.node_rank)
+
+
+def place_ranks(agents: Collection[Agent], world_size: int) -> dict[str, list[int]] | None:
+    """Node -> logical ranks of a fresh start: as many as it has seats, standby nodes in place of lost ones.
+
+    Where that does not suffice, suspect nodes are used, and then room that was meant for standbys. None: there is too
+    little room.
+    """
+    here = sorted((a for a in agents if not a.gone), key=lambda a: (bool(a.suspect), a.seats == 0, a.node_rank))
+    room = {agent.node: agent.seats or agent.standbys for agent in here}
+    if sum(room.values()) < world_size:
+        room = {agent.node: agent.seats + agent.standbys for agent in here}
+    taken, left = {}, world_size
+    for agent in here:
+        taken[agent.node] = min(room[agent.node], left)
+        left -= taken[agent.node]
+    if left:
+        return None
+    ranks, following = {}, 0
+    for agent in sorted(here, key=lambda a: a.node_rank):
+        if count := taken[agent.node]:
+            ranks[agent.node] = list(range(following, following + count))
+            following += count
+    return ranks
+
+
+def _distance(state: State, worker: Worker, vacancy: Vacancy) -> tuple[bool, bool]:
+    agent = state.agents[worker.node]
+    return bool(agent.suspect), worker.node != vacancy.node
+
+
+def _why(state: State, worker: Worker, vacancy: Vacancy) -> str:
+    suspect = state.agents[worker.node].suspect
+    if suspect:
+        return f"its node is suspect, but no other has a standby: {suspect}"
+    if worker.node == vacancy.node:
+        return "same node"
+    why = state.agents[vacancy.node].suspect
+    return f"another node, because {why}" if why else "another node, no standby is ready on that of the lost worker"
+
+
+def _local_rank(node: str, vacancy: Vacancy, taken: set[tuple[str, int]]) -> int:
+    """The lost worker's device if it is on this node, else the first that nobody uses."""
+    if node == vacancy.node and (node, vacancy.local_rank) not in taken:
+        return vacancy.local_rank
+    return next(i for i in range(len(taken) + 1) if (node, i) not in taken)
+
+
+def _spawn_for(state: State, filling: Filling) -> None:
+    """Workers that are starting already count; for the other seats one is started, where possible on a sound node."""
+    starting = [w for w in state.workers.values() if w.rank is None and w.meant is None and not w.ready and not w.left]
+    ordered = sum(len(times) for times in state.spawning.values())
+    need = len(filling.lacking) - len(starting) - ordered
+    if need <= 0:
+        filling.reasons.append(f"{len(starting) + ordered} worker(s) for the empty seats are starting")
+        return
+    sound = [a.node for a in usable(state.agents.values())]
+    for rank in filling.lacking[-need:]:
+        node = state.vacant[rank].node
+        if node not in sound:
+            others = sound or [a.node for a in state.agents.values() if not a.gone]
+            if not others:
+                filling.impossible = "no node is left that could start a worker for the empty seats"
+                return
+            node = min(others, key=lambda name: filling.spawn.get(name, 0))
+        filling.spawn[node] = filling.spawn.get(node, 0) + 1
+        filling.reasons.append(f"no standby is ready for logical rank {rank}: one is started on {node}")

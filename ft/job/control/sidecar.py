@@ -1,0 +1,214 @@
+"""The side-car's process: receives, decides, puts on record, publishes."""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from ft.base import events, token
+from ft.base.errors import UserError
+from ft.job.control import board as boards
+from ft.job.control import status
+from ft.job.control.board import ControlBoard, Posted
+from ft.job.control.controller import decide, next_deadline
+from ft.job.control.decision import Note
+from ft.job.control.journal import Journal, Memory, lives, recall
+from ft.job.control.solitude import Solitude
+from ft.job.control.state import ENDED, Options, State
+from ft.job.control.timeouts import Timeouts
+from ft.job.messages import AgentLeaving, ControlBack
+from ft.platform import election as tenure
+from ft.platform import processes
+from ft.platform.election import SUCCEEDED, Standing
+
+_STATUS_S = 0.5
+_LEAVE_S = 5.0
+_TOKEN_S = 60.0
+_NEWEST_EVENTS = 64
+
+
+class Sidecar:
+    """I/O around ``decide``.
+
+    Args:
+        folder: the run's. board: hosted by this process. options: of a run that begins; memory: of one that goes on.
+        standing: of this process.
+    """
+
+    def __init__(self, folder: Path, board: ControlBoard, begins: Options | Memory, standing: Standing):
+        self._folder, self._board, self._standing = folder, board, standing
+        self._events = events.EventLog(folder / "events.jsonl")
+        self._due = self._status_at = self._renewed_at = 0.0
+        self._taken: dict[str, int] = {}
+        self._absences = 0
+        self._left: set[str] = set()
+        self._ended_at: float | None = None
+        options = begins if isinstance(begins, Options) else begins.state.options
+        self._solitude = Solitude(options.timeouts)
+        if isinstance(begins, Options):
+            self._memory, self._state, self._ahead = None, State.begin(begins), 0.0
+            self._journal = Journal(folder / "journal.jsonl", begins, standing.term)
+        else:
+            # The clock goes on where the last one stopped; that was perhaps another host's.
+            self._memory, self._state = begins, begins.state
+            self._ahead = begins.now + max(0.0, time.time() - begins.wall) - time.monotonic()
+            self._journal = Journal(folder / "journal.jsonl", None, standing.term, begins.bytes)
+
+    def run(self) -> int:
+        """Until the run has ended and all agents have left, or a while after that; returns the exit code."""
+        self._resume()
+        while not self._is_over():
+            if tenure.is_over(self._folder, self._standing.term):  # before renewing, too: it may have been paused
+                return SUCCEEDED
+            self._renew()
+            wait = min(self._due - self._now(), self._state.options.timeouts.lease_beat_s)
+            posted = self._board.receive(wait)
+            if tenure.is_over(self._folder, self._standing.term):
+                return SUCCEEDED
+            if self._board.absences != self._absences:
+                self._absences = self._board.absences
+                self._take_back()
+            if posted is not None and isinstance(posted.report, AgentLeaving):
+                self._left.add(posted.node)
+            if posted is None and (self._now() < self._due or self._solitude.yields):
+                continue
+            if posted is None or not posted.number or posted.number > self._taken.get(posted.node, 0):
+                self._take(posted)
+        self._journal.close()
+        self._events.close()
+        self._board.close()
+        return 0
+
+    def _resume(self) -> None:
+        memory = self._memory
+        if memory is None:
+            self._board.resume(boards.Record())
+            return
+        self._taken = dict(memory.record.taken or {})
+        self._write_events(memory.wall, memory.now - self._ahead, self._unwritten(memory))
+        self._board.resume(memory.record)
+        self._take_back()
+        self._memory = None
+
+    def _take_back(self) -> None:
+        """This control plane is back, from the dead or because its board is."""
+        self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node)))
+
+    def _now(self) -> float:
+        return time.monotonic() + self._ahead
+
+    def _take(self, posted: Posted | None) -> None:
+        """One report, or None: there is none, and it is time to look at the clock.
+
+        Reports that wait are taken before the clock is looked at, so that no deadline passes because of a slow reader.
+        """
+        state, now, wall = self._state, self._now(), time.time()
+        decisions = decide(state, now, posted.report if posted is not None else None)
+        self._journal.enter(now, wall, posted, decisions)
+        for decision in decisions:  # all that follows can wait, the workers cannot
+            for order in decision.orders:
+                self._board.publish(order)
+        if posted is not None and posted.number:
+            self._taken[posted.node] = posted.number
+            self._board.took(posted.node, posted.number)
+        following = next_deadline(state, now)
+        self._due = following if posted is None else min(self._due, following)
+        self._write_events(wall, time.monotonic(), [note for decision in decisions for note in decision.events])
+        if state.phase == ENDED and self._ended_at is None:
+            self._ended_at = now
+        if any(decision.orders for decision in decisions) or now - self._status_at >= _STATUS_S:
+            self._status_at = now
+            with contextlib.suppress(OSError):
+                status.replace_file(self._folder / "status.json", status.values(state))
+
+    def _write_events(self, wall: float, monotonic: float, notes: list[Note]) -> None:
+        for note in notes:
+            event = events.observed(note.name, {"wall": wall, "monotonic": monotonic, **note.values})
+            try:
+                self._events.write(event)
+            except (ValueError, TypeError) as error:  # an event of a worker's that is none: no reason to end the run
+                self._journal.remark(f"no event: {error}", event=note.name)
+
+    def _unwritten(self, memory: Memory) -> list[Note]:
+        """Events of the last decisions that the last control plane did not live to write."""
+        written = events.read(self._folder / "events.jsonl")[-_NEWEST_EVENTS:]
+        known = {(event.name, event.wall) for event in written}
+        return [note for note in memory.notes if (note.name, note.values.get("wall", memory.wall)) not in known]
+
+    def _renew(self) -> None:
+        now = time.monotonic()
+        heard = {agent.node: agent.heard_at for agent in self._state.agents.values() if not agent.gone}
+        self._solitude.look(self._now(), heard)
+        if now - self._renewed_at >= self._state.options.timeouts.lease_beat_s and not self._solitude.yields:
+            self._renewed_at = now
+            self._standing = replace(self._standing, count=self._standing.count + 1)
+            with contextlib.suppress(OSError):  # a full disk; who is connected does not look at the lease
+                tenure.renew(self._folder, self._standing)
+
+    def _is_over(self) -> bool:
+        if self._ended_at is None:
+            return False
+        here = {agent.node for agent in self._state.agents.values() if not agent.gone}
+        wait = self._ended_at + _LEAVE_S
+        self._due = min(self._due, wait)
+        return here <= self._left or self._now() >= wait
+
+
+def parse_options(text: str) -> Options:
+    """The options of the command line.
+
+    Raises:
+        UserError: they are no JSON object, or have no world size, or timeouts that cannot work.
+    """
+    try:
+        values = json.loads(text)
+        timeouts = Timeouts(**values.get("timeouts", {})).check()
+        return Options(
+            nodes=int(values.get("nodes", 1)),
+            world_size=int(values["world_size"]),
+            max_restarts=int(values.get("max_restarts", 3)),
+            restarts=int(values.get("restarts", 0)),
+            hot_swap=bool(values.get("hot_swap", True)),
+            faults=int(values.get("faults", 0)),
+            command=[str(word) for word in values.get("command", [])],
+            timeouts=timeouts,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--options {text[:200]} cannot be read ({type(error).__name__}: {error})",
+            'give a JSON object such as {"world_size": 4, "nodes": 1}',
+        ) from error
+
+
+def begin(folder: Path, options: Options) -> Options | Memory:
+    """What to begin with: the run's journal, if there is one of this life of the run."""
+    path = folder / "journal.jsonl"
+    if not path.exists() or lives(path) <= options.restarts:
+        return options
+    return recall(path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m ft.job.control", description="The control plane of one run.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="journal, events and status go here")
+    parser.add_argument("--where", required=True, help="tcp://HOST:PORT to listen at, port 0: any free one; or etcd://")
+    parser.add_argument("--options", required=True, help="JSON: world_size, nodes, max_restarts, hot_swap, timeouts...")
+    parser.add_argument("--node", default="n0", help="the agent beside which it runs")
+    parser.add_argument("--term", type=int, default=0, help="the claim it runs under")
+    given = parser.parse_args(argv)
+    processes.die_with_parent(signal.SIGKILL)
+    try:
+        begins = begin(given.run_dir, parse_options(given.options))
+        options = begins if isinstance(begins, Options) else begins.state.options
+        secret = token.find(given.run_dir, _TOKEN_S)
+        board = boards.host(given.where, f"{given.run_dir.name}-{options.restarts}", secret)
+    except UserError as error:
+        parser.exit(UserError.exit_code, f"{parser.prog}: {error}\n")
+    launcher = processes.identity(os.getppid())
+    standing = Standing(given.term, options.restarts, board.where, given.node, os.getpid(), launcher=launcher)
+    code = Sidecar(given.run_dir, board, begins, standing).run()
+    os._exit(code)  # threads may be inside torch's store: the interpreter's orderly end would abort the process

@@ -1,0 +1,247 @@
+"""The decision: a quorum now, or why not yet and until when. Pure: no I/O, no clock, no chance.
+
+A quorum forms as soon as every replica that is known alive has reported. Nobody is waited for without a limit
+(:mod:`ft.job.quorum.limits`), and each kind of waiting has its own (:func:`awaited`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ft.job.quorum import blame
+from ft.job.quorum.limits import Limits
+from ft.job.quorum.state import ARRIVING, EXPECTED, HERE, LOST, OFFLINE, SPAN, Replica, State
+from ft.job.quorum.values import NO_STATE, Quorum, Report
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided.
+
+    Attributes:
+        quorum: None: not yet. to: replicas whose reports it answers. reason: of it, or of the wait.
+        until: when to decide anew if nothing is heard before; None: nobody waits for an answer.
+        excluded: replica -> why it is left out from now on. refused: replicas that get no quorum, and are told why.
+        is_repeated: the quorum is the last one, for a member that has not received it.
+    """
+
+    quorum: Quorum | None
+    reason: str
+    until: float | None = None
+    to: tuple[int, ...] = ()
+    excluded: Mapping[int, str] = field(default_factory=dict)
+    refused: tuple[int, ...] = ()
+    is_repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Replica ``replica`` is waited for until then, because of ``why``."""
+
+    replica: int
+    until: float
+    why: str
+
+
+def decide(state: State, now: float) -> Decision:
+    """What to answer to the reports that wait."""
+    pending = state.pending()
+    if not pending:
+        return Decision(None, "nobody has reported")
+    for rule in (_repeated, _finished):
+        if decision := rule(state, pending):
+            return decision
+    candidates = _candidates(state, now, pending)
+    waits = [one for one in awaited(state, now, candidates) if one.until > now]
+    if waits:
+        names = "; ".join(f"replica {one.replica} {one.why}, {one.until - now:.3g} s more" for one in waits)
+        return Decision(None, f"waiting: {names}", max(one.until for one in waits))
+    least = state.options.min_replicas
+    last, forgiven = state.last, state.options.forgiven
+    excluded = blame.judge(last, state.returned(), state.failed, forgiven, least) if last else {}
+    chosen = {number: report for number, report in candidates.items() if number not in excluded}
+    if len(chosen) < least <= len(pending):  # better one that is hard to reach than nobody
+        chosen, excluded = pending, {}
+    if len(chosen) < least:
+        return _too_few(state, now, pending, chosen)
+    quorum = _quorum(state, chosen, excluded)
+    return Decision(quorum, quorum.reason, to=quorum.members, excluded=excluded)
+
+
+def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
+    """Those that are not left out; all, if only those that are have the furthest state: steps count more.
+
+    With nobody but them it is the same: whoever is at work in the last quorum is waited for first.
+    """
+    free = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
+    furthest = max(report.state for report in pending.values())
+    return free if any(report.state == furthest for report in free.values()) else pending
+
+
+def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[Awaited]:
+    """Everybody whose report is waited for, with limits that may have passed."""
+    is_first = state.last is None and all(report.number == 0 for report in candidates.values())
+    is_load = all(report.state == NO_STATE for report in candidates.values())
+    limits = state.options.limits.calibrated(state.step_s())
+    round_ = _Round(state, limits, is_first, is_load, _began(state, candidates))
+    found = []
+    for number, one in sorted(state.replicas.items()):
+        if one.report is not None or one.has_finished or one.ban.until > now:
+            continue
+        if entry := _await(round_, number, one):
+            found.append(entry)
+    if not is_first and (entry := _further(state, candidates)):
+        found.append(entry)
+    return found
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One wait for reports: when the first member came back, or else the first newcomer came."""
+
+    state: State
+    limits: Limits
+    is_first: bool
+    is_load: bool
+    began: float
+
+
+def _began(state: State, candidates: Mapping[int, Report]) -> float:
+    which = state.returned() or candidates or state.pending()
+    return min(state.of(number).reported_at for number in which)
+
+
+def _await(round_: _Round, number: int, one: Replica) -> Awaited | None:
+    state, limits = round_.state, round_.limits
+    is_expected = number < state.options.replicas and not one.is_given_up
+    if round_.is_first and (is_expected or one.phase in (HERE, ARRIVING)):
+        return Awaited(number, state.began_at + limits.start_s, f"is {one.phase} and the run begins with all")
+    if state.is_member(number):
+        return _await_member(round_, number, one)
+    if one.phase not in (HERE, ARRIVING):
+        return None
+    if round_.is_load:
+        return Awaited(number, max(round_.began, one.since) + limits.start_s, f"is {one.phase}, and nobody has a state")
+    left = max(0.0, (limits.wait_s if one.phase == HERE else limits.arrive_s) - one.waited_s)
+    return Awaited(number, round_.began + left, f"is {one.phase}, about to join")
+
+
+def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
+    """A member of the last quorum that has not reported since."""
+    state, limits = round_.state, round_.limits
+    if one.phase == EXPECTED:
+        return Awaited(number, state.began_at + limits.back_s, "was in the last quorum and has not come back")
+    if one.phase == LOST:
+        return Awaited(number, one.since + limits.lost_s, "has lost its connection")
+    if one.phase != HERE:
+        return None
+    silent = one.heard_at + limits.silent_s
+    returned = state.returned()
+    if not returned:
+        span = limits.load_s if state.last.load else limits.stall_s
+        return Awaited(number, min(silent, state.formed_at + span), "is at work in the last quorum")
+    if one.is_aside:
+        return Awaited(number, min(silent, round_.began + limits.aside_s), "is busy with something else than a step")
+    if any(number in report.suspects for report in returned.values()):
+        return Awaited(number, min(silent, round_.began + limits.blamed_s), "could not be reached by a ring")
+    span = limits.load_s if state.last.load else limits.member_s
+    return Awaited(number, min(silent, round_.began + span), "was in the last quorum and is slower")
+
+
+def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
+    """A replica that lives, or may live, has done more steps than any that has reported, however late it is."""
+    last, limits = state.last, state.options.limits
+    if last is None or not candidates:
+        return None
+    furthest = max(report.next_step for report in candidates.values())
+    for number in last.members:
+        one = state.of(number)
+        if not state.is_member(number) or one.report is not None or one.has_finished:
+            continue
+        if _steps_of(last, number, one) <= furthest:
+            continue
+        if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
+            since = max(one.since, state.began_at)
+            return Awaited(number, since + limits.regress_s, "is further than all others, and may live")
+        if one.phase == HERE:
+            until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
+            return Awaited(number, until, "is further than all others, and lives")
+    return None
+
+
+def _steps_of(last: Quorum, number: int, one: Replica) -> int:
+    """Of the state that this member had in the last quorum; who was behind keeps it until it has fetched another."""
+    if number in last.healthy:
+        return last.step
+    return one.answered.next_step if one.answered is not None else 0
+
+
+def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:
+    """A member of the last quorum asks without ever having received it: the others are in it already."""
+    last = state.last
+    if last is None or state.returned():
+        return None
+    if any(not state.is_member(number) or state.of(number).phase != HERE for number in last.members):
+        return None
+    unaware = tuple(number for number, report in pending.items() if _lacks(last, report))
+    if not unaware or set(unaware) == set(last.members):
+        return None
+    return Decision(last, "it had not received this one", to=unaware, is_repeated=True)
+
+
+def _lacks(last: Quorum, report: Report) -> bool:
+    is_member = last.lives.get(report.replica) == report.life and report.number < last.number
+    is_equal = report.state == (last.step, last.lineage)
+    return is_member and is_equal == (report.replica in last.healthy) and report.state <= (last.step, last.lineage)
+
+
+def _finished(state: State, pending: Mapping[int, Report]) -> Decision | None:
+    """Somebody has done the last step: there is none for those at it or behind it."""
+    if state.end is None:
+        return None
+    told = {number: report for number, report in pending.items() if report.next_step <= state.end[0]}
+    if not told:
+        return None
+    quorum = _quorum(state, told, {})
+    reason = f"the last step was done, {state.end[0]} in all"
+    return Decision(replace(quorum, load=False, finished=True, reason=reason), reason, to=quorum.members)
+
+
+def _too_few(state: State, now: float, pending: Mapping[int, Report], chosen: Mapping[int, Report]) -> Decision:
+    least, began = state.options.min_replicas, min(state.of(number).reported_at for number in pending)
+    until = began + state.options.limits.minimum_s
+    reason = f"{len(chosen)} of at least {least} replicas can be in a quorum"
+    if now >= until:
+        return Decision(None, f"{reason}, for {now - began:.0f} s", refused=tuple(pending))
+    ends = [state.of(number).ban.until for number in pending if state.of(number).ban.until > now]
+    return Decision(None, reason, min([until, *ends]))
+
+
+def _quorum(state: State, chosen: Mapping[int, Report], excluded: Mapping[int, str]) -> Quorum:
+    furthest = max(report.state for report in chosen.values())
+    healthy = tuple(number for number, report in sorted(chosen.items()) if report.state == furthest)
+    return Quorum(
+        number=max(state.highest, state.term * SPAN) + 1,
+        step=furthest[0],
+        lineage=furthest[1],
+        healthy=healthy,
+        behind=tuple(sorted(chosen.keys() - set(healthy))),
+        lives={number: report.life for number, report in sorted(chosen.items())},
+        load=furthest == NO_STATE,
+        reason=_why(state, chosen, excluded),
+    )
+
+
+def _why(state: State, chosen: Mapping[int, Report], excluded: Mapping[int, str]) -> str:
+    words = [f"{len(chosen)} of {max(state.options.replicas, len(state.replicas))} replicas have reported"]
+    before = state.last.members if state.last is not None else ()
+    for number, one in sorted(state.replicas.items()):
+        if number in chosen:
+            if before and not state.is_member(number):
+                words.append(f"replica {number} has come")
+        elif number in excluded:
+            words.append(f"replica {number} is left out: {excluded[number]}")
+        elif one.report is not None:
+            words.append(f"replica {number} stays left out")
+        elif number in before:
+            words.append(f"replica {number} is {one.phase}: {one.reason if one.phase != HERE else 'too slow'}")
+    return "; ".join(words)

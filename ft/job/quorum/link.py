@@ -1,0 +1,168 @@
+"""A client's connection to the quorum server, in a thread of its own; made anew when it breaks."""
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import FtError, UserError
+from ft.job.quorum import standing, wire
+from ft.job.quorum.limits import Limits
+from ft.job.quorum.wire import Broken, Channel
+
+_FIRST_TRY_S, _LAST_TRY_S = 0.01, 0.25
+_DIAL_S = 1.0
+_LAST_WORDS_S = 1.0
+_BEAT = wire.pack({"kind": "beat"})
+
+
+class Link:
+    """The thread and its connection.
+
+    Args:
+        run_dir: where ``quorum.json`` is. greet: frames that begin each connection, called in the thread. take: called
+            in the thread with every message. away: called in the thread about every ``beat_s`` without a connection,
+            with the seconds it has lasted, and, with an error, once there will never be one.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        token: str,
+        limits: Limits,
+        greet: Callable[[], list[bytes]],
+        take: Callable[[dict[str, Any]], None],
+        away: Callable[[float, UserError | None], None],
+    ):
+        self._run_dir, self._token, self._limits = run_dir, token, limits
+        self._greet, self._take, self._away = greet, take, away
+        self._outbox: deque[bytes] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock, self._is_closing = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ft-quorum", daemon=True)
+
+    @property
+    def is_started(self) -> bool:
+        return self._thread.ident is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, frame: bytes) -> None:
+        """Sends a frame if there is a connection; what must outlive one belongs into ``greet``. Never blocks."""
+        self._outbox.append(frame)
+        self._ring()
+
+    def close(self) -> None:
+        """Sends what waits, if that goes at once, and ends."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        self._ring()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_DIAL_S + _LAST_WORDS_S + 1.0)
+        with self._lock:
+            if not self._thread.is_alive() and self._bell >= 0:
+                os.close(self._bell)
+                self._bell = -1
+
+    def _ring(self) -> None:
+        """Wakes the thread; a descriptor that is closed may be another file's by now."""
+        with self._lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def _run(self) -> None:
+        gone_at, pause = time.monotonic(), _FIRST_TRY_S
+        while not self._is_closing.is_set():
+            try:
+                began = time.monotonic()
+                if self._converse():
+                    gone_at, pause = time.monotonic(), _FIRST_TRY_S
+                elif time.monotonic() - began < pause:
+                    pause = min(2.0 * pause, _LAST_TRY_S)
+            except UserError as error:
+                self._away(time.monotonic() - gone_at, error)
+                return
+            self._away(time.monotonic() - gone_at, None)
+            self._is_closing.wait(pause)
+
+    def _converse(self) -> bool:
+        """One connection, from its beginning to its end; whether there was one with a server of the run.
+
+        Raises:
+            UserError: the server refuses the token.
+        """
+        server = standing.read(self._run_dir)
+        if server is None:
+            return False
+        try:
+            own = socket.create_connection(wire.parse_where(server.where), timeout=_DIAL_S)
+        except OSError:
+            return False
+        channel = Channel(own, self._token, is_host=False)
+        try:
+            self._outbox.clear()
+            for frame in self._greet():
+                channel.send(frame)
+            self._serve(channel, server.term)
+        except UserError:
+            raise
+        except (FtError, ValueError, TypeError, KeyError) as error:
+            if not isinstance(error, Broken):
+                print(f"quorum: what the server at {server.where} says makes no sense: {error}", file=sys.stderr)
+        finally:
+            channel.close()
+        return channel.is_known
+
+    def _serve(self, channel: Channel, term: int) -> None:
+        """Until the connection breaks, there is a newer server, or this end is closed."""
+        limits, poller = self._limits, select.poll()
+        poller.register(self._bell, select.POLLIN)
+        heard_at = beat_at = time.monotonic()
+        while True:
+            mask = select.POLLIN | (select.POLLOUT if channel.wants_write else 0)
+            poller.register(channel, mask)
+            ready = dict(poller.poll(1e3 * max(0.0, beat_at + limits.beat_s - time.monotonic())))
+            if self._bell in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+            self._pass_on(channel)
+            now = time.monotonic()
+            if ready.get(channel.fileno(), 0) & ~select.POLLOUT:
+                heard_at = now
+                for body in channel.read():
+                    self._take(wire.unpack(body))
+            channel.flush()
+            if self._is_closing.is_set():
+                self._say_last(channel)
+                return
+            if now - beat_at >= limits.beat_s:
+                beat_at = now
+                if channel.is_known:
+                    channel.send(_BEAT)
+                if now - heard_at > limits.contact_s:
+                    raise Broken("the server does not answer")
+                newer = standing.read(self._run_dir)
+                if newer is not None and newer.term > term:
+                    raise Broken(f"term {term} of the server is over")
+
+    def _pass_on(self, channel: Channel) -> None:
+        while self._outbox:
+            channel.send(self._outbox.popleft())
+
+    def _say_last(self, channel: Channel) -> None:
+        self._pass_on(channel)
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while (channel.wants_write or not channel.is_known) and time.monotonic() < deadline:
+            select.select([channel], [channel] if channel.wants_write else [], [], 0.05)
+            for _ in channel.read():
+                pass
+            channel.flush()

@@ -1,0 +1,193 @@
+"""What the server is told, taken into its state. Pure: no I/O, no clock; each returns the events that follow."""
+
+from dataclasses import replace
+
+from ft.base import events
+from ft.job.quorum import blame
+from ft.job.quorum.state import (
+    ARRIVING,
+    EXPECTED,
+    HERE,
+    LOST,
+    OFFLINE,
+    Note,
+    State,
+    heard_of,
+    started,
+)
+from ft.job.quorum.values import NoQuorum, Quorum, Report
+
+_OWN_PAUSE_BEATS = 4
+"""So many beats without a look at the clock are a pause of the server: it looks at every beat."""
+
+
+def hello(state: State, now: float, replica: int, life: int, last: Quorum | None) -> list[Note]:
+    """A leader is connected, for the first time or again; ``last`` is the last quorum it was given.
+
+    Raises:
+        NoQuorum: this life is over: a later one was here already, or its end was made known.
+    """
+    one = state.of(replica)
+    if life < one.life:
+        raise NoQuorum(f"life {life} of replica {replica} is over: life {one.life} was here")
+    if life <= one.over:
+        raise NoQuorum(f"life {life} of replica {replica} is over: {one.reason}")
+    notes = _ended(state, replica, f"life {life} takes its place") if life > one.life else []
+    if life > one.life:
+        started(one, life, now)
+    if one.phase == ARRIVING:
+        one.waited_s = 0.0
+    if one.phase != HERE:
+        one.becomes(HERE, now, "its leader is connected")
+    one.heard_at, one.answered, one.is_aside = now, None, False
+    one.is_online |= last is not None  # it has come back to a server that was started meanwhile: no news
+    heard_of(state, now, last, 0)
+    return notes
+
+
+def report(state: State, now: float, given: Report) -> list[Note]:
+    """A leader asks for the next quorum.
+
+    Raises:
+        NoQuorum: this life is over, or has said no hello.
+    """
+    one = state.of(given.replica)
+    if given.life != one.life or one.phase != HERE:
+        raise NoQuorum(f"life {given.life} of replica {given.replica} is not here: life {one.life} is {one.phase}")
+    one.heard_at, one.step_s = now, given.step_s
+    if given in (one.report, one.answered):  # sent twice, when a connection began just as it was asked
+        return []
+    one.report, one.reported_at, one.is_aside = given, now, False
+    state.highest = max(state.highest, given.number, given.lineage)
+    if given.finished:
+        one.has_finished, state.end = True, max(state.end or given.state, given.state)
+    if one.is_online:
+        return []
+    one.is_online = True
+    return [Note(events.REPLICA_ONLINE, {"replica": given.replica, "life": given.life, "step": given.next_step})]
+
+
+def aside(state: State, now: float, replica: int) -> None:
+    """Its next report will take longer than steps do."""
+    one = state.of(replica)
+    one.heard_at, one.is_aside = now, True
+
+
+def beat(state: State, now: float, replica: int) -> None:
+    """A leader's client lives."""
+    state.of(replica).heard_at = now
+
+
+def lost(state: State, now: float, replica: int, life: int) -> list[Note]:
+    """The connection of its leader broke."""
+    one = state.of(replica)
+    if life == one.life and one.phase == HERE:
+        one.becomes(LOST, now, "the connection to its leader broke")
+    return []
+
+
+def leaves(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
+    """Its leader ends well, or gives up."""
+    one = state.of(replica)
+    if life != one.life:
+        return []
+    one.becomes(OFFLINE, now, reason)
+    one.over = life
+    return _ended(state, replica, reason)
+
+
+def given_up(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
+    """It is said that life ``life`` of it is over, and no other one is to come."""
+    one = state.of(replica)
+    if life < one.life or one.has_finished:
+        return []
+    if life > one.life:
+        started(one, life, now)
+    one.becomes(OFFLINE, now, reason)
+    one.over, one.is_given_up = life, True
+    return _ended(state, replica, reason)
+
+
+def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
+    """Processes of life ``life`` of it have begun. They say it again to every new server, also when that life was here
+    long ago."""
+    one = state.of(replica)
+    if life <= max(one.life, one.over):
+        return []
+    notes = _ended(state, replica, "it begins anew")
+    started(one, life, now)
+    one.becomes(ARRIVING, now, "its processes have begun")
+    return notes
+
+
+def formed(state: State, now: float, quorum: Quorum, excluded: dict[int, str]) -> list[Note]:
+    """The quorum was decided: its members' reports are answered, those excluded stay out for a time."""
+    state.highest = max(state.highest, quorum.number)
+    if quorum.finished:
+        for number in quorum.members:
+            answered(state, number)
+        return []
+    last, waiting = state.last, [state.of(number).reported_at for number in quorum.members]
+    is_same = last is not None and last.lives == quorum.lives and not last.load
+    is_retry = is_same and quorum.step == last.step
+    state.failed = state.failed + 1 if is_retry else 0
+    _account(state, now, quorum, excluded, min(waiting))
+    state.last, state.formed_at = quorum, now
+    if is_same and not is_retry:
+        return []
+    values = {"number": quorum.number, "step": quorum.step, "healthy": list(quorum.healthy)}
+    values |= {"behind": list(quorum.behind), "reason": quorum.reason, "wait_s": round(now - min(waiting), 4)}
+    return [Note(events.QUORUM_FORMED, values)]
+
+
+def time_passed(state: State, now: float) -> list[Note]:
+    """Connections that stay broken, leaders that say nothing: those replicas are offline now."""
+    limits, notes = state.options.limits, []
+    _forgive_own_pause(state, now)
+    for number, one in sorted(state.replicas.items()):
+        if one.phase == LOST and now - one.since >= limits.lost_s:
+            one.becomes(OFFLINE, now, one.reason)
+            one.is_cut_off = True
+            notes += _ended(state, number, one.reason)
+    return notes
+
+
+def _forgive_own_pause(state: State, now: float) -> None:
+    """For as long as this server itself stood still nobody can be called silent, late or away."""
+    pause, state.looked_at = now - state.looked_at, now
+    if pause <= _OWN_PAUSE_BEATS * state.options.limits.beat_s:
+        return
+    state.formed_at = min(now, state.formed_at + pause)
+    state.began_at = min(now, state.began_at + pause)
+    for one in state.replicas.values():
+        one.heard_at = min(now, one.heard_at + pause)
+        one.since = min(now, one.since + pause)
+        one.reported_at = min(now, one.reported_at + pause)
+
+
+def answered(state: State, replica: int) -> None:
+    """Its report was."""
+    one = state.of(replica)
+    one.answered, one.report = one.report, None
+
+
+def _account(state: State, now: float, quorum: Quorum, excluded: dict[int, str], began: float) -> None:
+    """Bans, and what was waited for those that arrive."""
+    ban_s = state.options.limits.calibrated(state.step_s()).ban_s
+    for number, one in state.replicas.items():
+        if number in excluded:
+            one.ban = blame.longer(one.ban, now, ban_s, state.options.limits.ban_most_s)
+        elif number in quorum.lives:
+            one.answered, one.report, one.waited_s = one.report, None, 0.0
+            if number in quorum.healthy and now - one.ban.until > one.ban.length_s:
+                one.ban = replace(one.ban, times=0)
+        elif one.phase in (HERE, ARRIVING):
+            one.waited_s += max(0.0, now - max(began, one.since))
+
+
+def _ended(state: State, replica: int, reason: str) -> list[Note]:
+    one = state.of(replica)
+    if one.phase == EXPECTED or not one.is_online:
+        return []
+    one.is_online = False
+    return [Note(events.REPLICA_OFFLINE, {"replica": replica, "reason": reason})]

@@ -1,0 +1,328 @@
+"""The quorum server's process: reads, decides, answers.
+
+It has a protocol of its own and not the control plane's board: that one has no way to tell that a connection broke,
+which is the first that is heard of a leader's death, and it needs torch, whose import is most of the time until a
+killed server has a successor. Nothing is kept on disk but the claim of the term and ``quorum.json``; a new server
+learns from the clients that come back what their last quorum was.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft.base import events, token
+from ft.base.errors import FtError, UserError
+from ft.job.quorum import reactions, standing, wire
+from ft.job.quorum.decide import Decision, decide
+from ft.job.quorum.guests import Guest, Guests
+from ft.job.quorum.limits import Limits
+from ft.job.quorum.standing import Standing
+from ft.job.quorum.state import Note, Options, State
+from ft.job.quorum.values import BadMessage, NoQuorum, Quorum, Report
+from ft.net.codec import to_json
+from ft.platform import processes
+from ft.platform.election import SUCCEEDED
+
+_TOKEN_S = 60.0
+_BEAT = wire.pack({"kind": "beat"})
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the server is started with.
+
+    Attributes:
+        where: "tcp://HOST:PORT" to listen at, port 0: any free one. takes_over: another one served this run before, and
+            what it left of the run's end is believed.
+    """
+
+    options: Options
+    where: str = "tcp://127.0.0.1:0"
+    takes_over: bool = False
+
+
+class Server:
+    """I/O around ``decide``.
+
+    Args:
+        run_dir: of the whole run. secret: its token.
+
+    Raises:
+        UserError: the address cannot be listened at. OSError: the directory cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, secret: str, given: Given):
+        self._run_dir, self._events = run_dir, events.EventLog(run_dir / "events.jsonl")
+        host, port = wire.parse_where(given.where)
+        try:
+            self._listener = socket.create_server((host, port), backlog=1024)
+        except OSError as error:
+            raise UserError(f"{given.where} cannot be listened at: {error.strerror}", "give another address") from error
+        self._listener.setblocking(False)
+        self._where = f"tcp://{host}:{self._listener.getsockname()[1]}"
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._guests = Guests(self._selector, secret)
+        before = standing.read(run_dir) if given.takes_over else None
+        end = before.end if before is not None else None
+        self._state = State.begin(given.options, standing.claim(run_dir, 0), time.monotonic(), end)
+        self._rows: dict[int, tuple[int, bytes]] = {}
+        self._looked_at, self._due = 0.0, time.monotonic()
+        standing.write(run_dir, self._standing())
+
+    def run(self) -> int:
+        """Until a later server has taken over; returns the exit code."""
+        while True:
+            wait = min(self._due, self._looked_at + self._state.options.limits.beat_s) - time.monotonic()
+            ready = self._selector.select(max(0.0, wait))
+            for key, mask in ready:
+                if key.fileobj is self._listener:
+                    self._guests.accept(self._listener)
+                else:
+                    self._serve(key.data, mask)
+            if not self._keep_house() or not self._answer():
+                return SUCCEEDED
+
+    def close(self) -> None:
+        self._guests.close()
+        self._listener.close()
+        self._events.close()
+
+    # --- what comes in ----------------------------------------------------------------------------------------------
+
+    def _serve(self, guest: Guest, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                guest.channel.flush()
+            if mask & selectors.EVENT_READ:
+                for body in guest.channel.read():
+                    self._take(guest, wire.unpack(body))
+            self._guests.attend(guest)
+        except FtError as error:
+            self._drop(guest, str(error))
+
+    def _take(self, guest: Guest, message: dict[str, Any]) -> None:
+        """One message of a member's. Raises: FtError: none that a sound one sends."""
+        now, kind = time.monotonic(), message.pop("kind")
+        if kind == "beat":
+            guest.channel.send(_BEAT)
+        elif kind == "hello":
+            self._welcome(guest, now, message)
+        elif kind == "notice":
+            self._noted(now, message)
+        elif guest.refused:
+            self._refuse(guest, guest.refused)
+        elif guest.replica is None:
+            raise BadMessage(f"{kind[:20]!r} without a hello")
+        elif kind == "report":
+            self._asked(guest, now, message)
+        elif kind == "aside":
+            reactions.aside(self._state, now, guest.replica)
+        elif kind == "leave":
+            reason = str(message.get("reason", ""))[:200]
+            self._write(reactions.leaves(self._state, now, guest.replica, guest.life, reason))
+        else:
+            raise BadMessage(f"{kind[:20]!r} is no message for the quorum server")
+        if guest.replica is not None and self._guests.leaders.get(guest.replica) is guest:
+            reactions.beat(self._state, now, guest.replica)
+
+    def _welcome(self, guest: Guest, now: float, message: dict[str, Any]) -> None:
+        replica, life, rows, known = (message.get(name) for name in ("replica", "life", "rows", "known"))
+        if not _is_count(replica) or not _is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
+            raise BadMessage("a hello without replica, life, rows or known")
+        last = Quorum.parse(message["last"]) if message.get("last") is not None else None
+        try:
+            notes = reactions.hello(self._state, now, replica, life, last)
+        except NoQuorum as error:
+            guest.refused = str(error)
+            self._refuse(guest, guest.refused)
+            return
+        previous = self._guests.leaders.get(replica)
+        guest.replica, guest.life = replica, life
+        guest.rows = {int(number): value for number, value in known.items() if number.isdecimal()}
+        self._guests.leaders[replica] = guest
+        if previous is not None and previous is not guest:
+            self._drop(previous, "its leader has connected again")
+        self._rows[replica] = (life, wire.pack({"kind": "rows", "replica": replica, "life": life, "rows": rows}))
+        self._write(notes)
+
+    def _asked(self, guest: Guest, now: float, message: dict[str, Any]) -> None:
+        report = Report.parse(message.get("report"))
+        if (report.replica, report.life) != (guest.replica, guest.life):
+            raise BadMessage(f"a report of life {report.life} of replica {report.replica} from another's connection")
+        try:
+            self._write(reactions.report(self._state, now, report))
+        except NoQuorum as error:
+            self._refuse(guest, str(error))
+
+    def _noted(self, now: float, message: dict[str, Any]) -> None:
+        replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
+        is_known = _is_count(replica) and what in ("given up", "arriving")
+        if not is_known or not (_is_count(life) or (life == -1 and what == "given up")):
+            raise BadMessage("a notice without replica, life or what")
+        if what == "given up":
+            reason = str(message.get("reason", ""))[:200]
+            self._write(reactions.given_up(self._state, now, replica, life, reason))
+        else:
+            self._write(reactions.arriving(self._state, now, replica, life))
+
+    def _drop(self, guest: Guest, reason: str) -> None:
+        self._guests.drop(guest, reason)
+        if guest.replica is not None and self._guests.leaders.get(guest.replica) is guest:
+            del self._guests.leaders[guest.replica]
+            self._write(reactions.lost(self._state, time.monotonic(), guest.replica, guest.life))
+
+    # --- what goes out ----------------------------------------------------------------------------------------------
+
+    def _answer(self) -> bool:
+        """Decides, and tells those concerned; False once a later server has taken over."""
+        while True:
+            now = time.monotonic()
+            self._write(reactions.time_passed(self._state, now))
+            if not self._raise_term():
+                return False
+            decision = decide(self._state, now)
+            if decision.quorum is None and not decision.refused:
+                self._due = now + 3600.0 if decision.until is None else decision.until
+                return True
+            if standing.is_succeeded(self._run_dir, self._state.term):
+                return False
+            if decision.quorum is not None and decision.quorum.finished:
+                self._stand()
+            self._publish(now, decision)
+
+    def _publish(self, now: float, decision: Decision) -> None:
+        for replica in decision.refused:
+            reactions.answered(self._state, replica)
+            if guest := self._guests.leaders.get(replica):
+                self._refuse(guest, decision.reason)
+        if decision.quorum is None:
+            return
+        frame = wire.pack({"kind": "quorum", "quorum": to_json(decision.quorum)})
+        for replica in decision.to:
+            if guest := self._guests.leaders.get(replica):
+                self._give(guest, decision.quorum, frame)
+        if decision.is_repeated:
+            for replica in decision.to:
+                reactions.answered(self._state, replica)
+        else:
+            self._write(reactions.formed(self._state, now, decision.quorum, dict(decision.excluded)))
+
+    def _give(self, guest: Guest, quorum: Quorum, frame: bytes) -> None:
+        """The quorum, behind the rows of members that this one has not got yet."""
+        try:
+            for member, life in quorum.lives.items():
+                rows = self._rows.get(member)
+                if member != guest.replica and guest.rows.get(member) != life and rows and rows[0] == life:
+                    guest.channel.send(rows[1])
+                    guest.rows[member] = life
+            guest.channel.send(frame)
+            self._guests.attend(guest)
+        except FtError as error:
+            self._drop(guest, str(error))
+
+    def _refuse(self, guest: Guest, reason: str) -> None:
+        try:
+            guest.channel.send(wire.pack({"kind": "none", "reason": reason}))
+            self._guests.attend(guest)
+        except FtError as error:
+            self._drop(guest, str(error))
+
+    # --- house ------------------------------------------------------------------------------------------------------
+
+    def _keep_house(self) -> bool:
+        """From time to time: is this still the server, and does the file say so? False once it is not."""
+        now = time.monotonic()
+        if now - self._looked_at < self._state.options.limits.beat_s:
+            return True
+        self._looked_at = now
+        self._guests.send_strangers_away(now)
+        if standing.is_succeeded(self._run_dir, self._state.term):
+            return False
+        self._stand()
+        return True
+
+    def _stand(self) -> None:
+        """Has the file say what is; an older server that was paused may have written last."""
+        if standing.read(self._run_dir) != self._standing():
+            with contextlib.suppress(OSError):  # a full disk; who is connected does not look at it
+                standing.write(self._run_dir, self._standing())
+
+    def _raise_term(self) -> bool:
+        """Numbers that a client has heard of are no server's of this folder: claims a term above them.
+
+        Returns False if this server was succeeded meanwhile.
+        """
+        if self._state.needed_term() <= self._state.term:
+            return True
+        if standing.is_succeeded(self._run_dir, self._state.term):
+            return False
+        self._state.term = standing.claim(self._run_dir, self._state.needed_term() + 1)
+        self._stand()
+        return True
+
+    def _standing(self) -> Standing:
+        return Standing(self._where, self._state.term, os.getpid(), self._state.end)
+
+    def _write(self, notes: list[Note]) -> None:
+        for note in notes:
+            self._events.write(events.observed(note.name, note.values))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _are_rows(rows: Any) -> bool:
+    return isinstance(rows, list) and all(
+        isinstance(row, dict) and all(isinstance(value, str) for value in row.values()) for row in rows
+    )
+
+
+def parse_options(text: str) -> Given:
+    """The options of the command line.
+
+    Raises:
+        UserError: they are no JSON object, or without replicas, or cannot work.
+    """
+    try:
+        values = json.loads(text)
+        options = Options(
+            replicas=int(values["replicas"]),
+            min_replicas=int(values.get("min_replicas", 1)),
+            forgiven=int(values.get("forgiven", 1)),
+            limits=Limits(**values.get("limits", {})),
+        )
+        where, takes_over = str(values.get("where", Given.where)), bool(values.get("takes_over", False))
+        wire.parse_where(where)
+        return Given(options.check(), where, takes_over)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--options {text[:200]} cannot be read ({type(error).__name__}: {error})",
+            'give a JSON object such as {"replicas": 3, "min_replicas": 1, "where": "tcp://127.0.0.1:0"}',
+        ) from error
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m ft.job.quorum", description="The quorum server of one run.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="of the whole run: token, quorum.json, events")
+    parser.add_argument("--options", required=True, help="JSON: replicas, min_replicas, where, limits, takes_over...")
+    words = parser.parse_args(argv)
+    processes.die_with_parent(signal.SIGKILL)
+    try:
+        given = parse_options(words.options)
+        server = Server(words.run_dir, token.find(words.run_dir, _TOKEN_S), given)
+    except UserError as error:
+        parser.exit(UserError.exit_code, f"{parser.prog}: {error}\n")
+    code = server.run()
+    server.close()
+    sys.exit(code)

@@ -1,0 +1,174 @@
+"""From a replica's leader to all its ranks: a tree of relays, one on each node.
+
+Inside a replica whose ranks are in a collective anyhow, a broadcast in their group is the simplest way, and is what the
+trainer uses. The tree is for what is outside of that: it needs no group, no rank's main thread, and a node passes on
+what has come before its own ranks look at it. With ``FAN_OUT`` children a replica of 8192 ranks on 1024 nodes is two
+hops deep.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ft.base.errors import FtError
+from ft.job.quorum import wire
+from ft.job.quorum.wire import Broken, Channel
+
+FAN_OUT = 32
+_DIAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Nodes 0 to ``nodes`` - 1; node 0 is the leader's. Every node has up to ``fan_out`` children."""
+
+    nodes: int
+    fan_out: int = FAN_OUT
+
+    def parent(self, node: int) -> int | None:
+        """None for the leader's node."""
+        return (node - 1) // self.fan_out if node else None
+
+    def children(self, node: int) -> range:
+        """Possibly none."""
+        first = node * self.fan_out + 1
+        return range(min(first, self.nodes), min(first + self.fan_out, self.nodes))
+
+    @property
+    def depth(self) -> int:
+        """Hops to the node that is farthest away."""
+        hops, node = 0, self.nodes - 1
+        while node:
+            node, hops = (node - 1) // self.fan_out, hops + 1
+        return hops
+
+
+class Relay:
+    """One node of the tree.
+
+    All of it runs in the event loop's thread, in which any number of relays may live.
+
+    Args:
+        loop: of asyncio, with readers and writers. token: of the run. deliver: called with the body of every message
+            from above, after it was passed on. lost: called with the reason when a connection broke, from above or to
+            a child: the replica has lost a node, and its own fault path has more to say about that.
+
+    Attributes:
+        children: how many have connected and proved that they belong to the run.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        token: str,
+        deliver: Callable[[bytes], None],
+        lost: Callable[[str], None],
+    ):
+        self._loop, self._token, self._deliver, self._lost = loop, token, deliver, lost
+        self._listener: socket.socket | None = None
+        self._above: Channel | None = None
+        self._below: list[Channel] = []
+        self.children = 0
+
+    def listen(self, host: str, backlog: int = 1024) -> str:
+        """Takes children in; returns the address, "tcp://HOST:PORT", that they ``join``."""
+        self._listener = socket.create_server((host, 0), backlog=backlog)
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._accept)
+        return f"tcp://{host}:{self._listener.getsockname()[1]}"
+
+    def join(self, address: str) -> None:
+        """Becomes a child of the relay at ``address``; blocks until it is connected.
+
+        Raises:
+            OSError: it cannot be reached within 10 s.
+        """
+        own = socket.create_connection(wire.parse_where(address), timeout=_DIAL_S)
+        self._above = Channel(own, self._token, is_host=False)
+        self._loop.add_reader(self._above, self._from_above, self._above)
+
+    def publish(self, message: dict) -> None:
+        """Sends a message down the tree, for the relay at its root; hands it to this node's ranks, too."""
+        frame = wire.pack(message)
+        self._pass_on(frame)
+        self._deliver(frame[wire.HEAD_SIZE :])
+
+    def close(self) -> None:
+        """Ends all connections of this node."""
+        for channel in [*self._below, *([self._above] if self._above is not None else [])]:
+            self._forget(channel)
+        self._below, self._above = [], None
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def _accept(self) -> None:
+        try:
+            own, _ = self._listener.accept()
+        except OSError:
+            return
+        try:
+            channel = Channel(own, self._token, is_host=True)
+        except (FtError, OSError):  # it has hung up already
+            own.close()
+            return
+        self._below.append(channel)
+        self._loop.add_reader(channel, self._from_below, channel)
+
+    def _from_above(self, channel: Channel) -> None:
+        try:
+            for body in channel.read():
+                if self._below:
+                    self._pass_on(wire.wrap(body))
+                self._deliver(body)
+        except FtError as error:
+            self._drop(channel, f"the relay above: {error}")
+
+    def _from_below(self, channel: Channel) -> None:
+        was_known = channel.is_known
+        try:
+            for _ in channel.read():
+                raise Broken("nothing is said upwards")
+            self.children += channel.is_known and not was_known
+        except FtError as error:
+            self._drop(channel, f"a relay below: {error}")
+
+    def _pass_on(self, frame: bytes) -> None:
+        for channel in list(self._below):
+            if channel.is_known:
+                self._send(channel, frame)
+
+    def _send(self, channel: Channel, frame: bytes) -> None:
+        try:
+            channel.send(frame)
+            if channel.wants_write:
+                self._loop.add_writer(channel, self._flush, channel)
+        except FtError as error:
+            self._drop(channel, f"a relay below: {error}")
+
+    def _flush(self, channel: Channel) -> None:
+        try:
+            channel.flush()
+            if not channel.wants_write:
+                self._loop.remove_writer(channel)
+        except FtError as error:
+            self._drop(channel, f"a relay below: {error}")
+
+    def _drop(self, channel: Channel, reason: str) -> None:
+        is_stranger = channel is not self._above and not channel.is_known
+        self._forget(channel)
+        if channel is self._above:
+            self._above = None
+        else:
+            self._below.remove(channel)
+            self.children -= not is_stranger
+        if not is_stranger:
+            self._lost(reason)
+
+    def _forget(self, channel: Channel) -> None:
+        if channel.fileno() >= 0:
+            self._loop.remove_reader(channel)
+            self._loop.remove_writer(channel)
+            channel.close()

@@ -1,0 +1,216 @@
+"""Frames between leaders, agents and the quorum server, and between the relays of a replica.
+
+    frame: magic "FTQU" | length u32 | CRC-32 u32 | JSON object of that length, with a "kind"
+
+A connection begins with a handshake in which each end proves that it knows the run's token, which itself never crosses
+the wire. Until then a frame is small, and nothing in it is believed. All of it is without blocking: bytes in, frames
+out, so that one thread serves many connections.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from ft.base.errors import FtError, UserError
+from ft.job.quorum.values import BadMessage
+
+MAGIC = b"FTQU"
+MAX_FRAME = 64 << 20
+_STRANGERS_FRAME = 512
+_HEAD = struct.Struct(">4sII")
+HEAD_SIZE = _HEAD.size
+_PIECE = 1 << 16
+_MOST_UNSENT = 256 << 20
+
+
+class Broken(FtError):
+    """The connection is of no more use: closed by the other end, or what came is nothing that a member sends."""
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """The frame of ``message``."""
+    return wrap(json.dumps(message, separators=(",", ":")).encode())
+
+
+def wrap(body: bytes) -> bytes:
+    """The frame with this body."""
+    return _HEAD.pack(MAGIC, len(body), zlib.crc32(body)) + body
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    """The message in a frame's body.
+
+    Raises:
+        BadMessage: it is none.
+    """
+    try:
+        message = json.loads(str(body, "utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"no JSON: {bytes(body[:100])!r}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise BadMessage(f"a message without a kind: {bytes(body[:100])!r}")
+    return message
+
+
+class Channel:
+    """One connection, from one of its ends.
+
+    Args:
+        own: connected, or connecting; becomes non-blocking. token: of the run. is_host: this end was connected to.
+
+    Attributes:
+        is_known: the other end has proved that it is a member of the run. wants_write: bytes wait to be sent.
+    """
+
+    def __init__(self, own: socket.socket, token: str, is_host: bool):
+        own.setblocking(False)
+        if own.family != socket.AF_UNIX:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket, self.is_known = own, False
+        self._token, self._is_host, self._nonce = token.encode(), is_host, secrets.token_hex(16)
+        self._in, self._out = bytearray(), bytearray()
+        self._early: list[bytes] = []
+        if is_host:
+            self._push(pack({"kind": "challenge", "nonce": self._nonce}))
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._out)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, frame: bytes) -> None:
+        """Sends a packed frame, what of it the kernel does not take at once with later calls of ``flush``; before the
+        handshake is done it waits for that.
+
+        Raises:
+            Broken: the other end is gone, or has read nothing for very long.
+        """
+        if not self.is_known:
+            self._early.append(frame)
+            return
+        self._push(frame)
+
+    def flush(self) -> None:
+        """Sends what waits.
+
+        Raises:
+            Broken: the other end is gone.
+        """
+        while self._out:
+            try:
+                with memoryview(self._out)[:_PIECE] as piece:
+                    sent = self.socket.send(piece)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                raise Broken(f"cannot write: {error.strerror or error}") from error
+            del self._out[:sent]
+
+    def read(self) -> Iterator[bytes]:
+        """The bodies of the frames that have come whole, handshake left out. To be called when there is something.
+
+        Raises:
+            Broken: the other end is gone, or no member. UserError: it refuses this end's token.
+        """
+        while True:
+            try:
+                piece = self.socket.recv(_PIECE)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                raise Broken(f"cannot read: {error.strerror or error}") from error
+            if not piece:
+                raise Broken("the other end has closed the connection")
+            self._in += piece
+            yield from self._frames()
+            if len(piece) < _PIECE:
+                return
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _frames(self) -> Iterator[bytes]:
+        while len(self._in) >= _HEAD.size:
+            magic, length, checksum = _HEAD.unpack_from(self._in)
+            limit = MAX_FRAME if self.is_known else _STRANGERS_FRAME
+            if magic != MAGIC or length > limit:
+                raise Broken(f"a frame that begins with {magic!r} and length {length}; at most {limit} is allowed")
+            end = _HEAD.size + length
+            if len(self._in) < end:
+                return
+            body = bytes(memoryview(self._in)[_HEAD.size : end])
+            del self._in[:end]
+            if zlib.crc32(body) != checksum:
+                raise Broken("a frame with a wrong checksum")
+            if self.is_known:
+                yield body
+            else:
+                self._shake(unpack(body))
+
+    def _push(self, frame: bytes) -> None:
+        if not self._out:
+            try:
+                sent = self.socket.send(frame)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                raise Broken(f"cannot write: {error.strerror or error}") from error
+            frame = frame[sent:] if sent < len(frame) else b""
+        self._out += frame
+        if len(self._out) > _MOST_UNSENT:
+            raise Broken(f"the other end does not read: {len(self._out)} bytes wait")
+
+    def _shake(self, message: dict[str, Any]) -> None:
+        """One step of the handshake: challenge, answer with a challenge back, welcome with the answer to that."""
+        kind, nonce, given = message["kind"], message.get("nonce"), message.get("answer")
+        if kind == "refused" and not self._is_host:
+            raise UserError(
+                "the quorum server belongs to another run: it refuses this one's token",
+                "start each run with a --run-dir of its own",
+            )
+        if not self._is_host and kind == "challenge" and isinstance(nonce, str):
+            self._push(pack({"kind": "answer", "answer": self._prove("guest", nonce), "nonce": self._nonce}))
+        elif self._is_host and kind == "answer" and isinstance(nonce, str) and isinstance(given, str):
+            if not hmac.compare_digest(self._prove("guest", self._nonce).encode(), given.encode("utf-8", "replace")):
+                with contextlib.suppress(Broken):
+                    self._push(pack({"kind": "refused"}))
+                raise Broken("a wrong token")
+            self._push(pack({"kind": "welcome", "answer": self._prove("host", nonce)}))
+            self._enter()
+        elif not self._is_host and kind == "welcome" and isinstance(given, str):
+            if not hmac.compare_digest(self._prove("host", self._nonce).encode(), given.encode("utf-8", "replace")):
+                raise Broken("this is no server of the run")
+            self._enter()
+        else:
+            raise Broken(f"{kind[:20]!r} in a handshake")
+
+    def _prove(self, role: str, nonce: str) -> str:
+        return hmac.new(self._token, f"ft-quorum-1 {role} {nonce}".encode(), hashlib.sha256).hexdigest()
+
+    def _enter(self) -> None:
+        self.is_known = True
+        for frame in self._early:
+            self._push(frame)
+        self._early.clear()
+
+
+def parse_where(where: str) -> tuple[str, int]:
+    """("HOST", port) of "tcp://HOST:PORT".
+
+    Raises:
+        UserError: it is no such address.
+    """
+    host, _, port = where.removeprefix("tcp://").rpartition(":")
+    if not where.startswith("tcp://") or not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"{where!r} is no address of a quorum server", "give tcp://HOST:PORT")
+    return host, int(port)

@@ -1,0 +1,169 @@
+"""The flags of ``ft run`` that are about replicas."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ft.base.errors import Problem, Problems
+from ft.base.quantities import duration
+from ft.job.quorum.limits import Limits
+from ft.job.replicas.patience import LONGEST_S
+
+LR_SCALING = ("none", "linear", "sqrt")
+_DEFAULT_LR_SCALING = "sqrt"
+MOST_STREAMS = 16
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What was asked for.
+
+    Attributes:
+        count: replicas of the run. only: the one that this launcher brings alone; None: it has its share of all.
+        min_count: so many at least, or nobody trains. wait_s: a step waits so long for a replica about to arrive or
+            fetching state; None: as long as those who wait think right.
+        lr_scaling: of the learning rate over healthy / all replicas. redundancy: of shard types stacked on replicas as
+            groups (SPARe), None: there are none. streams: connections between two ranks.
+    """
+
+    count: int
+    only: int | None = None
+    min_count: int = 1
+    wait_s: float | None = None
+    lr_scaling: str = _DEFAULT_LR_SCALING
+    redundancy: int | None = None
+    streams: int = 1
+
+    def environment(self) -> dict[str, str]:
+        """What agents and workers of every replica find."""
+        return {
+            "FT_HSDP_REPLICAS": str(self.count),
+            "FT_HSDP_MIN_REPLICAS": str(self.min_count),
+            "FT_HSDP_LR_SCALING": self.lr_scaling,
+            "FT_HSDP_STREAMS": str(self.streams),
+            **({} if self.wait_s is None else {"FT_HSDP_WAIT": f"{self.wait_s:g}"}),
+            **({} if self.redundancy is None else {"FT_SPARE_REDUNDANCY": str(self.redundancy)}),
+        }
+
+    def server_options(self, host: str) -> dict[str, Any]:
+        """For the quorum server's ``--options``. ``host``: where it is to listen."""
+        limits = {} if self.wait_s is None else {"wait_s": self.wait_s, "arrive_s": self.wait_s}
+        values = {"replicas": self.count, "min_replicas": self.min_count, "limits": limits}
+        return {**values, "where": f"tcp://{host}:0"}
+
+
+def add_flags(flag: Callable[..., None]) -> None:
+    """Adds them by ``flag(name, **settings)``; all are None where they are not given."""
+    flag("ft-hsdp-replicas", type=int, metavar="R", help="replicas of the model, each on 1/R of the workers")
+    flag(
+        "ft-hsdp-replica",
+        type=int,
+        metavar="K",
+        help="bring replica K alone, new or come back: --nnodes, --node-rank and --nproc-per-node are those of K",
+    )
+    flag("ft-hsdp-min-replicas", type=int, metavar="M", help="with fewer than M nobody trains (default: 1)")
+    flag(
+        "ft-hsdp-wait",
+        type=duration(0.0),
+        metavar="TIME",
+        help="a step waits so long for a replica that comes back: while its processes start (default: 0), until it "
+        "reports (default: 0.1), and before the optimizer step while it fetches state (default: 1). A fetch that is "
+        "not done by then is cut off and tried again in the next step, which waits twice as long, "
+        f"{LONGEST_S:g} s at most, or TIME if that is more. 0: nobody waits, and a replica whose fetch takes longer "
+        "than a step does not come back",
+    )
+    flag(
+        "ft-hsdp-lr-scaling",
+        choices=LR_SCALING,
+        help=f"of the learning rate, over healthy / all replicas (default: {_DEFAULT_LR_SCALING})",
+    )
+    flag(
+        "ft-hsdp-streams",
+        type=int,
+        metavar="N",
+        help="connections between neighbours in a ring of gradients, where one cannot fill the network (default: 1)",
+    )
+    flag(
+        "ft-spare-redundancy",
+        type=int,
+        metavar="R",
+        help="each replica hosts R types of shards: what a lost one would have trained others do, in the same step",
+    )
+
+
+def wanted(given: argparse.Namespace) -> bool:
+    """Whether the run is to have replicas."""
+    return any(value is not None for name, value in vars(given).items() if name.startswith(("ft_hsdp_", "ft_spare_")))
+
+
+def read(given: argparse.Namespace, place_stacks: Callable[[int, int], object]) -> Replicas:
+    """Checks what was given, and fills in the rest.
+
+    Args:
+        given: the parsed flags of ``ft run``.
+        place_stacks: called with the number of replicas and the redundancy of SPARe, where that was asked for; raises
+            UserError where shard types cannot be placed so.
+
+    Raises:
+        UserError: it cannot work.
+    """
+    count, only = given.ft_hsdp_replicas, given.ft_hsdp_replica
+    least = 1 if given.ft_hsdp_min_replicas is None else given.ft_hsdp_min_replicas
+    streams = 1 if given.ft_hsdp_streams is None else given.ft_hsdp_streams
+    wait_s, problems = given.ft_hsdp_wait, Problems()
+    problems.add(_numbers(count, only, least, wait_s, streams))
+    problems.add(_contradictions(given))
+    if given.ft_spare_redundancy is not None and count is not None and count >= 1:
+        with problems:
+            place_stacks(count, given.ft_spare_redundancy)
+    problems.refuse()
+    scaling = given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING
+    return Replicas(count, only, least, wait_s, scaling, given.ft_spare_redundancy, streams)
+
+
+def _numbers(count: int | None, only: int | None, least: int, wait_s: float | None, streams: int) -> Iterator[Problem]:
+    if count is None:
+        yield "flags of FT-HSDP or SPARe are given, but no number of replicas", "add --ft-hsdp-replicas R"
+    elif count < 1:
+        yield f"--ft-hsdp-replicas {count} is less than 1", "give the number of replicas"
+    else:
+        if only is not None and not 0 <= only < count:
+            problem = f"--ft-hsdp-replica {only} is not between 0 and {count - 1} (--ft-hsdp-replicas {count})"
+            yield problem, "number from 0"
+        if not 1 <= least <= count:
+            problem = f"--ft-hsdp-min-replicas {least} is not between 1 and the {count} of --ft-hsdp-replicas"
+            yield problem, "give fewer"
+    most_s = Limits().start_s
+    if wait_s is not None and wait_s >= most_s:
+        yield f"--ft-hsdp-wait {wait_s:g}s is not below the {most_s:g} s of a start", "give less"
+    if not 1 <= streams <= MOST_STREAMS:
+        yield f"--ft-hsdp-streams {streams} is not between 1 and {MOST_STREAMS}", "give fewer"
+
+
+def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:
+    """What goes with one model only."""
+    if any(word.replace("_", "-").split("=")[0] == "--ft-hot-swap" for word in given.script_args):
+        yield (
+            "--ft-hot-swap and --ft-hsdp-replicas: a replica that has lost a worker is rebuilt as a whole, from the "
+            "others",
+            "drop one of the two",
+        )
+    for name in ("standby", "standby_nodes"):
+        if getattr(given, name):
+            yield (
+                f"--{name.replace('_', '-')} {getattr(given, name)} and --ft-hsdp-replicas: a replica's workers are "
+                "started from its warm pool, none stands by",
+                "drop one of the two",
+            )
+    if given.ft_spare_redundancy is not None and given.ft_hsdp_lr_scaling not in (None, "none"):
+        yield (
+            f"--ft-spare-redundancy and --ft-hsdp-lr-scaling {given.ft_hsdp_lr_scaling}: every step trains the whole "
+            "batch, so the learning rate stays as it is",
+            "drop --ft-hsdp-lr-scaling",
+        )
+    if given.ft_transport == "mpi" and given.ft_hsdp_replica is not None:
+        yield (
+            "--ft-transport mpi and --ft-hsdp-replica: one MPI job carries all replicas from its start to its end",
+            "start all replicas in one job, or drop --ft-transport",
+        )

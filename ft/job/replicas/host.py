@@ -1,0 +1,211 @@
+"""The quorum server's process: one launcher of the run keeps it, another one takes over when that one is gone."""
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ft.job.agent import succession
+from ft.job.agent.console import last_lines
+from ft.job.control.timeouts import Timeouts
+from ft.job.replicas import child
+from ft.platform import election as tenure
+from ft.platform import processes
+from ft.platform.election import SUCCEEDED, Standing
+
+FOLDER = "launchers"
+"""In the run's: the launchers' own terms and lease; those in the run's folder are the servers'."""
+
+_FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
+_LOOK_S = 0.5
+_FIRST, _LEFT = "n0", "left-"
+
+
+class QuorumHost:
+    """Holds the launchers' lease, or watches it; who holds it runs the quorum server.
+
+    A server that dies is started again at once: it keeps nothing, its clients find the new one.
+
+    Args:
+        run_dir: of the run. name: of this launcher. turn: launchers that are to go before it. options: of the
+            server. say: takes news.
+    """
+
+    def __init__(self, run_dir: Path, name: str, turn: int, options: Mapping[str, Any], say: Callable[[str], None]):
+        self._run_dir, self._folder = run_dir, run_dir / FOLDER
+        self._name, self._turn, self._options, self._say = name, turn, options, say
+        self._timeouts = Timeouts()
+        self._process: subprocess.Popen | None = None
+        self._since = self._due = 0.0
+        self._fruitless = 0
+        self._lease = _Lease(self._folder, self._timeouts.lease_beat_s)
+
+    @property
+    def pid(self) -> int:
+        """Of the server, -1 if there is none here."""
+        return self._process.pid if self._process is not None else -1
+
+    def begin(self) -> None:
+        """Starts the server if this launcher is the first of the run; from now on the lease is kept or watched.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        if not self._turn and tenure.newest(self._folder) < 0:
+            self._claim()
+        self._lease.start()
+
+    def look(self, now: float) -> None:
+        """Does what is due."""
+        if self._lease.lost:
+            self._give_up()
+        elif self._lease.holds:
+            if self._process is None and now >= self._due:
+                self._start(takes_over=True)
+        elif (age := self._lease.age(now)) is not None:
+            what, why = succession.decide(succession.View(age, age, None, self._turn), self._timeouts)
+            if what == succession.CLAIM and self._claim():
+                self._say(f"{why.replace('the control plane', 'its launcher')}: the quorum server is started here")
+
+    def reaped(self, code: int) -> None:
+        """The server has ended and was reaped."""
+        self._process.returncode, self._process = code, None
+        now = time.monotonic()
+        self._fruitless = self._fruitless + 1 if now - self._since < _FRUITLESS_S else 0
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._fruitless) if self._fruitless else 0.0
+        if code == SUCCEEDED:  # somebody else's runs: the lease will tell whose
+            pause_s = max(pause_s, _LOOK_S)
+        elif self._lease.holds:
+            lines = [f"    {line}" for line in last_lines(self._log, 5)] if self._fruitless else []
+            how = f"the quorum server {processes.how_it_ended(code)}; another one is started, training goes on"
+            self._say("\n".join([how, *lines]))
+        self._due = now + pause_s
+        self.look(now)
+
+    def first_is_lost(self) -> bool:
+        """Whether another launcher has succeeded that of node 0, which had not said that it leaves."""
+        standing = tenure.read(self._folder)
+        is_succeeded = standing is not None and standing.term > 0 and standing.node != _FIRST
+        return is_succeeded and not (self._folder / f"{_LEFT}{_FIRST}").exists()
+
+    def close(self) -> None:
+        """Ends the server, if it is here."""
+        self._lease.close()
+        with contextlib.suppress(OSError):
+            (self._folder / f"{_LEFT}{self._name}").touch()
+        self._end()
+
+    def _claim(self) -> bool:
+        """Takes the lease and starts the server; False if another launcher was faster, or the folder is not there."""
+        term = tenure.newest(self._folder) + 1
+        try:
+            is_mine = tenure.claim(self._folder, term, self._name)
+            if is_mine:
+                self._lease.hold(
+                    Standing(term, 0, "", self._name, os.getpid(), launcher=processes.identity(os.getpid()))
+                )
+        except OSError as error:
+            self._say(f"the quorum server's lease cannot be taken: {error}")
+            is_mine = False
+        if not is_mine:
+            self._lease.drop()
+            return False
+        self._start(takes_over=term > 0)
+        return True
+
+    def _give_up(self) -> None:
+        self._say("another launcher has taken the quorum server over")
+        self._lease.drop()
+        self._end()
+
+    @property
+    def _log(self) -> Path:
+        return self._run_dir / "logs" / "quorum.log"
+
+    def _start(self, takes_over: bool) -> None:
+        """``takes_over``: another server was here before."""
+        options = json.dumps({**self._options, "takes_over": takes_over})
+        arguments = ["--run-dir", str(self._run_dir), "--options", options]
+        self._since = time.monotonic()
+        try:
+            self._process = child.start(
+                "ft.job.quorum", arguments, self._log, self._log, {"OMP_NUM_THREADS": "1"}, deaf=True
+            )
+        except OSError as error:
+            self._due = self._since + _LONGEST_PAUSE_S
+            self._say(f"the quorum server cannot be started now: {error}")
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class _Lease:
+    """Renews this launcher's standing, or watches another one's, in a thread: no loop waits for a file system.
+
+    Attributes:
+        lost: somebody has claimed a later term than this launcher's.
+    """
+
+    def __init__(self, run_dir: Path, period_s: float):
+        self._run_dir, self._period_s = run_dir, period_s
+        self._lock = threading.Lock()
+        self._mine: Standing | None = None
+        self._seen: Standing | None = None
+        self._changed_at: float | None = None
+        self._closed = threading.Event()
+        self.lost = False
+
+    @property
+    def holds(self) -> bool:
+        return self._mine is not None
+
+    def hold(self, standing: Standing) -> None:
+        """This launcher has claimed the term of ``standing``.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        with self._lock:
+            self._mine, self.lost = standing, False
+            tenure.renew(self._run_dir, standing)
+
+    def drop(self) -> None:
+        """Another one has it."""
+        with self._lock:
+            self._mine, self.lost, self._changed_at = None, False, time.monotonic()
+
+    def age(self, now: float) -> float | None:
+        """Seconds since another one's standing was last seen to change, or since it was first looked for."""
+        return None if self._changed_at is None else now - self._changed_at
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            with self._lock, contextlib.suppress(OSError):
+                self._look()
+            self._closed.wait(self._period_s)
+
+    def _look(self) -> None:
+        if self._mine is None:
+            found = tenure.read(self._run_dir)
+            if self._changed_at is None or found != self._seen:
+                self._seen, self._changed_at = found, time.monotonic()
+        elif tenure.is_over(self._run_dir, self._mine.term):
+            self.lost = True
+        else:
+            self._mine = replace(self._mine, count=self._mine.count + 1)
+            tenure.renew(self._run_dir, self._mine)

@@ -1,0 +1,267 @@
+"""The launcher of one node: an event loop over its replicas' agents and the quorum server, if that is here."""
+
+import os
+import selectors
+import signal
+import time
+from pathlib import Path
+
+from ft.base import token
+from ft.job.agent.parts import Wake
+from ft.job.quorum import Obituary
+from ft.job.replicas import marks, policy
+from ft.job.replicas.console import MergedConsole
+from ft.job.replicas.host import QuorumHost
+from ft.job.replicas.member import Member, next_life, strangers
+from ft.job.replicas.watch import Seen, Watch
+from ft.platform import processes
+
+_TICK_S, _RETRY_S = 0.1, 5.0
+_REPEAT_S = 2.0
+_TOLD_S, _KILLED_S = 20.0, 10.0
+_STRANGERS_S = 5.0
+
+
+class Launcher:
+    """Carries out ``ft run --ft-hsdp-replicas`` on its node.
+
+    Args:
+        run_dir: the run's. members: its replicas. host: not begun yet.
+        replicas, least: of the run, and how many it needs.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        members: list[Member],
+        host: QuorumHost,
+        console: MergedConsole,
+        replicas: int,
+        least: int,
+    ):
+        self._run_dir, self._host, self._console = run_dir, host, console
+        self._members = {member.replica: member for member in members}
+        self._replicas, self._least = replicas, least
+        self._wake, self._selector = Wake(), selectors.DefaultSelector()
+        self._watch = Watch(run_dir, {member.replica: member.setup.folder for member in members})
+        self._signum, self._signalled_at, self._signals = 0, 0.0, 0
+        self._finished_at: float | None = None
+        self._told: dict[int, float] = {}
+        self._have_trained: set[int] = set()
+        self._strangers_since: float | None = None
+        self._verdict: policy.Verdict | None = None
+        self._obituaries: list[Obituary] = []
+
+    def run(self) -> int:
+        """Runs to the end of the run; returns the exit code. No process of it is left then."""
+        try:
+            self._set_up()
+            while self._verdict is None:
+                self._turn()
+            return self._code()
+        finally:
+            self._clean_up()
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        processes.adopt_orphans()
+        signal.set_wakeup_fd(self._wake.write_fd, warn_on_full_buffer=False)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: None)
+        self._selector.register(self._wake.read_fd, selectors.EVENT_READ)
+        for replica in self._members:
+            marks.clear(self._run_dir, replica)
+        self._host.begin()
+        for member in self._members.values():
+            member.start()
+        self._watch.start()
+
+    def _turn(self) -> None:
+        self._selector.select(_TICK_S)
+        signals = self._wake.take()
+        self._reap()
+        for signum in signals:
+            if signum in (signal.SIGTERM, signal.SIGINT):
+                self._on_signal(signum)
+        now, seen = time.monotonic(), self._watch.seen
+        self._host.look(now)
+        self._start_again(now)
+        self._console.follow(self._shown(seen))
+        self._console.poll()
+        self._decide(now, seen)
+        self._kill_late(now)
+
+    def _shown(self, seen: Seen) -> int | None:
+        """The replica whose steps are shown: the first one that is not being rebuilt, else the first one there is."""
+        self._have_trained |= {replica for replica in self._members if seen.trains(replica)}
+        up = [replica for replica, member in sorted(self._members.items()) if member.process is not None]
+        sound = (replica for replica in up if seen.trains(replica) or replica not in self._have_trained)
+        return next(sound, next(iter(up), None))
+
+    # --- children ----------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            if pid == self._host.pid:
+                self._host.reaped(code)
+            for member in self._members.values():
+                if member.process is not None and member.process.pid == pid:
+                    self._on_exit(member, code)
+
+    def _on_exit(self, member: Member, code: int) -> None:
+        self._console.poll(to_the_end=True)
+        is_over = bool(self._signum) or self._finished_at is not None
+        answer = member.ended(code, ending=is_over)
+        if code < 0:
+            self._kill_strangers(time.monotonic())
+        name = f"replica {member.replica}"
+        if answer.action == policy.DONE:
+            self._console.say(f"{name} has finished")
+            self._mark(member.replica, marks.FINISHED)
+            self._finished_at = self._finished_at or time.monotonic()
+        elif is_over:
+            self._console.say(f"{name}: {answer.reason}")
+        elif answer.action == policy.AGAIN:
+            when = f" in {answer.pause_s:g} s" if answer.pause_s else ""
+            self._console.complain(f"{name}: {answer.reason}; another one is started{when}, the others train on")
+        else:
+            self._console.complain(f"{name} is given up: {answer.reason}; {self._way_back(member.replica)}")
+            self._mark(member.replica, marks.GIVEN_UP)
+            self._obituaries.append(self._obituary(member, answer.reason))
+
+    def _obituary(self, member: Member, reason: str) -> Obituary:
+        """Who waits for all replicas, at the beginning, waits for this one no more."""
+        life = next_life(member.setup.folder, 0) - 1
+        return Obituary(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
+
+    def _mark(self, replica: int, mark: str) -> None:
+        try:
+            marks.put(self._run_dir, replica, mark)
+        except OSError as error:
+            self._console.complain(f"other nodes cannot be told how replica {replica} has ended: {error}")
+
+    def _way_back(self, replica: int) -> str:
+        return f"ft run --ft-hsdp-replicas {self._replicas} --ft-hsdp-replica {replica} ... brings it back"
+
+    def _start_again(self, now: float) -> None:
+        due = [member for member in self._members.values() if member.waits and now >= member.due]
+        if not due or self._signum:
+            return
+        if self._kill_strangers(now):
+            return
+        for member in due:
+            try:
+                member.start()
+            except OSError as error:  # a full disk, no memory: the others train on
+                member.due = now + _RETRY_S
+                self._console.complain(f"replica {member.replica}: no agent can be started now: {error}")
+
+    def _kill_strangers(self, now: float) -> bool:
+        """Kills what dead agents have left; returns whether that is still under way."""
+        pids = {member.process.pid for member in self._members.values() if member.process is not None}
+        found = strangers(pids | {self._host.pid})
+        if not found:
+            self._strangers_since = None
+            return False
+        processes.kill_whole(found)
+        self._strangers_since = self._strangers_since or now
+        return now - self._strangers_since < _STRANGERS_S
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, signum: int) -> None:
+        """One request, however often it comes within a moment: Slurm and a terminal send it to many at once."""
+        now = time.monotonic()
+        if signum == self._signum and now - self._signalled_at < _REPEAT_S:
+            return
+        self._signum, self._signalled_at, self._signals = signum, now, self._signals + 1
+        if self._signals == 1:
+            name = signal.Signals(signum).name
+            self._console.say(f"{name}: all replicas are told to save and end; a second signal kills them")
+        for member in self._members.values():
+            member.send(signum)
+            if member.process is None and member.code is None:
+                member.code = 128 + signum
+
+    def _decide(self, now: float, seen: Seen) -> None:
+        if self._signum:
+            if all(member.process is None for member in self._members.values()):
+                self._verdict = policy.Verdict(policy.END, "all replicas have ended")
+            return
+        if seen.marks.finished and self._finished_at is None:
+            self._finished_at = now
+        finished_s = None if self._finished_at is None else now - self._finished_at
+        views = {replica: self._view(member, seen, finished_s) for replica, member in self._members.items()}
+        given_up = {replica for replica, view in views.items() if view.given_up} | seen.marks.given_up
+        verdict = policy.judge(views, finished_s, given_up, self._replicas, self._least, self._told)
+        if verdict.what == policy.TELL:
+            for replica in verdict.replicas:
+                self._tell(self._members[replica], verdict.reason, now)
+        elif verdict.what == policy.END:
+            self._verdict = verdict
+
+    def _view(self, member: Member, seen: Seen, finished_s: float | None) -> policy.View:
+        restarts = seen.restarts.get(member.replica, 0)
+        if finished_s is not None and member.restarts_then is None:
+            member.restarts_then = restarts
+        return policy.View(
+            up=member.process is not None,
+            code=member.code,
+            given_up=member.given_up,
+            restarts_then=restarts if member.restarts_then is None else member.restarts_then,
+            restarts=restarts,
+            gathering=not seen.trains(member.replica),
+        )
+
+    def _tell(self, member: Member, reason: str, now: float) -> None:
+        self._console.say(f"replica {member.replica} is told to end: {reason}")
+        self._told[member.replica] = now
+        member.send(signal.SIGTERM)
+        if member.process is None:
+            member.code = 128 + signal.SIGTERM
+
+    def _kill_late(self, now: float) -> None:
+        """Agents end by themselves once their workers have; only one that was told twice, or has nobody to save for,
+        is not waited for."""
+        for replica, member in self._members.items():
+            told_at = self._told.get(replica)
+            if told_at is not None and now - told_at > _TOLD_S:
+                member.send(signal.SIGKILL)
+        if self._signals > 1 and now - self._signalled_at > _KILLED_S:
+            for member in self._members.values():
+                member.send(signal.SIGKILL)
+
+    def _code(self) -> int:
+        self._console.poll(to_the_end=True)
+        codes = {replica: member.code for replica, member in self._members.items()}
+        if self._signum:
+            return 0 if not any(codes.values()) else 128 + self._signum
+        others = [str(replica) for replica, code in sorted(codes.items()) if code]
+        if self._verdict.code:
+            self._console.complain(f"the run ends: {self._verdict.reason}")
+        elif others:
+            self._console.say(f"{self._verdict.reason}, without replica(s) {', '.join(others)}")
+        else:
+            self._console.say(self._verdict.reason)
+        return self._verdict.code
+
+    def _clean_up(self) -> None:
+        for member in self._members.values():
+            member.send(signal.SIGKILL)
+        self._watch.close()
+        for obituary in self._obituaries:
+            obituary.close()
+        self._host.close()
+        processes.end_descendants()
+        self._console.poll(to_the_end=True)
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        self._console.close()

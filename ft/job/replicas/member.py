@@ -1,0 +1,148 @@
+"""A replica's agent on this node, as the launcher sees it: its process, its lives and its exit."""
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ft import faults as inject
+from ft.base import events
+from ft.job.agent.options import RunOptions
+from ft.job.replicas import child, faults, policy, replica
+from ft.job.replicas.places import Part
+from ft.platform import election as tenure
+from ft.platform import processes
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all agents of one replica's part are started with.
+
+    Attributes:
+        part: of the replica. options: of its agent; ``life`` is filled in. faults: of the replica.
+        environment: on top of this process's. is_late: the others may be under way.
+    """
+
+    part: Part
+    options: RunOptions
+    faults: list[inject.Fault]
+    environment: Mapping[str, str]
+    is_late: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return self.options.run_dir
+
+
+@dataclass
+class Member:
+    """One of the launcher's replicas.
+
+    Attributes:
+        process: of its agent, None while there is none. lives: how long each agent lived that has ended, in seconds.
+        due: when (monotonic) the next one is to be started. code: the last one's, once no other follows.
+    """
+
+    setup: Setup
+    process: subprocess.Popen | None = None
+    lives: list[float] = field(default_factory=list)
+    due: float = 0.0
+    code: int | None = None
+    given_up: bool = False
+    restarts_then: int | None = None
+    _since: float = 0.0
+
+    @property
+    def replica(self) -> int:
+        return self.setup.part.replica
+
+    @property
+    def out(self) -> Path:
+        """What its agent says: workers' output and news."""
+        return self.setup.folder / "logs" / f"agent{self._suffix}.out"
+
+    @property
+    def err(self) -> Path:
+        """What its agent complains of."""
+        return self.setup.folder / "logs" / f"agent{self._suffix}.err"
+
+    @property
+    def _order(self) -> Path:
+        """What its agent is started with: with many faults that is more than a command line may hold."""
+        return self.setup.folder / f"agent{self._suffix}.json"
+
+    @property
+    def _suffix(self) -> str:
+        part = self.setup.part
+        return str(part.node_rank) if part.nodes > 1 else ""
+
+    @property
+    def waits(self) -> bool:
+        """An agent is to be started."""
+        return self.process is None and self.code is None
+
+    def start(self) -> None:
+        """Starts an agent, in the replica's next life.
+
+        Raises:
+            OSError: the folder cannot be written, or no process can be made.
+        """
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        life = next_life(self.setup.folder, self.setup.part.node_rank)
+        options = replace(self.setup.options, life=life, max_restarts=life + self.setup.options.max_restarts)
+        left = faults.left(self.setup.faults, self.setup.folder)
+        self._order.write_text(replica.pack(options, left, began(self.setup.folder)))
+        environment = {**self.setup.environment, "FT_HSDP_LIFE": str(life or int(self.setup.is_late))}
+        self.process = child.start("ft.job.replicas.replica", [str(self._order)], self.out, self.err, environment)
+        self._since = time.monotonic()
+
+    def ended(self, code: int, ending: bool) -> policy.Answer:
+        """Its agent has ended and was reaped. ``ending``: no other one is started, whatever it was."""
+        self.process.returncode, self.process = code, None
+        now = time.monotonic()
+        self.lives.append(now - self._since)
+        answer = policy.after_exit(code, processes.how_it_ended(code), self.lives)
+        if answer.action == policy.AGAIN and not ending:
+            self.due = now + answer.pause_s
+            return answer
+        self.code = 128 - code if code < 0 else code
+        self.given_up = answer.action == policy.GIVE_UP and not ending
+        return answer
+
+    def send(self, signum: int) -> None:
+        """A signal for its agent."""
+        if self.process is not None:
+            processes.send(self.process.pid, signum)
+
+
+def next_life(folder: Path, node_rank: int) -> int:
+    """The life of the replica that an agent begins: one that no journal or worker knows of.
+
+    It is the agent of the replica's node 0 that begins it; others join the latest one, and are told if there is a newer
+    one.
+    """
+    standing = tenure.read(folder)
+    if node_rank:
+        return standing.life if standing is not None else 0
+    numbers = [
+        int(event.detail.get("number", 0)) for event in events.read(folder / "events.jsonl") if _is_restart(event)
+    ]
+    numbers += [standing.life] if standing is not None else []
+    return max(numbers, default=-1) + 1
+
+
+def began(folder: Path) -> float | None:
+    """Wall time of the replica's first epoch, None before there was one."""
+    opened = (event.wall for event in events.read(folder / "events.jsonl") if event.name == events.EPOCH_OPENED)
+    return next(opened, None)
+
+
+def _is_restart(event: events.Event) -> bool:
+    return event.name in (events.RESTARTED, events.CONTROL_RESTARTED)
+
+
+def strangers(known: set[int]) -> list[int]:
+    """Children of this process, which adopts orphans, that are not ``known``: what a dead agent has left behind."""
+    return [pid for pid in processes.children(os.getpid()) if pid not in known and processes.state(pid) not in "ZX"]

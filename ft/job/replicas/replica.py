@@ -1,0 +1,47 @@
+"""The process of a replica's agent: an ordinary ``ft run`` of this node, set up by the launcher."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from ft import faults as inject
+from ft.base.errors import UserError
+from ft.job.agent.options import Cluster, RunOptions, Script
+from ft.platform import processes
+
+
+def pack(options: RunOptions, faults: list[inject.Fault], began: float | None) -> str:
+    """JSON for ``main``. ``began``: wall time of the replica's first epoch, None before there was one."""
+    values = {**asdict(options), "run_dir": str(options.run_dir)}
+    return json.dumps({"options": values, "faults": inject.to_json(faults), "began": began})
+
+
+def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
+    """What ``pack`` was given."""
+    given = json.loads(text)
+    values = given["options"]
+    values |= {"script": Script(**values["script"]), "cluster": Cluster(**values["cluster"])}
+    values["run_dir"] = Path(values["run_dir"])
+    return RunOptions(**values), inject.from_json(given["faults"]), given["began"]
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the agent of the file ``arguments[0]``, which ``pack`` made, and ends the process with its exit code."""
+    from ft.job.agent.carry_out import carry_out
+
+    options, faults, began = unpack(Path(arguments[0]).read_text())
+    processes.set_name(f"ft-{options.run_dir.name}")
+    try:
+        code = carry_out(options, faults, began=began)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

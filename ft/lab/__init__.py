@@ -1,0 +1,1 @@
+"""What looks ahead of a run: simulations, plans and estimates. Nothing below imports it."""

@@ -1,0 +1,283 @@
+"""What one GPU executes and sends for one layer: its operators, their sizes, its transfers.
+
+Tensor and sequence parallel as in Korthikanti et al. 2022 (arXiv 2205.05198): activations between the products are
+split along the sequence, gathered before the first product and reduce-scattered after the second. Operators are those
+that a fused implementation launches; sizes are for one microbatch on one of TP ranks, bf16.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ft.lab.estimate.layout import Layout
+from ft.lab.estimate.models import Model
+
+BF16, FP32 = 2, 4
+FORWARD, BACKWARD = "", ".backward"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operator.
+
+    Args:
+        kind: "product", "attention" or "elementwise": which rate it runs at.
+        flops: of the operator.
+        moved: bytes it reads and writes.
+        inputs: tensors it needs, weights apart.
+        outputs: what it makes, bytes by name.
+        saved: inputs that its backward needs.
+        weight: parameters of a product, whose gradient the backward makes.
+        mutates: it changes an input, as the accumulation of gradients does.
+    """
+
+    name: str
+    kind: str
+    flops: float
+    moved: float
+    inputs: tuple[str, ...]
+    outputs: dict[str, int]
+    saved: tuple[str, ...] = ()
+    weight: int = 0
+    mutates: bool = False
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective, exposed: nothing is computed until it ends.
+
+    Args:
+        kind: "tp" or "ep".
+        sent: bytes that each rank sends.
+        source, target: the tensor before and after.
+        size: bytes of ``target``.
+        back: bytes of the gradient that the backward's counterpart makes.
+    """
+
+    name: str
+    kind: str
+    sent: float
+    source: str
+    target: str
+    size: int
+    back: int
+
+
+Step = Work | Transfer
+
+
+class _Builder:
+    """Collects steps and remembers how large each tensor is."""
+
+    def __init__(self, tp: int, sizes: dict[str, int]):
+        self.tp, self.sizes, self.steps = tp, dict(sizes), []
+
+    def work(self, name, kind, flops, inputs, output, size, saved=(), weight=0) -> str:
+        moved = sum(self.sizes[one] for one in inputs) + size + weight * BF16
+        self.steps.append(Work(name, kind, flops, moved, inputs, {output: size}, saved, weight))
+        self.sizes[output] = size
+        return output
+
+    def product(
+        self, name: str, rows: float, inner: float, columns: float, source: str, output: str, weight=None
+    ) -> str:
+        """(rows, inner) by (inner, columns) -> (rows, columns)."""
+        weight = int(inner * columns) if weight is None else int(weight)
+        size = int(rows * columns * BF16)
+        return self.work(name, "product", 2 * rows * inner * columns, (source,), output, size, (source,), weight)
+
+    def elementwise(self, name: str, inputs: tuple[str, ...], output: str, size: float, saved=()) -> str:
+        return self.work(name, "elementwise", 0.0, inputs, output, int(size), saved)
+
+    def transfer(self, name: str, kind: str, sent: float, source: str, target: str, size: float) -> str:
+        self.steps.append(Transfer(name, kind, sent, source, target, int(size), self.sizes[source]))
+        self.sizes[target] = int(size)
+        return target
+
+    def gather(self, source: str) -> str:
+        """All-gather along the sequence."""
+        full = self.sizes[source] * self.tp
+        return self.transfer(f"gather {source}", "tp", full * (1 - 1 / self.tp), source, source + "_full", full)
+
+    def scatter(self, source: str, target: str) -> str:
+        """Reduce-scatter along the sequence."""
+        full = self.sizes[source]
+        return self.transfer(f"scatter {source}", "tp", full * (1 - 1 / self.tp), source, target, full / self.tp)
+
+
+def forward(model: Model, layout: Layout) -> list[Step]:
+    """One layer: "x" comes in, "y" goes out, both split along the sequence."""
+    part = model.sequence * layout.micro * model.hidden * BF16 // layout.tp
+    build = _Builder(layout.tp, {"x": part})
+    _attention(build, model, layout)
+    if model.experts is None:
+        _mlp(build, model, layout, model.ffn, "norm2", "mlp")
+        build.elementwise("add2", ("x1", "mlp"), "y", part)
+    else:
+        _experts(build, model, layout)
+        build.elementwise("add2", ("x1", "routed", *(["shared"] if model.experts.shared else [])), "y", part)
+    return build.steps
+
+
+def embedding(model: Model, layout: Layout) -> list[Step]:
+    """Before the first layer: makes "y"."""
+    build = _Builder(layout.tp, {})
+    build.elementwise("embedding", (), "y", model.sequence * layout.micro * model.hidden * BF16 / layout.tp)
+    return build.steps
+
+
+def embedding_backward(model: Model, layout: Layout) -> list[Step]:
+    """Adds the gradient of "y" to the table's rows in fp32."""
+    part = model.sequence * layout.micro * model.hidden / layout.tp
+    return [Work("embedding.backward", "elementwise", 0.0, part * (BF16 + 2 * FP32), ("d y",), {}, mutates=True)]
+
+
+def head(model: Model, layout: Layout) -> list[Step]:
+    """After the last layer: "x" becomes logits, split along the vocabulary, and the loss, in fp32."""
+    tokens = model.sequence * layout.micro
+    build = _Builder(layout.tp, {"x": tokens * model.hidden * BF16 // layout.tp})
+    build.elementwise("norm", ("x",), "norm", build.sizes["x"], ("x",))
+    columns = model.vocabulary / layout.tp
+    build.product("logits", tokens, model.hidden, columns, build.gather("norm"), "logits")
+    build.elementwise("loss", ("logits",), "loss", tokens * columns * FP32, ("logits",))
+    return build.steps
+
+
+def _attention(build: _Builder, model: Model, layout: Layout) -> None:
+    tokens, t = model.sequence * layout.micro, layout.tp
+    part = build.sizes["x"]
+    width = model.heads * model.head / t
+    build.elementwise("norm1", ("x",), "norm1", part, ("x",))
+    columns = (model.heads + 2 * model.kv_heads) * model.head / t
+    build.product("qkv", tokens, model.hidden, columns, build.gather("norm1"), "qkv")
+    build.elementwise("rope", ("qkv",), "rope", build.sizes["qkv"])
+    pairs = tokens * model.sequence * (0.5 if model.causal else 1.0)
+    size = int(tokens * width * BF16)
+    build.work("attention", "attention", 4 * pairs * width, ("rope",), "context", size, ("rope", "context"))
+    build.product("projection", tokens, width, model.hidden, "context", "projection")
+    build.scatter("projection", "attended")
+    build.elementwise("add1", ("x", "attended"), "x1", part)
+    build.elementwise("norm2", ("x1",), "norm2", part, ("x1",))
+
+
+def _up(
+    build: _Builder, model: Model, layout: Layout, size: tuple[float, float], source: str, name: str, copies: int = 1
+) -> None:
+    """The first product or products of an MLP, and what is between them and the last one.
+
+    Args:
+        size: tokens, and width on this rank.
+        copies: experts on this rank, with a weight each.
+    """
+    tokens, f = size
+    weight = copies * model.hidden * f
+    up, gate = f"{name}_up", f"{name}_gate"
+    wide = 2 if model.gated and layout.fused_gate else 1
+    between = [build.product(up, tokens, model.hidden, f * wide, source, up, weight * wide)]
+    if model.gated and not layout.fused_gate:
+        between.append(build.product(gate, tokens, model.hidden, f, source, gate, weight))
+    build.elementwise(f"{name}_act", tuple(between), f"{name}_act", tokens * f * BF16, tuple(between))
+
+
+def _mlp(build: _Builder, model: Model, layout: Layout, width: int, source: str, name: str) -> None:
+    tokens, f = model.sequence * layout.micro, width / layout.tp
+    _up(build, model, layout, (tokens, f), build.gather(source), name)
+    build.product(f"{name}_down", tokens, f, model.hidden, f"{name}_act", f"{name}_down")
+    build.scatter(f"{name}_down", name)
+
+
+def _experts(build: _Builder, model: Model, layout: Layout) -> None:
+    """Routed experts on EP ranks, each expert's width split over TP / EP; tokens are spread evenly (ASSUMED)."""
+    experts, tokens = model.experts, model.sequence * layout.micro
+    here, split = tokens / layout.tp, layout.tp // layout.ep
+    arriving = tokens * experts.active / layout.ep
+    row = model.hidden * BF16
+    build.product("router", here, model.hidden, experts.count, "norm2", "router")
+    build.elementwise("permute", ("norm2", "router"), "permuted", here * experts.active * row, ("router",))
+    sent = here * experts.active * row * (1 - 1 / layout.ep) + arriving * row * (1 - 1 / split)
+    build.transfer("dispatch", "ep", sent, "permuted", "arrived", arriving * row)
+    if experts.shared:
+        _mlp(build, model, layout, experts.shared, "norm2", "shared")
+    f, own = model.ffn / split, experts.count // layout.ep
+    _up(build, model, layout, (arriving, f), "arrived", "expert", own)
+    build.product("expert_down", arriving, f, model.hidden, "expert_act", "expert_down", own * model.hidden * f)
+    build.transfer("combine", "ep", sent, "expert_down", "combined", here * experts.active * row)
+    build.elementwise("unpermute", ("combined", "router"), "routed", here * row, ("combined", "router"))
+
+
+def backward(steps: Sequence[Step]) -> list[Step]:
+    """The backward of a layer's forward: gradients are called "d " and the tensor; products make two, and accumulate
+    that of their weight in fp32. Transfers turn round: a gather's gradient is reduce-scattered, and the reverse. What
+    sequence parallel gathers again for weight gradients overlaps with a product and is left out."""
+    sizes = _sizes(steps)
+    same = {"d " + one: "d " + add for add in ("x1", "y") for one in _added(steps, add)}
+    found: list[Step] = []
+    for step in reversed(steps):
+        if isinstance(step, Transfer):
+            source = same.get("d " + step.target, "d " + step.target)
+            found.append(Transfer(step.name + BACKWARD, step.kind, step.sent, source, "d " + step.source, step.back, 0))
+        elif step.kind == "product":
+            found += _product_backward(step, sizes)
+        elif not step.name.startswith("add"):
+            found.append(_other_backward(step, sizes, same))
+    return found
+
+
+def _added(steps: Sequence[Step], output: str) -> tuple[str, ...]:
+    """What is added to the residual: its gradient is that of the sum."""
+    return next((one.inputs[1:] for one in steps if isinstance(one, Work) and output in one.outputs), ())
+
+
+def _sizes(steps: Sequence[Step]) -> dict[str, int]:
+    """Bytes of every tensor by name; a norm's input is as large as what it makes."""
+    sizes: dict[str, int] = {}
+    for step in steps:
+        sizes |= {step.target: step.size, step.source: step.back} if isinstance(step, Transfer) else step.outputs
+        if isinstance(step, Work) and step.inputs == ("x",):
+            sizes["x"] = step.outputs[step.name]
+    return sizes
+
+
+def _product_backward(step: Work, sizes: dict[str, int]) -> list[Step]:
+    [source], [(output, size)] = step.inputs, step.outputs.items()
+    given, gradient = sizes[source], step.weight * BF16
+    data = Work(
+        step.name + ".dgrad",
+        "product",
+        step.flops,
+        size + step.weight * BF16 + given,
+        ("d " + output,),
+        {"d " + source: given},
+    )
+    weight = Work(
+        step.name + ".wgrad",
+        "product",
+        step.flops,
+        size + given + gradient,
+        (source, "d " + output),
+        {f"dw {step.name}": gradient},
+    )
+    moved = gradient + 2 * step.weight * FP32
+    add = Work(step.name + ".accumulate", "elementwise", 0.0, moved, (f"dw {step.name}",), {}, mutates=True)
+    return [data, weight, add]
+
+
+def _other_backward(step: Work, sizes: dict[str, int], same: dict[str, str]) -> Work:
+    """Attention executes 2.5 times the FLOPs of its forward: it recomputes the scores (Dao 2023, arXiv 2307.08691). The
+    gradient of a norm joins that of the residual beside it."""
+    gradients = tuple(same.get("d " + output, "d " + output) for output in step.outputs if output != "loss")
+    around = {"norm1": ("d x1",), "norm2": ("d y",)}.get(step.name, ())
+    inputs = (*step.saved, *gradients, *around)
+    # Which expert a token visits has no gradient; how much of its result counts has one.
+    outputs = {"d " + one: sizes[one] for one in step.inputs if (step.name, one) != ("permute", "router")}
+    moved = sum(step.outputs.values()) + sum(outputs.values()) + sum(sizes[one] for one in step.saved)
+    moved += sum(sizes[one.removeprefix("d ")] for one in around)
+    return Work(step.name + BACKWARD, step.kind, 2.5 * step.flops, moved, inputs, outputs)
+
+
+def saved_bytes(steps: Sequence[Step]) -> int:
+    """What a layer keeps for its backward where nothing is recomputed. A gathered tensor counts as the part it was
+    gathered from (sequence parallel gathers it again)."""
+    sizes = _sizes(steps)
+    part = {step.target: step.source for step in steps if isinstance(step, Transfer) and step.kind == "tp"}
+    kept = {part.get(one, one) for step in steps if isinstance(step, Work) for one in step.saved}
+    return sum(sizes[one] for one in kept)

@@ -1,0 +1,55 @@
+"""``ft dmr estimate``."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.lab.estimate.answer import cluster_of, estimate
+from ft.lab.estimate.profile import profile
+from ft.lab.estimate.scenario import FIELDS, question, read_file, read_flags
+from ft.lab.estimate.text import as_text, as_values
+from ft.systems.dmr.plan.trace_file import write_trace
+
+_DESCRIPTION = """\
+What DMR will cost before any machine exists: the iteration is put together from published model shapes, data sheets and
+assumed efficiencies, and planned by the planner that plans real runs. Overheads are shares of an iteration without DMR.
+A scenario file (examples/dmr) holds the same as the flags, which override it."""
+
+
+def add_parser(subparsers) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="what DMR will cost a model on a cluster, before any machine exists",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("scenario", nargs="?", metavar="SCENARIO", help="a TOML file")
+    for name, field in FIELDS.items():
+        parser.add_argument(f"--{name}", metavar=field.metavar, help=field.help.replace("%", "%%"))
+    parser.add_argument("--out", metavar="FILE", help="the profile, for ft dmr plan; of one batch")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    parser.set_defaults(main=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the estimate.
+
+    Raises:
+        UserError: the question makes no sense, or training alone does not fit the budget.
+    """
+    values = read_file(arguments.scenario) if arguments.scenario else {}
+    given = read_flags({name: getattr(arguments, name.replace("-", "_")) for name in FIELDS})
+    for one, other in (("idle", "naive-overhead"), ("naive-overhead", "idle")):
+        if one in given and other not in given:
+            values.pop(other, None)
+    asked = question(values | given)
+    if arguments.out and len(asked.layouts) > 1:
+        raise UserError("a profile is of one batch, and there are several", "give one --batch, or no --out")
+    cluster = cluster_of(asked)
+    found = [estimate(asked, layout, cluster) for layout in asked.layouts]
+    if arguments.out:
+        write_trace(Path(arguments.out), profile(asked.model, asked.layouts[0], cluster, asked.budget))
+    print(json.dumps(as_values(asked, cluster, found)) if arguments.json else as_text(asked, cluster, found))
+    return 0

@@ -1,0 +1,82 @@
+"""Bytes on one GPU of a stage: states of its parameters, and activations of the microbatches in flight."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ft.lab.estimate.block import BF16, FP32, forward, saved_bytes
+from ft.lab.estimate.layout import Layout
+from ft.lab.estimate.models import Model
+from ft.systems.dmr.plan.schedule import Pipeline, Unit, orders
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Of one GPU, bytes.
+
+    Args:
+        states: weights, gradients, optimizer.
+        kept: of one microbatch in each chunk, from its forward to its backward: inputs of the segments (full
+            recomputation: 2 * s * b * h of each layer, over TP), or all that the backward needs.
+        working: what one layer's forward and backward hold while they run; where nothing is recomputed, transients
+            only.
+        ends: the output layer's logits, on the last stage while it runs.
+    """
+
+    states: float
+    kept: tuple[float, ...]
+    working: float
+    ends: float
+
+
+def stage_parameters(model: Model, layout: Layout, stage: int) -> float:
+    """Parameters on one GPU of a stage; experts are spread over EP x TP / EP ranks like all else over TP."""
+    found = sum(layout.layers(model)[stage :: layout.pp]) * model.layer_parameters
+    first, last = stage == 0, stage == layout.pp - 1
+    ends = int(first) + int(last) if layout.pp > 1 or not model.tied else 1
+    return (found + ends * model.embedding_parameters) / layout.tp
+
+
+def state_bytes(model: Model, layout: Layout, stage: int) -> float:
+    """Of weights, gradients and optimizer."""
+    each = layout.state
+    optimizer = each.optimizer / (layout.dp if each.sharded else 1)
+    return stage_parameters(model, layout, stage) * (each.weight + each.gradient + optimizer)
+
+
+def stage_memory(model: Model, layout: Layout, stage: int) -> StageMemory:
+    """What a stage holds."""
+    tokens = model.sequence * layout.micro
+    steps = forward(model, layout)
+    saved = saved_bytes(steps)
+    full = layout.recompute == "full"
+    layer = tokens * model.hidden * BF16 / layout.tp if full else saved
+    # A layer's backward holds a gathered activation, its gradient, and the gradient of its widest product's weight.
+    widest = max(getattr(step, "weight", 0) for step in steps) * BF16
+    transient = 2 * tokens * model.hidden * BF16 + widest
+    logits = tokens * model.vocabulary / layout.tp * (BF16 + FP32)
+    return StageMemory(
+        states=state_bytes(model, layout, stage),
+        kept=tuple(layers * layer for layers in layout.layers(model)[stage :: layout.pp]),
+        working=transient + (saved if full else 0),
+        ends=logits if stage == layout.pp - 1 else 0,
+    )
+
+
+def over_units(memory: StageMemory, order: Iterable[Unit]) -> Iterator[tuple[Unit, float, float]]:
+    """(unit, bytes while it runs, bytes after it) of a stage's units in their order. A unit's transients count from its
+    beginning to its end."""
+    held = memory.states
+    for unit in order:
+        if not unit.backward:
+            held += memory.kept[unit.chunk]
+        running = held + memory.working + memory.ends
+        if unit.backward:
+            held -= memory.kept[unit.chunk]
+        yield unit, running, held
+
+
+def peak_bytes(model: Model, layout: Layout, stage: int) -> float:
+    """The most that a stage holds in an iteration without DMR."""
+    pipeline = Pipeline(stages=layout.pp, microbatches=layout.microbatches, chunks=layout.chunks)
+    memory = stage_memory(model, layout, stage)
+    return max(running for _, running, _ in over_units(memory, orders(pipeline)[stage]))

@@ -1,0 +1,202 @@
+"""Shapes of published transformers, their parameters and FLOPs."""
+
+from dataclasses import dataclass
+
+from ft.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of every MLP.
+
+    Args:
+        count: of experts in a layer.
+        active: experts that a token visits.
+        shared: width of the expert that every token visits, 0 for none; the others are ``Model.ffn`` wide.
+    """
+
+    count: int
+    active: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder: RMS norms, grouped attention, embedding and output layer apart.
+
+    Args:
+        ffn: width of the MLP, or of one expert.
+        sequence: tokens of a training sequence.
+        gated: the MLP has a third matrix (SwiGLU).
+        causal: attention computes the lower triangle only; older counts of FLOPs take all of it.
+        tied: the output layer is the embedding.
+        source: where the shape is published.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    ffn: int
+    vocabulary: int
+    sequence: int
+    experts: Experts | None = None
+    gated: bool = True
+    causal: bool = True
+    tied: bool = False
+    source: str = ""
+
+    @property
+    def attention_parameters(self) -> int:
+        """Query, key, value and output matrices of a layer."""
+        return self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def router_parameters(self) -> int:
+        return self.hidden * self.experts.count if self.experts else 0
+
+    def mlp_parameters(self, width: int) -> int:
+        """Of an MLP or expert ``width`` wide."""
+        return (3 if self.gated else 2) * self.hidden * width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of a layer that a router chooses among; 0 without experts."""
+        return self.experts.count * self.mlp_parameters(self.ffn) if self.experts else 0
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of a layer, without the routed experts."""
+        mlp = self.mlp_parameters(self.experts.shared if self.experts else self.ffn)
+        return self.attention_parameters + mlp + self.router_parameters + 2 * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
+        return self.layers * self.layer_parameters + ends
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets."""
+        if self.experts is None:
+            return self.parameters
+        asleep = (self.experts.count - self.experts.active) * self.mlp_parameters(self.ffn)
+        return self.parameters - self.layers * asleep
+
+    def flops_per_token(self, recompute: bool = False) -> float:
+        """Of forward and backward, in matrix products and attention: 6 for each parameter but the embedding (a table),
+        and 12 * hidden * sequence for each layer's attention, half of it where that is causal.
+
+        Source: Narayanan et al. 2021 (arXiv 2104.04473), appendix.
+
+        Args:
+            recompute: the layers' forward is executed twice (full activation checkpointing).
+        """
+        norms = self.layers * 2 * self.hidden + self.hidden
+        output = self.embedding_parameters
+        matrices = self.active_parameters - norms - output * (1 if self.tied else 2)
+        attention = self.layers * 2 * self.heads * self.head * self.sequence * (0.5 if self.causal else 1.0)
+        return (8 if recompute else 6) * (matrices + attention) + 6 * output
+
+
+def _named(*models: Model) -> dict[str, Model]:
+    return {model.name: model for model in models}
+
+
+MODELS = _named(
+    Model(
+        name="llama3-8b",
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head=128,
+        ffn=14336,
+        vocabulary=128256,
+        sequence=8192,
+        source="Llama 3 Herd of Models (arXiv 2407.21783), table 3",
+    ),
+    Model(
+        name="llama3-70b",
+        layers=80,
+        hidden=8192,
+        heads=64,
+        kv_heads=8,
+        head=128,
+        ffn=28672,
+        vocabulary=128256,
+        sequence=8192,
+        source="Llama 3 Herd of Models (arXiv 2407.21783), table 3",
+    ),
+    Model(
+        name="llama3-405b",
+        layers=126,
+        hidden=16384,
+        heads=128,
+        kv_heads=8,
+        head=128,
+        ffn=53248,
+        vocabulary=128256,
+        sequence=8192,
+        source="Llama 3 Herd of Models (arXiv 2407.21783), table 3",
+    ),
+    Model(
+        name="mistral-large-123b",
+        layers=88,
+        hidden=12288,
+        heads=96,
+        kv_heads=8,
+        head=128,
+        ffn=28672,
+        vocabulary=32768,
+        sequence=8192,
+        source="config.json of Mistral-Large-Instruct-2407",
+    ),
+    Model(
+        name="llama4-scout",
+        layers=48,
+        hidden=5120,
+        heads=40,
+        kv_heads=8,
+        head=128,
+        ffn=8192,
+        vocabulary=202048,
+        sequence=8192,
+        experts=Experts(count=16, active=1, shared=8192),
+        source="config.json of Llama-4-Scout-17B-16E (text model; the 0.9 billion of the vision encoder are left out)",
+    ),
+    Model(
+        name="gpt3-175b",
+        layers=96,
+        hidden=12288,
+        heads=96,
+        kv_heads=96,
+        head=128,
+        ffn=49152,
+        vocabulary=51200,
+        sequence=2048,
+        gated=False,
+        causal=False,
+        tied=True,
+        source="Language Models are Few-Shot Learners (arXiv 2005.14165), table 2.1, without positions and biases",
+    ),
+)
+
+
+def model_named(name: str) -> Model:
+    """Raises:
+    UserError: no model has this name.
+    """
+    if name not in MODELS:
+        raise UserError(f"no model is called {name!r}", f"one of: {', '.join(MODELS)}")
+    return MODELS[name]

@@ -1,0 +1,173 @@
+"""The trace that a profile of the run would give: all stages of one iteration, from analytic costs."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from ft.lab.estimate.block import BF16, FP32, Transfer
+from ft.lab.estimate.clusters import Cluster
+from ft.lab.estimate.costs import message_seconds, read_seconds
+from ft.lab.estimate.layout import Layout
+from ft.lab.estimate.memory import over_units, stage_memory, stage_parameters
+from ft.lab.estimate.models import Model
+from ft.lab.estimate.stage import MICRO, PartWork, Placed, part_work
+from ft.systems.dmr.plan.schedule import Pipeline, Timeline, Unit, idle, simulate
+from ft.systems.dmr.plan.trace import (
+    OPTIMIZER,
+    Checking,
+    Memory,
+    Operator,
+    Place,
+    Segment,
+    Tensor,
+    Trace,
+    Window,
+)
+
+
+def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:
+    """1F1B, interleaved where stages have chunks, without overlap. All stages share a node if they fit, else messages
+    go between nodes. What stages hand over is split over the tensor-parallel ranks."""
+    sent = model.sequence * layout.micro * model.hidden * BF16 / layout.tp
+    same_node = layout.tp * layout.pp <= cluster.per_node
+    comm_us = message_seconds(sent, same_node, cluster) * MICRO if layout.pp > 1 else 0.0
+    return Pipeline(layout.pp, layout.microbatches, layout.chunks, comm_us)
+
+
+def part_works(model: Model, layout: Layout, cluster: Cluster) -> list[PartWork]:
+    """Of every part, in order."""
+    return [part_work(model, layout, cluster, part) for part in range(layout.parts)]
+
+
+def schedule(works: list[PartWork], pipeline: Pipeline) -> Timeline:
+    """When each stage runs what, without DMR."""
+    times = [(PartWork.duration_us(work.forward), PartWork.duration_us(work.backward)) for work in works]
+    return simulate(pipeline, lambda unit: times[unit.chunk * pipeline.stages + unit.stage][unit.backward])
+
+
+def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None = None) -> Trace:
+    """The trace of an iteration.
+
+    Args:
+        budget: bytes on each GPU; None: those of the device.
+
+    Raises:
+        UserError: the layout cannot be.
+    """
+    layout.check(model, cluster)
+    works, pipeline = part_works(model, layout, cluster), pipeline_of(model, layout, cluster)
+    timeline = schedule(works, pipeline)
+    builder = _Builder(layout, cluster)
+    for units in timeline.order:
+        for unit in units:
+            builder.unit(unit, works[unit.chunk * layout.pp + unit.stage], timeline.times[unit][0])
+    builder.optimizers([stage_parameters(model, layout, stage) for stage in range(layout.pp)], timeline.end_us)
+    gaps = enumerate(idle(timeline))
+    builder.windows += [
+        Window(f"{gap.kind}{i}", gap.stage, gap.start_us, gap.end_us - gap.start_us, gap.kind) for i, gap in gaps
+    ]
+    return Trace(
+        fingerprint=_fingerprint(model, layout, cluster),
+        ops=tuple(sorted(builder.ops, key=lambda op: (op.place.stage, op.start_us))),
+        tensors=builder.tensors(),
+        windows=tuple(sorted(builder.windows, key=lambda window: (window.stage, window.start_us))),
+        memory=Memory(_memory(model, layout, cluster, timeline), budget or cluster.device.memory),
+        pipeline=pipeline,
+        early_stop=layout.early_stop,
+    )
+
+
+def _fingerprint(model: Model, layout: Layout, cluster: Cluster) -> dict[str, object]:
+    grid = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.chunks, "dp": layout.dp, "ep": layout.ep}
+    batch = {"micro_batch": layout.micro, "microbatches": layout.microbatches}
+    return {
+        "model": model.name,
+        **grid,
+        **batch,
+        "torch": "estimate",
+        "core": "estimate",
+        "device": cluster.device.name,
+    }
+
+
+class _Builder:
+    """Collects operators, windows and tensors, whose memory is given back after their last use."""
+
+    def __init__(self, layout: Layout, cluster: Cluster):
+        self.layout, self.cluster = layout, cluster
+        self.ops: list[Operator] = []
+        self.windows: list[Window] = []
+        self.last_use: dict[str, float] = defaultdict(float)
+        self.sizes: dict[str, float] = {}
+        self.kept: set[str] = set()
+
+    def unit(self, unit: Unit, work: PartWork, start_us: float) -> None:
+        """Everything that a stage does in one unit, which begins at ``start_us``."""
+        prefix = f"s{unit.stage}c{unit.chunk}m{unit.microbatch}/"
+        for i, step in enumerate(work.backward if unit.backward else work.forward):
+            tensors = [prefix + name for name in (*step.inputs, *step.outputs)]
+            begin = start_us + step.start_us
+            for name, full in zip((*step.inputs, *step.outputs), tensors, strict=True):
+                self.sizes[full] = work.sizes[name]
+                self.last_use[full] = max(self.last_use[full], begin + step.t_us)
+            count = f"{prefix}{'b' if unit.backward else 'f'}{i}"
+            if isinstance(step.step, Transfer):
+                if step.t_us:
+                    kind = step.step.kind
+                    self.windows.append(Window(count, unit.stage, begin, step.t_us, kind, dynamic=kind == "ep"))
+                continue
+            place = Place(unit.stage, unit.microbatch, work.first + step.layer, step.phase, unit.chunk)
+            self.ops.append(self._operator(place, step, count, tensors, begin))
+
+    def _operator(self, place: Place, step: Placed, name: str, tensors: list[str], begin: float) -> Operator:
+        inputs, outputs = tensors[: len(step.inputs)], tensors[len(step.inputs) :]
+        mutates: tuple[str, ...] = ()
+        if step.step.mutates:
+            mutates = (f"s{place.stage}/gradient of {place.layer}/{step.step.name}",)
+            self.sizes[mutates[0]] = sum(self.sizes[one] for one in inputs) * FP32 / BF16
+            self.kept.add(mutates[0])
+        checking = Checking(
+            compare_us=step.compare_us,
+            mutates=mutates,
+            segment=self._segment(place, step),
+        )
+        inputs = (*inputs, *mutates)
+        return Operator(name, step.step.name, place, begin, step.t_us, tuple(inputs), tuple(outputs), checking)
+
+    def _segment(self, place: Place, step: Placed) -> Segment | None:
+        """A row-parallel product is followed by a reduce-scatter, and executes as one operator with it in DTensor."""
+        if not step.segment:
+            return None
+        tail = step.last and self.layout.tp > 1 and step.step.kind == "product"
+        return Segment(f"m{place.microbatch}l{place.layer}", step.last, tail)
+
+    def optimizers(self, parameters: list[float], start_us: float) -> None:
+        """One operator on each stage: Adam reads the gradient, the weight and both moments in fp32, and writes them but
+        the gradient, and a bf16 weight."""
+        for stage, count in enumerate(parameters):
+            state = f"s{stage}/optimizer"
+            count /= self.layout.dp if self.layout.state.sharded else 1
+            self.sizes[state] = count * self.layout.state.optimizer
+            self.kept.add(state)
+            t_us = read_seconds(count * (7 * FP32 + BF16), self.cluster) * MICRO
+            checking = Checking(compare_us=2 * read_seconds(self.sizes[state], self.cluster) * MICRO, mutates=(state,))
+            place = Place(stage, 0, 0, OPTIMIZER)
+            self.ops.append(Operator(f"s{stage}/step", "adam", place, start_us, t_us, (state,), (), checking))
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {
+            name: Tensor(name, size, None if name in self.kept else self.last_use[name])
+            for name, size in self.sizes.items()
+        }
+
+
+def _memory(model: Model, layout: Layout, cluster: Cluster, timeline: Timeline) -> Mapping[int, tuple]:
+    """Changes at the beginning and the end of every unit."""
+    found = {}
+    for stage, units in enumerate(timeline.order):
+        memory = stage_memory(model, layout, stage)
+        points = [(0.0, memory.states + cluster.reserved)]
+        for unit, running, after in over_units(memory, units):
+            start, end = timeline.times[unit]
+            points += [(start, running + cluster.reserved), (end, after + cluster.reserved)]
+        found[stage] = tuple(points)
+    return found

@@ -1,0 +1,186 @@
+"""What is estimated: read from a file and from flags, checked, and turned into model, cluster and layouts.
+
+A scenario file is TOML with the sections and keys of :data:`FIELDS`. Flags override it.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.base.quantities import between, gigabytes_per_second, size, whole
+from ft.lab.estimate.clusters import DEVICES, GB, NETWORKS, Cluster, Reached, device_named
+from ft.lab.estimate.layout import RECOMPUTE, STATES, Layout, fitted
+from ft.lab.estimate.models import MODELS, Model, model_named
+from ft.systems.dmr.plan.trace import INTER, INTRA
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key of the scenario file, and the flag of the same name.
+
+    Args:
+        section: of the file.
+        read: text or TOML value -> value; ValueError where it is none.
+        default: None: there is none.
+        metavar, help: for the flag.
+    """
+
+    section: str
+    read: Callable[[Any], Any]
+    default: Any
+    metavar: str
+    help: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question that makes sense.
+
+    Args:
+        layouts: one for each batch, else equal.
+        budget: bytes that each GPU may use.
+        calibration: ("idle" or "naive_overhead", share), or None: transfers go by rate alone.
+        kinds: of windows that the planner may use.
+    """
+
+    model: Model
+    cluster: Cluster
+    layouts: tuple[Layout, ...]
+    budget: float
+    calibration: tuple[str, float] | None = None
+    kinds: tuple[str, ...] = INTER + INTRA
+
+
+_COUNT, _SHARE = whole(1), between(1e-6, 0.999)
+
+
+def _wholes(value: Any) -> tuple[int, ...]:
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return tuple(dict.fromkeys(_COUNT(part) for part in parts))
+
+
+def _one_of(names: Sequence[str]) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if value not in names:
+            raise ValueError(f"one of {', '.join(names)} is needed")
+        return value
+
+    return read
+
+
+def _flag(value: Any) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError("true or false is needed")
+    return str(value).lower() == "true"
+
+
+_DEVICES = f"of {', '.join(DEVICES)} (default: h200)"
+FIELDS = {
+    "model": Field("model", str, None, "NAME", f"of {', '.join(MODELS)}"),
+    "sequence": Field("model", _COUNT, None, "N", "tokens of a sequence (default: the model's)"),
+    "device": Field("cluster", str, "h200", "NAME", _DEVICES),
+    "gpus": Field("cluster", _COUNT, None, "N", "in all; those that make no whole copy of the model stay unused"),
+    "per-node": Field("cluster", _COUNT, 8, "N", "GPUs in a node (default: 8)"),
+    "network": Field("cluster", gigabytes_per_second, None, "GB/S", "between nodes for each GPU, one way (default: as "
+                     "NVIDIA builds them in)"),
+    "memory": Field("cluster", size, None, "SIZE", "budget of each GPU, like 80GB (default: "
+                    "the device's)"),
+    "pp": Field("layout", _COUNT, 1, "N", "pipeline stages (default: 1)"),
+    "chunks": Field("layout", _COUNT, 1, "N", "model chunks of each stage; more: interleaved (default: 1)"),
+    "tp": Field("layout", _COUNT, None, "N", "tensor parallel, with sequence parallel (default: a node)"),
+    "ep": Field("layout", _COUNT, None, "N", "expert parallel, within TP (default: TP)"),
+    "dp": Field("layout", _COUNT, None, "N", "copies (default: as many as there are GPUs for)"),
+    "batch": Field("layout", _wholes, (16,), "N[,N]", "sequences of an iteration, over all copies (default: 16)"),
+    "micro": Field("layout", _COUNT, 1, "N", "sequences of a microbatch (default: 1)"),
+    "recompute": Field("layout", _one_of(RECOMPUTE), "full", "HOW", "full: every layer is a segment; or none"),
+    "early-stop": Field("layout", _flag, False, "BOOL", "recomputation leaves a segment's last operator out, as "
+                        "torch's own checkpoints do and Megatron's do not (default: false)"),
+    "fused-gate": Field("layout", _flag, True, "BOOL", "gate and up matrices of an MLP are one product, as in Megatron "
+                        "(default: true)"),
+    "state": Field("layout", _one_of(tuple(STATES)), "megatron", "NAME", "bytes of a parameter: megatron (18, of which "
+                   "12 shared by the copies) or titan (16)"),
+    "idle": Field("calibration", _SHARE, None, "SHARE", "transfers are slowed down until stages compute nothing for "
+                  "this share of the time"),
+    "naive-overhead": Field("calibration", _SHARE, None, "SHARE", "... until naive DMR costs this"),
+    "bubbles": Field("plan", _flag, True, "BOOL", "pipeline bubbles are windows too (default: true)"),
+}  # fmt: skip
+"""By name, as in flags; "-" is "_" in files."""
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The values of a scenario file by the names of :data:`FIELDS`.
+
+    Raises:
+        UserError: it cannot be read, is no TOML, or holds a section, key or value that cannot be.
+    """
+    try:
+        text = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"the scenario {path} cannot be read: {error}", "see examples/dmr for such files") from error
+    values: dict[str, Any] = {}
+    for section, entries in text.items():
+        there = [name for name, field in FIELDS.items() if field.section == section]
+        if not there or not isinstance(entries, dict):
+            sections = ", ".join(f"[{name}]" for name in dict.fromkeys(field.section for field in FIELDS.values()))
+            raise UserError(f"{path}: {section!r} is no section of a scenario", f"there are: {sections}")
+        for key, value in entries.items():
+            name = key.replace("_", "-")
+            if name not in there:
+                keys = ", ".join(each.replace("-", "_") for each in there)
+                raise UserError(f"{path}: [{section}] has no {key!r}", f"it has: {keys}")
+            values[name] = _read(name, value, f"{path}: {key} = {value!r}")
+    return values
+
+
+def read_flags(given: Mapping[str, str | None]) -> dict[str, Any]:
+    """The values of flags by the names of :data:`FIELDS`, None where a flag is not there.
+
+    Raises:
+        UserError: a value cannot be.
+    """
+    return {name: _read(name, value, f"--{name} {value}") for name, value in given.items() if value is not None}
+
+
+def _read(name: str, value: Any, said: str) -> Any:
+    try:
+        return FIELDS[name].read(value)
+    except ValueError as error:
+        raise UserError(f"{said}: {error}", f"{name}: {FIELDS[name].help}") from error
+
+
+def question(values: Mapping[str, Any]) -> Question:
+    """What values by the names of :data:`FIELDS` ask.
+
+    Raises:
+        UserError: something is missing, or contradicts something else.
+    """
+    has = {name: values.get(name, field.default) for name, field in FIELDS.items()}
+    for name in ("model", "gpus"):
+        if has[name] is None:
+            raise UserError(f"{name} is not given", f"give --{name}: {FIELDS[name].help}")
+    model, device = model_named(has["model"]), device_named(has["device"])
+    model = model if has["sequence"] is None else replace(model, sequence=has["sequence"])
+    network = NETWORKS[device.name] if has["network"] is None else has["network"] * GB
+    cluster = Cluster(device, has["gpus"], has["per-node"], network, Reached())
+    others = {name: has[name] for name in ("micro", "recompute", "dp", "chunks")}
+    others |= {"early_stop": has["early-stop"], "fused_gate": has["fused-gate"], "state": STATES[has["state"]]}
+    sizes = (has["pp"], has["tp"], has["ep"])
+    layouts = tuple(fitted(model, cluster, *sizes, batch=batch, **others) for batch in has["batch"])
+    return Question(
+        model=model,
+        cluster=cluster,
+        layouts=layouts,
+        budget=device.memory if has["memory"] is None else has["memory"],
+        calibration=_calibration(has),
+        kinds=tuple(kind for kind in INTER + INTRA if has["bubbles"] or kind != "bubble"),
+    )
+
+
+def _calibration(has: Mapping[str, Any]) -> tuple[str, float] | None:
+    given = [(name.replace("-", "_"), has[name]) for name in ("idle", "naive-overhead") if has[name] is not None]
+    if len(given) > 1:
+        raise UserError("transfers cannot be calibrated to an idle share and a naive overhead at once", "give one")
+    return given[0] if given else None

@@ -1,0 +1,172 @@
+"""What one part of the model (a stage, or its chunk) does for one microbatch: its steps in order, with their times and
+the names of their tensors."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ft.lab.estimate import block
+from ft.lab.estimate.block import Step, Transfer, Work
+from ft.lab.estimate.clusters import Cluster
+from ft.lab.estimate.costs import read_seconds, seconds
+from ft.lab.estimate.layout import Layout
+from ft.lab.estimate.models import Model
+from ft.systems.dmr.plan.trace import BACKWARD, FORWARD, RECOMPUTE
+
+MICRO = 1e6
+"""Microseconds in a second."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A step of a layer, ``start_us`` after its unit begins.
+
+    Args:
+        layer: within the part; the embedding is -1, the output layer the number of layers.
+        inputs, outputs: names of tensors, unique within a microbatch in a part.
+        compare_us: what comparing takes, beside executing the step again; 0 for transfers.
+        segment: it belongs to the layer's activation-checkpointing segment. last: it is the segment's last.
+    """
+
+    step: Step
+    layer: int
+    phase: str
+    start_us: float
+    t_us: float
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    compare_us: float = 0.0
+    segment: bool = False
+    last: bool = False
+
+
+@dataclass
+class PartWork:
+    """Of one microbatch: steps of its forward and of its backward (recomputation included), and sizes of tensors in
+    bytes by name. ``first``: number of the part's first layer in the model, from 1; 0 is the embedding."""
+
+    first: int = 1
+    forward: list[Placed] = field(default_factory=list)
+    backward: list[Placed] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def duration_us(steps: Sequence[Placed]) -> float:
+        return steps[-1].start_us + steps[-1].t_us if steps else 0.0
+
+
+def part_work(model: Model, layout: Layout, cluster: Cluster, part: int) -> PartWork:
+    """Everything that a GPU does for one microbatch in one part of the model."""
+    layers = layout.layers(model)[part]
+    one_layer = block.forward(model, layout)
+    back = block.backward(one_layer)
+    full = layout.recompute == "full"
+    again = _recomputed(one_layer, layout.early_stop)
+    last = again[-1] if not layout.early_stop else one_layer[len(again)]
+    lay = _Lay(cluster)
+    handed_over = model.sequence * layout.micro * model.hidden * block.BF16 // layout.tp
+    lay.work.first = sum(layout.layers(model)[:part]) + 1
+    lay.work.sizes |= {"x0": handed_over, f"d{layers}": handed_over}
+    if part == 0:
+        lay.put(lay.work.forward, block.embedding(model, layout), -1, FORWARD, "f")
+    for layer in range(layers):
+        segment = (*again, last) if full else ()
+        lay.put(lay.work.forward, one_layer, layer, FORWARD, "f", segment, last)
+    if part == layout.parts - 1:
+        output = block.head(model, layout)
+        lay.put(lay.work.forward, output, layers, FORWARD, "f")
+        lay.put(lay.work.backward, block.backward(output), layers, BACKWARD, "f")
+    for layer in reversed(range(layers)):
+        if full:
+            lay.put(lay.work.backward, again, layer, RECOMPUTE, "r", again, last)
+        lay.put(lay.work.backward, back, layer, BACKWARD, "r" if full else "f")
+    if part == 0:
+        lay.put(lay.work.backward, block.embedding_backward(model, layout), -1, BACKWARD, "f")
+    return lay.work
+
+
+def _recomputed(steps: Sequence[Step], early_stop: bool) -> list[Step]:
+    """What recomputation executes: all, or up to where the last tensor that the backward needs is there."""
+    if not early_stop:
+        return list(steps)
+    needed = [i for i, step in enumerate(steps) if isinstance(step, Work) and step.saved]
+    return list(steps[: needed[-1]])
+
+
+class _Lay:
+    """Lays steps one after the other. A name is made unique by layer and by whether it is an activation of the forward
+    ("f"), of the recomputation ("r") or a gradient ("g"); what one layer hands to the next is "x" and "d" and the
+    number of the layer that takes it."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster, self.work, self.times = cluster, PartWork(), {}
+
+    def put(
+        self,
+        onto: list[Placed],
+        steps: Iterable[Step],
+        layer: int,
+        phase: str,
+        activations: str,
+        segment: Sequence[Step] = (),
+        last: Step | None = None,
+    ) -> None:
+        """Appends the steps of one layer. ``activations``: "f" or "r", where the layer's activations come from."""
+        made: dict[str, str] = {}
+        members = {id(step) for step in segment if isinstance(step, Work)}
+        for step in steps:
+            if isinstance(step, Transfer):
+                given, found = (step.source,), {step.target: step.size}
+            else:
+                given, found = step.inputs, step.outputs
+            inputs = tuple(made.get(one) or self._name(one, layer, phase, activations) for one in given)
+            for one, size in found.items():
+                name = self._name(one, layer, phase, activations)
+                # A tensor that several operators read gets a gradient from each; the last one stands for the sum.
+                while name in made.values():
+                    name += "'"
+                made[one] = name
+                self.work.sizes[name] = size
+            outputs = tuple(made[one] for one in found)
+            inside = id(step) in members
+            onto.append(
+                Placed(
+                    step=step,
+                    layer=layer,
+                    phase=phase,
+                    start_us=PartWork.duration_us(onto),
+                    t_us=self._time(step),
+                    inputs=inputs,
+                    outputs=outputs,
+                    compare_us=self._compare_us(step, inputs, outputs, inside),
+                    segment=inside,
+                    last=inside and step is last,
+                )
+            )
+
+    def _name(self, name: str, layer: int, phase: str, activations: str) -> str:
+        if name == "x":
+            return f"x{layer}"
+        if name == "y":
+            return f"x{layer + 1}" if phase == FORWARD else f"{activations}{layer}/y"
+        if name == "d x":
+            return f"d{layer}"
+        if name == "d y":
+            return f"d{layer + 1}"
+        if name.startswith(("d ", "dw ")):
+            return f"g{layer}/{name}"
+        return f"{activations}{layer}/{name}"
+
+    def _compare_us(self, step: Step, inputs: Sequence[str], outputs: Sequence[str], segment: bool) -> float:
+        """What is recomputed anyway is compared by digests, each execution reading its own outputs; else the outputs of
+        both are read. What accumulates changes an fp32 buffer, twice as large as what it adds."""
+        if isinstance(step, Transfer):
+            return 0.0
+        size = sum(self.work.sizes[one] for one in outputs)
+        if step.mutates:
+            size += self.work.sizes[inputs[0]] * block.FP32 / block.BF16
+        return read_seconds(size * (1 if segment else 2), self.cluster) * MICRO
+
+    def _time(self, step: Step) -> float:
+        if id(step) not in self.times:
+            self.times[id(step)] = (seconds(step, self.cluster) * MICRO, step)
+        return self.times[id(step)][0]

@@ -1,0 +1,31 @@
+"""``ft plan``: one subcommand for each question."""
+
+import argparse
+import importlib
+import importlib.util
+
+from ft.base.errors import UserError
+
+_SUBCOMMANDS = (
+    "ft.lab.plan.disruption.commands",
+    "ft.lab.plan.snapshot.commands",
+    "ft.lab.plan.policy.commands",
+    "ft.lab.plan.schedule.commands",
+    "ft.lab.plan.spare.commands",
+)
+
+
+def add_parser(subparsers) -> None:
+    """Adds ``plan``; each of its subcommands sets ``main`` as all of ``ft`` do."""
+    parser = subparsers.add_parser(
+        "plan", help="what failures cost a run, what its memory can hold, how stages and groups share work"
+    )
+    parser.set_defaults(main=_ask)
+    questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
+    for name in _SUBCOMMANDS:
+        if importlib.util.find_spec(name.rpartition(".")[0]) is not None:
+            importlib.import_module(name).add_parser(questions)
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    raise UserError("ft plan answers several questions, and none was asked", "see ft plan --help for its subcommands")

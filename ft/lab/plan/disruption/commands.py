@@ -1,0 +1,47 @@
+"""``ft plan disruption``."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.lab.plan.disruption.answer import answer
+from ft.lab.plan.disruption.flags import add_flags, plan_of
+from ft.lab.plan.disruption.table import as_text, as_values
+
+_DESCRIPTION = """\
+What failures cost a run: restarts from a checkpoint, at the interval given and at Young's, beside hot-swap.
+Per failure, per day, as the share of time that the run gets on, in GPU hours and in money.
+Times have a unit (ms, s, m or min, h, d): 45ms, 2.5m, 90d."""
+
+
+def add_parser(subparsers) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "disruption",
+        help="what failures cost: hot-swap beside restarts from checkpoints",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_flags(parser)
+    parser.set_defaults(main=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the comparison, and draws it where that is asked for.
+
+    Raises:
+        UserError: the question makes no sense, or the picture cannot be written.
+    """
+    plan = plan_of(arguments)
+    found = answer(plan)
+    print(json.dumps(as_values(plan, found)) if arguments.json else as_text(plan, found))
+    if arguments.plot is not None:
+        # Matplotlib takes longer to import than all else here.
+        from ft.lab.plan.disruption.picture import draw
+
+        try:
+            draw(plan, found, Path(arguments.plot))
+        except (OSError, ValueError) as error:
+            raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error
+    return 0

@@ -1,0 +1,187 @@
+"""The flags of ``ft plan disruption``, and what they come to."""
+
+import argparse
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.base.quantities import argument, between, count, duration, seconds
+from ft.lab.plan.disruption.measured import Measured, measured
+from ft.lab.plan.disruption.model import Cluster, HotSwap, Training, mttf
+from ft.lab.plan.disruption.replay import Empirical, Replay, Uniform
+from ft.record.run import load
+
+_PARTS = ("detect", "rebuild", "restore")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The question. ``fallback``: steps between the checkpoints of a hot-swapping run, 0 for none."""
+
+    cluster: Cluster
+    training: Training
+    fallback: int
+    replay: Replay
+    swap: HotSwap
+    price: float | None
+    steps: int | None
+    measured: Measured | None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds every flag."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--gpus", type=count(), required=True, metavar="N", help="that train, standbys not counted")
+    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
+    group.add_argument("--mtbf-gpu", type=duration(1e-6), metavar="TIME", help="between two failures of one GPU")
+    group.add_argument(
+        "--mtbf-node", type=duration(1e-6), metavar="TIME", help="between two failures of one node's other parts"
+    )
+    group.add_argument(
+        "--mttf", type=duration(1e-6), metavar="TIME", help="between two failures of the run, in place of both"
+    )
+    group.add_argument("--standbys", type=count(0), default=1, metavar="N", help="standby nodes (default: 1)")
+    group.add_argument(
+        "--repair-time",
+        type=duration(0.0),
+        default=0.0,
+        metavar="TIME",
+        help="until a failed node is back as a standby (default: 0, standbys never run out)",
+    )
+    group = parser.add_argument_group("training")
+    group.add_argument("--step-time", type=duration(1e-6), metavar="TIME")
+    group.add_argument("--steps", type=count(), metavar="N", help="of the whole run, to tell how long it lasts")
+    group.add_argument("--interrupted", type=argument(between(0.0, 1.0)), default=0.5, metavar="PHI", help=_INTERRUPTED)
+    group.add_argument("--failure-steps", metavar="N,N,...|FILE", help=_FAILURE_STEPS)
+    group = parser.add_argument_group("restart from a checkpoint")
+    group.add_argument("--checkpoint-interval", type=count(), required=True, metavar="STEPS")
+    group.add_argument(
+        "--checkpoint-cost", type=duration(0.0), required=True, metavar="TIME", help="training stands still"
+    )
+    group.add_argument(
+        "--restart-time", type=duration(0.0), metavar="TIME", help="from a failure to the first step, no replay"
+    )
+    group = parser.add_argument_group("hot-swap")
+    group.add_argument(
+        "--detect", type=duration(0.0), metavar="TIME", help="until survivors are released, the standby there"
+    )
+    group.add_argument(
+        "--rebuild", type=duration(0.0), metavar="TIME", help="of process groups: see ft simulate recovery"
+    )
+    group.add_argument("--restore", type=duration(0.0), metavar="TIME", help="of the state, up to the first new step")
+    group.add_argument(
+        "--hot-swap-time", type=argument(_mean_time), metavar="TIME,...", help="all of it, in place of the parts; mean"
+    )
+    group.add_argument(
+        "--protect", type=duration(0.0), default=0.0, metavar="TIME", help="snapshots prolong a step by this"
+    )
+    group.add_argument("--fallback-interval", type=count(0), metavar="STEPS", help=_FALLBACK)
+    group.add_argument("--from-run", metavar="DIR", help="times that are not given here, from this run's events")
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--price",
+        type=argument(between(0.0, 1e6)),
+        metavar="DOLLARS",
+        help="of one GPU hour: money beside the GPU hours",
+    )
+    group.add_argument("--json", action="store_true", help="one JSON object instead of text, times in seconds")
+    group.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
+
+
+_INTERRUPTED = "expected part of the interrupted step that was done (default: 0.5)"
+_FAILURE_STEPS = "steps at which failures struck: the empirical replay model in place of the uniform one"
+_FALLBACK = "steps between checkpoints of a hot-swapping run (default: --checkpoint-interval; 0: none)"
+
+
+def plan_of(given: argparse.Namespace) -> Plan:
+    """The question that was asked.
+
+    Raises:
+        UserError: something is missing, or contradicts something else.
+    """
+    run = measured(load(given.from_run)) if given.from_run is not None else None
+    step = _or_measured(given.step_time, run and run.step_s, "--step-time", "how long a step takes")
+    restart = _or_measured(given.restart_time, run and run.restart_s, "--restart-time", "how long a restart takes")
+    cluster = _cluster(given)
+    training = Training(step, given.checkpoint_interval, given.checkpoint_cost, restart, given.interrupted)
+    fallback = given.checkpoint_interval if given.fallback_interval is None else given.fallback_interval
+    if fallback == 0 and cluster.no_standby > 0:
+        raise UserError(
+            f"--fallback-interval 0, and a failure finds no standby with probability {cluster.no_standby:.2g}",
+            "give checkpoints to go back to, or more --standbys, or a shorter --repair-time",
+        )
+    swap = HotSwap(_parts(given, run), given.protect)
+    return Plan(cluster, training, fallback, _replay(given.failure_steps), swap, given.price, given.steps, run)
+
+
+def _cluster(given: argparse.Namespace) -> Cluster:
+    if given.gpus % given.gpus_per_node:
+        raise UserError(
+            f"--gpus {given.gpus} is no multiple of --gpus-per-node {given.gpus_per_node}", "give whole nodes"
+        )
+    each = given.mtbf_gpu or given.mtbf_node
+    if bool(given.mttf) == bool(each):
+        said = (
+            "both --mttf and --mtbf-gpu or --mtbf-node are there" if each else "how often something fails is not said"
+        )
+        raise UserError(said, "give --mttf of the run, or --mtbf-gpu and --mtbf-node of its parts")
+    between = given.mttf or mttf(given.gpus, given.gpus_per_node, given.mtbf_gpu, given.mtbf_node)
+    cluster = Cluster(given.gpus, given.gpus_per_node, between, given.standbys, given.repair_time)
+    if cluster.in_repair >= cluster.nodes:
+        raise UserError(
+            f"a failure every {between:.4g} s and {given.repair_time:.4g} s to repair a node: "
+            f"{cluster.in_repair:.0f} nodes would be away at any time, and there are {cluster.nodes}",
+            "check --repair-time, and what fails how often",
+        )
+    return cluster
+
+
+def _parts(given: argparse.Namespace, run: Measured | None) -> dict[str, float]:
+    single = [name for name in _PARTS if getattr(given, name) is not None]
+    if given.hot_swap_time is not None:
+        if single:
+            raise UserError(
+                f"--hot-swap-time is there, and --{single[0]}, which is part of it", "give one or the other"
+            )
+        return {"hot-swap": given.hot_swap_time}
+    known = run.parts if run is not None else {}
+    what = "how long that part of a hot-swap takes"
+    return {name: _or_measured(getattr(given, name), known.get(name), f"--{name}", what) for name in _PARTS}
+
+
+def _or_measured(given: float | None, run: float | None, flag: str, what: str) -> float:
+    value = run if given is None else given
+    if value is None:
+        raise UserError(f"{flag} is missing: {what}", f"give {flag}, or --from-run with a run in which it is on record")
+    return value
+
+
+def _replay(text: str | None) -> Replay:
+    """``text``: steps with commas between them, or the path of a file with one on each line.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if text is None:
+        return Uniform()
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        try:
+            words = Path(text).read_text().split()
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--failure-steps {text}: neither steps nor a readable file: {error}", _STEPS_FIX
+            ) from error
+    wrong = next((word for word in words if not word.strip().isdecimal()), None)
+    if wrong is not None or not words:
+        problem = "is empty" if wrong is None else f"holds {wrong[:40]!r}, which is no step"
+        raise UserError(f"--failure-steps {text} {problem}", _STEPS_FIX)
+    return Empirical([int(word) for word in words])
+
+
+_STEPS_FIX = "give whole numbers: 18,2366, or a file with one on each line"
+
+
+def _mean_time(text: str) -> float:
+    return statistics.fmean(seconds(word, 0.0) for word in text.split(","))

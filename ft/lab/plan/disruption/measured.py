@@ -1,0 +1,62 @@
+"""The times of a run that was: step and recovery parts, as ``ft plan disruption --from-run`` takes them."""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ft.base.errors import UserError
+from ft.observe.report.goodput import goodput
+from ft.record.recoveries import REPLACED, RESTART, recoveries
+from ft.record.run import Run
+
+_PART_OF = {
+    "detect": "detect",
+    "release": "detect",
+    "assemble": "detect",
+    "rebuild": "rebuild",
+    "restore": "restore",
+    "resume": "restore",
+}
+"""Phase of a recovery -> part of the cost model."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run's events and metrics say.
+
+    Attributes:
+        step_s: median seconds of a step, None without metrics. parts: mean seconds of each part of a hot-swap.
+        hot_swaps: how many there were. restart_s: mean seconds of a warm restart from the checkpoint, None without one.
+    """
+
+    step_s: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+    hot_swaps: int = 0
+    restart_s: float | None = None
+
+
+def measured(run: Run) -> Measured:
+    """Reads the times of a run.
+
+    Raises:
+        UserError: no hot-swap was completed in it.
+    """
+    found = recoveries(run.events)
+    swaps = [recovery for recovery in found if recovery.outcome == REPLACED and recovery.phases]
+    if not swaps:
+        raise UserError(
+            f"{run.folder} holds no completed hot-swap: {len(found)} recoveries, in none of them a standby took over",
+            "give a run in which one did, or its times as --detect, --rebuild and --restore",
+        )
+    parts = dict.fromkeys(_PART_OF.values(), 0.0)
+    for recovery in swaps:
+        for phase, seconds in recovery.phases.items():
+            parts[_PART_OF[phase]] += seconds / len(swaps)
+    restarts = [recovery.total for recovery in found if recovery.outcome == RESTART]
+    step = goodput(run.metrics, run.events, found).step
+    return Measured(step, parts, len(swaps), _mean(seconds for seconds in restarts if seconds is not None))
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.fmean(found) if found else None

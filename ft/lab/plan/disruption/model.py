@@ -1,0 +1,181 @@
+"""What a failure costs, and what is left of the time: the formulas of the paper's section IV.
+
+    E[C_ckpt]    = C_overhead + E[T_restart] + t_step E[R]
+    E[C_hotswap] = C_overhead + E[T_hotswap] + t_step E[phi]
+    E[C_rate]    = lambda E[C],  lambda = 1 / MTTF
+    eta          = MTTF / (MTTF + E[C])
+
+C_overhead is what was paid between two failures to be able to go on after one: MTTF seconds of progress lie between
+them, and so MTTF / (K t_step) checkpoints, or MTTF / t_step protected steps.
+
+The paper counts the interrupted step (phi of it is lost) for hot-swap only. A restart loses it as well, so here it
+counts for both; with E[phi] = 1/2, t_step (E[R] + E[phi]) is the K/2 t_step that the paper calculates with, and with
+E[phi] = 0 it is the formula above.
+
+Failures during a recovery are left out, as in the paper: the model holds where E[C] is well below MTTF.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ft.lab.plan.disruption.replay import Replay
+
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Who can fail, and how often.
+
+    Attributes:
+        gpus: that train. gpus_per_node: of one node. mttf_s: seconds of progress between two failures of the run.
+        standby_nodes: that wait for one. repair_s: until a failed node is back as a standby.
+    """
+
+    gpus: int
+    gpus_per_node: int
+    mttf_s: float
+    standby_nodes: int = 1
+    repair_s: float = 0.0
+
+    @property
+    def nodes(self) -> int:
+        return self.gpus // self.gpus_per_node
+
+    @property
+    def in_repair(self) -> float:
+        """Nodes that are on average away for repair: failures in the time that one takes."""
+        return self.repair_s / self.mttf_s
+
+    @property
+    def no_standby(self) -> float:
+        """Probability that a failure finds no standby."""
+        return missing(self.standby_nodes, self.in_repair)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What both ways of going on have in common.
+
+    Attributes:
+        step_s: seconds of a step. interval: steps between two checkpoints. checkpoint_s: seconds that training stands
+            still for one. restart_s: seconds from a failure to the first step after a restart, without replay.
+        interrupted: E[phi], the part of the interrupted step that was done.
+    """
+
+    step_s: float
+    interval: int
+    checkpoint_s: float
+    restart_s: float
+    interrupted: float = 0.5
+
+
+@dataclass(frozen=True)
+class HotSwap:
+    """What a hot-swap takes.
+
+    Attributes:
+        parts: name -> seconds, in order; "detect" comes before it is known whether there is a standby.
+        protect_s: by which the snapshots prolong each step.
+    """
+
+    parts: Mapping[str, float]
+    protect_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Expected seconds per failure.
+
+    Attributes:
+        overhead: paid before it. latency: part -> seconds that nothing is computed. replay: computed a second time.
+    """
+
+    overhead: float
+    latency: dict[str, float]
+    replay: float
+
+    @property
+    def recovery(self) -> float:
+        """What the failure itself causes: without the overhead."""
+        return sum(self.latency.values()) + self.replay
+
+    @property
+    def total(self) -> float:
+        """E[C]."""
+        return self.overhead + self.recovery
+
+    def per_day(self, mttf_s: float) -> float:
+        """E[C_rate] of a day of progress, in seconds."""
+        return self.total * DAY_S / mttf_s
+
+    def efficiency(self, mttf_s: float) -> float:
+        """Eta: the share of the time in which the run gets on."""
+        return mttf_s / (mttf_s + self.total)
+
+
+def mttf(gpus: int, gpus_per_node: int, mtbf_gpu_s: float | None, mtbf_node_s: float | None) -> float:
+    """Seconds between two failures of a run: rates of independent parts add up. ``None``: these never fail."""
+    rate = (gpus / mtbf_gpu_s if mtbf_gpu_s else 0.0) + (gpus / gpus_per_node / mtbf_node_s if mtbf_node_s else 0.0)
+    return 1.0 / rate
+
+
+def of_restart(cluster: Cluster, training: Training, replay: Replay) -> Cost:
+    """E[C_ckpt]."""
+    return Cost(
+        overhead=_checkpoints(cluster, training),
+        latency={"restart": training.restart_s},
+        replay=_replayed(training, replay),
+    )
+
+
+def of_hot_swap(cluster: Cluster, training: Training, replay: Replay, swap: HotSwap) -> Cost:
+    """E[C_hotswap]; where no standby is left the run restarts, so the checkpoints of ``training`` are written here too.
+
+    ``training.interval`` 0: there are none, and a standby must always be left.
+    """
+    alone = cluster.no_standby
+    overhead = swap.protect_s * cluster.mttf_s / training.step_s
+    lost = training.interrupted * training.step_s
+    if training.interval:
+        overhead += _checkpoints(cluster, training)
+        lost = (1 - alone) * lost + alone * _replayed(training, replay)
+    latency = {name: s if name == "detect" else (1 - alone) * s for name, s in swap.parts.items()}
+    if alone:
+        latency["restart"] = alone * training.restart_s
+    return Cost(overhead, latency, lost)
+
+
+def missing(standby_nodes: int, in_repair: float) -> float:
+    """Probability that all standbys are gone when a failure strikes.
+
+    Nodes away for repair are Poisson distributed around their mean (failures without memory, each repaired on its own:
+    an M/G/infinity queue), and a failure sees that distribution.
+    """
+    if standby_nodes == 0:
+        return 1.0
+    if in_repair == 0:
+        return 0.0
+    log = math.log(in_repair)
+    there = math.fsum(math.exp(i * log - in_repair - math.lgamma(i + 1)) for i in range(standby_nodes))
+    return min(1.0, max(0.0, 1.0 - there))
+
+
+def standbys_for(probability: float, in_repair: float) -> int:
+    """The least number of standby nodes with which one is missing at most that often."""
+    if in_repair == 0:
+        return 1
+    needed, there, log = 0, 0.0, math.log(in_repair)
+    while 1.0 - there > probability:
+        there += math.exp(needed * log - in_repair - math.lgamma(needed + 1))
+        needed += 1
+    return max(1, needed)
+
+
+def _checkpoints(cluster: Cluster, training: Training) -> float:
+    return training.checkpoint_s * cluster.mttf_s / (training.interval * training.step_s)
+
+
+def _replayed(training: Training, replay: Replay) -> float:
+    return training.step_s * (replay.expected(training.interval) + training.interrupted)

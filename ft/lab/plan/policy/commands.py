@@ -1,0 +1,125 @@
+"""``ft plan policy``."""
+
+import argparse
+import json
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.job.control.rungs import AGAINST, COPIES, MIDDLE, PLUS, REBUILD, RESTART, Rung, decide
+from ft.lab.plan.policy.failure import failure
+from ft.show.text import table
+
+_DESCRIPTION = """\
+The rungs of recovery in their order, and which of them serves after which failure: the control plane's own decision.
+With --lost, it answers for one failure."""
+
+OFF = "off"
+_MOST_STAGES = 1024
+
+_RUNGS = {
+    COPIES: ("--ft-hot-swap", "own snapshots and peer copies of one step", "at most one step"),
+    REBUILD: ("--ft-checkfree[-plus]", "the neighbours of each lost stage", "no step; the stage is an estimate"),
+    RESTART: ("--save", "a persistent checkpoint, a warm restart", "the steps since it was written"),
+}
+
+
+def add_parser(questions) -> None:
+    """Adds the subcommand."""
+    parser = questions.add_parser(
+        "policy",
+        help="the order of recovery rungs, and which serves after which failure",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--pp", type=int, metavar="P", help="pipeline stages; default: those of --blocks, or 6")
+    parser.add_argument("--blocks", metavar="N,N,...", help="transformer blocks of each stage; default: all the same")
+    parser.add_argument("--lost", metavar="S,S,...", help="stages whose state nobody holds; '' for none")
+    parser.add_argument("--checkfree", choices=(OFF, MIDDLE, PLUS), help=f"with --lost; default: {OFF}")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    parser.set_defaults(main=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the rungs and what typical failures come to, or the answer for one failure.
+
+    Raises:
+        UserError: the stages make no sense.
+    """
+    blocks = _blocks(given)
+    if given.lost is None:
+        failures = _typical(blocks, given)
+        print(json.dumps(_all_values(failures)) if given.json else _all_text(failures))
+        return 0
+    rung = decide(*failure(blocks, _lost(given.lost, len(blocks)), _asked(given.checkfree)))
+    print(json.dumps(_values(rung)) if given.json else f"{rung.name}: {rung.reason}")
+    return 0
+
+
+def _asked(checkfree: str | None) -> str:
+    return "" if checkfree in (None, OFF) else checkfree
+
+
+def _blocks(given: argparse.Namespace) -> tuple[int, ...]:
+    if given.pp is not None and not 1 <= given.pp <= _MOST_STAGES:
+        raise UserError(f"--pp {given.pp}", f"give 1 to {_MOST_STAGES} pipeline stages")
+    alike = (1,) * (given.pp or 6)
+    blocks = alike if given.blocks is None else _numbers(given.blocks)
+    if len(blocks) != (given.pp or len(blocks)) or min(blocks, default=0) < 1:
+        stages = "" if given.pp is None else f"--pp {given.pp}, and "
+        raise UserError(f"{stages}--blocks {given.blocks}", "give each stage at least one block")
+    return blocks
+
+
+def _lost(text: str, stages: int) -> frozenset[int]:
+    lost = frozenset(_numbers(text)) if text.strip() else frozenset()
+    if any(not 0 <= stage < stages for stage in lost):
+        raise UserError(f"--lost {text}: stages are 0 to {stages - 1}", "give stages that there are")
+    return lost
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"{text!r} are no whole numbers", "give them with commas between, as 4,4,4") from None
+
+
+def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[str, str, Rung]]:
+    """(what happened, CheckFree, the rung) for the failures one should have thought of."""
+    last, middle = len(blocks) - 1, len(blocks) // 2
+    losses = {"ranks die, peer copies exist": frozenset()}
+    losses |= {f"stage {stage} lost everywhere": frozenset({stage}) for stage in (middle, 0, last)}
+    if last > 0:
+        losses[f"stages {middle - 1} and {middle} lost"] = frozenset({middle - 1, middle})
+    modes = (OFF, MIDDLE, PLUS) if given.checkfree is None else (given.checkfree,)
+    return [
+        (name, mode, decide(*failure(blocks, lost, _asked(mode)))) for name, lost in losses.items() for mode in modes
+    ]
+
+
+def _all_text(failures: list[tuple[str, str, Rung]]) -> str:
+    rungs = [(str(i), rung, *_RUNGS[rung]) for i, rung in enumerate(_RUNGS, 1)]
+    rows = [(name, mode, rung.name, _why(rung)) for name, mode, rung in failures]
+    return "\n\n".join(
+        (
+            table(("", "rung", "flag", "needs", "loses"), rungs),
+            table(("what happened", "CheckFree", "rung", "because"), rows),
+        )
+    )
+
+
+def _why(rung: Rung) -> str:
+    """Of a restart, what decided: why the rung above it does not bear."""
+    _, found, against = rung.reason.partition(f"{AGAINST}: ")
+    return against.split(";")[0] if found else rung.reason
+
+
+def _all_values(failures: list[tuple[str, str, Rung]]) -> dict[str, Any]:
+    rungs = [dict(zip(("rung", "flag", "needs", "loses"), (rung, *_RUNGS[rung]), strict=True)) for rung in _RUNGS]
+    cases = [{"what": name, "checkfree": mode, **_values(rung)} for name, mode, rung in failures]
+    return {"rungs": rungs, "cases": cases}
+
+
+def _values(rung: Rung) -> dict[str, Any]:
+    rebuilt = {str(rank): beside.there for rank, beside in rung.rebuilt.items()}
+    return {"rung": rung.name, "reason": rung.reason, "rebuilt": rebuilt}

@@ -1,0 +1,125 @@
+"""What k copies cost and what risk they leave, for one cluster and one model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ft.lab.plan.snapshot.loss import Failures, Risk, formula_1, risk
+from ft.lab.plan.snapshot.shards import Shard
+from ft.platform.topology import NODE
+from ft.state.placement.assign import place
+from ft.state.placement.problems import find_problems
+
+MONTH = 30 * 86400.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run that is to be started.
+
+    Attributes:
+        where: logical rank -> kind -> name of its failure domains. groups: data-parallel groups.
+        shards: logical rank -> its snapshot's bytes. copies_complete: a peer copy holds all of a rank's state.
+        pcie, network: bytes per second, of one GPU and of one node in each direction.
+        step_s: one step, None where it is not known. optimizer_s: its part in which tensors change.
+        failures: how often what fails.
+    """
+
+    where: Mapping[int, Mapping[str, str]]
+    groups: Sequence[Sequence[int]]
+    shards: Mapping[int, Shard]
+    copies_complete: bool
+    pcie: float
+    network: float
+    step_s: float | None
+    optimizer_s: float
+    failures: Failures
+
+    @property
+    def copies_carry(self) -> bool:
+        """Whether there is anything in a peer copy that data-parallel peers do not have anyway."""
+        return any(shard.owned > 0 for shard in self.shards.values())
+
+    @property
+    def window_s(self) -> float | None:
+        """From the start of a snapshot to the next optimizer step: the time in which all has to be over."""
+        return None if self.step_s is None else self.step_s - self.optimizer_s
+
+
+@dataclass(frozen=True)
+class Answer:
+    """For ``k`` copies. Bytes are those of the node that has most, or of one step.
+
+    Attributes:
+        own, copies: host memory for a node's own snapshots (two buffers each) and for those it holds for others.
+        d2h: copied to the host on one GPU. sent, received: over one node's network.
+        d2h_s, network_s: what those take. transfer_s: both overlapped, chunk by chunk.
+        formula: formula (1) per step; correlated: its correlated form for the kind of domain that fails most, None
+            without any. risk: of this placement. problems: sentences.
+    """
+
+    k: int
+    own: float
+    copies: float
+    d2h: float
+    sent: float
+    received: float
+    d2h_s: float
+    network_s: float
+    transfer_s: float
+    fits: bool | None
+    formula: float
+    correlated: float | None
+    risk: Risk
+    problems: list[str]
+
+    @property
+    def memory(self) -> float:
+        return self.own + self.copies
+
+
+def answer(question: Question, k: int) -> Answer:
+    """Places ``k`` copies and adds up what follows."""
+    where, shards = question.where, question.shards
+    holders = place(where, question.groups, k)
+    node = {rank: kinds[NODE] for rank, kinds in where.items()}
+    own, copies, sent, received = (dict.fromkeys(node.values(), 0.0) for _ in range(4))
+    for owner, held in holders.items():
+        shard = shards[owner]
+        own[node[owner]] += 2 * (shard.owned + shard.replicated)
+        for holder in held:
+            copies[node[holder]] += 2 * shard.owned
+            if node[holder] != node[owner]:
+                sent[node[owner]] += shard.owned
+                received[node[holder]] += shard.owned
+    fullest = max(own, key=lambda name: own[name] + copies[name])
+    d2h = max(shard.owned + shard.replicated for shard in shards.values())
+    d2h_s, network_s = d2h / question.pcie, max(*sent.values(), *received.values()) / question.network
+    transfer_s = max(d2h_s, network_s)
+    incomplete = () if question.copies_complete else list(where)
+    formula, correlated = _formulas(question, k)
+    return Answer(
+        k=k,
+        own=own[fullest],
+        copies=copies[fullest],
+        d2h=d2h,
+        sent=max(sent.values()),
+        received=max(received.values()),
+        d2h_s=d2h_s,
+        network_s=network_s,
+        transfer_s=transfer_s,
+        fits=None if question.window_s is None else transfer_s <= question.window_s,
+        formula=formula,
+        correlated=correlated,
+        risk=risk(where, holders, question.failures),
+        problems=find_problems(where, question.groups, k, holders, incomplete),
+    )
+
+
+def _formulas(question: Question, k: int) -> tuple[float, float | None]:
+    """Formula (1) and its correlated form per step, with the cluster's shards and failure rates."""
+    per = question.step_s or question.failures.window
+    rates = {kind: 1.0 / mtbf for kind, mtbf in question.failures.mtbf.items()}
+    node = rates.pop(NODE, 0.0)
+    worst = max(rates.values(), default=None)
+    count = len(question.shards)
+    return formula_1(count, node * per, k), None if worst is None else formula_1(count, worst * per, k)

@@ -1,0 +1,41 @@
+"""``ft plan snapshot``."""
+
+import argparse
+import json
+
+from ft.lab.plan.snapshot.answer import answer
+from ft.lab.plan.snapshot.flags import add_flags, plan_of
+from ft.lab.plan.snapshot.table import as_text, as_values
+
+_DESCRIPTION = """\
+What snapshots with k peer copies of each state ask of a cluster, and what risk they leave, for k = 1, 2, 3: host
+memory, bytes of each step and whether they hide behind it, the probability that a failure loses state.
+Give the trainer's own flags after its name; its size may be given with --params instead.
+
+  ft plan snapshot --nodes 64 --nodes-per-rack 4 --step-time 10s --params 70B pretrain_gpt.py \\
+      --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer"""
+
+
+def add_parser(subparsers) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "snapshot",
+        help="what peer copies cost in memory and bandwidth, and what risk they leave",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(parser)
+    parser.set_defaults(main=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table or, with ``--json``, the values.
+
+    Raises:
+        UserError: the question makes no sense.
+    """
+    plan = plan_of(arguments)
+    answers = [answer(plan.question, k) for k in plan.copies]
+    print(json.dumps(as_values(plan, answers)) if arguments.json else as_text(plan, answers))
+    return 0

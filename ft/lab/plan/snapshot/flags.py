@@ -1,0 +1,194 @@
+"""The flags of ``ft plan snapshot``, and the question that they ask."""
+
+import argparse
+from dataclasses import dataclass
+
+from ft.base.errors import UserError
+from ft.base.quantities import amount, argument, count, duration, gigabytes_per_second, positive, size, whole
+from ft.lab.plan.snapshot.answer import Question
+from ft.lab.plan.snapshot.cluster import data_parallel_groups, nodes_of, seats, stage_of
+from ft.lab.plan.snapshot.loss import Failures
+from ft.lab.plan.snapshot.shards import even, from_flags, shards
+from ft.platform import slurm
+from ft.platform.topology import NODE, read_topology
+from megatron.training.arguments import Layout, Options, layout, parse
+
+GB = 1e9
+_GPU_MTBF_S = 18 * 60.0 * 100_000  # the paper's section V-C: an interruption every 18 min on 100,000 GPUs
+_DOMAIN_MTBF = "730d"
+_RECOVERY = "30s"  # the paper's figure 10: 17.1 to 29.8 s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The question with what the table says about it.
+
+    Attributes:
+        parameters: of the whole model. has_flags: the run's own flags are known, not only its size.
+    """
+
+    question: Question
+    grid: Layout
+    nodes: int
+    parameters: float
+    copies: list[int]
+    host_memory: float | None
+    expects_rack_failures: bool
+    has_flags: bool
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds every flag; the trainer's own follow the name of its script, as with ``ft run``."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--nodes", type=count(), required=True, metavar="N", help="that train, standbys not counted")
+    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
+    group.add_argument("--topology", metavar="FILE", help="as for ft run; its hosts, in order, are the nodes")
+    group.add_argument(
+        "--hosts", default="", metavar="LIST", help="the nodes among them: a[1-4],b7 (default: the first)"
+    )
+    group.add_argument("--nodes-per-rack", type=count(), metavar="N", help="in place of --topology")
+    group.add_argument(
+        "--host-memory",
+        type=argument(lambda text: size(text, bare=None)),
+        metavar="SIZE",
+        help="of a node, as 2TB, to tell what does not fit",
+    )
+    group.add_argument(
+        "--pcie",
+        type=argument(gigabytes_per_second),
+        default=25.0,
+        metavar="GB/S",
+        help="each GPU to its host (default: 25)",
+    )
+    group.add_argument(
+        "--network",
+        type=argument(gigabytes_per_second),
+        default=25.0,
+        metavar="GB/S",
+        help="of a node each way (default: 25)",
+    )
+    group = parser.add_argument_group("state")
+    group.add_argument(
+        "--params", type=argument(amount), metavar="N", help="of the model, as 70B, in place of its flags"
+    )
+    group.add_argument(
+        "--expert-params", type=argument(amount), metavar="N", help="of these in experts (default: none)"
+    )
+    group.add_argument(
+        "--bytes-per-parameter",
+        type=argument(positive),
+        metavar="N",
+        help="main copy and optimizer state (default: 4 + 8 with Adam, 4 + 4 with SGD)",
+    )
+    group.add_argument("--copies", type=argument(_copies), default=[1, 2, 3], metavar="K,...", help="default: 1,2,3")
+    group = parser.add_argument_group("time")
+    group.add_argument("--step-time", type=duration(), metavar="TIME", help="of one step")
+    group.add_argument("--optimizer-time", type=duration(0.0), default=0.0, metavar="TIME", help="in it (default: 0)")
+    group.add_argument(
+        "--node-mtbf",
+        type=duration(),
+        metavar="TIME",
+        help=f"of one node (default: {_GPU_MTBF_S / 86400:g}d by the number of its GPUs)",
+    )
+    group.add_argument(
+        "--domain-mtbf",
+        type=duration(),
+        default=_DOMAIN_MTBF,
+        metavar="TIME",
+        help=f"of one rack, switch, ... (default: {_DOMAIN_MTBF})",
+    )
+    group.add_argument(
+        "--recovery-time",
+        type=duration(0.0),
+        default=_RECOVERY,
+        metavar="TIME",
+        help=f"until a lost node is replaced (default: {_RECOVERY})",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table; bytes and seconds")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="pretrain_gpt.py and the flags of the run"
+    )
+
+
+def plan_of(given: argparse.Namespace) -> Plan:
+    """What is asked.
+
+    Raises:
+        UserError: it makes no sense.
+    """
+    words = given.command[1:] if given.command and not given.command[0].startswith("--") else given.command
+    options = parse(words[1:] if words[:1] == ["--"] else words)
+    _check(given)
+    world = given.nodes * given.gpus_per_node
+    grid = _layout(options, world)
+    topology = read_topology(given.topology) if given.topology else None
+    hosts = slurm.hosts(given.hosts) if given.hosts else []
+    nodes = nodes_of(given.nodes, topology, hosts, given.nodes_per_rack)
+    where = seats(nodes, given.gpus_per_node)
+    if given.params is not None:
+        stages = even(given.params, given.expert_params or 0.0, grid)
+    else:
+        stages = from_flags(options, grid)
+    sizes = shards(stages, options, grid, given.bytes_per_parameter)
+    pipeline_first = options.parallel.use_tp_pp_dp_mapping
+    kinds = {kind for node in nodes for kind in node if kind != NODE}
+    node_mtbf = given.node_mtbf or _GPU_MTBF_S / given.gpus_per_node
+    mtbf = {NODE: node_mtbf, **dict.fromkeys(sorted(kinds), given.domain_mtbf)}
+    question = Question(
+        where=where,
+        groups=data_parallel_groups(grid, pipeline_first),
+        shards={rank: sizes[stage] for rank, stage in enumerate(stage_of(grid, pipeline_first))},
+        copies_complete=all(not size.replicated for size in sizes),
+        pcie=given.pcie * GB,
+        network=given.network * GB,
+        step_s=given.step_time,
+        optimizer_s=given.optimizer_time,
+        failures=Failures(mtbf, given.recovery_time + (given.step_time or 0.0)),
+    )
+    memory = given.host_memory
+    total = sum(stage.dense * grid.tp + stage.expert * grid.etp * grid.ep for stage in stages)
+    return Plan(question, grid, given.nodes, total, given.copies, memory, bool(kinds), bool(words))
+
+
+def _check(given: argparse.Namespace) -> None:
+    if given.step_time is not None and given.optimizer_time >= given.step_time:
+        raise UserError(
+            f"--optimizer-time {given.optimizer_time:g} s of a step of {given.step_time:g} s leaves no time to copy in",
+            "the optimizer's time is a part of --step-time",
+        )
+    if given.expert_params is not None and (given.params is None or given.expert_params > given.params):
+        raise UserError("--expert-params is a part of --params", "give the number of all parameters with --params")
+    if given.topology and given.nodes_per_rack:
+        raise UserError("--topology and --nodes-per-rack say the same thing", "give one of them")
+    if given.hosts and not given.topology:
+        raise UserError("--hosts names hosts of a topology, and there is none", "add --topology FILE")
+    if given.recovery_time + (given.step_time or 0.0) <= 0:
+        raise UserError("--recovery-time 0 without a --step-time leaves no time to fail in", "give one of them")
+    world = given.nodes * given.gpus_per_node
+    if max(given.copies) >= world:
+        raise UserError(
+            f"{max(given.copies)} copies with {world - 1} other rank(s) to hold them", "give fewer --copies"
+        )
+
+
+def _layout(options: Options, world: int) -> Layout:
+    parallel = options.parallel
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    etp, ep = parallel.expert_tensor_parallel_size or tp, parallel.expert_model_parallel_size
+    for what, need in (
+        (f"TP {tp} x PP {pp} x CP {cp}", tp * pp * cp),
+        (f"ETP {etp} x EP {ep} x PP {pp}", etp * ep * pp),
+    ):
+        if world % need:
+            raise UserError(
+                f"{world} ranks (nodes x GPUs) cannot be split into {what} = {need}", f"use a multiple of {need} ranks"
+            )
+    return layout(parallel, options.model.num_layers or pp, world)
+
+
+def _copies(text: str) -> list[int]:
+    return sorted({whole(1)(part) for part in text.split(",")})

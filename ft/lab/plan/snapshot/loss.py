@@ -1,0 +1,145 @@
+"""The probability that a state is lost with all its copies: the paper's formula (1), and failures that are correlated.
+
+Formula (1) (section V-C): nodes fail independently, each within a step with probability p; a shard is lost when its
+owner and its k holders fail within the same step; the union bound over D shards is ``D p^(k+1)``. The paper's
+correlated form puts q, the probability that a failure domain fails within a step, in the place of p.
+
+Both take it for granted that owner and holders have nothing in common. The model here goes by the placement. Nodes
+fail with rate ``1 / mtbf``, and so do failure domains, which take all their nodes along; all of that independently. A
+failure opens a window: until the lost ranks are seated again and their copies are sent again, what it took is not
+protected. State is lost when everything that is left of an owner and its holders goes down within that window. For a
+failure of ``c``, let ``M_c`` be the smallest sets of further components that bring this about for some owner (a domain
+that takes several nodes along counts once, and so does a set that several owners are lost by). Then
+
+    P(loss | c) <= min(1, sum over m in M_c of product over f in m of P(f fails within the window))
+    P(loss | a failure) = sum over c of rate(c) / rate * P(loss | c)
+
+and over a time T, ``1 - exp(-rate T P(loss | a failure))``. With nodes alone and the k copies on k other nodes the
+second line times the rate is ``(k + 1) D p^(k+1)`` per window: k + 1 times formula (1), as any one of the k + 1 may be
+the first.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ft.platform.topology import NODE
+
+Where = Mapping[int, Mapping[str, str]]
+Component = tuple[str, str]
+"""(kind, name) of what can fail: a node, a rack, ..."""
+
+
+def formula_1(shards: int, p: float, k: int) -> float:
+    """Bound on the probability per step that a shard is lost: ``D p^(k+1)``; with q for p its correlated form."""
+    return min(1.0, shards * p ** (k + 1))
+
+
+def over(steps: float, per_step: float) -> float:
+    """Probability of at least one loss in so many steps."""
+    return 1.0 if per_step >= 1 else -math.expm1(steps * math.log1p(-per_step))
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How often what fails.
+
+    Attributes:
+        mtbf: kind of component ("node", "rack", ...) -> seconds between two failures of one of them. Kinds that are not
+            in it do not fail.
+        window: seconds until what a failure took is protected again.
+    """
+
+    mtbf: Mapping[str, float]
+    window: float
+
+    def within(self, kind: str) -> float:
+        """Probability that one component of this kind fails within the window."""
+        return -math.expm1(-self.window / self.mtbf[kind]) if kind in self.mtbf else 0.0
+
+
+@dataclass(frozen=True)
+class Risk:
+    """``rate``: failures per second of all components together; ``per_failure``: probability that one loses state;
+    ``by_kind``: the same for failures of one kind."""
+
+    rate: float
+    per_failure: float
+    by_kind: Mapping[str, float] = field(default_factory=dict)
+
+    def within(self, seconds: float) -> float:
+        """Probability of at least one loss in so long a time."""
+        return -math.expm1(-self.rate * seconds * self.per_failure)
+
+
+def risk(where: Where, holders: Mapping[int, Sequence[int]], failures: Failures) -> Risk:
+    """The risk of a placement.
+
+    Args:
+        where: logical rank -> kind -> name. holders: owner -> holders of its copies.
+    """
+    nodes = {kinds[NODE]: kinds for kinds in where.values()}
+    number: dict[Component, int] = {}  # small numbers make sets that are found fast
+    parts = [[number.setdefault(part, len(number)) for part in kinds.items()] for kinds in nodes.values()]
+    kinds = [kind for kind, _ in number]
+    chance = [failures.within(kind) for kind in kinds]
+    fatal = [[part for part in of_node if chance[part] > 0] for of_node in parts]
+    sets_on = _sets_on(where, holders, {name: i for i, name in enumerate(nodes)})
+    known: dict[tuple, float] = {}
+    rates: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    for part, members in _components(parts).items():
+        kind = kinds[part]
+        if kind not in failures.mtbf:
+            continue
+        rate = 1.0 / failures.mtbf[kind]
+        hit = set().union(*(sets_on.get(node, ()) for node in members))
+        rests = sorted(sorted(rest) for rest in {nodes - members for nodes in hit})
+        shape = _shape(rests, fatal, kinds)
+        if shape not in known:
+            ways = set().union(*(_ways_down(rest, fatal) for rest in rests))
+            known[shape] = min(1.0, math.fsum(math.prod(chance[part] for part in way) for way in ways))
+        rates[kind] = rates.get(kind, 0.0) + rate
+        losses[kind] = losses.get(kind, 0.0) + rate * known[shape]
+    total = math.fsum(rates.values())
+    by_kind = {kind: losses[kind] / rates[kind] for kind in rates}
+    return Risk(total, math.fsum(losses.values()) / total if total else 0.0, by_kind)
+
+
+def _sets_on(
+    where: Where, holders: Mapping[int, Sequence[int]], node_of: Mapping[str, int]
+) -> dict[int, set[frozenset[int]]]:
+    """Node -> the sets of nodes it belongs to which hold all there is of some state."""
+    seat = {rank: node_of[kinds[NODE]] for rank, kinds in where.items()}
+    found: dict[int, set[frozenset[int]]] = {}
+    for nodes in {frozenset([seat[owner], *[seat[rank] for rank in held]]) for owner, held in holders.items()}:
+        for node in nodes:
+            found.setdefault(node, set()).add(nodes)
+    return found
+
+
+def _components(parts: Sequence[Sequence[int]]) -> dict[int, frozenset[int]]:
+    """Everything that can fail -> the nodes that go down with it."""
+    members: dict[int, list[int]] = {}
+    for node, of_node in enumerate(parts):
+        for part in of_node:
+            members.setdefault(part, []).append(node)
+    return {part: frozenset(nodes) for part, nodes in members.items()}
+
+
+def _shape(rests: Sequence[Sequence[int]], fatal: Sequence[Sequence[int]], kinds: Sequence[str]) -> tuple:
+    """What the ways down depend on, without the names of components: in a regular cluster most have the same."""
+    names: dict[int, int] = {}
+    return tuple(
+        tuple([tuple([(names.setdefault(part, len(names)), kinds[part]) for part in fatal[node]]) for node in rest])
+        for rest in rests
+    )
+
+
+def _ways_down(nodes: Sequence[int], fatal: Sequence[Sequence[int]]) -> set[frozenset[int]]:
+    """The smallest sets of components whose failures take all of ``nodes`` down; the empty one where there are none."""
+    ways = set(map(frozenset, itertools.product(*[fatal[node] for node in nodes])))
+    if len(set(map(len, ways))) == 1:
+        return ways
+    return {way for way in ways if not any(other < way for other in ways)}

@@ -1,0 +1,40 @@
+"""``ft plan spare``: one subcommand for each question about SPARe."""
+
+import argparse
+import importlib
+
+from ft.base.errors import UserError
+
+_SUBCOMMANDS = (
+    "ft.lab.plan.spare.theory",
+    "ft.lab.plan.spare.place",
+    "ft.lab.plan.spare.reorder",
+    "ft.lab.plan.spare.montecarlo",
+    "ft.lab.plan.spare.optimize",
+    "ft.lab.plan.spare.simulate",
+    "ft.lab.plan.spare.cross_check",
+)
+"""Modules with an ``add_parser`` each, in the order in which help shows them."""
+
+_DESCRIPTION = """\
+SPARe: each of N shard types is hosted by r of N groups (the redundancy), and the survivors of failures reorder their
+stacks so that all types are collected in as few stacks as possible.
+Numbers of groups and redundancies may be ranges (2..12) and lists (200,600): there is one answer for each pair."""
+
+
+def add_parser(subparsers) -> None:
+    """Adds ``spare`` with its subcommands; each of them sets ``main`` as all of ``ft`` do."""
+    parser = subparsers.add_parser(
+        "spare",
+        help="redundancy for SPARe: failures endured, stacks computed, placement, reordering",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(main=_ask)
+    questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
+    for name in _SUBCOMMANDS:
+        importlib.import_module(name).add_parser(questions)
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    raise UserError("ft plan spare answers several questions, and none was asked", "see ft plan spare --help")

@@ -1,0 +1,69 @@
+"""``ft plan spare cross-check``."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from ft.lab.plan.spare.simulate import add_flags, asked_for
+from ft.lab.simulate.spare.cross_check import TOLERANCE, Comparison, compare
+from ft.lab.simulate.spare.scenario import FIELDS
+from ft.show.text import seconds, table
+
+_DESCRIPTION = """\
+The step-level simulation beside a model of the same scenario in SimGrid, of its own processes and events: the same
+failures, no jitter. Exit code 1 if they do not agree. For small scenarios, where SimGrid is installed ([simgrid])."""
+_NAMES = tuple(name for name in FIELDS if name not in ("jitter", "jitter-per"))
+_HEAD = ("N", "scheme", "R", "seed", "step level", "SimGrid", "restarts", "failures", "patches", "stacks", "agree")
+
+
+def add_parser(questions) -> None:
+    """Adds the subcommand."""
+    parser = questions.add_parser(
+        "cross-check",
+        help="a small scenario against SimGrid",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("scenario", nargs="?", metavar="FILE", help="a scenario file (TOML)")
+    add_flags(parser, _NAMES)
+    parser.add_argument("--json", action="store_true", help="a JSON list with an object for each case and seed")
+    parser.set_defaults(main=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints both answers; 1 if they differ.
+
+    Raises:
+        UserError: SimGrid is not installed, or the scenario makes no sense or is not small.
+    """
+    found = [one for asked in asked_for(arguments, _NAMES, arguments.scenario) for one in compare(asked)]
+    if arguments.json:
+        print(json.dumps([_values(one) for one in found]))
+    else:
+        print(table(_HEAD, [_cells(one) for one in found], right=(0, *range(2, 10))))
+        print(
+            f"\nagree: the same events, and times within {TOLERANCE:g} of each other; two figures: step level, SimGrid"
+        )
+    return 0 if all(one.agrees for one in found) else 1
+
+
+def _values(one: Comparison) -> dict:
+    return {**asdict(one), "difference": one.difference, "agrees": one.agrees}
+
+
+def _cells(one: Comparison) -> list[str]:
+    ours, theirs = one.step_level, one.simgrid
+    both = [
+        str(mine) if (mine := getattr(ours, name)) == (other := getattr(theirs, name)) else f"{mine}, {other}"
+        for name in ("restarts", "failures", "patches", "stacks")
+    ]
+    times = [seconds(ours.total_s), seconds(theirs.total_s)]
+    return [
+        str(one.groups),
+        one.scheme,
+        str(one.redundancy),
+        str(one.seed),
+        *times,
+        *both,
+        "yes" if one.agrees else "NO",
+    ]

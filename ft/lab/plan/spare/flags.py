@@ -1,0 +1,26 @@
+"""Flags and answers that the subcommands of ``ft plan spare`` have in common."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from ft.base.quantities import several
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--groups``, ``--redundancy`` and ``--json``."""
+    parser.add_argument("--groups", type=several, required=True, metavar="N", help="of groups, and of shard types")
+    parser.add_argument("--redundancy", type=several, required=True, metavar="R", help="hosts of each type")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table: one object, or a list of them")
+
+
+def sizes(given: argparse.Namespace) -> list[tuple[int, int]]:
+    """(groups, redundancy) of every answer that is asked for."""
+    return list(product(given.groups, given.redundancy))
+
+
+def as_json(given: argparse.Namespace, answers: Sequence[dict[str, Any]]) -> str:
+    """One object where one size was asked for, else a list with one for each, redundancies fastest."""
+    return json.dumps(answers[0] if len(sizes(given)) == 1 else list(answers))

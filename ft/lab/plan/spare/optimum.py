@@ -1,0 +1,130 @@
+"""Which redundancy trains fastest: by the rule of thumb, by formula (7), and simulated; one of them is recommended, or
+none: checkpoints alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ft.lab.simulate.spare.scenario import Scenario
+from ft.lab.simulate.spare.study import Row, checkpoint_period, endurance
+from ft.systems.spare import theory
+
+_ALIKE = 0.01
+"""Times to train that differ by no more than this part are taken as equal."""
+WITHOUT = 1
+"""Redundancy of checkpoints alone: one host for each type, and every failure ends in a global restart."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One redundancy.
+
+    Attributes:
+        ttt_norm, availability: by formulas (7) and (2). period_s: formula (1).
+        simulated: None where nothing was simulated.
+    """
+
+    redundancy: int
+    ttt_norm: float
+    availability: float
+    period_s: float
+    simulated: Row | None
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The answer.
+
+    Attributes:
+        without: checkpoints alone. argmin_theory, argmin_simulated: of ``choices``; None where nothing was simulated.
+        recommended: a redundancy, or :data:`WITHOUT`. reason: of that.
+    """
+
+    choices: tuple[Choice, ...]
+    without: Choice
+    r_star: int
+    argmin_theory: int
+    argmin_simulated: int | None
+    recommended: int
+    reason: str
+
+    @property
+    def period_s(self) -> float:
+        """Of checkpoints with what is recommended."""
+        every = (self.without, *self.choices)
+        return next(choice.period_s for choice in every if choice.redundancy == self.recommended)
+
+
+def choice(asked: Scenario, redundancy: int, simulated: Row | None) -> Choice:
+    """What the formulas say of a redundancy, or of checkpoints alone, beside what was simulated."""
+    job, scheme = asked.job, "checkpoint" if redundancy == WITHOUT else "spare"
+    period = checkpoint_period(asked, scheme, redundancy)
+    interval = endurance(job.groups, scheme, redundancy) * asked.mtbf_s
+    share = theory.availability(period, job.save_s, interval, job.restart_s)
+    stacks = 1.0 if redundancy == WITHOUT else theory.stack_mean(job.groups, redundancy)
+    return Choice(redundancy, stacks / share, share, period, simulated)
+
+
+def optimum(asked: Scenario, choices: Sequence[Choice], without: Choice) -> Optimum:
+    """Chooses among ``choices``, of which there is one at least, and doing ``without``."""
+    star = theory.r_star(asked.job.groups)
+    by_theory = min(choices, key=lambda one: one.ttt_norm)
+    by_simulation = min(choices, key=_simulated)
+    if math.isfinite(_simulated(by_simulation)):
+        least = by_simulation.redundancy
+        found, reason = _recommended(choices, by_simulation, star, by_theory.redundancy)
+    else:
+        none = None if by_simulation.simulated is None else "no simulated run with redundancy keeps a step"
+        least = None
+        found, reason = by_theory.redundancy, f"{none or 'nothing was simulated'}; formula (7) is least there"
+    said = _better_without(by_theory, by_simulation, without)
+    if said is not None:
+        found, reason = WITHOUT, said
+    elif least is not None:
+        reason += f"; checkpoints alone come to {_times(_simulated(without))}"
+    return Optimum(tuple(choices), without, star, by_theory.redundancy, least, found, reason)
+
+
+def _better_without(by_theory: Choice, by_simulation: Choice, without: Choice) -> str | None:
+    """Why checkpoints alone are as good as the best redundancy; None: they are not."""
+    simulated = without.simulated is not None
+    alone = _simulated(without) if simulated else without.ttt_norm
+    best = by_simulation if simulated else by_theory
+    other = _simulated(best) if simulated else best.ttt_norm
+    if not math.isfinite(alone) or alone > other * (1 + _ALIKE):
+        return None
+    means = "simulated" if simulated else "by the formulas"
+    return (
+        f"{means}, checkpoints alone train in {alone:.2f} times the time without failures, and the best redundancy, "
+        f"R = {best.redundancy}, in {_times(other)}: no redundancy is worth what it computes more"
+    )
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "no end"
+
+
+def _simulated(one: Choice) -> float:
+    return math.inf if one.simulated is None else one.simulated.found["ttt_norm"].mean
+
+
+def _recommended(choices: Sequence[Choice], best: Choice, star: int, by_theory: int) -> tuple[int, str]:
+    """The smallest redundancy that is as good as the best: it holds the least data and loses the fewest stacks."""
+    alike = [one for one in choices if _simulated(one) <= _simulated(best) * (1 + _ALIKE)]
+    found = min(alike, key=lambda one: one.redundancy)
+    said = f"simulated, it trains in {_simulated(found):.2f} times the time without failures"
+    by_redundancy, named = {one.redundancy: one for one in choices}, {found.redundancy}
+    if found is best:
+        said += ", less than with any other redundancy"
+    else:
+        named.add(best.redundancy)
+        said += (
+            f"; R = {best.redundancy} comes to {_simulated(best):.2f}, less than {100 * _ALIKE:g} % better, "
+            "and the smaller redundancy keeps less data on each group"
+        )
+    others = []
+    for name, redundancy in (("the rule of thumb (8)", star), ("formula (7)", by_theory)):
+        if redundancy not in named and redundancy in by_redundancy:
+            named.add(redundancy)
+            others.append(f"R = {redundancy} of {name} comes to {_simulated(by_redundancy[redundancy]):.2f}")
+    return found.redundancy, "; ".join([said, *others])

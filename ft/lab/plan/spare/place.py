@@ -1,0 +1,81 @@
+"""``ft plan spare place``: which group hosts which types."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.base.quantities import several
+from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
+from ft.show.text import table
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import check, largest_redundancy, ruler
+
+_DESCRIPTION = """\
+A ruler, group w holding type (w + mark) mod N for each of its marks, with which two types share at most one group.
+The optimal Golomb ruler where it fits, else a modular one made or searched for exactly this number of groups."""
+
+
+def add_parser(questions) -> None:
+    """Adds the subcommand."""
+    parser = questions.add_parser(
+        "place",
+        help="a ruler that places the types, and the layout that it makes",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_sizes(parser)
+    parser.add_argument("--ruler", type=several, metavar="0,A,B,...", help="use this one, after a check")
+    parser.add_argument("--out", metavar="FILE", help="every group's order, as JSON")
+    parser.set_defaults(main=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the rulers, and writes the layout where that is asked for.
+
+    Raises:
+        UserError: a size cannot be placed, the ruler given is none, or the file cannot be written.
+    """
+    if given.out is not None and len(sizes(given)) > 1:
+        raise UserError("--out holds one layout, and several sizes are asked for", "give one --groups and --redundancy")
+    placements = [_placement(groups, redundancy, given.ruler) for groups, redundancy in sizes(given)]
+    if given.out is not None:
+        _write(placements[0], Path(given.out))
+    answers = [{"ruler": list(placement.ruler), "max_overlap": placement.max_overlap} for placement in placements]
+    print(as_json(given, answers) if given.json else _as_text(placements))
+    return 0
+
+
+def _placement(groups: int, redundancy: int, given: list[int] | None) -> Placement:
+    if given is None:
+        return Placement(groups, ruler(groups, redundancy))
+    if len(given) != redundancy:
+        raise UserError(
+            f"the ruler has {len(given)} marks, and the redundancy is {redundancy}", "give one mark for each host"
+        )
+    return Placement(groups, check(given, groups))
+
+
+def _write(placement: Placement, path: Path) -> None:
+    layout = {
+        "groups": placement.groups,
+        "redundancy": placement.redundancy,
+        "ruler": list(placement.ruler),
+        "orders": placement.orders().tolist(),
+    }
+    try:
+        path.write_text(json.dumps(layout) + "\n")
+    except OSError as error:
+        raise UserError(f"the layout cannot be written: {error}", "give --out a path that can be") from error
+
+
+def _as_text(placements: list[Placement]) -> str:
+    head = ["groups", "redundancy", "at most", "overlap", "ruler"]
+    rows = [
+        [
+            *(str(made.groups), str(made.redundancy), str(largest_redundancy(made.groups)), str(made.max_overlap)),
+            " ".join(str(mark) for mark in made.ruler),
+        ]
+        for made in placements
+    ]
+    return table(head, rows, right=range(4))

@@ -1,0 +1,115 @@
+"""``ft plan spare reorder``: what the controller does when groups are lost at once."""
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from ft.base.quantities import several
+from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
+from ft.show.text import count, shortened, table
+from ft.systems.spare.controller import Controller, Reordering
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import ruler
+
+_DESCRIPTION = """\
+What the controller decides when, out of the initial layout, some groups are lost at once: the stack S after which the
+all-reduce fires, the types that move among the first S of a group, and those that the interrupted step has to patch."""
+
+_PHASES = ("0, the committed orders held", "1, a deeper stack was enough", "2, types were moved")
+_WIDTH = 100
+
+
+def add_parser(questions) -> None:
+    """Adds the subcommand."""
+    parser = questions.add_parser(
+        "reorder",
+        help="stack, moves and patch computes after a loss of groups",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_sizes(parser)
+    parser.add_argument("--failed", type=several, required=True, metavar="A,B,...", help="groups, from 0, or ranges")
+    parser.add_argument("--check", action="store_true", help="solve it with SciPy's flows as well, and compare")
+    parser.set_defaults(main=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the decisions; with ``--check`` returns 1 where another solver decides otherwise.
+
+    Raises:
+        UserError: a size cannot be placed, or the failed groups make no sense.
+    """
+    found = []
+    for groups, redundancy in sizes(given):
+        placement = Placement(groups, ruler(groups, redundancy))
+        controller = Controller(placement)
+        began = time.perf_counter()
+        done = controller.lose(given.failed)
+        found.append((done, (time.perf_counter() - began) * 1e3))
+        differs = difference(placement, given.failed, done) if given.check else None
+        if differs is not None:
+            print(f"error: {groups} groups, redundancy {redundancy}: {differs}", file=sys.stderr)
+            return 1
+    if given.json:
+        print(as_json(given, [as_values(done, time_ms) for done, time_ms in found]))
+        return 0
+    parts = [_as_text(size, *each) for size, each in zip(sizes(given), found, strict=True)]
+    print("\n\n".join(parts))
+    if given.check:
+        print("\nSciPy finds the same stack and as many moves.")
+    return 0
+
+
+def as_values(done: Reordering, time_ms: float) -> dict[str, Any]:
+    """The decision for programs."""
+    moves = [
+        {"group": move.group, "type": move.kind, "from": move.from_position, "to": move.to_position}
+        for move in done.moves
+    ]
+    return {
+        "stack": done.stack,
+        "moves": moves,
+        "wipe_out": list(done.wipe_out),
+        "phase": done.phase,
+        "patch_types": list(done.patch_types),
+        "time_ms": time_ms,
+    }
+
+
+def difference(placement: Placement, failed: list[int], done: Reordering) -> str | None:
+    """What SciPy's maximum flow and shortest paths, from the initial layout, find otherwise; None: nothing."""
+    from ft.systems.spare.controller.flow import min_cost, smallest_stack
+
+    alive = np.ones(placement.groups, dtype=bool)
+    alive[failed] = False
+    stack = smallest_stack(placement.host_table, alive, 1)
+    if stack is None or done.wipe_out:
+        same = stack is None and done.wipe_out
+        return None if same else f"SciPy's smallest stack is {stack}, the controller lost types {done.wipe_out}"
+    _, moves = min_cost(placement.host_table, placement.orders(), alive, stack)
+    if (stack, moves) == (done.stack, len(done.moves)):
+        return None
+    ours = f"{done.stack} with {count(len(done.moves), 'move')}"
+    return f"SciPy needs stack {stack} with {count(moves, 'move')}, the controller {ours}"
+
+
+def _as_text(size: tuple[int, int], done: Reordering, time_ms: float) -> str:
+    rows = [["groups, redundancy", f"{size[0]}, {size[1]}"]]
+    if done.wipe_out:
+        rows.append(["wipe-out", f"no host is left of types {_list(done.wipe_out)}: restart from a checkpoint"])
+    else:
+        rows += [["stack", str(done.stack)], ["phase", _PHASES[done.phase]]]
+        rows.append(["patch", f"types {_list(done.patch_types)}" if done.patch_types else "not needed"])
+    rows.append(["time", f"{time_ms:.3f} ms"])
+    text = "\n".join(f"{name:<20}{value}" for name, value in rows)
+    if not done.moves:
+        return text
+    moves = [[str(number) for number in move] for move in done.moves]
+    return f"{text}\n\n" + table(["group", "type", "from position", "to"], moves, right=range(4))
+
+
+def _list(kinds: tuple[int, ...]) -> str:
+    return shortened(", ".join(str(kind) for kind in kinds), _WIDTH)

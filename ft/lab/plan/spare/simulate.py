@@ -1,0 +1,78 @@
+"""``ft plan spare simulate``."""
+
+import argparse
+import json
+
+from ft.base.errors import UserError
+from ft.base.quantities import several
+from ft.lab.simulate import fields
+from ft.lab.simulate.spare.scenario import FIELDS, Scenario, read_file, read_flags, scenario
+from ft.lab.simulate.spare.study import study
+from ft.lab.simulate.spare.table import as_text, as_values
+
+_DESCRIPTION = """\
+Trains step by step under failures, as a simulation: SPARe, replication, or checkpoints alone.
+The question is a scenario file, or flags, or both: flags count more. Times have a unit (ms, s, m
+or min, h, d); groups and redundancies are numbers, lists and ranges: 9, 2..12, 2..4,8."""
+_TITLES = {
+    "job": "what is trained",
+    "failures": "failures of groups",
+    "costs": "what events cost",
+    "schemes": "what is compared",
+    "run": "runs",
+}
+
+
+def add_parser(questions) -> None:
+    """Adds the subcommand."""
+    parser = questions.add_parser(
+        "simulate",
+        help="time-to-train of SPARe, replication and checkpoints alone, step by step",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "scenario", nargs="?", metavar="FILE", help="a scenario file (TOML), such as those in examples/"
+    )
+    add_flags(parser, FIELDS)
+    parser.add_argument("--json", action="store_true", help="JSON: an object, or a list of them for several cases")
+    parser.set_defaults(main=run)
+
+
+def add_flags(parser: argparse.ArgumentParser, names) -> None:
+    """Adds the flags of these :data:`FIELDS`, in groups by the sections of a scenario file."""
+    fields.add_flags(parser, {name: FIELDS[name] for name in names}, _TITLES)
+
+
+def asked_for(given: argparse.Namespace, names, file: str | None = None) -> list[Scenario]:
+    """The scenario of a file, where there is one, and of the flags ``names``: one for each of ``--groups``.
+
+    Raises:
+        UserError: one of them does not make sense.
+    """
+    values = read_file(file) if file is not None else {}
+    flags = {name: getattr(given, name.replace("-", "_")) for name in names}
+    several = [None] if flags["groups"] is None else map(str, _groups(flags["groups"]))
+    return [scenario({**values, **read_flags({**flags, "groups": each})}) for each in several]
+
+
+def _groups(text: str) -> list[int]:
+    try:
+        return several(text)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--groups {text}: {error}", "give a number of groups, or several: 200,600,1000") from error
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what became of every case.
+
+    Raises:
+        UserError: the scenario makes no sense, or a redundancy cannot be placed.
+    """
+    found = [(asked, list(study(asked))) for asked in asked_for(arguments, FIELDS, arguments.scenario)]
+    if arguments.json:
+        values = [as_values(asked, row) for asked, rows in found for row in rows]
+        print(json.dumps(values[0] if len(values) == 1 else values))
+    else:
+        print("\n\n".join(as_text(asked, rows) for asked, rows in found))
+    return 0

@@ -1,0 +1,72 @@
+"""``ft plan spare theory``: the closed forms."""
+
+import argparse
+from typing import Any
+
+from ft.base.quantities import argument, whole
+from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
+from ft.show.text import table
+from ft.systems.spare import theory
+
+_DESCRIPTION = """\
+The paper's closed forms: failures up to the first wipe-out (3), stacks per step by (5) and by its lower bound (6),
+the probability rho that a failure after k others needs a patch compute, and the rule of thumb r* (8)."""
+
+_number = argument(whole(-(10**18), 10**18))
+
+
+def add_parser(questions) -> None:
+    """Adds the subcommand."""
+    parser = questions.add_parser(
+        "theory",
+        help="failures endured and stacks per step by the paper's formulas",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_sizes(parser)
+    parser.add_argument("--failures", type=_number, metavar="K", help="so far, for rho")
+    parser.set_defaults(main=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the answers.
+
+    Raises:
+        UserError: a size or the number of failures makes no sense.
+    """
+    answers = [answer(groups, redundancy, given.failures) for groups, redundancy in sizes(given)]
+    print(as_json(given, answers) if given.json else _as_text(given, answers))
+    return 0
+
+
+def answer(groups: int, redundancy: int, failures: int | None = None) -> dict[str, Any]:
+    """The closed forms for one size, ``rho`` only with ``failures``.
+
+    Raises:
+        UserError: as :mod:`ft.systems.spare.theory`.
+    """
+    found: dict[str, Any] = {
+        "mu": theory.mu(groups, redundancy),
+        "stack_lower_bound": theory.stack_lower_bound(groups, redundancy),
+        "stack_mean": theory.stack_mean(groups, redundancy),
+        "r_star": theory.r_star(groups),
+    }
+    if failures is not None:
+        found["rho"] = theory.rho(groups, failures)
+    return found
+
+
+def _as_text(given: argparse.Namespace, answers: list[dict[str, Any]]) -> str:
+    head = ["groups", "redundancy", "failures (3)", "stack bound (6)", "stacks per step (5)", "r* (8)"]
+    rows = [
+        [
+            *(str(size), str(redundancy), f"{found['mu']:.1f}", f"{found['stack_lower_bound']:.2f}"),
+            *(f"{found['stack_mean']:.2f}", str(found["r_star"])),
+        ]
+        for (size, redundancy), found in zip(sizes(given), answers, strict=True)
+    ]
+    if given.failures is not None:
+        head.append(f"rho after {given.failures}")
+        for row, found in zip(rows, answers, strict=True):
+            row.append(f"{found['rho']:.3f}")
+    return table(head, rows, right=range(len(head)))

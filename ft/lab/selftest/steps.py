@@ -1,0 +1,116 @@
+"""Trains a model for a step or two on this rank alone, with every operator watched."""
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ft.base.errors import UserError
+from ft.lab.selftest.cases import Case
+from ft.lab.selftest.probe import Probe
+from megatron import patches
+from megatron.training import determinism
+from megatron.training.arguments import Options, check, parse
+from megatron.training.arguments.checkpoint import CheckpointOptions
+from megatron.training.arguments.data import DataOptions, TokenizerOptions
+from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
+from megatron.training.arguments.logging import LoggingOptions
+from megatron.training.arguments.parallel import ParallelOptions
+from megatron.training.arguments.training import EvaluationOptions
+from megatron.training.config import transformer_config
+from megatron.training.data import dataset_prefixes
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.initialize import destroy, init_model_parallel
+from megatron.training.pretrain import assemble
+from megatron.training.step import train_step
+
+STEPS = 2
+"""The second one finds gradients and optimizer states that are not zero."""
+
+
+def watch(case: Case, probe: Probe, layers: int = 0) -> None:
+    """Trains ``case`` under ``probe``. ``layers``: at most so many; 0: all.
+
+    Raises:
+        UserError: the flags do not work on one rank, or the model does not fit this device.
+    """
+    options = alone(parse(case.flags), layers)
+    layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
+    transformer_config(options, layout)
+    if options.kernels.deterministic_mode:
+        determinism.enforce()
+    probe.case = case.name
+    with _one_rank(options), contextlib.redirect_stdout(io.StringIO()):
+        init_model_parallel(options.parallel, layout)
+        try:
+            job = assemble(options, layout, time.monotonic())
+            with probe:
+                for _ in range(STEPS):
+                    train_step(job)
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"the model does not fit this device: {error}", "--layers 2, or a smaller model") from error
+        for loader in filter(None, job.train_loaders or []):
+            loader.close()
+
+
+def alone(options: Options, layers: int = 0) -> Options:
+    """The same model on one rank, trained on made-up data and saved nowhere.
+
+    What is split over ranks otherwise is whole here: operators of a tensor-parallel layer are larger.
+    """
+    given, training = options.parallel, options.training
+    if options.model.num_layers and layers:
+        options.model.num_layers = min(options.model.num_layers, layers)
+    return replace(
+        options,
+        parallel=ParallelOptions(
+            use_distributed_optimizer=given.use_distributed_optimizer, distributed_backend=given.distributed_backend
+        ),
+        recompute=replace(options.recompute, distribute_saved_activations=False),
+        training=replace(
+            training,
+            global_batch_size=2 * (training.micro_batch_size or 1),
+            rampup_batch_size=None,
+            train_iters=STEPS,
+            train_samples=None,
+        ),
+        tokenizer=_numbers(options),
+        data=DataOptions(
+            mock_data=True,
+            seq_length=options.data.seq_length,
+            num_workers=0,
+            reset_position_ids=options.data.reset_position_ids,
+            reset_attention_mask=options.data.reset_attention_mask,
+            eod_mask_loss=options.data.eod_mask_loss,
+        ),
+        evaluation=EvaluationOptions(eval_iters=0),
+        checkpoint=CheckpointOptions(),
+        logging=LoggingOptions(log_interval=STEPS + 1),
+        fault_tolerance=FaultToleranceOptions(ft_dmr="piggyback"),  # operators are those of a run with DMR
+    )
+
+
+def _numbers(options: Options) -> TokenizerOptions:
+    """A vocabulary of the same size, without its files."""
+    has_data = options.data.data_path or options.data.train_data_path
+    prefixes = dataset_prefixes(options.data) if has_data else []
+    size = build_tokenizer(options.tokenizer, prefixes).vocab_size
+    return replace(options.tokenizer, tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=size)
+
+
+@contextlib.contextmanager
+def _one_rank(options: Options) -> Iterator[None]:
+    """A world of this process, without a network."""
+    here = patches.platform()
+    here.select_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = here.choose_backend(options.parallel.distributed_backend)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        destroy()

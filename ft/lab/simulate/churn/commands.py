@@ -1,0 +1,75 @@
+"""``ft simulate churn``."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.lab.simulate.churn.fit import fit, matching_rate
+from ft.lab.simulate.churn.scenario import FIELDS, TITLES, probability, read, scenario
+from ft.lab.simulate.churn.study import study
+from ft.lab.simulate.churn.table import as_text, as_values
+from ft.lab.simulate.fields import add_flags
+
+_DESCRIPTION = """\
+How long a pipeline that loses whole stages trains to a loss: by checkpointing, redundant computation, CheckFree and
+CheckFree+. The question is a scenario file, or flags, or both: flags count more. Times have a
+unit (ms, s, m or min, h, d). Without any, it is the training of CheckFree's Table 2."""
+
+
+def add_parser(simulations) -> None:
+    """Adds the subcommand."""
+    parser = simulations.add_parser(
+        "churn",
+        help="time to train of CheckFree and its rivals under stage failures, beside its paper's",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("scenario", nargs="?", metavar="FILE", help="a scenario file, such as those in examples/")
+    add_flags(parser, FIELDS, TITLES)
+    parser.add_argument("--fit", metavar="RATE", help=_FIT)
+    parser.add_argument("--match", action="store_true", help=_MATCH)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--plot", metavar="PNG", help="a picture: time by rate, and the loss of one run of each")
+    parser.set_defaults(main=run)
+
+
+_FIT = "fit the jump and the slowdown to the hours published at RATE first; the other rates are then predicted"
+_MATCH = "also the rates at which the published hours would be ours; some seconds"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the comparison, and draws it where that is asked for.
+
+    Raises:
+        UserError: the question makes no sense, or the picture cannot be written.
+    """
+    values = read(arguments.scenario, {name: getattr(arguments, name.replace("-", "_")) for name in FIELDS})
+    fitted = None
+    if arguments.fit is not None:
+        fitted = fit(values, _rate(arguments.fit))
+        values |= {"jump": fitted.jump, "slowdown": fitted.slowdown}
+    asked = scenario(values)
+    rows = list(study(asked))
+    matched = None
+    if arguments.match:
+        matched = [row.published and matching_rate(asked, row.strategy, row.published) for row in rows]
+    shown = as_values if arguments.json else as_text
+    found = shown(asked, rows, fitted, matched)
+    print(json.dumps(found) if arguments.json else found)
+    if arguments.plot is not None:
+        # Matplotlib takes longer to import than all else here.
+        from ft.lab.simulate.churn.picture import draw
+
+        try:
+            draw(asked, rows, Path(arguments.plot))
+        except (OSError, ValueError) as error:
+            raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error
+    return 0
+
+
+def _rate(text: str) -> float:
+    try:
+        return probability(text)
+    except ValueError as error:
+        raise UserError(f"--fit {text}: {error}", "name a rate of the scenario's [published], such as 10%") from error

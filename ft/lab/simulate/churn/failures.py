@@ -1,0 +1,110 @@
+"""When stages fail: each by a Poisson process of its own, or as in a recorded trace."""
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ft.base.errors import UserError
+
+_FIX = "give lines of: seconds from the start, stage"
+
+
+def hourly(probability: float) -> float:
+    """Failures per second of a stage that fails within an hour with that probability, less than 1."""
+    return -math.log1p(-probability) / 3600.0
+
+
+class Failures(Protocol):
+    """Of the whole pipeline, for several seeds at once.
+
+    Attributes:
+        between_s: mean time between two of them, infinite without any.
+    """
+
+    between_s: float
+
+    def more(self) -> tuple[np.ndarray, np.ndarray]:
+        """The next failures in order of time: seconds, float [seeds, n], and stages, int [seeds, n]; infinite: none."""
+
+
+class Poisson:
+    """Every stage alike, without memory.
+
+    A seed's failures depend on it alone: not on how many seeds there are, nor on what is done about them, so that all
+    strategies are struck at the same times.
+
+    Args:
+        probability: of one stage to fail within an hour, 0 to less than 1. stages: of the pipeline.
+        seeds: one history each.
+    """
+
+    _BLOCK = 256
+
+    def __init__(self, probability: float, stages: int, seeds: range):
+        self._stages = stages
+        self.between_s = 1.0 / (hourly(probability) * stages) if probability else math.inf
+        self._draw = [np.random.default_rng(seed) for seed in seeds]
+        self._at = np.zeros((len(seeds), 1))
+
+    def more(self) -> tuple[np.ndarray, np.ndarray]:
+        if math.isinf(self.between_s):
+            return np.full((len(self._draw), 1), np.inf), np.zeros((len(self._draw), 1), dtype=int)
+        gaps = np.stack([draw.exponential(1.0, self._BLOCK) for draw in self._draw]) * self.between_s
+        times = self._at + gaps.cumsum(axis=1)
+        self._at = times[:, -1:]
+        return times, np.stack([draw.integers(self._stages, size=self._BLOCK) for draw in self._draw])
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Failures that were recorded; none comes after the last. ``times``: seconds, ascending. ``stages``: of each."""
+
+    times: tuple[float, ...]
+    stages: tuple[int, ...]
+
+    @property
+    def between_s(self) -> float:
+        """Over the time up to the last."""
+        return self.times[-1] / len(self.times) if self.times else math.inf
+
+    def more(self) -> tuple[np.ndarray, np.ndarray]:
+        times, stages = (*self.times, math.inf), (*self.stages, 0)
+        return np.array([times]), np.array([stages], dtype=int)
+
+
+def read_trace(path: str | Path, stages: int) -> Trace:
+    """Reads a CSV file of ``time_s,stage`` in any order, with that head or without; # begins a comment.
+
+    Raises:
+        UserError: it cannot be read, or a line is no failure of one of ``stages`` stages, or there is none at all.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the trace {path} cannot be read: {error}", "give a CSV file") from error
+    found = []
+    for place, cells in enumerate(csv.reader(line.partition("#")[0] for line in lines), 1):
+        cells = [cell.strip() for cell in cells]
+        if any(cells) and (found or cells != ["time_s", "stage"]):
+            found.append(_failure(cells, stages, f"line {place} of {path}"))
+    if not found:
+        raise UserError(f"the trace {path} holds no failure", _FIX)
+    found.sort()
+    times, places = zip(*found, strict=True)
+    return Trace(times, places)
+
+
+def _failure(cells: list[str], stages: int, where: str) -> tuple[float, int]:
+    try:
+        at, stage = float(cells[0]), int(cells[1])
+    except (ValueError, IndexError):
+        at, stage = math.nan, -1
+    if len(cells) != 2 or not 0 <= at < math.inf:
+        raise UserError(f"{where} is {','.join(cells)!r}", _FIX)
+    if not 0 <= stage < stages:
+        raise UserError(f"{where} names stage {stage}", f"the stages are 0 to {stages - 1}")
+    return at, stage

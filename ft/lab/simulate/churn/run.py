@@ -1,0 +1,141 @@
+"""One strategy under failures, event by event in virtual time, all seeds at once.
+
+Between two events a run makes progress at the pace of its iterations, and its excess loss decays. Events are:
+
+- a lost stage. The run stalls while it is recovered, and the loss jumps by what its rebuild costs; or all go back to
+  the last checkpoint: by strategy, and whenever the stage next to it is still being recovered, for then nothing is left
+  to rebuild it from. The iteration that was struck counts once, as in the paper: training goes on with its batch.
+- a measurement of the loss, which ends the run at the target.
+
+Progress is continuous: a failure strikes an iteration anywhere, and only checkpoints and measurements are at whole
+numbers of them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ft.lab.simulate.churn.failures import Failures
+from ft.lab.simulate.churn.loss import Convergence
+from ft.lab.simulate.churn.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of each seed, arrays [seeds].
+
+    Attributes:
+        hours: to the target; infinite where the run was given up. executed: iterations, those done again included.
+        failures: of stages that can fail. falls: to a checkpoint. undone: iterations lost by them.
+        history: rows of hours, loss, of the first seed before and after each event; empty unless asked for.
+    """
+
+    hours: np.ndarray
+    executed: np.ndarray
+    failures: np.ndarray
+    falls: np.ndarray
+    undone: np.ndarray
+    history: list[tuple[float, float]]
+
+
+def run(how: Strategy, law: Convergence, failures: Failures, limit_s: float, seeds: int, told: bool = False) -> Outcome:
+    """Trains to the target.
+
+    Args:
+        limit_s: virtual time after which a run is given up. seeds: histories in ``failures``. told: with the history.
+    """
+    runs = _Runs(how, law, failures, seeds)
+    history: list[tuple[float, float]] = []
+    while runs.under_way.any():
+        before = runs.at[0] if told else 0.0
+        runs.advance(limit_s)
+        if told and (runs.at[0] > before or not history):
+            history.append(runs.first())
+        runs.lose_stages(limit_s)
+        if told and runs.struck[0]:
+            history.append(runs.first())
+        runs.end(limit_s)
+    hours = np.where(runs.reached, runs.at / 3600.0, np.inf)
+    return Outcome(hours, runs.executed, runs.failed, runs.fell, runs.undone, history)
+
+
+class _Runs:
+    """The state of all runs; arrays [seeds] unless said otherwise.
+
+    Attributes:
+        at: seconds from which on the run makes progress. n: iterations done. excess: of the loss.
+        next: seconds of the next failure, the one at ``place`` in ``times`` and ``stages``, [seeds, n].
+        measures, struck: what comes now is a measurement, or a failure. under_way: neither reached nor given up.
+        saved: the excess at the last checkpoint. last: seconds of each stage's last failure, [seeds, stages + 2], with
+            a column beside either end.
+    """
+
+    def __init__(self, how: Strategy, law: Convergence, failures: Failures, seeds: int):
+        self.how, self.law, self.failures = how, law, failures
+        self.rows = np.arange(seeds)
+        self.at, self.n, self.excess, self.saved = (np.zeros(seeds) for _ in range(4))
+        self.executed, self.undone = np.zeros(seeds), np.zeros(seeds)
+        self.failed, self.fell = np.zeros(seeds, dtype=int), np.zeros(seeds, dtype=int)
+        self.under_way = np.ones(seeds, dtype=bool)
+        self.reached, self.struck, self.measures = np.zeros((3, seeds), dtype=bool)
+        self.last = np.full((seeds, len(how.jumps) + 2), -np.inf)
+        self.times, self.stages = failures.more()
+        self.place, self.next = np.zeros(seeds, dtype=int), np.zeros(seeds)
+        # Before that the loss cannot be at the target: an excess is never negative.
+        self.earliest = np.ceil(law.iterations * (1.0 + how.slowdown) / law.evaluate - 1e-9) * law.evaluate
+
+    def first(self) -> tuple[float, float]:
+        """Hours and loss of the first seed."""
+        loss = self.law.loss(self.n[:1] / (1.0 + self.how.slowdown))[0] + self.excess[0]
+        return self.at[0] / 3600.0, float(loss)
+
+    def advance(self, limit_s: float) -> None:
+        """To the next failure, measurement, or the limit."""
+        how, law = self.how, self.law
+        self.next = self.times[self.rows, self.place]
+        due = np.maximum((np.floor(self.n / law.evaluate) + 1.0) * law.evaluate, self.earliest)
+        measured_at = self.at + (due - self.n) * how.iteration_s
+        self.measures = self.under_way & (measured_at <= np.minimum(self.next, limit_s))
+        until = np.where(self.measures, measured_at, np.minimum(self.next, limit_s))
+        until = np.where(self.under_way, np.maximum(self.at, until), self.at)
+        n = np.where(self.measures, due, self.n + (until - self.at) / how.iteration_s)
+        checkpoint = np.floor(n / how.interval) * how.interval
+        passed = checkpoint > np.floor(self.n / how.interval) * how.interval
+        self.saved = np.where(passed, self.excess * law.kept(np.maximum(checkpoint - self.n, 0.0)), self.saved)
+        self.excess = self.excess * law.kept(n - self.n)
+        self.executed += n - self.n
+        self.n, self.at = n, until
+
+    def lose_stages(self, limit_s: float) -> None:
+        """The stage whose failure is next, in each run that has come to it."""
+        how = self.how
+        self.struck = self.under_way & ~self.measures & (self.next <= limit_s)
+        stage = self.stages[self.rows, self.place]
+        strikes = self.struck & ~how.spared[stage]
+        waiting = (self.next[:, None] - self.last[self.rows[:, None], stage[:, None] + [0, 1, 2]]) < how.recovery_s
+        falls = strikes & (how.falls[stage] | waiting[:, 0] | waiting[:, 2])
+        # Lost again before it was back: one rebuild, later.
+        jumps = strikes & ~falls & ~waiting[:, 1]
+        self.excess = np.where(jumps, self.excess + how.jumps[stage], np.where(falls, self.saved, self.excess))
+        checkpoint = np.floor(self.n / how.interval) * how.interval
+        self.undone += np.where(falls, self.n - checkpoint, 0.0)
+        self.n = np.where(falls, checkpoint, self.n)
+        stall = np.where(falls, how.recovery_s + how.load_s, how.stall_s)
+        self.at = np.where(strikes, np.maximum(self.at, self.next + stall), self.at)
+        self.last[self.rows[strikes], stage[strikes] + 1] = self.next[strikes]
+        self.failed += strikes
+        self.fell += falls
+        self.place += self.struck
+        if self.place.max() == self.times.shape[1]:
+            self._more()
+
+    def _more(self) -> None:
+        times, stages = self.failures.more()
+        self.times, self.stages = np.hstack([self.times, times]), np.hstack([self.stages, stages])
+
+    def end(self, limit_s: float) -> None:
+        """Ends the runs that measured the target, or have no time left."""
+        loss = self.law.loss(self.n / (1.0 + self.how.slowdown)) + self.excess
+        # What is left of a jump long ago is no reason to train on to the next measurement.
+        self.reached |= self.measures & (loss <= self.law.target * (1.0 + 1e-9))
+        self.under_way &= ~self.reached & (self.at < limit_s)

@@ -1,0 +1,205 @@
+"""What is simulated: read from a file and from flags, checked, and turned into the pieces of a run.
+
+A scenario file is TOML with the sections and keys of :data:`FIELDS`, and [published]: by strategy, the hours that
+somebody else found at each of ``rates``. Times are seconds, or text such as "5m".
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.base.quantities import between, whole
+from ft.lab.simulate import fields
+from ft.lab.simulate.churn.failures import Failures, Poisson, read_trace
+from ft.lab.simulate.churn.loss import Convergence
+from ft.lab.simulate.churn.strategy import CHECKPOINT, ENDS, STRATEGIES, Costs
+from ft.lab.simulate.fields import Field, duration, one_of, several
+
+PUBLISHED = "published"
+SWAPPED_PART = 0.035
+"""Of the jump of a first stage copied without swap training (1.6-2.1), that with it (0.03-0.10): measured on a small
+model (science file, small-scale evidence)."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A question that makes sense.
+
+    Attributes:
+        costs, law: of the training. rates: probabilities of a stage to fail within an hour, empty with a ``trace``.
+        strategies: of ``STRATEGIES``. seeds: so many runs of each case, from ``seed`` on; 1 with a trace.
+        limit: a run is given up after so many times what a plain one takes.
+        published: (strategy, rate) -> hours that somebody else found.
+    """
+
+    costs: Costs
+    law: Convergence
+    rates: tuple[float, ...]
+    trace: str | None
+    strategies: tuple[str, ...]
+    seeds: int
+    seed: int
+    limit: float
+    published: dict[tuple[str, float], float]
+
+    @property
+    def plain_s(self) -> float:
+        """Of a training without failures, checkpoints and redundancy."""
+        return self.law.iterations * self.costs.iteration_s
+
+    def failures(self, rate: float | None) -> Failures:
+        """At one of ``rates``; None: the trace, which may be unreadable: UserError."""
+        if rate is None:
+            return read_trace(self.trace, self.costs.stages)
+        return Poisson(rate, self.costs.stages, range(self.seed, self.seed + self.seeds))
+
+
+def probability(value: Any) -> float:
+    """Reads "5%" or 0.05.
+
+    Raises:
+        ValueError: it is neither, or not from 0 to 90 %.
+    """
+    text = str(value).strip()
+    try:
+        found = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
+    except ValueError:
+        found = math.nan
+    if isinstance(value, bool) or not 0.0 <= found <= 0.9:
+        raise ValueError("no probability within an hour from 0 to 90 %, such as 5% or 0.05")
+    return found
+
+
+FIELDS = {
+    "stages": Field("job", whole(2, 10_000), 6, "N", "stages that can fail, each with transformer blocks"),
+    "iterations": Field("job", whole(1, 10**8), 10_000, "N", "to the target loss without failures"),
+    "iteration": Field("job", duration(1e-3), 91.3, "TIME", "one iteration, without checkpoints and redundancy"),
+    "rates": Field("failures", several(probability, "probabilities"), (0.05, 0.10, 0.16), "P,...",
+                   "probability of each stage to fail within an hour"),
+    "trace": Field("failures", str, None, "FILE", "CSV of time_s,stage instead: stages from 0 on"),
+    "recovery": Field("failures", duration(0.0), 30.0, "TIME", "until a new node stands in for a lost stage"),
+    "floor": Field("loss", between(0.0, 1e3), 2.138, "L", "of the loss, which training does not go below"),
+    "above": Field("loss", between(1e-6, 1e3), 0.949, "L", "the target lies so far above the floor"),
+    "exponent": Field("loss", between(0.01, 10.0), 0.28, "A", "loss(n) = floor + above (n / iterations)^-A"),
+    "evaluate": Field("loss", whole(1, 10**8), 500, "N", "iterations between two measurements of the loss"),
+    "made-good": Field("loss", between(1e-3, 1e9), 500.0, "N", "iterations in which a jump shrinks to 1/e"),
+    "interval": Field("checkpoint", whole(1, 10**8), 100, "N", "iterations between two checkpoints"),
+    "save": Field("checkpoint", duration(0.0), 10.0, "TIME", "that the run waits for a checkpoint"),
+    "load": Field("checkpoint", duration(0.0), 60.0, "TIME", "to read one back, after the recovery"),
+    "fallback": Field("checkpoint", whole(0, 10**8), 1000, "N", "the same for the strategies that need one only when "
+                      "two adjacent stages are lost at once; 0: that never happens"),
+    "redundant-overhead": Field("redundant", between(0.0, 100.0), 0.654, "X", "of an iteration"),
+    "redundant-pause": Field("redundant", duration(0.0), 0.0, "TIME", "until the neighbour stands in"),
+    "jump": Field("checkfree", between(0.0, 1e3), 0.0164, "L", "of the loss when a stage is rebuilt from both "
+                  "neighbours"),
+    "ends": Field("checkfree", one_of(ENDS), "copy", "HOW", "CheckFree and its first and last stage: copy the "
+                  "neighbour, fall to the checkpoint, or safe: they never fail"),
+    "ends-jump": Field("checkfree", between(0.0, 1e3), None, "L", "when first or last is copied (default: as --jump)"),
+    "swapped-jump": Field("checkfree_plus", between(0.0, 1e3), None, "L", "when first or last is copied after swap "
+                          f"training (default: {SWAPPED_PART} of --ends-jump)"),
+    "slowdown": Field("checkfree_plus", between(0.0, 100.0), 0.045, "X", "so many more iterations by swap training"),
+    "bubbles": Field("checkfree_plus", between(0.0, 0.99), 0.172, "X", "idle share of an iteration"),
+    "swapped-bubbles": Field("checkfree_plus", between(0.0, 0.99), 0.242, "X", "and where its schedule swaps stages"),
+    "strategies": Field("run", several(one_of(STRATEGIES), "strategies"), STRATEGIES, "NAME,...", "to compare"),
+    "seeds": Field("run", whole(1, 10_000), 200, "N", "runs of each case"),
+    "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
+    "limit": Field("run", between(1.0, 1e4), 20.0, "X", "give a run up after X times what it takes without failures"),
+}  # fmt: skip
+"""By name, as in flags; "-" is "_" in files."""
+
+TITLES = {
+    "job": "what is trained",
+    "failures": "failures of stages",
+    "loss": "convergence",
+    "checkpoint": "checkpointing",
+    "redundant": "redundant computation",
+    "checkfree": "CheckFree",
+    "checkfree_plus": "CheckFree+",
+    "run": "runs",
+}
+
+
+def read(file: str | None, given: Mapping[str, str | None]) -> dict[str, Any]:
+    """The values of a scenario file and of flags, which count more, by the names of :data:`FIELDS`.
+
+    Raises:
+        UserError: the file cannot be read, or a value cannot be.
+    """
+    in_file = fields.read_file(file, FIELDS, (PUBLISHED,)) if file is not None else {}
+    said = fields.read_flags(given, FIELDS)
+    if PUBLISHED in in_file:
+        # By rate: a flag may ask for others.
+        in_file[PUBLISHED] = _published(file, in_file[PUBLISHED], in_file.get("rates", FIELDS["rates"].default))
+    for one, other in (("rates", "trace"), ("trace", "rates")):
+        if one in said and other not in said:
+            in_file.pop(other, None)
+    return {**in_file, **said}
+
+
+def _published(file: str, table: Mapping[str, Any], rates: Sequence[float]) -> dict[tuple[str, float], float]:
+    found = {}
+    for name, hours in table.items():
+        key = name.replace("_", "-")
+        if key not in STRATEGIES:
+            raise UserError(f"{file}: [{PUBLISHED}] has no {name!r}", f"it has: {', '.join(STRATEGIES)}")
+        plain = isinstance(hours, list) and all(type(each) in (int, float) and 0 < each < math.inf for each in hours)
+        if not plain or len(hours) != len(rates):
+            raise UserError(f"{file}: {name} = {hours!r}", f"give {len(rates)} numbers of hours, one for each rate")
+        found.update({(key, rate): float(each) for rate, each in zip(rates, hours, strict=True)})
+    return found
+
+
+def scenario(values: Mapping[str, Any]) -> Scenario:
+    """The question that values by the names of :data:`FIELDS` ask.
+
+    Raises:
+        UserError: something contradicts something else.
+    """
+    has = {name: values.get(name, field.default) for name, field in FIELDS.items()}
+    traced = has["trace"] is not None
+    if traced and "rates" in values:
+        raise UserError("both rates and a trace of failures", "give --rates or --trace")
+    if traced and "seeds" in values:
+        raise UserError("several seeds of one trace: nothing in it is left to chance", "leave --seeds out")
+    if has["ends"] == CHECKPOINT and not has["fallback"]:
+        raise UserError("ends that fall to a checkpoint, and no checkpoint", "give --fallback 1 or more")
+    if has["evaluate"] > has["iterations"]:
+        problem = f"the loss is measured every {has['evaluate']} iterations, and there are {has['iterations']}"
+        raise UserError(problem, "give an --evaluate that is no more than --iterations")
+    law = Convergence(has["floor"], has["above"], has["exponent"], has["iterations"], has["made-good"], has["evaluate"])
+    return Scenario(
+        costs=_costs(has),
+        law=law,
+        rates=() if traced else has["rates"],
+        trace=has["trace"],
+        strategies=has["strategies"],
+        seeds=1 if traced else has["seeds"],
+        seed=has["seed"],
+        limit=has["limit"],
+        published=values.get(PUBLISHED, {}),
+    )
+
+
+def _costs(has: Mapping[str, Any]) -> Costs:
+    ends = has["jump"] if has["ends-jump"] is None else has["ends-jump"]
+    swapped = SWAPPED_PART * ends if has["swapped-jump"] is None else has["swapped-jump"]
+    return Costs(
+        stages=has["stages"],
+        iteration_s=has["iteration"],
+        interval=has["interval"],
+        fallback=has["fallback"],
+        save_s=has["save"],
+        load_s=has["load"],
+        recovery_s=has["recovery"],
+        redundant_overhead=has["redundant-overhead"],
+        redundant_pause_s=has["redundant-pause"],
+        jump=has["jump"],
+        ends_jump=ends,
+        swapped_jump=swapped,
+        ends=has["ends"],
+        slowdown=has["slowdown"],
+        bubbles=has["bubbles"],
+        swapped_bubbles=has["swapped-bubbles"],
+    )

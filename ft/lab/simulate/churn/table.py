@@ -1,0 +1,140 @@
+"""What a study found, for people and for programs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ft.lab.simulate.churn.fit import Fit
+from ft.lab.simulate.churn.scenario import Scenario
+from ft.lab.simulate.churn.strategy import CHECKFREE, CHECKPOINT, NAMES, PLUS, REDUNDANT, strategy
+from ft.lab.simulate.churn.study import Row
+from ft.show.text import count, percent, seconds, table
+
+_HEAD = (
+    "rate",
+    "strategy",
+    "train time",
+    "10-90 %",
+    "iteration",
+    "iterations",
+    "failures",
+    "falls back",
+    "checkpoint every",
+)
+_PAPER = ("paper", "ours / paper")
+
+
+def as_text(asked: Scenario, rows: Sequence[Row], fitted: Fit | None, matched: Sequence[float | None] | None) -> str:
+    """The question, a table, and what the model takes for granted. ``matched``: for each row, None: not asked for."""
+    beside = any(row.published is not None for row in rows)
+    head = [*_HEAD, *(_PAPER if beside else ()), *(("paper's is ours at",) if matched else ())]
+    lines = []
+    for place, row in enumerate(rows):
+        cells = _cells(row) + (_against(row) if beside else [])
+        lines.append(cells + ([_rate(matched[place], row)] if matched else []))
+        if place + 1 < len(rows) and rows[place + 1].rate != row.rate:
+            lines.append([""] * len(head))
+    shown = table(head, lines, right=range(2, len(head)))
+    parts = [*_question(asked), "", shown, "", *_model(asked, fitted)]
+    return "\n".join(parts + _given_up(asked, rows))
+
+
+def as_values(asked: Scenario, rows: Sequence[Row], fitted: Fit | None, matched: Sequence[float | None] | None) -> Any:
+    """The same for programs; times in seconds unless named otherwise."""
+    cases = [asdict(row) for row in rows]
+    if matched:
+        cases = [{**case, "matching_rate": rate} for case, rate in zip(cases, matched, strict=True)]
+    return {
+        "job": asdict(asked.costs),
+        "loss": {**asdict(asked.law), "target": asked.law.target},
+        "rates": asked.rates,
+        "trace": asked.trace,
+        "seeds": asked.seeds,
+        "seed": asked.seed,
+        "fitted": None if fitted is None else asdict(fitted),
+        "cases": cases,
+    }
+
+
+def _cells(row: Row) -> list[str]:
+    spread = "-" if row.low is None or row.high is None else f"{row.low:.0f}-{row.high:.0f}"
+    return [
+        "trace" if row.rate is None else f"{100 * row.rate:.4g} %",
+        NAMES[row.strategy],
+        "never" if row.hours is None else f"{row.hours:.1f} h",
+        spread,
+        "-" if row.iteration_s is None else f"{row.iteration_s:.1f} s",
+        f"{row.iterations:.0f}",
+        f"{row.failures:.1f}",
+        f"{row.falls:.1f}",
+        "-" if row.every is None else f"{row.every}",
+    ]
+
+
+def _against(row: Row) -> list[str]:
+    if row.published is None:
+        return ["-", "-"]
+    return [f"{row.published:.1f} h", "-" if row.hours is None else f"{row.hours / row.published:.2f}"]
+
+
+def _rate(found: float | None, row: Row) -> str:
+    return "-" if found is None or row.published is None else percent(found)
+
+
+def _question(asked: Scenario) -> list[str]:
+    costs = asked.costs
+    failing = f"trace {asked.trace}" if asked.trace else f"{count(asked.seeds, 'seed')} each"
+    return [
+        f"{costs.stages} stages that can fail, iterations of {seconds(costs.iteration_s)}, {asked.law.iterations} of "
+        f"them to the target without failures; {failing}",
+        "failures: each stage by itself, with the probability of the rate within an hour"
+        if not asked.trace
+        else "failures: as recorded, and none after the last",
+    ]
+
+
+def _model(asked: Scenario, fitted: Fit | None) -> list[str]:
+    costs, law = asked.costs, asked.law
+    paces = {key: seconds(strategy(key, costs).iteration_s) for key in NAMES}
+    ends = {"copy": "are copied", "checkpoint": "fall to the checkpoint", "safe": "are never lost"}[costs.ends]
+    adjacent = (
+        f"two adjacent stages within that: back to a checkpoint of every {costs.fallback} iterations"
+        if costs.fallback
+        else "two adjacent stages are never lost at once (--fallback N: they may be)"
+    )
+    source = "" if fitted is None else f" (fitted to {100 * fitted.rate:.4g} %)"
+    lines = {
+        "loss": [
+            f"{law.floor:g} + {law.above:g} (n / {law.iterations})^-{law.exponent:g} after n iterations,",
+            f"without failures; target {law.target:.4g}, measured every {law.evaluate} iterations",
+        ],
+        "a lost stage": [f"all wait {seconds(costs.recovery_s)}; {adjacent}"],
+        NAMES[CHECKPOINT]: [
+            f"iteration {paces[CHECKPOINT]}; every {costs.interval} iterations a save of {seconds(costs.save_s)}; a "
+            f"loss goes back to it: {seconds(costs.load_s)} more;",
+            "the best interval is by Daly's formula",
+        ],
+        "redundant": [f"iteration {paces[REDUNDANT]}; nothing is lost, all wait {seconds(costs.redundant_pause_s)}"],
+        NAMES[CHECKFREE]: [
+            f"iteration {paces[CHECKFREE]}; a rebuilt stage is a jump of the loss by {costs.jump:.4g}{source}",
+            f"and shrinks to 1/e in {law.made_good:g} iterations; first and last stage {ends}: {costs.ends_jump:.4g}",
+        ],
+        NAMES[PLUS]: [
+            f"iteration {paces[PLUS]}: bubbles {percent(costs.bubbles)} -> {percent(costs.swapped_bubbles)}; first and "
+            f"last stage are copied: {costs.swapped_jump:.2g};",
+            f"{percent(costs.slowdown)} more iterations by swap training{source}",
+        ],
+    }
+    shown = ["What is taken for granted."]
+    for name, (first, *others) in lines.items():
+        shown += [f"  {name:13s}  {first}", *(f"  {'':13s}  {other}" for other in others)]
+    return shown
+
+
+def _given_up(asked: Scenario, rows: Sequence[Row]) -> list[str]:
+    late = [row for row in rows if row.given_up]
+    return [
+        f"{NAMES[row.strategy]} at {'the trace' if row.rate is None else f'{100 * row.rate:.4g} %'}: "
+        f"{row.given_up} of {count(asked.seeds, 'run')} given up after {asked.limit * asked.plain_s / 3600:.0f} h"
+        for row in late
+    ]

@@ -1,0 +1,21 @@
+"""``ft simulate``: each simulation brings a subcommand of its own."""
+
+import importlib.util
+
+_SIMULATIONS = (
+    "ft.lab.simulate.control.commands",
+    "ft.lab.simulate.recovery.commands",
+    "ft.lab.simulate.hsdp.commands",
+    "ft.lab.simulate.quorum.commands",
+    "ft.lab.simulate.hsdp_protocol.commands",
+    "ft.lab.simulate.churn.commands",
+)
+
+
+def add_parser(subparsers) -> None:
+    """Adds ``simulate`` with one subcommand for each simulation there is."""
+    parser = subparsers.add_parser("simulate", help="simulated clusters, larger and unluckier than the one at hand")
+    simulations = parser.add_subparsers(title="simulations", metavar="SIMULATION", required=True)
+    for module in _SIMULATIONS:
+        if importlib.util.find_spec(module.rpartition(".")[0]) is not None:
+            importlib.import_module(module).add_parser(simulations)

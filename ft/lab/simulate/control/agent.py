@@ -1,0 +1,202 @@
+"""An agent as the control plane can see it: a model of ``ft.job.agent``, and the host it runs on."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ft.job import messages as m
+from ft.lab.simulate.control.clock import HostClock
+from ft.lab.simulate.control.network import Link
+from ft.lab.simulate.control.worker import Worker
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.control.cluster import Cluster
+
+_TICK_S, _REAP_S, _FORK_S = 0.1, (0.0005, 0.02), (0.005, 0.1)
+
+
+class Host:
+    """A machine. ``cut``: direction -> true time until which its network does not pass. ``is_down``: without power.
+    ``lives``: agents that ran on it. ``skew_s``: of its wall clock."""
+
+    def __init__(self, number: int, clock: HostClock, skew_s: float):
+        self.number, self.clock, self.skew_s, self.is_down = number, clock, skew_s, False
+        self.cut = {"up": 0.0, "down": 0.0}
+        self.slow_until = self.slow_s = 0.0
+        self.lives = 0
+
+    def is_cut(self, now: float) -> bool:
+        """For workers, who talk both ways."""
+        return max(self.cut.values()) > now
+
+    def lag_s(self, now: float) -> float:
+        return self.slow_s if now < self.slow_until else 0.0
+
+
+class Agent:
+    """One life of an agent.
+
+    Attributes:
+        node: its name, a new one for each life on the same host. seats, standbys: as it announces them.
+        excuse: a fault that may make it look lost has struck it.
+    """
+
+    def __init__(self, cluster: "Cluster", host: Host, seats: int, standbys: int):
+        self.cluster, self.host = cluster, host
+        self.node = f"n{host.number}" + ("" if host.lives == 0 else f"-{host.lives + 1}")
+        host.lives += 1
+        self.seats, self.standbys = seats, standbys
+        self.alive, self.paused, self.excuse = True, False, False
+        self.workers: dict[str, Worker] = {}
+        self._started, self._restart, self._begin = 0, 0, None
+        self._backlog: list[tuple[Callable[..., None], tuple]] = []
+        self.link = Link(cluster, self)
+
+    def join(self) -> None:
+        self.cluster.agents[self.node] = self
+        number = self.host.number
+        self.link.post(m.AgentJoined(self.node, number, f"host{number}", self.seats, self.standbys))
+        self.link.pump()
+        self._beat()
+
+    # --- its process -------------------------------------------------------------------------------------------------
+
+    def when_awake(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Does it now, or, stopped, when it goes on."""
+        if self.paused:
+            self._backlog.append((action, arguments))
+        elif self.alive:
+            action(*arguments)
+
+    def go_on(self) -> None:
+        self.paused = False
+        self._fence()
+        backlog, self._backlog = self._backlog, []
+        for action, arguments in backlog:
+            self.when_awake(action, *arguments)
+
+    def die(self, silently: bool) -> None:
+        """Its workers end with it. ``silently``: with the whole host, whose connections nobody resets."""
+        self.alive, self.excuse = False, True
+        for worker in list(self.workers.values()):
+            worker.alive = False
+            self.cluster.mesh.lost(worker, noticed=0.0 if silently else 0.6)
+        self.workers.clear()
+
+    def given_up(self) -> None:
+        """The control plane goes on without it: what it has is worthless, and it offers its room under a new name."""
+        if not self.alive:
+            return
+        self.die(silently=False)
+        if not self.host.is_down:
+            self.cluster.comes_back(self.host, self.seats + self.standbys)
+
+    def _fence(self) -> None:
+        """``ft.job.agent.succession``: cut off from a control plane that goes on, it is about to be taken for lost."""
+        now, limit = self.cluster.time.now, self.cluster.timeouts.fence_s
+        silent_s = min(now - self.link.contact_at, now - self.cluster.plane.serves_since)
+        if self.alive and self.workers and self.cluster.plane.is_up and silent_s > self.host.clock.true(limit):
+            self.cluster.note("{} is cut off and ends its workers", self.node)
+            self.given_up()
+
+    def told_to_end(self, signum: int) -> None:
+        """Its user or its scheduler has sent it a signal."""
+        self.link.post(m.AgentLeaving(self.node, signum))
+        for worker in list(self.workers.values()):
+            self.ended(worker, -signum)
+
+    def _beat(self) -> None:
+        if not self.alive:
+            return
+        now = self.cluster.time.now
+        if not self.paused:
+            self._fence()
+        if self.alive and not self.paused:
+            self.link.post(m.AgentBeat(self.node, {w.name: w.beat(now) for w in self.workers.values() if w.attached}))
+        self.cluster.time.after(self.host.clock.true(self.cluster.timeouts.agent_beat_s), self._beat)
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def hear(self, report: Any) -> None:
+        """From a worker."""
+        self.when_awake(self.link.post, report)
+
+    def spawn(self, rank: int | None) -> None:
+        name = f"{self.node}.w{self._started}"
+        self._started += 1
+        worker = self.workers[name] = Worker(self.cluster, self, name, rank, self._restart)
+        self.cluster.born(worker)
+        self.cluster.time.after(self.cluster.lots.uniform(*_FORK_S), self._exists, worker)
+
+    def _exists(self, worker: Worker) -> None:
+        if not self.alive:
+            return
+        self.hear(m.WorkerStarted(worker.name, self.node, 1000 + self._started, worker.meant, worker.restart))
+        if worker.alive:
+            worker.poke()
+
+    def ended(self, worker: Worker, code: int) -> None:
+        """A process ends; it is reaped a moment later."""
+        if not worker.alive:
+            return
+        worker.alive = False
+        self.cluster.mesh.lost(worker, noticed=0.6)
+        delay = _FORK_S[1] + self.cluster.lots.uniform(*_REAP_S) if worker.since == 0.0 else 0.0
+        delay += self.cluster.lots.uniform(*_REAP_S)
+        self.cluster.time.after(delay, self.when_awake, self._reap, worker, code)
+
+    def _reap(self, worker: Worker, code: int) -> None:
+        if self.workers.pop(worker.name, None) is not None:
+            self.link.post(m.WorkerExited(worker.name, self.node, code, worker.attached))
+            self._begin_when_possible()
+
+    def watch(self, worker: Worker, state: str) -> None:
+        """The worker has just fallen silent, its process is in ``state``: reports it, if it lasts."""
+        limits, since = self.cluster.timeouts, worker.quiet_since
+        limit = limits.stopped_s if state == "T" else limits.silent_s if worker.step_s else limits.silent_start_s
+        wait = self.host.clock.true(limit) + self.cluster.lots.uniform(0.0, _TICK_S)
+        self.cluster.time.after(wait, self.when_awake, self._judge, worker, since, state)
+
+    def _judge(self, worker: Worker, since: float, state: str) -> None:
+        is_quiet = (worker.stopped or worker.deaf) and worker.quiet_since == since
+        if is_quiet and worker.alive and worker.attached:
+            silent_s = round(self.cluster.time.now - since, 3)
+            self.link.post(m.WorkerSilent(worker.name, self.node, silent_s, state))
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def obey(self, order: Any) -> None:
+        """``ft.job.agent.agent.Agent._obey``."""
+        if isinstance(order, m.Kill):
+            if order.worker in self.workers:
+                self.ended(self.workers[order.worker], -9)
+        elif isinstance(order, m.Spawn):
+            for _ in range(order.count if order.node == self.node else 0):
+                self.spawn(None)
+        elif isinstance(order, m.Restart):
+            self._begin, self._restart = order.ranks.get(self.node, []), order.number
+            self._kill_all()
+            self._begin_when_possible()
+        elif isinstance(order, m.Stop):
+            self._kill_all()
+        elif isinstance(order, m.GivenUp):
+            if order.node == self.node:
+                self.given_up()
+        elif isinstance(order, m.Close | m.Open | m.Repair | m.Resume | m.Finish):
+            for worker in list(self.workers.values()):
+                if worker.attached and worker.alive:
+                    worker.hear(order)
+
+    def _kill_all(self) -> None:
+        for worker in list(self.workers.values()):
+            self.ended(worker, -9)
+
+    def start_first(self, ranks: list[int]) -> None:
+        self._begin = ranks
+        self._begin_when_possible()
+
+    def _begin_when_possible(self) -> None:
+        if self._begin is None or self.workers:
+            return
+        ranks, self._begin = self._begin, None
+        for rank in ranks:
+            self.spawn(rank)

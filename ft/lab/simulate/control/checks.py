@@ -1,0 +1,296 @@
+"""What must hold in every history, judged by what the workers really are and hold, not by what the reports say."""
+
+from typing import TYPE_CHECKING, Any
+
+from ft.job import messages as m
+from ft.job.control.rungs import PLUS
+from ft.job.control.state import ENDED
+from ft.lab.simulate.control.legitimacy import Legitimacy
+from ft.net.codec import to_json
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.control.cluster import Cluster
+    from ft.lab.simulate.control.mesh import Operation
+    from ft.lab.simulate.control.worker import Worker
+
+_LOOK_EVERY = 97
+
+
+class Violation(Exception):
+    """A property does not hold; the text says which and how."""
+
+
+class Checks:
+    """Of one history.
+
+    Attributes:
+        committed: the last step that every logical rank has done. progress_at: when the run last got on.
+        redone: committed steps that are done again. first_close: when the first epoch was closed, 0 if none was.
+    """
+
+    def __init__(self, cluster: "Cluster"):
+        self._cluster = cluster
+        self._legitimacy = Legitimacy(cluster)
+        self.committed, self.furthest, self.progress_at = 0, 0, 0.0
+        self.redone, self.first_close = 0, 0.0
+        self._lineage = {0: 0}
+        self._done: dict[tuple[int, int], set[int]] = {}
+        self._sitting: dict[tuple[int, int], Worker] = {}
+        self._trained = self._newest = self._fresh = -1
+        self._is_open = self._is_over = False
+        self._opens: dict[int, m.Open] = {}
+        self._dead: set[str] = set()
+        self._calls, self._before = 0, None
+        self._rebuilt_at: set[int] = set()
+
+    def fail(self, text: str) -> None:
+        raise Violation(text)
+
+    # --- calls of decide ---------------------------------------------------------------------------------------------
+
+    def before(self, report: Any | None) -> None:
+        self._calls += 1
+        look = report is None and self._calls % _LOOK_EVERY == 0
+        self._before = to_json(self._cluster.plane.state) if look else None
+
+    def decided(self, report: Any | None, decisions: list[Any]) -> None:
+        if self._before is not None and not decisions and to_json(self._cluster.plane.state) != self._before:
+            self.fail("time passed, nothing was decided, and yet the state changed")
+        if self._cluster.history is not None and (decisions or not isinstance(report, m.AgentBeat | None)):
+            said = "time passes" if report is None else m.encode(report)
+            self._cluster.note("{}", said if len(said) < 300 else said[:297] + "...")
+            for decision in decisions:
+                self._cluster.note("    {}", decision.reason)
+                for order in decision.orders:
+                    text = m.encode(order)
+                    self._cluster.note("        -> {}", text if len(text) < 400 else text[:397] + "...")
+
+    def on_record(self, report: Any | None) -> None:
+        """The report is in the journal: whoever the control plane is from now on knows of it."""
+        if isinstance(report, m.WorkerExited):
+            self._dead.add(report.worker)
+
+    def plans(self, now: float, following: float) -> None:
+        if following <= now:
+            self.fail(f"the next deadline, {following}, is not after now, {now}")
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def takes_part(self, operation: "Operation", worker: "Worker") -> None:
+        """I1: one worker in each seat, the one that the epoch's order names."""
+        place = (worker.epoch, worker.rank)
+        other = self._sitting.setdefault(place, worker)
+        seat = self._opens[worker.epoch].seats[str(worker.rank)].worker
+        if other is not worker or seat != worker.name:
+            self.fail(f"{worker.name} works in seat {worker.rank} of epoch {worker.epoch}, which is {other.name}'s")
+        if worker.rank in operation.members:
+            self.fail(f"{worker.name} takes part in {operation.key} of epoch {worker.epoch} a second time")
+
+    def operation_ended(self, operation: "Operation") -> None:
+        """Gradients are of one step, and of one and the same state before it, whose parts are each in their place."""
+        if not operation.ended or operation.key[-1] != "gradients":
+            return
+        step, shape = operation.key[0], self._cluster.shape
+        if operation.epoch < self._fresh:
+            self._check_left_behind(operation)
+            return
+        if operation.epoch < self._trained:
+            self.fail(f"epoch {operation.epoch} does step {step} after epoch {self._trained} has trained")
+        self._trained = operation.epoch
+        histories = {owned[2] for _, (owned, _) in operation.members.values()}
+        histories |= {replicated[2] for _, (_, replicated) in operation.members.values()}
+        for rank, (worker, (owned, replicated)) in sorted(operation.members.items()):
+            if owned[:2] != (rank, step - 1) or replicated[:2] != (shape.part_of(rank), step - 1):
+                self.fail(f"{worker.name}, rank {rank}, does step {step} with states {owned} and {replicated}")
+        if len(histories) > 1:
+            self.fail(f"step {step} is done with states of {len(histories)} different pasts")
+        if histories != {self._lineage.get(step - 1)}:
+            self.fail(f"step {step} is done with a state of step {step - 1} that is not the one committed")
+
+    def _check_left_behind(self, operation: "Operation") -> None:
+        """After a warm restart, only those may train on who could not be told to end."""
+        for worker, _ in operation.members.values():
+            if not worker.agent.excuse:
+                self.fail(f"{worker.name} does {operation.key} of epoch {operation.epoch} after a warm restart")
+
+    def history_after(self, operation: "Operation", worker: "Worker") -> int:
+        """What the worker's state becomes by the step; notes who has done it."""
+        step, before = operation.key[0], worker.owned[2]
+        history = hash((before, operation.epoch, step))
+        if operation.epoch < self._fresh:
+            return history
+        ranks = self._done.setdefault((operation.epoch, step), set())
+        if worker.rank in ranks:
+            self.fail(f"rank {worker.rank} does step {step} twice in epoch {operation.epoch}")
+        ranks.add(worker.rank)
+        if len(ranks) == self._cluster.shape.world_size:
+            if step != self.committed + 1:
+                self.fail(f"step {step} is committed after step {self.committed}")
+            self._lineage[step], self.committed = history, step
+            if step > self.furthest:
+                self.furthest, self.progress_at = step, self._cluster.time.now
+        return history
+
+    def restored(self, worker: "Worker", step: int) -> None:
+        """The state put in place is the committed one of the step that was ordered (I3, I4)."""
+        shape, history = self._cluster.shape, self._lineage.get(step)
+        wanted = (worker.rank, step, history), (shape.part_of(worker.rank), step, history)
+        if (worker.owned, worker.replicated) != wanted or worker.step != step:
+            self.fail(
+                f"{worker.name}, rank {worker.rank}, restores step {step} as {worker.owned} and {worker.replicated}, "
+                f"committed was {wanted}"
+            )
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def ordered(self, order: Any) -> None:
+        if self._is_over:
+            self.fail(f"an order after the end: {order}")
+        check = getattr(self, f"_on_{type(order).__name__.lower()}", None)
+        if check is not None:
+            check(order)
+
+    def _on_open(self, order: m.Open) -> None:
+        if self._is_open or order.epoch != self._newest + 1:
+            self.fail(f"epoch {order.epoch} opens, epoch {self._newest} is {'open' if self._is_open else 'closed'}")
+        before = None if order.fresh else self._opens[order.epoch - 1]
+        self._newest, self._is_open, self._opens[order.epoch] = order.epoch, True, order
+        names = [seat.worker for seat in order.seats.values()]
+        devices = {(seat.node, seat.local_rank) for seat in order.seats.values()}
+        if not len(names) == len(set(names)) == len(devices) == self._cluster.shape.world_size:
+            self.fail(f"seats of epoch {order.epoch} are not one worker and one device for each rank: {order.seats}")
+        if lost := sorted(set(names) & self._dead):
+            self.fail(f"epoch {order.epoch} has seats for workers that are dead or ordered to be: {', '.join(lost)}")
+        for rank, seat in before.seats.items() if before is not None else ():
+            if order.seats[rank].worker != seat.worker and seat.worker not in self._dead:
+                self.fail(f"{seat.worker} lives and has lost seat {rank} to {order.seats[rank].worker}")
+        if order.fresh:
+            self._fresh = order.epoch
+            self.committed, history = self._cluster.load(order.epoch)
+            self._lineage = {self.committed: history}
+            self.furthest = self.committed
+
+    def _on_close(self, order: m.Close) -> None:
+        if not self._is_open or order.epoch != self._newest:
+            self.fail(f"epoch {order.epoch} is closed, the open one is {self._newest if self._is_open else None}")
+        self._is_open = False
+        self.first_close = self.first_close or self._cluster.time.now
+
+    def _on_repair(self, order: m.Repair) -> None:
+        """The barriers have been passed, and the step is the best that there is."""
+        seated = self._seated(order.epoch)
+        for rank, worker in seated.items():
+            if worker.inside:
+                self.fail(
+                    f"repair of epoch {order.epoch} begins, {worker.name} (rank {rank}) is in epoch {worker.epoch}"
+                )
+            if not worker.assembled:
+                self.fail(f"repair of epoch {order.epoch} begins, {worker.name} (rank {rank}) is not assembled")
+        spoiled = self._cluster.plane.state.recovery.spoiled
+        best = self._best(seated, set(spoiled))
+        if order.rebuilt:
+            self._check_rebuilt(order, seated, best)
+        elif order.step != best:
+            self.fail(f"step {order.step} is restored, the newest that everybody has a source of is {best}")
+        if order.step < self.committed - 1 and not spoiled:
+            self.fail(f"step {order.step} is restored, committed was {self.committed}")
+        self._check_kept(order, seated)
+        self.redone += self.committed - order.step
+        self.committed = order.step
+
+    def _check_rebuilt(self, order: m.Repair, seated: "dict[int, Worker]", best: int | None) -> None:
+        """Whole stages, of which nobody has all, from neighbours of which somebody has all (CheckFree)."""
+        shape = self._cluster.shape
+        rebuilt = {int(rank): beside for rank, beside in order.rebuilt.items()}
+        begun = shape.checkfree == PLUS and order.step in self._rebuilt_at
+        if not shape.checkfree or (best is not None and not begun):
+            self.fail(f"stages are rebuilt at step {order.step}, though step {best} could be restored: {rebuilt}")
+        for rank, beside in rebuilt.items():
+            if any(peer not in rebuilt for peer in shape.dp_peers(rank)):
+                self.fail(f"rank {rank} is rebuilt, but not all of its stage: {rebuilt}")
+            parts = [shape.part_of(other) for other in beside.there]
+            count = shape.world_size // shape.dp
+            stages = range(count) if shape.checkfree == PLUS else range(-1, count + 1)
+            if parts != [part for part in (shape.part_of(rank) - 1, shape.part_of(rank) + 1) if part in stages]:
+                self.fail(f"rank {rank} is rebuilt from ranks {beside.there}, which are not beside it")
+        if sorted([*rebuilt, *map(int, order.sources)]) != sorted(seated):
+            self.fail(f"not every rank has one origin: rebuilt {rebuilt}, sources {order.sources}")
+        self._rebuilt_at.add(order.step)
+        self._take_as_committed(order, seated)
+
+    def _take_as_committed(self, order: m.Repair, seated: "dict[int, Worker]") -> None:
+        """All who have a state may have done a step that those who are lost had not: it is the past from here on."""
+        slots = [
+            (seated[source.owned].snapshots.stock, int(rank), source.owned) for rank, source in order.sources.items()
+        ]
+        found = [(stock.own if owner == rank else stock.copies[rank]).find(order.step) for stock, rank, owner in slots]
+        histories = {slot.value[0][2] for slot in found}
+        if len(histories) > 1:
+            self.fail(f"stages are rebuilt beside states of step {order.step} of {len(histories)} different pasts")
+        if order.step == self.committed + 1:
+            self._lineage[order.step] = histories.pop()
+            self.committed, self.furthest = order.step, max(self.furthest, order.step)
+
+    def _best(self, seated: "dict[int, Worker]", spoiled: set[int]) -> int | None:
+        shape = self._cluster.shape
+        stocks = {rank: worker.snapshots.stock for rank, worker in seated.items() if not worker.empty}
+        own = {rank: set(stock.own.steps()) for rank, stock in stocks.items()}
+        steps = {step for stock in stocks.values() for pair in stock.copies.values() for step in pair.steps()}
+        for step in sorted(steps.union(*own.values()) - spoiled, reverse=True):
+            if all(self._has_source(shape, rank, step, stocks, own) for rank in seated):
+                return step
+        return None
+
+    @staticmethod
+    def _has_source(shape: Any, rank: int, step: int, stocks: dict[int, Any], own: dict[int, set[int]]) -> bool:
+        if step in own.get(rank, ()):
+            return True
+        copied = any(rank in stock.copies and step in stock.copies[rank].steps() for stock in stocks.values())
+        peers = [peer for peer in shape.dp_peers(rank) if peer != rank]
+        return copied and (not peers or any(step in own.get(peer, ()) for peer in peers))
+
+    def _check_kept(self, order: m.Repair, seated: "dict[int, Worker]") -> None:
+        """A group that is not built anew has the same members, in step with each other."""
+        for name, ranks in self._cluster.shape.groups.items():
+            if name in order.rebuild or name in order.defer or len(ranks) == 1:
+                continue
+            members = [seated[rank] for rank in ranks]
+            if any(member.empty for member in members) or len({tuple(w.groups[name]) for w in members}) > 1:
+                self.fail(f"group {name} is kept in epoch {order.epoch}, though its members are not in step")
+
+    def _on_resume(self, order: m.Resume) -> None:
+        for rank, worker in self._seated(order.epoch).items():
+            if worker.repaired_epoch != order.epoch or worker.step != order.step:
+                self.fail(f"epoch {order.epoch} goes on, {worker.name} (rank {rank}) is not repaired")
+
+    def _on_kill(self, order: m.Kill) -> None:
+        self._dead.add(order.worker)
+
+    def _on_restart(self, order: m.Restart) -> None:
+        self._is_open = False
+        self._dead |= self._cluster.everyone.keys()
+        self.progress_at = self._cluster.time.now
+        self._legitimacy.of_restart(order)
+
+    def _on_finish(self, order: m.Finish) -> None:
+        self._is_over = True
+        last = self._cluster.habits.steps
+        quit_early = all(worker.quits or worker.step == last for worker in self._seated(self._newest).values())
+        if self.committed != last and not quit_early:
+            self.fail(f"the run is finished at step {self.committed} of {last}")
+
+    def _on_stop(self, order: m.Stop) -> None:
+        self._is_over = True
+        self._legitimacy.of_stop(order)
+
+    def _seated(self, epoch: int) -> "dict[int, Worker]":
+        """Who sits in the epoch by its order; the dead are as they were when they died."""
+        return {int(r): self._cluster.everyone[s.worker] for r, s in self._opens[epoch].seats.items()}
+
+    # --- no hang -----------------------------------------------------------------------------------------------------
+
+    def is_stuck(self, limit_s: float) -> bool:
+        """Nothing has got on for ``limit_s`` since the last fault was over."""
+        if self._cluster.plane.state.phase == ENDED:
+            return False
+        return self._cluster.time.now > max(self.progress_at, self._cluster.calm_at) + limit_s

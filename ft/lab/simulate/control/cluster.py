@@ -1,0 +1,197 @@
+"""A simulated cluster: hosts with agents and workers, the networks between them, the control plane, and the faults."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ft.job import messages as m
+from ft.job.control.state import Options
+from ft.lab.simulate.control.agent import Agent, Host
+from ft.lab.simulate.control.checks import Checks
+from ft.lab.simulate.control.clock import HostClock, Timeline
+from ft.lab.simulate.control.mesh import Mesh
+from ft.lab.simulate.control.plane import Plane
+from ft.lab.simulate.control.shape import TIMEOUTS, Habits, Shape
+from ft.lab.simulate.control.worker import Worker
+
+_JOIN_S, _RETURN_S = (0.0, 1.0), (0.2, 3.0)
+_RESTARTED_S, _MOVED_S = (0.1, 1.0), (1.0, 4.0)
+_SKEW_S = (-5.0, 5.0)
+
+
+class Cluster:
+    """Everything of one history.
+
+    Args:
+        lots: all chance comes from it. journal: where the control plane may write one, None if it will not die.
+
+    Attributes:
+        history: lines for people, None where nobody will read them. agents: by node, all that ever were.
+        trouble: what becomes of the next workers: "exits", "never", "late". calm_at: when the last fault is over.
+        returning: agents that are about to join again.
+        poisoned: (logical rank, step) -> what becomes of whoever does it.
+        struck: (when, kind) of the faults so far. checkpoint: (step, history) of the newest complete one.
+        on_order: called with every order that is published.
+    """
+
+    def __init__(self, lots: random.Random, shape: Shape, journal: Path | None, history: list[str] | None):
+        self.lots, self.shape, self.history = lots, shape, history
+        self.time, self.timeouts, self.habits = Timeline(), TIMEOUTS, Habits()
+        clocks = [HostClock(lots.uniform(0.0, 1e5), lots.uniform(0.97, 1.03)) for _ in shape.nodes]
+        self.hosts = [Host(i, clock, lots.uniform(*_SKEW_S)) for i, clock in enumerate(clocks)]
+        self.checks, self.mesh = Checks(self), Mesh(self)
+        self.agents: dict[str, Agent] = {}
+        self.everyone: dict[str, Worker] = {}
+        self.trouble: list[str] = []
+        self.struck: list[tuple[float, str]] = []
+        self.calm_at, self.crashes, self._cut_until = 0.0, 0, 0.0
+        self.returning = 0
+        self.poisoned: dict[tuple[int, int], str] = {}
+        self.checkpoint, self._saves, self._loads = (0, 0), {}, {}
+        self.on_order: list[Callable[[Any], None]] = []
+        options = Options(
+            len(shape.nodes), shape.world_size, shape.max_restarts, hot_swap=shape.hot_swap, timeouts=self.timeouts
+        )
+        self.plane = Plane(self, self.hosts[0], options, journal)
+
+    def start(self) -> None:
+        first = 0
+        for host, (seats, standbys) in zip(self.hosts, self.shape.nodes, strict=True):
+            agent = Agent(self, host, seats, standbys)
+            delay = self.lots.uniform(*_JOIN_S)
+            self.time.after(delay, agent.join)
+            self.time.after(delay + 0.1, agent.start_first, list(range(first, first + seats)))
+            first += seats
+        self.plane.start()
+
+    def note(self, text: str, *values: Any) -> None:
+        """A line of the history."""
+        if self.history is not None:
+            self.history.append(f"{self.time.now:10.4f}  {text.format(*values)}")
+
+    def lengthen(self, seconds: float) -> None:
+        """The run is to train for about so long at least."""
+        self.habits = replace(self.habits, steps=max(self.habits.steps, int(seconds / self.habits.step_s)))
+
+    # --- who there is ------------------------------------------------------------------------------------------------
+
+    def born(self, worker: Worker) -> None:
+        self.everyone[worker.name] = worker
+        if self.trouble and (self.plane.state.attached or self.trouble[-1] != "never"):
+            kind = self.trouble.pop()
+            self.struck.append((self.time.now, "bad start"))
+            self.calm_at = self.time.now
+            worker.start, worker.slow = (kind, 1.0) if kind != "late" else ("ready", 4.0)
+            self.note("{} will start badly: {}", worker.name, kind)
+
+    def living(self) -> list[Agent]:
+        return [agent for agent in self.agents.values() if agent.alive]
+
+    def workers(self) -> list[Worker]:
+        return [w for agent in self.living() for w in agent.workers.values() if w.alive]
+
+    def workers_of(self, epoch: int) -> list[Worker]:
+        return [w for w in self.workers() if w.epoch == epoch]
+
+    def worker_in(self, name: str, asker: Worker) -> Worker | None:
+        """That worker, if it lives and ``asker`` can reach it."""
+        worker = self.everyone[name]
+        return worker if worker.alive and self.can_reach(worker.node, asker.node) else None
+
+    def comes_back(self, host: Host, room: int) -> None:
+        """A new agent on a host that has lost one, as a standby node."""
+        agent = Agent(self, host, 0, max(1, room))
+        self.note("host {} is back as {}", host.number, agent.node)
+        self.returning += 1
+        self.time.after(self.lots.uniform(*_RETURN_S), self._joins, agent)
+
+    def _joins(self, agent: Agent) -> None:
+        self.returning -= 1
+        agent.join()
+
+    def is_deserted(self) -> bool:
+        """No node is left, and none will come."""
+        return self.time.now > self.calm_at and not self.returning and not self.living()
+
+    # --- networks ----------------------------------------------------------------------------------------------------
+
+    def cut(self, host: Host, directions: tuple[str, ...], seconds: float) -> None:
+        for direction in directions:
+            host.cut[direction] = max(host.cut[direction], self.time.now + seconds)
+        self._cut_until = max(self._cut_until, self.time.now + seconds)
+        self.time.after(seconds + 0.001, self.mesh.look_again)
+
+    def cut_nodes(self) -> set[str]:
+        """Nodes whose workers reach nobody elsewhere."""
+        now = self.time.now
+        if now >= self._cut_until:
+            return set()
+        return {node for node, agent in self.agents.items() if agent.host.is_cut(now)}
+
+    def can_reach(self, node: str, other: str) -> bool:
+        cut = self.cut_nodes()
+        return not cut or self.agents[node].host is self.agents[other].host or not {node, other} & cut
+
+    def can_talk(self, host: Host, direction: str) -> bool:
+        """Whether the host's agent and the control plane hear each other."""
+        here, now = self.plane.host, self.time.now
+        if host is here:
+            return True
+        back = "down" if direction == "up" else "up"
+        return host.cut[direction] <= now and here.cut[back] <= now and not here.is_down
+
+    # --- the control plane -------------------------------------------------------------------------------------------
+
+    def control_ended(self) -> None:
+        """Its process is gone: somebody starts another one."""
+        self.crashes += 1
+        self.note("the control plane dies")
+        for agent in self.living():
+            agent.link.control_ended()
+        homes = [agent.host for agent in self.living() if not agent.paused and not agent.host.is_cut(self.time.now)]
+        if self.plane.host in homes and self.lots.random() < 0.6:
+            self.time.after(self.lots.uniform(*_RESTARTED_S), self._control_back, self.plane.host)
+        elif homes:
+            self.time.after(self.lots.uniform(*_MOVED_S), self._control_back, self.lots.choice(homes))
+        else:
+            self.time.after(1.0, self.control_waits)
+
+    def control_waits(self) -> None:
+        homes = [agent.host for agent in self.living() if not agent.paused]
+        if homes:
+            self._control_back(self.lots.choice(homes))
+        else:
+            self.time.after(1.0, self.control_waits)
+
+    def _control_back(self, host: Host) -> None:
+        if self.plane.is_up:
+            return
+        if host.is_down or not any(agent.host is host for agent in self.living()):
+            self.control_waits()
+            return
+        self.note("the control plane is built again from its journal, on host {}", host.number)
+        self.calm_at = max(self.calm_at, self.time.now)
+        self.plane.restart(host)
+
+    def ordered(self, order: Any) -> None:
+        self.checks.ordered(order)
+        if isinstance(order, m.Open):
+            self.mesh.forget(order.epoch - 1)
+        for act in self.on_order:
+            act(order)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def saved(self, worker: Worker) -> None:
+        """The worker's part of its step's checkpoint is on disk."""
+        _, step, history = worker.owned
+        ranks = self._saves.setdefault((step, history), set())
+        ranks.add(worker.rank)
+        if len(ranks) == self.shape.world_size and step >= self.checkpoint[0]:
+            self.checkpoint = (step, history)
+
+    def load(self, epoch: int) -> tuple[int, int]:
+        """(step, history) that a fresh epoch begins from: the same for all."""
+        return self._loads.setdefault(epoch, self.checkpoint)

@@ -1,0 +1,43 @@
+"""``ft simulate control``: the control plane in simulated clusters."""
+
+import argparse
+
+from ft.base.errors import UserError
+from ft.lab.simulate import histories
+from ft.lab.simulate.control.faults import BY_NAME
+from ft.lab.simulate.control.plants import Plant, find, planted
+from ft.lab.simulate.control.report import Summary
+from ft.lab.simulate.control.run import History, Wish, simulate
+
+
+def add_parser(simulations) -> None:
+    """Adds ``control``; ``main`` is a function of the parsed arguments that returns the exit code."""
+    parser = simulations.add_parser(
+        "control",
+        help="the control plane's decisions under simulated faults",
+        description="Plays histories of simulated clusters, each from its seed, with the control plane's production "
+        "code in them, and checks that training is right in all of them and that none hangs.",
+    )
+    histories.add_arguments(parser, faults=9)
+    parser.add_argument("--ranks", type=int, metavar="N", help="logical ranks of every run (default: 2 to 8)")
+    parser.set_defaults(main=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what came of the histories; returns 1 if a property is violated, or if a planted bug is not found.
+
+    Raises:
+        UserError: an argument is out of its range.
+    """
+    kinds = histories.check_arguments(_SIMULATION, arguments)
+    if arguments.ranks is not None and not 2 <= arguments.ranks <= 64:
+        raise UserError(f"--ranks {arguments.ranks}", "give 2 to 64")
+    return histories.run(_SIMULATION, arguments, Wish(arguments.faults, arguments.ranks, kinds))
+
+
+def _play(seed: int, wish: Wish, plant: Plant | None, with_lines: bool) -> History:
+    with planted(plant):
+        return simulate(seed, wish, with_lines=with_lines)
+
+
+_SIMULATION = histories.Simulation("control", tuple(BY_NAME), _play, find, Summary, columns=(50, 110))

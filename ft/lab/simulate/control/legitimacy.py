@@ -1,0 +1,99 @@
+"""Whether the run may end, or begin anew, for the reason that is given: by the faults that have really struck."""
+
+from typing import TYPE_CHECKING
+
+from ft.job import messages as m
+from ft.job.control.history import MOST_RETURNS
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.control.cluster import Cluster
+
+ANYTHING, HOT_SWAP, IN_PLACE, NOTHING = "anything", "hot-swap", "another epoch of the same workers", "nothing"
+"""What a fault may lead to."""
+
+_TOO_MUCH = {
+    HOT_SWAP: (m.Restart, m.Stop),
+    IN_PLACE: (m.Restart, m.Stop, m.Kill),
+    NOTHING: (m.Restart, m.Stop, m.Kill, m.Close),
+}
+_AFTERMATH_S = 20.0
+"""Virtual seconds from the end of a fault until the last of what it has broken is noticed."""
+
+
+class Legitimacy:
+    """Of one history."""
+
+    def __init__(self, cluster: "Cluster"):
+        self._cluster = cluster
+        self._excused = self._restarts = 0
+
+    def of_restart(self, order: m.Restart) -> None:
+        """A warm restart needs a fault since the one before."""
+        self._restarts += 1
+        struck = len(self._cluster.struck)
+        if not self._is_excused():
+            self._cluster.checks.fail(f"warm restart {order.number} without a fault since the last one: {order.reason}")
+        self._excused = struck
+        self._check_lost_agents(order.reason)
+
+    def of_stop(self, order: m.Stop) -> None:
+        text, kinds = order.message, {kind for _, kind in self._cluster.struck}
+        checks, shape = self._cluster.checks, self._cluster.shape
+        if "was told to end" in text:
+            legitimate = "tell an agent to end" in kinds
+        elif "are allowed and used up" in text:
+            legitimate = self._restarts == shape.max_restarts and self._is_excused()
+        elif "the nodes that are left cannot hold" in text or "before training began" in text:
+            legitimate = self._room() < shape.world_size or not self._cluster.plane.state.attached
+        elif "agents came within" in text or "workers were announced" in text:
+            legitimate = any(agent.excuse for agent in self._cluster.agents.values())
+        elif "the same error as before the warm restart" in text:
+            alike = "replacements failed alike" in text and len(self._cluster.struck) > 3
+            alike = alike or bool(self._cluster.poisoned)
+            legitimate = alike or bool(kinds & {"raise software error", "exit with code 1", "bad start"})
+        elif "times after committed step" in text:  # in a simulation somebody was struck for each of them
+            legitimate = len(self._cluster.struck) > MOST_RETURNS or bool(self._cluster.poisoned)
+        elif not self._cluster.plane.state.attached:  # to a script that takes no part torchrun's rules apply
+            legitimate = bool(self._cluster.struck)
+        else:
+            legitimate = False
+        self._check_lost_agents(text)
+        if not legitimate:
+            checks.fail(f"the run is stopped without a reason for it: {text}")
+
+    def _is_excused(self) -> bool:
+        """A fault has struck since the last warm restart, or goes on, or its consequences do."""
+        news = len(self._cluster.struck) > self._excused or bool(self._cluster.poisoned)
+        return news or self._cluster.time.now < self._cluster.calm_at + _AFTERMATH_S
+
+    def _room(self) -> int:
+        """Workers that the nodes can hold which the control plane has not given up."""
+        here = [a for a in self._cluster.plane.state.agents.values() if not a.gone]
+        return sum(agent.seats + agent.standbys for agent in here)
+
+    def _gone(self) -> list[str]:
+        return [node for node, agent in self._cluster.plane.state.agents.items() if agent.gone]
+
+    def _check_lost_agents(self, text: str) -> None:
+        """No node is given up unless something has kept its agent from being heard."""
+        for node in self._gone():
+            if not self._cluster.agents[node].excuse and not self._cluster.plane.was_cut_off:
+                self._cluster.checks.fail(f"node {node} was given up, but nothing had struck its agent; then: {text}")
+
+
+def check_alone(cluster: "Cluster", at_worst: str, struck: str, limit: float) -> None:
+    """The history had one fault.
+
+    Args:
+        at_worst: what it may have led to. struck: whom it has struck, in words. limit: true time until which an epoch
+            that it has ended was to be closed.
+    """
+    if at_worst == ANYTHING:
+        return
+    if cluster.checks.first_close > limit:
+        cluster.checks.fail(f"{cluster.checks.first_close - limit:.1f} s too late, the epoch is closed for {struck}")
+    for order in cluster.plane.log:
+        kind = type(order).__name__
+        is_innocent = isinstance(order, m.Kill) and f"{order.worker} (" not in struck
+        if is_innocent or isinstance(order, _TOO_MUCH[at_worst]):
+            cluster.checks.fail(f"a fault that may lead to {at_worst} at worst has led to {kind}; {struck}: {order}")

@@ -1,0 +1,125 @@
+"""The connection between one agent and the control plane, as the protocol has it.
+
+Reports are numbered by the agent and kept until the control plane has taken them; orders are a numbered log that the
+agent follows. Within one connection both arrive in sequence; a connection that breaks loses what is on its way, and the
+next one begins with all that was kept, which repeats what had arrived but was not known to have. Heartbeats have no
+number: what is lost of them is lost.
+"""
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from ft.job.messages import AgentBeat
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.control.agent import Agent
+    from ft.lab.simulate.control.cluster import Cluster
+
+_LATENCY_S, _RETRY_S, _LOST_ANSWERS = (0.0005, 0.01), (0.1, 0.4), 0.1
+
+
+class Link:
+    """Of one agent, for its life; each direction breaks by itself. ``contact_at``: when it last had an answer."""
+
+    def __init__(self, cluster: "Cluster", agent: "Agent"):
+        self._cluster, self._agent = cluster, agent
+        self._kept: deque[tuple[int, Any]] = deque()
+        self._number = self._asked = self.position = 0
+        self._up = self._down = 0
+        self._up_works = self._down_works = True
+        self._last_up = self._last_down = 0.0
+        self.contact_at = cluster.time.now
+
+    # --- reports -----------------------------------------------------------------------------------------------------
+
+    def post(self, report: Any) -> None:
+        if isinstance(report, AgentBeat):
+            if self._up_works:
+                self._send(0, report)
+            return
+        self._number += 1
+        self._kept.append((self._number, report))
+        if self._up_works:
+            self._send(self._number, report)
+
+    def taken(self, number: int) -> None:
+        """The control plane has everything up to ``number`` in its journal; the answer may be lost."""
+        if self._cluster.lots.random() < _LOST_ANSWERS:
+            return
+        while self._kept and self._kept[0][0] <= number:
+            self._kept.popleft()
+
+    def _send(self, number: int, report: Any) -> None:
+        self._last_up = max(self._cluster.time.now + self._latency(), self._last_up)
+        self._cluster.time.after(self._last_up - self._cluster.time.now, self._arrives, self._up, number, report)
+
+    def _arrives(self, connection: int, number: int, report: Any) -> None:
+        if connection != self._up:
+            return
+        if not self._passes("up"):
+            self._break_up()
+            return
+        self._cluster.plane.hear(self, self._agent.node, number, report)
+        if self._passes("down"):  # the answer
+            self.contact_at = self._cluster.time.now
+
+    def _break_up(self) -> None:
+        self._up, self._up_works = self._up + 1, False
+        self._cluster.time.after(self._cluster.lots.uniform(*_RETRY_S), self._connect_up)
+
+    def _connect_up(self) -> None:
+        if not self._agent.alive or self._up_works:
+            return
+        if not self._passes("up"):
+            self._cluster.time.after(self._cluster.lots.uniform(*_RETRY_S), self._connect_up)
+            return
+        self._up_works = True
+        for number, report in self._kept:
+            self._send(number, report)
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Orders that the agent has not got go on their way."""
+        log, now = self._cluster.plane.log, self._cluster.time.now
+        while self._down_works and self._asked < len(log):
+            self._last_down = max(now + self._latency(), self._last_down)
+            self._cluster.time.after(self._last_down - now, self._delivers, self._down, self._asked, log[self._asked])
+            self._asked += 1
+
+    def _delivers(self, connection: int, number: int, order: Any) -> None:
+        if connection != self._down:
+            return
+        if not self._cluster.can_talk(self._agent.host, "down"):
+            self._break_down()
+            return
+        self.position = number + 1
+        self._agent.when_awake(self._agent.obey, order)
+
+    def _break_down(self) -> None:
+        self._down, self._down_works = self._down + 1, False
+        self._cluster.time.after(self._cluster.lots.uniform(*_RETRY_S), self._connect_down)
+
+    def _connect_down(self) -> None:
+        if not self._agent.alive or self._down_works:
+            return
+        if not self._passes("down"):
+            self._cluster.time.after(self._cluster.lots.uniform(*_RETRY_S), self._connect_down)
+            return
+        self._down_works, self._asked = True, self.position
+        self.pump()
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def control_ended(self) -> None:
+        """The other end's process is gone."""
+        if self._up_works:
+            self._break_up()
+        if self._down_works:
+            self._break_down()
+
+    def _passes(self, direction: str) -> bool:
+        return self._cluster.plane.is_up and self._cluster.can_talk(self._agent.host, direction)
+
+    def _latency(self) -> float:
+        return self._cluster.lots.uniform(*_LATENCY_S) + self._agent.host.lag_s(self._cluster.time.now)

@@ -1,0 +1,143 @@
+"""One history from its seed: what it was, and what is wrong with it, if anything."""
+
+import random
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ft.job import messages as m
+from ft.job.control.state import ENDED
+from ft.lab.simulate.control.checks import Violation
+from ft.lab.simulate.control.cluster import Cluster
+from ft.lab.simulate.control.faults import Schedule
+from ft.lab.simulate.control.legitimacy import check_alone
+from ft.lab.simulate.control.shape import draw_shape
+
+STUCK_S = 90.0
+"""Virtual seconds without progress, and without a fault, that make a hang: all deadlines of one recovery together."""
+LONGEST_S = 3000.0
+_STOPS = {
+    "told to end": "an agent was told to end",
+    "used up": "warm restarts used up",
+    "cannot hold": "too few nodes left",
+    "before training began": "node lost before training began",
+    "came within": "agents missing at the start",
+    "workers were announced": "agents missing at the start",
+    "the same error": "software error again after a restart",
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What histories are to be like. ``faults``: at most so many in one; ``ranks``: None: any; ``kinds``: None: all."""
+
+    faults: int = 9
+    ranks: int | None = None
+    kinds: tuple[str, ...] | None = None
+
+
+@dataclass
+class History:
+    """What came of one seed.
+
+    Attributes:
+        outcome: in a few words. violation: the property that does not hold, "" if all do. struck: (kind of fault, phase
+            of the control plane). seconds: virtual. restarts: warm ones. epochs: opened. redone: committed steps that
+            were done again. crashes: of the control plane. messages: reports taken and orders given, by kind.
+        lines: of the history, where they were asked for.
+    """
+
+    seed: int
+    outcome: str = ""
+    violation: str = ""
+    struck: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    restarts: int = 0
+    epochs: int = 0
+    redone: int = 0
+    crashes: int = 0
+    messages: Counter = field(default_factory=Counter)
+    lines: list[str] = field(default_factory=list)
+
+
+def simulate(seed: int, wish: Wish, with_lines: bool = False) -> History:
+    """The history of ``seed``; the same for the same arguments."""
+    history, lots = History(seed), random.Random(seed)
+    shape, schedule = draw_shape(lots, wish.ranks), Schedule(lots, wish.faults, wish.kinds)
+    lines = history.lines if with_lines else None
+    if lines is not None:
+        lines.append(f"seed {seed}: {shape}")
+        lines.append("faults to come: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
+    with _journal(needed=schedule.may_end_control) as path:
+        cluster = Cluster(lots, shape, path, lines)
+        try:
+            _play(cluster, schedule)
+            check_alone(cluster, *schedule.alone)
+        except Violation as violation:
+            history.violation = str(violation)
+        except Exception as error:  # of the decision code: found by the simulation, with its history
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            history.violation = f"{type(error).__name__} in {where.name}, line {where.lineno}: {error}"
+    _sum_up(history, cluster, schedule)
+    return history
+
+
+def _play(cluster: Cluster, schedule: Schedule) -> None:
+    cluster.start()
+    schedule.begin(cluster)
+    turns = 0
+    while cluster.plane.state.phase != ENDED or not cluster.plane.is_up:
+        if not cluster.time.turn():
+            cluster.checks.fail("nothing is left to happen, and the run has not ended")
+        turns += 1
+        if turns % 64 == 0 and cluster.is_deserted():
+            return
+        if turns % 64 == 0 and (cluster.checks.is_stuck(STUCK_S) or cluster.time.now > LONGEST_S):
+            state = cluster.plane.state
+            cluster.checks.fail(
+                f"a hang: {state.phase} since {cluster.plane.clock() - state.since:.1f} s, no progress since "
+                f"{cluster.checks.progress_at:.1f}, no fault since {cluster.calm_at:.1f}, it is {cluster.time.now:.1f}"
+            )
+
+
+def _sum_up(history: History, cluster: Cluster, schedule: Schedule) -> None:
+    state, log = cluster.plane.state, cluster.plane.log
+    history.struck, history.seconds = schedule.struck, cluster.time.now
+    history.restarts = sum(isinstance(order, m.Restart) for order in log)
+    history.messages = Counter(type(message).__name__ for message in (*cluster.plane.said, *log))
+    history.epochs, history.redone, history.crashes = state.epoch + 1, cluster.checks.redone, cluster.crashes
+    if history.violation:
+        history.outcome = "VIOLATION"
+    elif log and isinstance(log[-1], m.Finish):
+        how = "finished" if not schedule.struck else "recovered and finished"
+        history.outcome = "restarted and finished" if history.restarts else how
+    elif state.phase != ENDED or not cluster.plane.is_up:
+        history.outcome = "all nodes lost"
+    else:
+        history.outcome = "stopped: " + _category(log[-1].message)
+    if history.lines:
+        history.lines.append(
+            f"{cluster.time.now:10.4f}  {history.outcome}{': ' if history.violation else ''}{history.violation}"
+        )
+
+
+def _category(message: str) -> str:
+    for words in _STOPS:
+        if words in message:
+            return _STOPS[words]
+    if "was killed by" in message or "exited with" in message:
+        return "worker lost before any attached"
+    return message[:80]
+
+
+@contextmanager
+def _journal(needed: bool) -> Iterator[Path | None]:
+    if not needed:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="ft-simulate-") as folder:
+        yield Path(folder) / "journal.jsonl"

@@ -1,0 +1,124 @@
+"""What a simulated run looks like, drawn from its seed."""
+
+import random
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from ft.job.control.rungs import MIDDLE, PLUS
+from ft.job.control.state import Place
+from ft.job.control.timeouts import Timeouts
+from ft.state.snapshot.peers import peers_of
+
+TIMEOUTS = Timeouts(
+    agent_beat_s=0.5,
+    silent_start_s=5.0,
+    stall_s=4.0,
+    start_s=12.0,
+    collective_s=6.0,
+    drain_s=8.0,
+    verdict_s=12.0,
+    repair_s=10.0,
+    assemble_s=14.0,
+    ready_s=18.0,
+    mute_s=30.0,
+    leave_s=5.0,
+    join_s=40.0,
+).check()
+"""Production's ladder with shorter rungs: virtual seconds cost real ones, and nothing depends on their length."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Who there is and who holds whose copies.
+
+    Attributes:
+        dp: logical ranks that hold the same part of the model; 1: no data parallelism. near: they are neighbours, most
+            often on one node; otherwise far apart. copies: of each logical rank's snapshot.
+        nodes: (seats, standbys) of each. checkfree: parts of the model are pipeline stages, and those that are lost may
+            be rebuilt from their neighbours: "" (none), or as of ``ft.job.control.rungs.Stages``.
+    """
+
+    world_size: int
+    dp: int
+    near: bool
+    copies: int
+    nodes: tuple[tuple[int, int], ...]
+    max_restarts: int
+    hot_swap: bool = True
+    groups: dict[str, list[int]] = field(default_factory=dict, compare=False)
+    checkfree: str = ""
+
+    def part_of(self, rank: int) -> int:
+        """Which part of the model the rank holds."""
+        return rank // self.dp if self.near else rank % (self.world_size // self.dp)
+
+    def place_of(self, rank: int) -> Place:
+        """Where it is in the pipeline."""
+        return Place(self.part_of(rank), 0, self.dp_peers(rank).index(rank), 0, 1)
+
+    def dp_peers(self, rank: int) -> list[int]:
+        return _peers(self, rank)
+
+    def copies_at(self, rank: int) -> list[int]:
+        return _copies(self, rank)
+
+    def groups_of(self, rank: int) -> list[str]:
+        return [name for name, ranks in self.groups.items() if rank in ranks]
+
+
+@cache
+def _peers(shape: Shape, rank: int) -> list[int]:
+    return [other for other in range(shape.world_size) if shape.part_of(other) == shape.part_of(rank)]
+
+
+@cache
+def _copies(shape: Shape, rank: int) -> list[int]:
+    return peers_of(rank, _peers(shape, rank), shape.copies, shape.world_size)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How long things take, (least, most) seconds; ``steps``: of the run; ``save_every``: steps."""
+
+    steps: int = 16
+    save_every: int = 8
+    import_s: tuple[float, float] = (0.3, 3.0)
+    assemble_s: tuple[float, float] = (0.1, 1.0)
+    compute_s: tuple[float, float] = (0.1, 0.4)
+    update_s: tuple[float, float] = (0.01, 0.05)
+    save_s: tuple[float, float] = (0.05, 0.5)
+    copy_s: tuple[float, float] = (0.01, 0.1)
+    send_s: tuple[float, float] = (0.01, 0.3)
+    leave_s: tuple[float, float] = (0.001, 0.1)
+    rebuild_s: tuple[float, float] = (0.02, 0.4)
+    fetch_s: tuple[float, float] = (0.01, 0.3)
+
+    @property
+    def step_s(self) -> float:
+        """About how long a step takes: the slowest worker's."""
+        return self.compute_s[1] + self.update_s[1]
+
+
+def draw_shape(lots: random.Random, world_size: int | None = None) -> Shape:
+    """A run of ``world_size`` logical ranks (None: any), on one node or several."""
+    world = lots.choice([2, 4, 4, 4, 8]) if world_size is None else world_size
+    dp = lots.choice([d for d in (1, 2, 2, 4) if world % d == 0])
+    count = lots.choice([n for n in (1, 2, 2, 4) if world % n == 0 and n <= world])
+    nodes = [(world // count, lots.choice([0, 1, 1, 2])) for _ in range(count)]
+    nodes += [(0, world // count) for _ in range(lots.choice([0, 0, 0, 1, 2]))]
+    shape = Shape(
+        world,
+        dp,
+        lots.random() < 0.5,
+        lots.choice([1, 1, 2]),
+        tuple(nodes),
+        lots.choice([0, 1, 3, 3, 9]),
+        lots.random() < 0.97,
+    )
+    if world // dp >= 3:
+        shape = replace(shape, checkfree=random.Random(repr(shape)).choice(["", MIDDLE, PLUS]))
+    shape.groups["world"] = list(range(world))
+    for rank in range(world):
+        shape.groups.setdefault(f"dp{shape.part_of(rank)}", shape.dp_peers(rank))
+    shape.groups["spare"] = list(range(0, world, 2))
+    return shape

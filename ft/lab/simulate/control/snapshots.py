@@ -1,0 +1,150 @@
+"""A worker's snapshots and peer copies: a model of ``ft.state.snapshot.store`` and ``ft.state.snapshot.restore``."""
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from ft.job import messages as m
+from ft.lab.simulate.control.errors import Broken, EpochClosed
+from ft.lab.simulate.control.memory import COMPLETE, EMPTY, STAGING, Slot, Stock
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.control.worker import Worker
+
+_STALLED_S = 0.1
+_KINDS = ["FallbackError", "FtError", "Exception"]
+
+
+class Snapshots:
+    """Of one worker. ``copied_at``: when the last own one is complete."""
+
+    def __init__(self, worker: "Worker"):
+        self._worker, self._cluster = worker, worker.cluster
+        self.stock, self.copied_at = Stock(), 0.0
+        self._pending: set[int] = set()
+        self._refused = False
+        self._taken = (-1, -1)
+
+    def take(self) -> None:
+        """Copies the live state into host memory and sends it to the peers, in the background."""
+        worker, cluster = self._worker, self._cluster
+        self._taken = place = (worker.step, worker.epoch)
+        value = (worker.owned, worker.replicated)
+        slot = self.stock.own.begin(*place, value, own=True)
+        copy_s = cluster.lots.uniform(*cluster.habits.copy_s)
+        self.copied_at = cluster.time.now + copy_s
+        cluster.time.after(copy_s, self._copied, slot, place)
+        self._pending, self._refused = set(), False
+        for peer in cluster.shape.copies_at(worker.rank):
+            self._pending.add(peer)
+            send_s = copy_s + cluster.lots.uniform(*cluster.habits.send_s)
+            other = cluster.worker_in(worker.seats[peer].worker, worker)
+            if other is not None and other.closed_epoch >= worker.epoch:
+                other = None
+            theirs = None if other is None else other.snapshots.stock.of(worker.rank).begin(*place, value)
+            cluster.time.after(send_s, self._sent, peer, other, theirs, place)
+
+    def wait(self) -> Generator[float | None, None, None]:
+        """Until the last one is complete here and with all peers: the one wait before the optimizer step.
+
+        Raises:
+            EpochClosed, Broken: as ``Worker.suspect``.
+        """
+        worker = self._worker
+        before = (worker.doing, worker.where)
+        worker.does("wait", "snapshot")
+        while self._cluster.time.now < self.copied_at or self._pending:
+            if worker.closed:
+                raise EpochClosed
+            if self._refused:
+                yield from worker.suspect("snapshot")
+            yield None
+        worker.does(*before)
+
+    def _copied(self, slot: Slot, place: tuple[int, int]) -> None:
+        if slot.status == STAGING and (slot.step, slot.epoch) == place:
+            slot.status = COMPLETE
+        self._worker.poke()
+
+    def _sent(self, peer: int, other: "Worker | None", slot: Slot | None, place: tuple[int, int]) -> None:
+        """The copy is complete at the peer, and known here to be; or neither."""
+        worker, held = self._worker, False
+        if worker.alive and (worker.stopped or (other is not None and other.alive and other.stopped)):
+            self._cluster.time.after(_STALLED_S, self._sent, peer, other, slot, place)  # nobody resets the connection
+            return
+        if slot is not None and slot.status == STAGING and (slot.step, slot.epoch) == place:
+            here = worker.alive and worker.closed_epoch < place[1]
+            there = other.alive and other.closed_epoch < place[1]
+            held = here and there and self._cluster.can_reach(worker.node, other.node)
+            slot.status = COMPLETE if held else EMPTY
+        if self._taken == place:
+            self._pending -= {peer} if held else set()
+            self._refused |= not held
+            worker.poke()
+
+    # --- restore -----------------------------------------------------------------------------------------------------
+
+    def restore(self, step: int, source: m.Source) -> Generator[float | None, None, dict[str, str]]:
+        """Puts the state of ``step`` in place (``Guard.restore``); returns how it came.
+
+        Raises:
+            Broken: no source is usable. EpochClosed: interrupted.
+        """
+        worker = self._worker
+        keep = not worker.touched and not worker.empty and worker.step == step
+        slot = self.stock.own.find(step) if source.owned == worker.rank else None
+        if slot is not None and slot.damaged and not keep:
+            slot.status, slot = EMPTY, None
+        how = {"owned": "own", "replicated": "own"}
+        if slot is None:
+            slot, how = yield from self._fetch(step, source)
+            keep = False
+        if not keep:
+            worker.owned, worker.replicated = slot.value
+            worker.step = step
+        self.stock.drop_after(step)
+        worker.empty = worker.touched = False
+        return how
+
+    def rebuild(self, step: int, lent: Any) -> None:
+        """Puts a state in place that is made from a neighbour's (``Guard.restore`` of a rebuilt stage)."""
+        worker = self._worker
+        history = lent[0][2]
+        worker.owned = (worker.rank, step, history)
+        worker.replicated = (self._cluster.shape.part_of(worker.rank), step, history)
+        worker.step = step
+        self.stock.drop_after(step)
+        worker.empty = worker.touched = False
+
+    def _fetch(self, step: int, source: m.Source) -> Generator[float | None, None, tuple[Slot, dict[str, str]]]:
+        worker, cluster = self._worker, self._cluster
+        staging = self.stock.own.begin(step, worker.epoch, None)
+        yield cluster.lots.uniform(*cluster.habits.fetch_s)
+        try:
+            if worker.closed:
+                raise EpochClosed
+            others = [rank for rank in cluster.shape.copies_at(worker.rank) if rank != source.owned]
+            holder, (owned, replicated) = self._first([source.owned, *others], worker.rank, step)
+            how = {"owned": f"copy:{holder}", "replicated": "none"}
+            if len(peers := cluster.shape.dp_peers(worker.rank)) > 1:
+                others = [rank for rank in peers if rank != source.replicated]
+                holder, (_, replicated) = self._first([source.replicated, *others], None, step)
+                how["replicated"] = f"peer:{holder}"
+        except (EpochClosed, Broken):
+            staging.status = EMPTY
+            raise
+        staging.value, staging.status = (owned, replicated), COMPLETE
+        return staging, how
+
+    def _first(self, holders: list[int], owner: int | None, step: int) -> tuple[int, Any]:
+        """The first holder that answers with a sound snapshot; ``owner`` None: of its own."""
+        worker = self._worker
+        for holder in holders:
+            other = self._cluster.worker_in(worker.seats[holder].worker, worker)
+            if holder == worker.rank or other is None or other.stopped:
+                continue
+            stock = other.snapshots.stock
+            pair = stock.own if owner is None else stock.copies.get(owner)
+            slot = pair.find(step) if pair is not None else None
+            if slot is not None and not slot.damaged:
+                return holder, slot.value
+        raise Broken(_KINDS, f"logical rank {worker.rank} finds no usable snapshot of step {step}")

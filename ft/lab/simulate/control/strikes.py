@@ -1,0 +1,339 @@
+"""How each kind of fault is done to a simulated cluster. Every function returns whom it has struck, "" for nobody."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ft.job import messages as m
+from ft.lab.simulate.control.errors import Broken
+from ft.lab.simulate.control.memory import COMPLETE
+from ft.lab.simulate.control.plane import AFTER, BEFORE, TORN, WRITTEN
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.control.agent import Agent
+    from ft.lab.simulate.control.cluster import Cluster
+    from ft.lab.simulate.control.worker import Worker
+
+Strike = Callable[["Cluster"], str]
+_AWAITED = {
+    m.Close: (m.WorkerReleased,),
+    m.Open: (m.WorkerReleased, m.WorkerArrived),
+    m.Repair: (m.WorkerRepaired,),
+    m.Resume: (m.WorkerResumed, m.WorkerDone),
+}
+"""Order -> the reports that it asks for."""
+_SIGNALS = (-9, -9, -11, -6)
+_PAUSE_S, _LONG_S = (0.05, 0.2, 0.5, 1.5, 4.0), (0.3, 1.0, 2.0, 3.0, 6.0, 15.0)
+
+
+def on_worker(do: "Callable[[Cluster, Worker], str | None]", early: bool = False) -> Strike:
+    """Any worker, a seated one three times out of four.
+
+    ``early``: also when none has ever attached: a script that takes no part may do nothing for ever.
+    """
+
+    def strike(cluster: "Cluster") -> str:
+        everyone = [w for w in cluster.workers() if early or w.attached or cluster.plane.state.attached]
+        seated = [w for w in everyone if w.rank >= 0]
+        chosen = seated if seated and cluster.lots.random() < 0.75 else everyone
+        if not chosen:
+            return ""
+        worker = cluster.lots.choice(chosen)
+        return (do(cluster, worker) or "") + f"{worker.name} (rank {worker.rank})"
+
+    return strike
+
+
+def on_training(do: "Callable[[Cluster, Worker], str | None]") -> Strike:
+    """A worker that is in its epoch."""
+
+    def strike(cluster: "Cluster") -> str:
+        chosen = [w for w in cluster.workers() if w.inside]
+        if not chosen:
+            return ""
+        worker = cluster.lots.choice(chosen)
+        return (do(cluster, worker) or "") + f"{worker.name} (rank {worker.rank})"
+
+    return strike
+
+
+def on_agent(do: "Callable[[Cluster, Agent], str | None]") -> Strike:
+    """An agent, with what runs beside it."""
+
+    def strike(cluster: "Cluster") -> str:
+        chosen = cluster.living()
+        if not chosen:
+            return ""
+        agent = cluster.lots.choice(chosen)
+        return (do(cluster, agent) or "") + agent.node
+
+    return strike
+
+
+# --- workers ---------------------------------------------------------------------------------------------------------
+
+
+def kill(cluster: "Cluster", worker: "Worker") -> None:
+    worker.agent.ended(worker, cluster.lots.choice(_SIGNALS))
+
+
+def kill_two(cluster: "Cluster") -> str:
+    everyone = cluster.workers()
+    chosen = cluster.lots.sample(everyone, min(2, len(everyone)))
+    for worker in chosen:
+        kill(cluster, worker)
+    return ", ".join(worker.name for worker in chosen)
+
+
+def kill_copies(cluster: "Cluster") -> str:
+    """A logical rank, and all who hold a copy of its state."""
+    seated = [w for w in cluster.workers() if w.inside]
+    if not seated:
+        return ""
+    worker = cluster.lots.choice(seated)
+    ranks = [worker.rank, *cluster.shape.copies_at(worker.rank)]
+    chosen = [w for w in seated if w.rank in ranks]
+    for other in chosen:
+        kill(cluster, other)
+    return ", ".join(other.name for other in chosen)
+
+
+def exits(code: int) -> "Callable[[Cluster, Worker], None]":
+    def strike(cluster: "Cluster", worker: "Worker") -> None:
+        worker.quits = code == 0
+        worker.agent.ended(worker, code)
+
+    return strike
+
+
+def stop(cluster: "Cluster", worker: "Worker") -> None:
+    if not worker.stopped:
+        worker.stopped, worker.quiet_since = True, cluster.time.now
+        worker.agent.watch(worker, "T")
+
+
+def pause(cluster: "Cluster", worker: "Worker") -> str:
+    seconds = cluster.lots.choice(_PAUSE_S)
+    stop(cluster, worker)
+    cluster.time.after(seconds, worker.go_on_after_stop)
+    cluster.calm_at = max(cluster.calm_at, cluster.time.now + seconds)
+    return f"for {seconds:g} s "
+
+
+def fall_deaf(cluster: "Cluster", worker: "Worker") -> None:
+    """The interpreter is held: no thread of it runs."""
+    if not worker.deaf and not worker.stopped:
+        worker.deaf, worker.quiet_since = True, cluster.time.now
+        worker.agent.watch(worker, cluster.lots.choice("DRS"))
+
+
+def spin(cluster: "Cluster", worker: "Worker") -> None:
+    worker.spins = True
+
+
+def straggle(cluster: "Cluster", worker: "Worker") -> str:
+    worker.slow = cluster.lots.choice([3.0, 8.0, 15.0, 40.0])
+    return f"{worker.slow:g} times slower, "
+
+
+def raises(kind: str) -> "Callable[[Cluster, Worker], None]":
+    def strike(cluster: "Cluster", worker: "Worker") -> None:
+        worker.defect = Broken([kind, "Exception"], f"planted {kind}")
+
+    return strike
+
+
+def ail(cluster: "Cluster", worker: "Worker") -> None:
+    """It fails in every step from now on; another one in its place would not."""
+    worker.ails = True
+
+
+def poison(kind: str) -> "Callable[[Cluster, Worker], str]":
+    """A step to come fails for whoever does it in that logical rank."""
+
+    def strike(cluster: "Cluster", worker: "Worker") -> str:
+        step = worker.step + cluster.lots.randint(1, 4)
+        cluster.poisoned[worker.rank, step] = kind
+        return f"step {step} of "
+
+    return strike
+
+
+def mumble(cluster: "Cluster", worker: "Worker") -> None:
+    """What it says next of a recovery, or of its end, gets lost on the way to its agent."""
+    worker.mumbles = True
+
+
+def reset(cluster: "Cluster", worker: "Worker") -> None:
+    worker.broken_epoch = worker.epoch
+    worker.poke()
+
+
+def stick(cluster: "Cluster", worker: "Worker") -> None:
+    cluster.mesh.stuck.add(worker.epoch)
+
+
+def damage_own(cluster: "Cluster", worker: "Worker") -> None:
+    for slot in worker.snapshots.stock.own.slots:
+        slot.damaged |= slot.status == COMPLETE and cluster.lots.random() < 0.7
+
+
+def damage_copy(cluster: "Cluster", worker: "Worker") -> None:
+    for pair in worker.snapshots.stock.copies.values():
+        for slot in pair.slots:
+            slot.damaged |= slot.status == COMPLETE and cluster.lots.random() < 0.7
+
+
+# --- agents, nodes and networks --------------------------------------------------------------------------------------
+
+
+def kill_agent(cluster: "Cluster", agent: "Agent") -> None:
+    """The control plane beside it ends with it. Half of the hosts get another agent at once."""
+    if not agent.alive:
+        return
+    agent.die(silently=False)
+    _control_goes_with(cluster, agent)
+    if cluster.lots.random() < 0.5:
+        cluster.comes_back(agent.host, agent.seats + agent.standbys)
+
+
+def agent_ends(cluster: "Cluster", agent: "Agent") -> None:
+    """It gives up by itself, and says so."""
+    agent.link.post(m.AgentLeaving(agent.node, 0))
+    agent.excuse = True
+    cluster.time.after(0.05, kill_agent, cluster, agent)
+
+
+def power_off(cluster: "Cluster", agent: "Agent") -> None:
+    agent.host.is_down = True
+    agent.die(silently=True)
+    _control_goes_with(cluster, agent)
+
+
+def power_cycle(cluster: "Cluster", agent: "Agent") -> str:
+    seconds = cluster.lots.choice(_LONG_S)
+    power_off(cluster, agent)
+
+    def boot() -> None:
+        agent.host.is_down = False
+        cluster.comes_back(agent.host, agent.seats + agent.standbys)
+
+    cluster.time.after(seconds, boot)
+    cluster.calm_at = max(cluster.calm_at, cluster.time.now + seconds)
+    return f"for {seconds:g} s "
+
+
+def _control_goes_with(cluster: "Cluster", agent: "Agent") -> None:
+    if cluster.plane.host is agent.host and cluster.plane.is_up:
+        cluster.plane.die()
+
+
+def pause_agent(cluster: "Cluster", agent: "Agent") -> str:
+    seconds = cluster.lots.choice(_LONG_S)
+    if not agent.paused:
+        agent.paused = agent.excuse = True
+        cluster.time.after(seconds, agent.go_on)
+    cluster.calm_at = max(cluster.calm_at, cluster.time.now + seconds)
+    return f"for {seconds:g} s "
+
+
+def tell_to_end(cluster: "Cluster", agent: "Agent") -> None:
+    agent.excuse = True
+    agent.told_to_end(15)
+
+
+def cut(cluster: "Cluster", agent: "Agent") -> str:
+    return _cut(cluster, agent, ("up", "down"))
+
+
+def cut_one_way(cluster: "Cluster", agent: "Agent") -> str:
+    direction = cluster.lots.choice(["up", "down"])
+    return f"({direction}) " + _cut(cluster, agent, (direction,))
+
+
+def flap(cluster: "Cluster", agent: "Agent") -> None:
+    _excuse(cluster, agent)
+    for i in range(cluster.lots.randint(2, 6)):
+        cluster.time.after(i * 0.7, cluster.cut, agent.host, ("up", "down"), 0.4)
+    cluster.calm_at = max(cluster.calm_at, cluster.time.now + 5.0)
+
+
+def slow_link(cluster: "Cluster", agent: "Agent") -> str:
+    host = agent.host
+    host.slow_until, host.slow_s = cluster.time.now + 8.0, cluster.lots.choice([0.05, 0.3, 1.0, 4.0])
+    _excuse(cluster, agent)
+    cluster.calm_at = max(cluster.calm_at, host.slow_until + host.slow_s)
+    return f"{host.slow_s:g} s "
+
+
+def _cut(cluster: "Cluster", agent: "Agent", directions: tuple[str, ...]) -> str:
+    seconds = cluster.lots.choice(_LONG_S)
+    _excuse(cluster, agent)
+    cluster.cut(agent.host, directions, seconds)
+    cluster.calm_at = max(cluster.calm_at, cluster.time.now + seconds)
+    return f"for {seconds:g} s "
+
+
+def _excuse(cluster: "Cluster", agent: "Agent") -> None:
+    """Who is on the control plane's host is not cut off from it; all others are."""
+    struck = cluster.agents.values() if agent.host is cluster.plane.host else (agent,)
+    for one in struck:
+        one.excuse = True
+
+
+# --- the control plane, starts, messages -----------------------------------------------------------------------------
+
+
+def control_dies(cluster: "Cluster") -> str:
+    if not cluster.plane.is_up or cluster.plane.paused:
+        return ""
+    moment = cluster.lots.choice([BEFORE, TORN, WRITTEN, AFTER])
+    cluster.plane.crash_soon(moment)
+    return moment
+
+
+def control_pauses(cluster: "Cluster") -> str:
+    """Once its lease has run out another one takes its place, and it ends as soon as it goes on."""
+    plane, seconds = cluster.plane, cluster.lots.choice(_LONG_S)
+    if plane.paused or not plane.is_up:
+        return ""
+    plane.paused, lease_s = True, cluster.timeouts.lease_s
+    cluster.time.after(min(seconds, lease_s), plane.go_on, seconds > lease_s)
+    cluster.calm_at = max(cluster.calm_at, cluster.time.now + seconds)
+    return f"for {seconds:g} s"
+
+
+def trouble(kind: str) -> Strike:
+    """The next workers that are started do not start well."""
+
+    def strike(cluster: "Cluster") -> str:
+        count = cluster.lots.choice([1, 1, 2, 4])
+        cluster.trouble += [kind] * count
+        return f"{count} to come"
+
+    return strike
+
+
+def echo(cluster: "Cluster") -> str:
+    """Old reports reach the decision code again, which the protocol excludes."""
+    if not cluster.plane.said:
+        return ""
+    report = cluster.lots.choice(cluster.plane.said[-40:])
+    cluster.plane.echo(report)
+    return m.encode(report)[:120]
+
+
+def echo_later(cluster: "Cluster") -> str:
+    """What the control plane waits for in a recovery it hears from an earlier one, which the protocol excludes."""
+    count = cluster.lots.randint(2, 6)
+
+    def repeat(order: Any) -> None:
+        nonlocal count
+        kinds = _AWAITED.get(type(order), ())
+        said = [report for report in cluster.plane.said if isinstance(report, kinds) and report.epoch < order.epoch]
+        if said and count:
+            count -= 1
+            delay = cluster.lots.choice([0.0, 0.02, 0.1, 0.4])
+            cluster.time.after(delay, cluster.plane.echo, cluster.lots.choice(said[-8:]))
+
+    cluster.on_order.append(repeat)
+    return f"up to {count}"

@@ -1,0 +1,120 @@
+"""``ft simulate hsdp``."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.base.quantities import argument, between, count, duration
+from ft.lab.simulate.hsdp.answer import Means, answer
+from ft.lab.simulate.hsdp.cases import Job, Stalls, read
+from ft.lab.simulate.hsdp.history import Rules
+from ft.lab.simulate.hsdp.table import as_text, as_values
+
+_DESCRIPTION = """\
+Effective training time of FT-HSDP: by the formula of its paper (section 6.1), in closed form with failures that
+overlap, and simulated, with the paper's stalls and with this code's. Times have a unit: ms, s, m or min, h, d."""
+_KILLED_S, _REJOIN_PART = 0.3, 0.3
+
+
+def add_parser(simulations) -> None:
+    """Adds the subcommand."""
+    parser = simulations.add_parser(
+        "hsdp",
+        help="effective training time of FT-HSDP at any size, with the paper's stalls and with ours",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_argument_group("job")
+    group.add_argument("--gpus", type=count(), default=98304, metavar="N", help="default: 98304")
+    group.add_argument("--replicas", type=count(1, _MOST_REPLICAS), metavar="N", help=_REPLICAS)
+    group.add_argument("--mtbf-gpu", type=duration(), metavar="TIME", help=_GPU)
+    group.add_argument("--mtbf", type=duration(6.0), metavar="TIME", help=_INTERVAL)
+    group.add_argument("--mtbf-min", dest="mtbf", type=duration(6.0, bare=60.0), help=argparse.SUPPRESS)
+    group.add_argument("--step", type=duration(), default=20.0, metavar="TIME", help="a training step (default: 20 s)")
+    group.add_argument("--rebuild", type=duration(), default=600.0, metavar="TIME", help=_REBUILD)
+    group.add_argument("--minimum", type=count(), default=1, metavar="N", help="replicas without which nobody trains")
+    group.add_argument("--checkpoint-interval", type=count(), default=100, metavar="STEPS", help="default: 100")
+    group = parser.add_argument_group("this code's stalls, beyond a normal step")
+    group.add_argument(
+        "--stall", type=duration(0.0), metavar="TIME", help=f"after a kill (default: {_KILLED_S} s, the goal)"
+    )
+    group.add_argument("--hang-stall", type=duration(0.0), metavar="TIME", help="after a hang (default: 3 steps + 1 s)")
+    group.add_argument(
+        "--rejoin-stall", type=duration(0.0), metavar="TIME", help="at a return (default: 0.3 steps, the goal)"
+    )
+    group.add_argument("--results", metavar="FILE", help="kill and return from lines of tools/bench/hsdp_recovery.py")
+    group = parser.add_argument_group("simulation")
+    group.add_argument("--time", type=duration(864.0), default=_YEAR_S, metavar="TIME", help=_TIME)
+    group.add_argument("--days", dest="time", type=duration(864.0, bare=86400.0), help=argparse.SUPPRESS)
+    group.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    group.add_argument("--shape", type=argument(between(0.1, 100.0)), default=0.7, metavar="K", help=_SHAPE)
+    group.add_argument("--no-sweep", action="store_true", help="leave the sweeps out")
+    group.add_argument("--json", action="store_true", help="one JSON object instead of text, times in seconds")
+    group.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
+    parser.set_defaults(main=run)
+
+
+_GPU_MTBF_S = 18 * 60.0 * 98304
+"""The paper's: a failure every 18 minutes on 98,304 GPUs."""
+_YEAR_S = 365 * 86400.0
+_REPLICAS_AT_MOST, _MOST_REPLICAS = 12, 1000
+_REPLICAS = f"default: the largest number up to {_REPLICAS_AT_MOST} that --gpus can be divided by"
+_GPU = f"between two failures of one GPU (default: {_GPU_MTBF_S / 86400:.1f}d, 18 min between those of 98,304)"
+_INTERVAL = "between two failures anywhere (default: --mtbf-gpu by the number of GPUs)"
+_TIME = "virtual time of each history (default: 365d)"
+_REBUILD = "from a failure until its replica asks to be let in (default: 10 m); as long all wait without FT-HSDP"
+_SHAPE = "of the Weibull distribution of failures that come in bursts (default: 0.7)"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the comparison, and draws it where that is asked for.
+
+    Raises:
+        UserError: the question makes no sense, or the picture cannot be written.
+    """
+    job, ours = _job(arguments), _stalls(arguments)
+    means = Means(
+        Rules(arguments.minimum, arguments.checkpoint_interval), arguments.time / 86400, arguments.seed, arguments.shape
+    )
+    found = answer(job, ours, means, sweep=not arguments.no_sweep)
+    print(json.dumps(as_values(job, ours, means, found)) if arguments.json else as_text(job, ours, means, found))
+    if arguments.plot is not None:
+        # Matplotlib takes longer to import than all else here.
+        from ft.lab.simulate.hsdp.picture import draw
+
+        try:
+            draw(job, found, Path(arguments.plot))
+        except (OSError, ValueError) as error:
+            raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error
+    return 0
+
+
+def _job(given: argparse.Namespace) -> Job:
+    replicas = given.replicas or max(each for each in range(1, _REPLICAS_AT_MOST + 1) if given.gpus % each == 0)
+    if given.gpus % replicas:
+        raise UserError(f"{given.gpus} GPUs make no {replicas} equal replicas", "give a multiple of --replicas")
+    if replicas < 2:
+        raise UserError(
+            f"{given.gpus} GPUs in one replica: there is no other that trains on",
+            "give --replicas 2 or more, and a multiple of it as --gpus",
+        )
+    if given.minimum > replicas:
+        raise UserError(f"a minimum of {given.minimum} of {replicas} replicas", "give at most --replicas")
+    if given.plot is not None and given.no_sweep:
+        raise UserError("--plot draws the sweeps, which --no-sweep leaves out", "give one of them")
+    if given.mtbf is not None and given.mtbf_gpu is not None:
+        raise UserError("--mtbf of all GPUs and --mtbf-gpu of one say the same thing", "give one of them")
+    interval = given.mtbf or (given.mtbf_gpu or _GPU_MTBF_S) / given.gpus
+    return Job(given.gpus, replicas, interval, given.step, given.rebuild)
+
+
+def _stalls(given: argparse.Namespace) -> Stalls:
+    said = [value for value in (given.stall, given.hang_stall, given.rejoin_stall) if value is not None]
+    if given.results is not None:
+        if said:
+            raise UserError("--results and stalls beside it, which are part of it", "give one or the other")
+        return read(given.results)
+    rejoin = _REJOIN_PART * given.step if given.rejoin_stall is None else given.rejoin_stall
+    killed = _KILLED_S if given.stall is None else given.stall
+    return Stalls(killed, rejoin, given.hang_stall, "given" if said else "the goals, nothing measured")

@@ -1,0 +1,171 @@
+"""One long history of failures and returns, event by event, in virtual time.
+
+Beside what the closed form has (``ft.lab.simulate.hsdp.model.overlapping``) it has steps: a rebuilt replica is let in
+at the end of a step, contributes zeros to one more (section 4.3 of the paper) and counts only from then on; a minimum
+of replicas below which nobody trains; and the loss of all of them at once, after which training goes on from a
+checkpoint.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ft.lab.simulate.hsdp.model import Case
+
+PERIODIC, EXPONENTIAL, WEIBULL = FAMILIES = ("periodic", "exponential", "weibull")
+_FAILS, _REBUILT, _COUNTS = range(3)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """When failures come. ``shape``: of a Weibull distribution, below 1 they come in bursts."""
+
+    family: str = EXPONENTIAL
+    shape: float = 0.7
+
+    def times(self, mean_s: float, rng: random.Random) -> Iterator[float]:
+        """Seconds from one failure to the next, without end."""
+        scale = mean_s / math.gamma(1.0 + 1.0 / self.shape)
+        while True:
+            if self.family == PERIODIC:
+                yield mean_s
+            elif self.family == WEIBULL:
+                yield rng.weibullvariate(scale, self.shape)
+            else:
+                yield rng.expovariate(1.0 / mean_s)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``minimum``: replicas needed for a step. ``checkpoint_steps``: between persistent checkpoints, 0: none needed."""
+
+    minimum: int = 1
+    checkpoint_steps: int = 100
+
+
+@dataclass
+class Outcome:
+    """What came of it, in seconds of virtual time.
+
+    Attributes:
+        lasted: all of it. trained: by number of replicas that contributed. stalled: everybody waited for a failure or a
+            return. too_few: everybody waited for the minimum of replicas. undone: trained, and lost with all replicas.
+        failures: all. during_rebuild: those that struck a replica that was being rebuilt. overlapping: those that
+            struck while another replica was out. losses: of all replicas at once. effective: see ``model``.
+            ``undone`` is in seconds of all replicas.
+    """
+
+    lasted: float = 0.0
+    trained: dict[int, float] = field(default_factory=dict)
+    stalled: float = 0.0
+    too_few: float = 0.0
+    undone: float = 0.0
+    failures: int = 0
+    during_rebuild: int = 0
+    overlapping: int = 0
+    losses: int = 0
+    effective: float = 0.0
+
+
+def simulate(case: Case, failures: Failures, rules: Rules, lasts_s: float, seed: int) -> Outcome:
+    """The history of ``seed``; ``lasts_s`` virtual seconds of it."""
+    history = _History(case, rules, random.Random(seed))
+    times = failures.times(case.interval_s, history.rng)
+    history.at(next(times), _FAILS)
+    while history.events[0][0] < lasts_s:
+        if history.turn() == _FAILS:
+            history.at(history.now + next(times), _FAILS)
+    history.pass_to(lasts_s)
+    found, replicas = history.found, case.replicas
+    found.undone /= replicas
+    found.lasted = lasts_s
+    done = sum(seconds * members for members, seconds in found.trained.items())
+    found.effective = (done / replicas - found.undone) / lasts_s
+    return found
+
+
+class _History:
+    """State of one history; ``joining``: when each replica that was let in will count; ``kept``: since a checkpoint."""
+
+    def __init__(self, case: Case, rules: Rules, rng: random.Random):
+        self.case, self.rules, self.rng = case, rules, rng
+        self.events: list[tuple[float, int, int, int, int]] = []
+        self.now = self.quiet_at = self.kept = self.since_checkpoint = 0.0
+        self.contributes = [True] * case.replicas
+        self.joining: dict[int, float] = {}
+        self.found, self._asked, self._stamps = Outcome(), 0, [0] * case.replicas
+
+    def at(self, when: float, kind: int, replica: int = 0) -> None:
+        self._asked += 1
+        heapq.heappush(self.events, (when, self._asked, kind, replica, self._stamps[replica]))
+
+    def turn(self) -> int:
+        """The next event happens; returns its kind."""
+        when, _, kind, replica, stamp = heapq.heappop(self.events)
+        self.pass_to(when)
+        if kind == _FAILS:
+            self._fails(self.rng.randrange(self.case.replicas))
+        elif stamp == self._stamps[replica]:
+            self._rebuilt(replica) if kind == _REBUILT else self._counts(replica)
+        return kind
+
+    def pass_to(self, when: float) -> None:
+        """Accounts for the time up to ``when``: nothing happens in it."""
+        found, members = self.found, sum(self.contributes)
+        waits = min(max(self.quiet_at - self.now, 0.0), when - self.now)
+        rest = when - self.now - waits
+        self.now = when
+        if members < self.rules.minimum:
+            found.too_few += waits + rest
+            return
+        found.stalled += waits
+        found.trained[members] = found.trained.get(members, 0.0) + rest
+        self.kept += rest * members
+        self.since_checkpoint += rest
+        every = self.rules.checkpoint_steps * self.case.step_s
+        if self.since_checkpoint >= every:
+            self.since_checkpoint = self.since_checkpoint % every if every else 0.0
+            self.kept = self.since_checkpoint * members
+
+    def _fails(self, replica: int) -> None:
+        found, others = self.found, sum(self.contributes) - self.contributes[replica]
+        found.failures += 1
+        found.overlapping += others < self.case.replicas - 1
+        was_in = self.contributes[replica] or replica in self.joining
+        found.during_rebuild += not was_in
+        if self.contributes[replica] and not others:
+            found.losses += 1
+            found.undone += self.kept
+            self.kept = self.since_checkpoint = 0.0
+        self.contributes[replica] = False
+        self.joining.pop(replica, None)
+        self._stamps[replica] += 1
+        self.at(self.now + self.case.rebuild_s, _REBUILT, replica)
+        if was_in:
+            self._all_wait(self.case.stall_s)
+
+    def _all_wait(self, seconds: float) -> None:
+        """The step is done again: who would have counted before it is over counts at its end."""
+        self.quiet_at = max(self.quiet_at, self.now + seconds)
+        for replica, when in self.joining.items():
+            self._will_count(replica, max(when, self.quiet_at))
+
+    def _rebuilt(self, replica: int) -> None:
+        if not any(self.contributes):
+            self._counts(replica)  # nobody has anything newer than the checkpoint
+            return
+        since = self.now - self.quiet_at
+        step_ends = self.quiet_at if since < 0 else self.now + self.case.step_s - since % self.case.step_s
+        self._will_count(replica, step_ends + self.case.step_s)
+
+    def _will_count(self, replica: int, when: float) -> None:
+        self._stamps[replica] += 1
+        self.joining[replica] = when
+        self.at(when, _COUNTS, replica)
+
+    def _counts(self, replica: int) -> None:
+        self.joining.pop(replica, None)
+        self.contributes[replica] = True
+        self.quiet_at = max(self.quiet_at, self.now + self.case.rejoin_s)

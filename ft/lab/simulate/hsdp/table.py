@@ -1,0 +1,125 @@
+"""The answer as text and as JSON values."""
+
+from typing import Any
+
+from ft.lab.simulate.hsdp.answer import Answer, Found, Means, lost_gpu_hours
+from ft.lab.simulate.hsdp.cases import Job, Stalls
+from ft.lab.simulate.hsdp.history import EXPONENTIAL, PERIODIC, WEIBULL, Outcome
+from ft.show.text import count, percent, seconds, table
+
+
+def as_text(job: Job, ours: Stalls, means: Means, found: Answer) -> str:
+    """What is asked, a table, the sweeps, and what each figure means."""
+    parts = [*_question(job, ours, means), "", _cases(job, means, found.found)]
+    if found.by_replicas:
+        names = [row.case.name for row in found.found]
+        parts += ["", "Effective training time by number of replicas, a failure every " + seconds(job.interval_s)]
+        parts += ["(simulated, independent failures)", "", _sweep("replicas", names, found.by_replicas)]
+        parts += ["", f"Effective training time by time between two failures, {job.replicas} replicas"]
+        parts += ["", _sweep("minutes", names, found.by_interval)]
+    return "\n".join([*parts, "", *_meaning(means)])
+
+
+def as_values(job: Job, ours: Stalls, means: Means, found: Answer) -> dict[str, Any]:
+    """The same for programs; times in seconds."""
+    return {
+        "gpus": job.gpus,
+        "replicas": job.replicas,
+        "interval_s": job.interval_s,
+        "stalls": {"killed_s": ours.killed_s, "rejoin_s": ours.rejoin_s, "hung_s": ours.hung_s, "source": ours.source},
+        "days": means.days,
+        "seed": means.seed,
+        "cases": {row.case.key: _values(job, row) for row in found.found},
+        "by_replicas": found.by_replicas,
+        "by_interval_min": found.by_interval,
+    }
+
+
+def _values(job: Job, row: Found) -> dict[str, Any]:
+    return {
+        "name": row.case.name,
+        "stall_s": row.case.stall_s,
+        "rebuild_s": row.case.rebuild_s,
+        "rejoin_s": row.case.rejoin_s,
+        "formula": row.formula,
+        "overlapping": row.overlapping,
+        "simulated": {family: outcome.effective for family, outcome in row.simulated.items()},
+        "lost_gpu_hours_per_day": lost_gpu_hours(job, row.simulated[EXPONENTIAL].effective),
+    }
+
+
+def _question(job: Job, ours: Stalls, means: Means) -> list[str]:
+    hang = "3 steps + 1 s, the goal" if ours.hung_s is None else seconds(ours.hung_s)
+    return [
+        f"job        {job.gpus:,} GPUs in {job.replicas} replicas, steps of {seconds(job.step_s)}, a failure somewhere "
+        f"every {seconds(job.interval_s)},",
+        f"           a failed replica asks to be let in again after {seconds(job.rebuild_s)}",
+        f"ours       others wait beyond their normal step: {seconds(ours.killed_s)} for a kill, {hang}",
+        f"           for a hang, {seconds(ours.rejoin_s)} at a return ({ours.source}); the step done again is added",
+        f"simulated  {means.days:,.4g} days for each figure (a quarter of that in sweeps), seed {means.seed}, "
+        f"at least {count(means.rules.minimum, 'replica')} in a step",
+    ]
+
+
+def _cases(job: Job, means: Means, rows: list[Found]) -> str:
+    def line(name: str, value) -> list[str]:
+        return [name, *(value(row) for row in rows)]
+
+    def usual(row: Found) -> Outcome:
+        return row.simulated[EXPONENTIAL]
+
+    lines = [
+        line("all wait after a failure", lambda row: seconds(row.case.stall_s)),
+        line("all wait at a return", lambda row: seconds(row.case.rejoin_s)),
+        ["effective training time:"] + [""] * len(rows),
+        line("  paper's formula", lambda row: percent(row.formula)),
+        line("  simulated, every interval", lambda row: percent(row.simulated[PERIODIC].effective)),
+        line("  overlaps, closed form", lambda row: percent(row.overlapping)),
+        line("  simulated, independent", lambda row: percent(usual(row).effective)),
+        line(f"  simulated, bursts ({means.shape:g})", lambda row: percent(row.simulated[WEIBULL].effective)),
+        ["independent failures:"] + [""] * len(rows),
+        line("  time with all replicas", lambda row: percent(_with(row, usual(row), 0))),
+        line("  with one less", lambda row: percent(_with(row, usual(row), 1))),
+        line("  with fewer", lambda row: percent(_fewer(row, usual(row)))),
+        line("  all wait", lambda row: percent((usual(row).stalled + usual(row).too_few) / usual(row).lasted)),
+        line("  strike while one is out", lambda row: percent(_share(usual(row).overlapping, usual(row)))),
+        line("  strike the one that is out", lambda row: percent(_share(usual(row).during_rebuild, usual(row)))),
+        line("GPU hours lost per day", lambda row: f"{lost_gpu_hours(job, usual(row).effective):,.0f}"),
+    ]
+    return table(["", *(row.case.name for row in rows)], lines, right=range(1, len(rows) + 1))
+
+
+def _with(row: Found, outcome: Outcome, less: int) -> float:
+    return outcome.trained.get(row.case.replicas - less, 0.0) / outcome.lasted if row.case.replicas > less else 0.0
+
+
+def _fewer(row: Found, outcome: Outcome) -> float:
+    return sum(time for members, time in outcome.trained.items() if members < row.case.replicas - 1) / outcome.lasted
+
+
+def _share(number: int, outcome: Outcome) -> float:
+    return number / max(outcome.failures, 1)
+
+
+def _sweep(unit: str, names: list[str], rows: dict[Any, dict[str, float]]) -> str:
+    lines = [[f"{key:g}", *(percent(value) for value in row.values())] for key, row in rows.items()]
+    return table([unit, *names], lines, right=range(len(names) + 1))
+
+
+def _meaning(means: Means) -> list[str]:
+    return [
+        "What the figures mean.",
+        "  all restart       Synchronous recovery; the steps done again since its checkpoint are left out, as in the",
+        "                    paper (ft plan disruption has them).",
+        "  paper: 3 min      The stall in the paper's formula. Its text measures 3 minutes at the failure and 100 s",
+        "                    more at the return: 3 min + 100 s. Two defects less, and it expects 1.5 minutes.",
+        "  ours              Stalls of a small model on one machine, and a whole step of the large one done again.",
+        "                    Nothing of it was measured at this size: quorum, connections and fetch of thousands of",
+        "                    GPUs are in no figure, and the time to rebuild a replica is the paper's.",
+        "  paper's formula   One failure at every interval, over before the next: 44 % and 80 % are these.",
+        "  overlaps          Independent failures: one may strike while another is handled. That is more than the",
+        "                    formula says, for a stall within a stall is waited for once.",
+        f"  bursts            Weibull of shape {means.shape:g}: the more they come together, the less each costs.",
+        "  simulated         Beside that, a replica returns at the end of a step and counts one step later, after a",
+        "                    stall that is under way; all replicas lost at once go back to a checkpoint.",
+    ]

@@ -1,0 +1,210 @@
+"""What must hold in every history, judged by what the ranks really hold, not by what they report."""
+
+from typing import TYPE_CHECKING
+
+from ft.job.quorum.state import HERE
+from ft.job.quorum.values import Quorum
+from ft.lab.simulate.hsdp_protocol.held import Contribution, Held, first
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.hsdp_protocol.replica import Life, Rank
+    from ft.lab.simulate.hsdp_protocol.server import Server
+    from ft.lab.simulate.hsdp_protocol.world import World
+
+STUCK_S = 25.0
+"""Virtual seconds without a committed step, with the minimum alive and no fault, that make a hang."""
+BACK_S = 45.0
+"""Virtual seconds after the last fault within which all replicas are healthy."""
+
+KILLS = (
+    *("kill", "kill a leader", "kill at the end of a ring", "kill the first one through"),
+    *("kill between vote and step", "kill who catches up", "kill a source of catch-up"),
+)
+"""Faults that end one replica each."""
+
+
+class Violation(Exception):
+    """A property does not hold; the text says which and how."""
+
+
+class Checks:
+    """Of one history.
+
+    Attributes:
+        commits: by replicas. redone: committed steps that were done again. pauses: longest time between two commits,
+            beyond a step, by the kinds of faults behind it. all_healthy_at: when all replicas last were.
+        returns: steps that replicas committed while behind. loads: of a checkpoint, all state being lost.
+    """
+
+    def __init__(self, world: "World"):
+        self._world = world
+        self.commits, self.redone, self.all_healthy_at, self.progress_at = 0, 0, -1.0, 0.0
+        self.pauses: dict[str, float] = {}
+        self.returns = self.loads = 0
+        beginning = first(world.shape.replicas)
+        self._consumed = {beginning.chain: beginning.positions}
+        self._named = {beginning.name: beginning.chain}
+        self._newest = beginning
+        self._numbers: set[int] = set()
+        self._committed_at = 0.0
+
+    @property
+    def newest_step(self) -> int:
+        return self._newest.step
+
+    @property
+    def quorums(self) -> int:
+        return len(self._numbers)
+
+    def fail(self, text: str) -> None:
+        raise Violation(text)
+
+    # --- quorums -----------------------------------------------------------------------------------------------------
+
+    def formed(self, server: "Server", quorum: Quorum) -> None:
+        if quorum.number in self._numbers:
+            self.fail(f"a second quorum has the number {quorum.number}")
+        self._numbers.add(quorum.number)
+        if quorum.finished:
+            return
+        self._check_load(quorum)
+        self._check_patience(server, quorum)
+        self.loads += quorum.load and self._newest.step > 0
+        self._check_regress(server, quorum)
+        server.furthest = quorum.step
+        if not quorum.load and len(quorum.healthy) == self._world.shape.replicas:
+            self.all_healthy_at = self._world.time.now
+
+    def _check_load(self, quorum: Quorum) -> None:
+        for replica, number in quorum.lives.items():
+            life = self._world.agents[replica].life
+            if quorum.load and life is not None and life.number == number and life.ranks[0].held.lineage >= 0:
+                self.fail(f"all are to load a checkpoint, and replica {replica} holds {life.ranks[0].held.name}")
+
+    def _check_patience(self, server: "Server", quorum: Quorum) -> None:
+        """Who has said that it does something else than a step is waited for, as long as it can be heard."""
+        now, state = self._world.time.now, server.state
+        for life in self._world.lives():
+            replica, limits = life.agent.replica, self._world.limits
+            is_here = (
+                state.is_member(replica) and state.of(replica).phase == HERE and state.of(replica).ban.until <= now
+            )
+            is_heard = state.of(replica).heard_at > now - limits.silent_s
+            since = life.aside_since
+            if since is None or replica in quorum.lives or life.number != state.of(replica).life:
+                continue
+            if since + 0.1 < now < since + limits.aside_s and is_here and is_heard:
+                self.fail(f"quorum {quorum.number} does not wait for replica {replica}, which saves since {since:.1f}")
+
+    def _check_regress(self, server: "Server", quorum: Quorum) -> None:
+        """More than the step that was interrupted is lost only with all who have it, or who are unheard of for long."""
+        furthest = self._newest
+        if quorum.load and furthest.step == 0:
+            return
+        lost = furthest.step - quorum.step
+        if lost > 0:
+            self.redone += lost
+            for life in self._world.lives():
+                leader = life.ranks[0]
+                if leader.held.step > quorum.step + 1 and self._must_be_waited_for(server, quorum, leader):
+                    self.fail(
+                        f"quorum {quorum.number} goes back to step {quorum.step}, and replica {leader.replica} lives, "
+                        f"holds step {leader.held.step} and was last heard of a short while ago"
+                    )
+            self._newest = Held(quorum.step, quorum.lineage, 0)
+
+    def _must_be_waited_for(self, server: "Server", quorum: Quorum, leader: "Rank") -> bool:
+        """This server knows that somebody was further, and has not heard of him for less than the limit of that."""
+        world = self._world
+        knows = server.furthest > quorum.step + 1 and leader.life.quorum is not None and leader.is_alive
+        unheard_s = world.time.now - world.unheard_since(leader.replica)
+        return knows and unheard_s < world.limits.regress_s - 0.5
+
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    def is_healthy(self, rank: "Rank", quorum: Quorum) -> None:
+        """It is about to train: it has the state that the quorum names, and so have the others."""
+        if rank.held.name != (quorum.step, quorum.lineage):
+            self.fail(f"{_who(rank)} trains step {quorum.step} of lineage {quorum.lineage} with {rank.held.name}")
+        self._check_name(rank)
+
+    def about_to_commit(self, rank: "Rank", quorum: Quorum) -> None:
+        if rank.held.name != (quorum.step, quorum.lineage):
+            self.fail(f"{_who(rank)} commits step {quorum.step} of lineage {quorum.lineage} on {rank.held.name}")
+
+    def adopted(self, rank: "Rank") -> None:
+        self._check_name(rank)
+
+    def _check_name(self, rank: "Rank") -> None:
+        chain = self._named.setdefault(rank.held.name, rank.held.chain)
+        if chain != rank.held.chain:
+            self.fail(f"{_who(rank)} holds another state under the name {rank.held.name} than others do")
+        consumed = self._consumed.get(chain)
+        if consumed is None:
+            self.fail(f"{_who(rank)} holds a state under the name {rank.held.name} that no step has led to")
+        if consumed != rank.held.positions:
+            self.fail(f"{_who(rank)} has positions {rank.held.positions}, and consumed were {consumed}")
+
+    def committed(self, rank: "Rank", before: Held, quorum: Quorum, total: tuple[Contribution, ...]) -> None:
+        """The samples of its gradient are the next ones of each stream, in the line of steps that led here."""
+        consumed = self._consumed.get(before.chain)
+        if consumed is None:
+            self.fail(f"{_who(rank)} commits step {quorum.step} on a state that no step has led to")
+        now = list(consumed)
+        for replica, position in total:
+            if position != consumed[replica]:
+                what = "again" if position < consumed[replica] else "and leaves some out before it"
+                self.fail(f"step {quorum.step} trains block {position} of replica {replica} {what}: {total}")
+            now[replica] += 1
+        self._consumed.setdefault(rank.held.chain, tuple(now))
+        self._check_name(rank)
+        if rank.index == 0:
+            self._progress(rank, quorum)
+
+    def _progress(self, rank: "Rank", quorum: Quorum) -> None:
+        world, held = self._world, rank.held
+        self.commits += 1
+        if held.name > self._newest.name:
+            now = world.time.now
+            if held.step > 1:
+                causes = {kind for at, kind in world.over if at > self._committed_at - 15.0}
+                key = causes.pop() if len(causes) == 1 else "several" if causes else "none"
+                pause = now - self._committed_at - world.shape.step_s
+                self.pauses[key] = max(self.pauses.get(key, 0.0), pause)
+            self._newest, self._committed_at, self.progress_at = held, now, now
+        if held.step % 8 == 0 and held.step // 8 % world.shape.replicas == rank.replica and held.name[0] > 0:
+            world.time.after(0.2, self._saved, held)
+        if rank.replica in quorum.behind:
+            self.returns += 1
+
+    def _saved(self, held: Held) -> None:
+        if held.name > self._world.checkpoint.name:
+            self._world.checkpoint = held
+
+    def replica_at_rest(self, life: "Life") -> None:
+        """Between two steps all ranks of a replica are equal."""
+        states = {rank.held for rank in life.ranks}
+        if len(states) > 1:
+            names = [rank.held.name for rank in life.ranks]
+            self.fail(f"the ranks of replica {life.agent.replica} are not equal: {names}")
+
+    def ended(self) -> None:
+        """A replica that is killed costs at most the step that was interrupted, while somebody keeps a state."""
+        kinds = [kind for _, kind in self._world.struck]
+        if not self.loads and all(kind in KILLS for kind in kinds) and self.redone > len(kinds):
+            self.fail(f"{self.redone} steps were done again for {len(kinds)} kills of one replica")
+
+    # --- progress ----------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """From time to time: does training go on, and is everybody back in time?"""
+        world, now = self._world, self._world.time.now
+        since = max([self.progress_at, world.blocked_until, *(at for at, _ in world.struck)])
+        if now - since > STUCK_S and any(not agent.has_ended for agent in world.agents):
+            self.fail(f"a hang: no committed step since {self.progress_at:.1f}, no fault since {since:.1f}")
+        if world.last_step is None and now > world.calm_at + BACK_S:
+            self.fail(f"not all replicas are healthy {BACK_S:.0f} s after the last fault, at {world.calm_at:.1f}")
+
+
+def _who(rank: "Rank") -> str:
+    return f"replica {rank.replica} rank {rank.index}"

@@ -1,0 +1,40 @@
+"""``ft simulate hsdp-protocol``: FT-HSDP's protocol in simulated runs."""
+
+import argparse
+
+from ft.lab.simulate import histories
+from ft.lab.simulate.hsdp_protocol.faults import BY_NAME
+from ft.lab.simulate.hsdp_protocol.plants import Plant, find, planted
+from ft.lab.simulate.hsdp_protocol.report import Summary
+from ft.lab.simulate.hsdp_protocol.run import History, Wish, simulate
+
+
+def add_parser(simulations) -> None:
+    """Adds ``hsdp-protocol``; ``main`` is a function of the parsed arguments that returns the exit code."""
+    parser = simulations.add_parser(
+        "hsdp-protocol",
+        help="FT-HSDP's protocol under simulated faults",
+        description="Plays histories of simulated replicas, each from its seed, with the quorum's production decision "
+        "and client in them, and checks that healthy replicas are equal, that the line of steps that survives has "
+        "every sample once, that at most the interrupted step is done again, and that nobody waits for ever.",
+    )
+    histories.add_arguments(parser, faults=8)
+    parser.set_defaults(main=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what came of the histories; returns 1 if a property is violated, or if a planted bug is not found.
+
+    Raises:
+        UserError: an argument is out of its range.
+    """
+    kinds = histories.check_arguments(_SIMULATION, arguments)
+    return histories.run(_SIMULATION, arguments, Wish(arguments.faults, kinds))
+
+
+def _play(seed: int, wish: Wish, plant: Plant | None, with_lines: bool) -> History:
+    with planted(plant):
+        return simulate(seed, wish, plant.habits() if plant else None, with_lines=with_lines)
+
+
+_SIMULATION = histories.Simulation("hsdp-protocol", tuple(BY_NAME), _play, find, Summary, columns=(56, 120))

@@ -1,0 +1,252 @@
+"""What strikes a simulated run: kinds of faults, how often each comes, and when."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.hsdp_protocol.replica import Rank
+    from ft.lab.simulate.hsdp_protocol.world import World
+
+_FIRST_S, _GAP_S, _BURST_S = (1.5, 4.0), (0.3, 5.0), (0.0, 0.3)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``strike(world)`` returns for how many virtual seconds it lasts, None if there is nobody to strike.
+
+    ``blocks``: training may stand still as long as it lasts; so it may, with a minimum, for those of the network
+    between replicas: who has to go is found by trying.
+    """
+
+    name: str
+    weight: float
+    strike: "Callable[[World], float | None]"
+    blocks: bool = True
+
+
+def kill(rank: "Rank", why: str = "killed") -> None:
+    rank.world.note("replica {} rank {}: {}", rank.replica, rank.index, why)
+    rank.dies()
+    rank.life.agent.lost(rank.life, why)
+
+
+def _any(world: "World", index: int | None = None) -> "Rank | None":
+    lives = [life for life in world.lives() if all(rank.is_alive for rank in life.ranks)]
+    if not lives:
+        return None
+    ranks = world.lots.choice(lives).ranks
+    return world.lots.choice(ranks) if index is None else ranks[index]
+
+
+def _kills(number: int, index: int | None = None):
+    def strike(world: "World") -> float | None:
+        lives = world.lots.sample(world.lives(), min(number, len(world.lives())))
+        for life in lives:
+            kill(world.lots.choice(life.ranks) if index is None else life.ranks[index])
+        return 0.0 if lives else None
+
+    return strike
+
+
+def _kill_all_but_one(world: "World") -> float | None:
+    return _kills(max(1, len(world.lives()) - 1))(world)
+
+
+def _kill_all(world: "World") -> float | None:
+    return _kills(world.shape.replicas)(world)
+
+
+def _pause(world: "World") -> float | None:
+    rank = _any(world)
+    if rank is None:
+        return None
+    seconds = world.lots.uniform(0.1, 1.8)
+    world.note("replica {} rank {}: pauses for {:.2f} s", rank.replica, rank.index, seconds)
+    rank.awake_at = max(rank.awake_at, world.time.now + seconds)
+    world.outage(rank.replica, seconds)
+    return seconds
+
+
+def _hang(world: "World") -> float | None:
+    rank = _any(world)
+    if rank is None:
+        return None
+    world.note("replica {} rank {}: hangs", rank.replica, rank.index)
+    rank.awake_at = 1e9
+    world.outage(rank.replica, world.shape.hang_s)
+    world.time.after(world.shape.hang_s, rank.life.agent.lost, rank.life, "hung")
+    return world.shape.hang_s
+
+
+def _cut_from_server(world: "World") -> float | None:
+    replica, seconds = world.lots.randrange(world.shape.replicas), world.lots.uniform(0.05, 4.0)
+    world.note("replica {}: cut off from the quorum server for {:.2f} s", replica, seconds)
+    world.cut(replica, None, seconds)
+    return seconds
+
+
+def _cut_two(world: "World") -> float | None:
+    one, other = world.lots.sample(range(world.shape.replicas), 2)
+    seconds = world.lots.uniform(0.05, 6.0) if world.lots.random() < 0.8 else world.lots.uniform(30.0, 40.0)
+    world.note("replicas {} and {}: cut off from each other for {:.2f} s", one, other, seconds)
+    world.cut(one, other, seconds)
+    return seconds
+
+
+def _change_sides(world: "World") -> float | None:
+    """One trains alone while the server does not hear the others, and is not heard itself when they are back."""
+    alone, seconds = world.lots.randrange(world.shape.replicas), world.lots.uniform(1.0, 2.5)
+    for other in range(world.shape.replicas):
+        if other != alone:
+            world.note("replica {}: cut off from the quorum server for {:.2f} s", other, seconds)
+            world.cut(other, None, seconds)
+    then = world.lots.uniform(0.5, 2.5)
+    world.note("replica {}: then cut off from it for {:.2f} s", alone, then)
+    world.time.after(seconds - 0.2, world.cut, alone, None, then)
+    return seconds + then
+
+
+def _cut_from_all(world: "World") -> float | None:
+    one, seconds = world.lots.randrange(world.shape.replicas), world.lots.uniform(0.05, 4.0)
+    world.note("replica {}: cut off from everybody for {:.2f} s", one, seconds)
+    for other in (None, *range(world.shape.replicas)):
+        if other != one:
+            world.cut(one, other, seconds)
+    return seconds
+
+
+def _end_server(world: "World") -> float | None:
+    server = world.standing
+    if not server.is_alive:
+        return None
+    world.note("the quorum server of term {} is killed", server.term)
+    world.deaths_of_server += 1
+    server.dies()
+    seconds = world.lots.uniform(0.05, 1.0)
+    world.time.after(seconds, world.start_server)
+    return seconds
+
+
+def _pause_server(world: "World") -> float | None:
+    """Long enough, and it is taken for dead: another one is started, and it wakes up beside it."""
+    server, seconds = world.standing, world.lots.uniform(0.2, 3.0)
+    if not server.is_alive:
+        return None
+    world.note("the quorum server of term {} pauses for {:.2f} s", server.term, seconds)
+    server.awake_at = max(server.awake_at, world.time.now + seconds)
+    if world.lots.random() < 0.5:
+        world.time.after(world.lots.uniform(0.1, 1.5), world.start_server)
+    return seconds + 1.5
+
+
+def _reset(world: "World") -> float | None:
+    server = world.standing
+    open_ones = [c for c in server.connections if c.replica is not None]
+    if not open_ones:
+        return None
+    connection = world.lots.choice(open_ones)
+    world.note("replica {}: its connection to the quorum server breaks", connection.replica)
+    connection.closed_by_server()
+    server.loses(connection)
+    return 0.0
+
+
+def _slow(world: "World") -> float | None:
+    replica, seconds = world.lots.randrange(world.shape.replicas), world.lots.uniform(0.5, 4.0)
+    factor = world.lots.uniform(2.0, 8.0)
+    world.note("replica {}: steps last {:.1f} times as long for {:.2f} s", replica, factor, seconds)
+    world.slow_down(replica, factor, seconds)
+    return seconds
+
+
+def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
+    """``act`` happens to a rank that comes to that moment, one of the next few."""
+
+    def strike(world: "World") -> float | None:
+        left = [world.lots.randint(0, most)]
+
+        def when(rank: "Rank | None") -> None:
+            if left[0] > 0:
+                left[0] -= 1
+                world.aims[moment].append(when)
+                return
+            act(rank)
+            world.calm_at = max(world.calm_at, world.time.now)
+
+        world.aims.setdefault(moment, []).append(when)
+        return 0.0
+
+    return strike
+
+
+def _kill_other(rank: "Rank") -> None:
+    """Of the ring that this one is through, another that may not be: the quorum ends in different ways."""
+    others = [life for life in rank.world.lives() if life is not rank.life]
+    if others:
+        kill(rank.world.lots.choice(others).ranks[rank.index], "killed at the end of a ring")
+
+
+def _kill_source(rank: "Rank") -> None:
+    others = [life for life in rank.world.lives() if life is not rank.life and life.ranks[0].held.step > 0]
+    if others:
+        kill(rank.world.lots.choice(others).ranks[rank.index], "killed while its state is fetched")
+
+
+def _kill_server_now(rank: "Rank | None", world=None) -> None:
+    if rank is not None:
+        _end_server(rank.world)
+
+
+KINDS = (
+    Kind("kill", 10, _kills(1)),
+    Kind("kill a leader", 3, _kills(1, index=0)),
+    Kind("kill two replicas", 4, _kills(2)),
+    Kind("kill all but one", 2, _kill_all_but_one),
+    Kind("kill all", 1, _kill_all),
+    Kind("pause", 5, _pause),
+    Kind("hang", 4, _hang),
+    Kind("cut from the server", 4, _cut_from_server),
+    Kind("cut two replicas", 4, _cut_two, blocks=False),
+    Kind("change of sides", 2, _change_sides),
+    Kind("cut from everybody", 3, _cut_from_all),
+    Kind("kill the server", 5, _end_server),
+    Kind("pause the server", 3, _pause_server),
+    Kind("reset a connection", 3, _reset),
+    Kind("slow replica", 3, _slow),
+    Kind("kill at the end of a ring", 6, _aimed("ring", _kill_other)),
+    Kind("kill the first one through", 4, _aimed("ring", lambda rank: kill(rank, "killed when through"))),
+    Kind("kill between vote and step", 4, _aimed("decided", lambda rank: kill(rank, "killed before its step"))),
+    Kind("kill who catches up", 3, _aimed("fetch", lambda rank: kill(rank, "killed while it catches up"), most=1)),
+    Kind("kill a source of catch-up", 4, _aimed("fetch", _kill_source, most=1)),
+    Kind("kill the server at a vote", 3, _aimed("decided", _kill_server_now)),
+)
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+class Schedule:
+    """The faults of one history, some in bursts."""
+
+    def __init__(self, lots: random.Random, most: int, names: tuple[str, ...] | None):
+        kinds = [kind for kind in KINDS if names is None or kind.name in names]
+        number = lots.randint(0 if names is None else 1, most) if most else 0
+        self.kinds = lots.choices(kinds, [kind.weight for kind in kinds], k=number)
+        self._times, at = [], lots.uniform(*_FIRST_S)
+        for _ in self.kinds:
+            self._times.append(at)
+            at += lots.uniform(*(_BURST_S if lots.random() < 0.4 else _GAP_S))
+
+    def begin(self, world: "World") -> None:
+        world.calm_at = self._times[-1] if self._times else 2.0
+        for at, kind in zip(self._times, self.kinds, strict=True):
+            world.time.after(at, self._strike, world, kind)
+
+    def _strike(self, world: "World", kind: Kind) -> None:
+        lasts = kind.strike(world)
+        if lasts is not None and (kind.blocks or world.shape.minimum > 1):
+            world.blocked_until = max(world.blocked_until, world.time.now + lasts)
+        if lasts is not None:
+            world.struck.append((world.time.now, kind.name))
+            world.over.append((world.time.now + lasts, kind.name))
+            world.calm_at = max(world.calm_at, world.time.now + lasts)

@@ -1,0 +1,64 @@
+"""What many histories come to, as text."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ft.lab.simulate.hsdp_protocol.checks import BACK_S, STUCK_S
+from ft.lab.simulate.hsdp_protocol.run import History
+from ft.show.text import seconds
+
+
+@dataclass
+class Summary:
+    """Sums over histories. ``pauses``: the longest by cause; ``failed``: violations by seed."""
+
+    histories: int = 0
+    struck: Counter = field(default_factory=Counter)
+    virtual_s: float = 0.0
+    steps: int = 0
+    quorums: int = 0
+    redone: int = 0
+    returns: int = 0
+    deaths: int = 0
+    loads: int = 0
+    pauses: dict[str, list[float]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def add(self, history: History) -> None:
+        self.histories += 1
+        self.struck.update(history.struck)
+        self.virtual_s += history.seconds
+        self.steps += history.steps
+        self.quorums += history.quorums
+        self.redone += history.redone
+        self.returns += history.returns
+        self.deaths += history.deaths_of_server
+        self.loads += history.loads
+        for cause, pause in history.pauses.items():
+            self.pauses.setdefault(cause, []).append(pause)
+        if history.violation:
+            self.failed[history.seed] = history.violation
+
+    def text(self, took_s: float) -> str:
+        """``took_s``: real seconds."""
+        lines = [
+            f"{self.histories} histories in {took_s:.1f} s: {self.histories / max(took_s, 1e-9):.0f} seeds/s, "
+            f"{self.virtual_s / 3600:.1f} h of virtual time",
+            f"{sum(self.struck.values())} faults, {self.quorums} quorums, {self.steps} steps, {self.redone} committed "
+            f"ones done again, {self.loads} loads of a checkpoint because nobody had a state any more,",
+            f"{self.returns} steps committed by a replica that was behind, {self.deaths} deaths of the quorum server",
+            f"in each: training never stands still for {seconds(STUCK_S)} while the minimum lives, all are healthy "
+            f"within {seconds(BACK_S)} of the last fault",
+            "",
+            "faults                       struck  alone: longest time without a commit beyond a step (worst, median)",
+            *(f"  {kind:26s} {self.struck[kind]:6d}  {self._pause(kind)}" for kind in sorted(self.struck)),
+            f"  {'none':26s} {'':6s}  {self._pause('none')}",
+            "",
+            f"violations: {len(self.failed)}",
+            *(f"    seed {seed}: {text.splitlines()[0]}" for seed, text in sorted(self.failed.items())[:20]),
+        ]
+        return "\n".join(lines)
+
+    def _pause(self, kind: str) -> str:
+        found = sorted(self.pauses.get(kind, []))
+        return f"{seconds(found[-1])}, {seconds(found[len(found) // 2])}" if found else "-"

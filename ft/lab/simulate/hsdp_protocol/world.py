@@ -1,0 +1,141 @@
+"""A simulated run: replicas, their networks, the quorum server, and the faults."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from ft.job.quorum.state import Options
+from ft.job.quorum.values import Quorum
+from ft.lab.simulate.control.clock import Timeline
+from ft.lab.simulate.hsdp_protocol.checks import Checks
+from ft.lab.simulate.hsdp_protocol.held import Held, first
+from ft.lab.simulate.hsdp_protocol.replica import Agent, Life, Rank
+from ft.lab.simulate.hsdp_protocol.ring import Ring
+from ft.lab.simulate.hsdp_protocol.server import Server
+from ft.lab.simulate.hsdp_protocol.shape import LIMITS, Habits, Shape
+
+CHECKPOINT_STEPS = 8
+
+
+class World:
+    """Everything of one history.
+
+    Args:
+        lots: all chance comes from it. lines: of the history, None where nobody will read them.
+
+    Attributes:
+        standing: the server that ``quorum.json`` names. newest_term: the last one claimed. last_step: of the run, None
+            while it is open. checkpoint: the newest persistent one. aims: moment -> what is to happen when it comes.
+        calm_at: when the last fault is over. blocked_until: until then training may stand still. outages: by replica.
+        struck, over: (when, kind) of the faults so far, and when each is over.
+    """
+
+    def __init__(self, lots: random.Random, shape: Shape, habits: Habits, lines: list[str] | None):
+        self.lots, self.shape, self.habits, self.limits, self.lines = lots, shape, habits, LIMITS, lines
+        self.time, self.checks = Timeline(), Checks(self)
+        self.standing: Server | None = None
+        self.newest_term, self.deaths_of_server = -1, 0
+        self.last_step: int | None = None
+        self.checkpoint: Held = first(shape.replicas)
+        self.aims: dict[str, list[Callable[[Rank], None]]] = {}
+        self.struck: list[tuple[float, str]] = []
+        self.over: list[tuple[float, str]] = []
+        self.calm_at = self.blocked_until = 0.0
+        self.outages: dict[int, list[tuple[float, float]]] = {replica: [] for replica in range(shape.replicas)}
+        self._slow: dict[int, tuple[float, float]] = {}
+        self._cuts: dict[tuple[int, int | None], float] = {}
+        self._rings: dict[tuple[int, int], Ring] = {}
+        self.agents = [Agent(self, replica) for replica in range(shape.replicas)]
+
+    def start(self) -> None:
+        self.start_server()
+        for agent in self.agents:
+            agent.build(self.lots.uniform(0.05, 1.0))
+
+    def note(self, text: str, *values: Any) -> None:
+        if self.lines is not None:
+            self.lines.append(f"{self.time.now:10.4f}  {text.format(*values)}")
+
+    # --- the quorum server -------------------------------------------------------------------------------------------
+
+    def claim(self, least: int) -> int:
+        self.newest_term = max(least, self.newest_term + 1)
+        return self.newest_term
+
+    def start_server(self) -> None:
+        options = Options(self.shape.replicas, self.shape.minimum, limits=self.limits).check()
+        self.standing = Server(self, self.claim(0), options)
+        self.note("a quorum server starts: term {}", self.standing.term)
+
+    def formed(self, server: Server, quorum: Quorum) -> None:
+        self.note(
+            "term {}: quorum {} of step {}, lineage {}: healthy {}, behind {}: {}",
+            *(server.term, quorum.number, quorum.step, quorum.lineage),
+            *(list(quorum.healthy), list(quorum.behind), quorum.reason),
+        )
+        self.checks.formed(server, quorum)
+        self._rings = {key: ring for key, ring in self._rings.items() if key[0] > quorum.number - 20}
+        self.at("formed", None)
+
+    # --- who there is ------------------------------------------------------------------------------------------------
+
+    def lives(self) -> list[Life]:
+        return [agent.life for agent in self.agents if agent.life is not None]
+
+    def is_over(self, replica: int, life: int) -> bool:
+        there = self.agents[replica].life
+        return there is None or there.number != life
+
+    def rank_of(self, replica: int, life: int, index: int) -> Rank | None:
+        if self.is_over(replica, life):
+            return None
+        rank = self.agents[replica].life.ranks[index]
+        return rank if rank.is_alive else None
+
+    def ring(self, quorum: Quorum, index: int) -> Ring:
+        return self._rings.setdefault((quorum.number, index), Ring(self, quorum, index))
+
+    def rank_gone(self, rank: Rank) -> None:
+        """Its connections close."""
+        for (_, index), ring in self._rings.items():
+            if index == rank.index and ring.quorum.lives.get(rank.replica) == rank.life.number:
+                self.time.after(self.lots.uniform(0.0005, 0.02), ring.member_gone, rank.replica)
+
+    def compute_s(self, replica: int) -> float:
+        until, factor = self._slow.get(replica, (0.0, 1.0))
+        return self.shape.step_s * self.lots.uniform(0.7, 1.1) * (factor if self.time.now < until else 1.0)
+
+    # --- trouble -----------------------------------------------------------------------------------------------------
+
+    def slow_down(self, replica: int, factor: float, seconds: float) -> None:
+        self._slow[replica] = (self.time.now + seconds, factor)
+
+    def cut(self, one: int, other: int | None, seconds: float) -> None:
+        """Between two replicas, or a replica and the quorum server's host (None)."""
+        if other is None:
+            self.outage(one, seconds)
+        for key in ((one, other), (other, one)):
+            self._cuts[key] = max(self._cuts.get(key, 0.0), self.time.now + seconds)
+
+    def outage(self, replica: int, seconds: float) -> None:
+        """The quorum server hears nothing of it."""
+        self.outages[replica].append((self.time.now, self.time.now + seconds))
+
+    def unheard_since(self, replica: int) -> float:
+        """Now, if it can be heard; outages that follow one another closely count as one."""
+        since = self.time.now
+        for begin, end in sorted(self.outages[replica], reverse=True):
+            if end >= since - self.limits.contact_s - 0.5:
+                since = min(since, begin)
+        return since
+
+    def cut_until(self, one: int, other: int | None) -> float:
+        return self._cuts.get((one, other), 0.0)
+
+    def is_cut(self, one: int, other: int | None) -> bool:
+        return self.cut_until(one, other) > self.time.now
+
+    def at(self, moment: str, rank: Rank | None) -> None:
+        """What was aimed at such a moment happens."""
+        if waiting := self.aims.get(moment):
+            waiting.pop()(rank)

@@ -1,0 +1,52 @@
+"""``ft simulate quorum``."""
+
+import argparse
+import json
+
+from ft.job.quorum.spread import FAN_OUT
+from ft.lab.simulate.quorum.run import emulate
+from ft.lab.simulate.quorum.shape import Job, processes
+from ft.lab.simulate.quorum.table import as_text, as_values
+
+_DESCRIPTION = """\
+How long a quorum of FT-HSDP takes at scale (its paper, section 5): the real quorum server, clients and relays, on this
+machine's loopback network, from the last replica's report until its last logical rank has the quorum."""
+
+
+def add_parser(simulations) -> None:
+    """Adds ``quorum``; ``main`` is a function of the parsed arguments that returns the exit code."""
+    parser = simulations.add_parser(
+        "quorum",
+        help="latency of FT-HSDP's quorum with the real server and clients, for any number of ranks",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=98304, metavar="N", help="logical ranks (default: 98304)")
+    parser.add_argument("--replicas", type=int, default=12, metavar="N", help="that they are in (default: 12)")
+    parser.add_argument("--node", type=int, default=8, metavar="N", help="ranks on a node (default: 8)")
+    parser.add_argument("--fan-out", type=int, default=FAN_OUT, metavar="N", help=f"of relays (default: {FAN_OUT})")
+    parser.add_argument("--rounds", type=int, default=100, metavar="N", help="quorums that count (default: 100)")
+    parser.add_argument("--deaths", type=int, default=0, metavar="N", help="leaders lost on the way (default: 0)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.set_defaults(main=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the latencies.
+
+    Raises:
+        UserError: an argument is out of its range, or this machine cannot do it.
+    """
+    job = Job(
+        ranks=arguments.ranks,
+        replicas=arguments.replicas,
+        node=arguments.node,
+        fan_out=arguments.fan_out,
+        rounds=arguments.rounds,
+        deaths=arguments.deaths,
+        seed=arguments.seed,
+    ).check()
+    measured = emulate(job, processes(job))
+    print(json.dumps(as_values(job, measured)) if arguments.json else as_text(job, measured))
+    return 0

@@ -1,0 +1,106 @@
+"""Starts the server and the processes of the replicas, and puts together what they have measured."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ft.base import token
+from ft.base.checkout import CHECKOUT
+from ft.base.errors import FtError
+from ft.lab.simulate.quorum.shape import WARM_UP, Job
+from ft.platform import processes
+
+_DEADLINE_S = 1800.0
+_TAIL = 2000
+
+
+@dataclass(frozen=True)
+class Round:
+    """One quorum. Seconds from the last report of a member: ``leaders_s`` until the last leader had it, ``ranks_s``
+    until the last logical rank had it. ``change``: "none", "death" or "return": what its members had come from."""
+
+    step: int
+    members: int
+    leaders_s: float
+    ranks_s: float
+    change: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All rounds that count; how long it took until all was connected, and the whole emulation; processes used."""
+
+    rounds: list[Round]
+    seconds: float
+    crews: int
+
+
+def emulate(job: Job, crews: int) -> Measured:
+    """Runs it.
+
+    Raises:
+        FtError: one of the processes failed.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ft-quorum-") as folder:
+        run_dir = Path(folder)
+        secret = token.make(run_dir, {})
+        running: list[subprocess.Popen] = []
+        try:
+            options = {"replicas": job.replicas}
+            server = _start("ft.job.quorum", run_dir, "--run-dir", folder, "--options", json.dumps(options))
+            running.append(server)
+            for place in range(crews):
+                words = {"run_dir": folder, "token": secret, "job": asdict(job)}
+                words["replicas"] = list(range(place, job.replicas, crews))
+                running.append(_start("ft.lab.simulate.quorum.crew", run_dir, json.dumps(words)))
+            logs = [entry for crew in running[1:] for entry in _end(crew, run_dir, began + _DEADLINE_S)]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+    return Measured(list(rounds(logs)), time.monotonic() - began, crews)
+
+
+def rounds(logs: list[dict]) -> Iterable[Round]:
+    """What the processes' logs say of each quorum that counts, in order."""
+    found: dict[int, dict[int, list]] = {}
+    for one in logs:
+        for number, *entry in one["log"]:
+            found.setdefault(number, {})[one["replica"]] = entry
+    before: set[int] = set()
+    for _, entries in sorted(found.items()):
+        members, step = set(entries), next(iter(entries.values()))[0]
+        asked = max(entry[1] for entry in entries.values())
+        answered, delivered = (max(entry[place] for entry in entries.values()) for place in (2, 3))
+        change = "death" if before - members else "return" if members - before else "none"
+        if step >= WARM_UP:
+            yield Round(step, len(members), answered - asked, delivered - asked, change)
+        before = members
+
+
+def _start(module: str, run_dir: Path, *words: str) -> subprocess.Popen:
+    path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {name: value for name, value in os.environ.items() if name != token.VARIABLE}
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with open(run_dir / "log", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *words], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+
+
+def _end(process: subprocess.Popen, run_dir: Path, deadline: float) -> list[dict]:
+    try:
+        said, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        raise FtError(f"the emulation has not ended after {_DEADLINE_S:g} s") from error
+    if process.returncode:
+        said = (run_dir / "log").read_text()[-_TAIL:]
+        raise FtError(f"a process of the emulation {processes.how_it_ended(process.returncode)}:\n{said}")
+    return json.loads(said)

@@ -1,0 +1,80 @@
+"""What is printed of an emulation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ft.lab.simulate.quorum.run import Measured
+from ft.lab.simulate.quorum.shape import Job
+
+PAPER_S, PAPER_FIRST_S, PAPER_RANKS = 0.7, 9.0, 98304
+"""FT-HSDP, section 5: the latency of its ``get_quorum`` at this scale, and that of its first version."""
+_PERCENTILES = (50, 90, 99, 100)
+_KINDS = {"none": "", "death": ", a replica was lost", "return": ", a replica has come"}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest of the values that so many percent do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
+def as_values(job: Job, measured: Measured) -> dict[str, Any]:
+    """All of it, as JSON values: seconds."""
+    return {
+        "simulation": "quorum",
+        "ranks": job.ranks,
+        "replicas": job.replicas,
+        "nodes": job.tree.nodes * job.replicas,
+        "fan_out": job.fan_out,
+        "depth": job.tree.depth,
+        "processes": measured.crews,
+        "seed": job.seed,
+        "seconds": round(measured.seconds, 1),
+        "paper_s": PAPER_S,
+        "latency_s": {
+            kind: {
+                to: {f"p{percent}": round(percentile(values, percent), 5) for percent in _PERCENTILES}
+                for to, values in (
+                    ("leaders", [one.leaders_s for one in rows]),
+                    ("ranks", [one.ranks_s for one in rows]),
+                )
+            }
+            | {"quorums": len(rows)}
+            for kind, rows in _by_change(measured).items()
+        },
+    }
+
+
+def as_text(job: Job, measured: Measured) -> str:
+    """All of it, for people."""
+    tree, rows, relays = job.tree, _by_change(measured), job.tree.nodes * job.replicas
+    each = f"{job.ranks // job.replicas}, on {tree.nodes} nodes each"
+    lines = [
+        f"{job.ranks} logical ranks in {job.replicas} replicas of {each}",
+        f"real: the quorum server, {job.replicas} leaders' clients, and {relays} relays, all but the leaders' with",
+        f"      a TCP connection each to the one above ({job.fan_out} wide, {tree.depth} deep); in {measured.crews} "
+        "processes beside the server's",
+        f"multiplexed: the {job.node} ranks of a node share its connection, and one of them parses for all",
+        "in a run: leaders hand a quorum to their ranks by a broadcast in their group; here relays stand for it",
+        "",
+        "seconds from the last report to ...       p50       p90       p99       max   quorums",
+    ]
+    for kind, found in rows.items():
+        for name, values in (
+            ("the last leader", [one.leaders_s for one in found]),
+            ("the last rank", [one.ranks_s for one in found]),
+        ):
+            figures = "".join(f"{percentile(values, percent):10.4f}" for percent in _PERCENTILES)
+            lines.append(f"{name + _KINDS[kind]:<36}{figures}{len(found):10d}")
+    lines.append(
+        f"{f'the paper, {PAPER_RANKS} ranks':<36}{PAPER_S:10.1f}{'':30}   (its first version: {PAPER_FIRST_S:g})"
+    )
+    if usual := rows.get("none"):
+        median = percentile([one.ranks_s for one in usual], 50)
+        lines.append(f"{'the paper / this':<36}{PAPER_S / median:10.1f}")
+    return "\n".join(lines)
+
+
+def _by_change(measured: Measured) -> dict[str, list]:
+    found = {kind: [one for one in measured.rounds if one.change == kind] for kind in _KINDS}
+    return {kind: rows for kind, rows in found.items() if rows}

@@ -1,0 +1,99 @@
+"""``ft simulate recovery``."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.base.quantities import argument, count, whole
+
+_DESCRIPTION = """\
+What a hot-swap has to rebuild at any number of ranks: megatron-core lays the groups out, the production code decides
+which of them are rebuilt after the loss of a rank or of a node, and they are counted. With measurements (--results of
+tools/bench/rebuild.py, or --measure) also how long that takes; beyond the ranks measured that is extrapolated."""
+_MOST_RANKS = 16384
+
+
+def add_parser(subparsers) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "recovery",
+        help="which groups a recovery rebuilds, with how many connections, on 8 to thousands of ranks",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=argument(_ranks), default=_ranks("8..4096"), metavar="N|A..B", help=_RANKS)
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        parser.add_argument(f"--{name}", type=count(), metavar="N", help=f"{what} parallel size")
+    parser.add_argument("--cp", type=count(), default=1, metavar="N", help="context parallel size (default: 1)")
+    parser.add_argument("--ep", type=count(), default=1, metavar="N", help="expert parallel size (default: 1)")
+    parser.add_argument("--experts", action="store_true", help="the model has experts (so it has with --ep)")
+    parser.add_argument("--ranks-per-node", type=count(), default=8, metavar="N", help="default: 8")
+    parser.add_argument("--lost", type=count(0), default=0, metavar="RANK", help="the rank that is lost (default: 0)")
+    times = parser.add_mutually_exclusive_group()
+    times.add_argument("--results", metavar="FILE", help="lines of tools/bench/rebuild.py")
+    times.add_argument("--measure", action="store_true", help="measure on 8, 16 and 32 ranks here first; minutes")
+    parser.add_argument("--json", action="store_true", help="a JSON array instead of text")
+    parser.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
+    parser.set_defaults(main=run)
+
+
+_RANKS = "one number, several with commas, or A..B: A, 2A, 4A up to B (default: 8..4096)"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Works the sweep out, prints it, and draws it where that is asked for.
+
+    Raises:
+        UserError: no such layout, no such results, or the picture cannot be written.
+    """
+    from megatron.training.logging.quiet import quieten
+
+    quieten()
+    from ft.lab.simulate.recovery.sweep import layouts, sweep
+    from ft.lab.simulate.recovery.table import as_text, as_values
+
+    if arguments.lost >= min(arguments.ranks):
+        raise UserError(
+            f"--lost {arguments.lost} with {min(arguments.ranks)} ranks: they are 0 to {min(arguments.ranks) - 1}",
+            "give a rank that there is, or more --ranks",
+        )
+    found = layouts(arguments.ranks, arguments.tp, arguments.pp, arguments.dp, arguments.cp, arguments.ep)
+    fitted = _fit(arguments)
+    entries = sweep(found, arguments.ranks_per_node, arguments.lost, arguments.experts or arguments.ep > 1)
+    print(json.dumps(as_values(entries, fitted)) if arguments.json else as_text(entries, fitted))
+    if arguments.plot is not None:
+        # Matplotlib takes longer to import than all else here.
+        from ft.lab.simulate.recovery.picture import draw
+
+        try:
+            draw(entries, fitted, Path(arguments.plot))
+        except (OSError, ValueError) as error:
+            raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error
+    return 0
+
+
+def _fit(arguments: argparse.Namespace):
+    """What the times come from; None where neither results nor a measurement is asked for."""
+    from ft.lab.simulate.recovery.fit import fit, read
+
+    if arguments.results is not None:
+        return fit(read(arguments.results))
+    if arguments.measure:
+        from ft.lab.simulate.recovery.measure import LAYOUTS, measure
+
+        return fit([row for sizes in LAYOUTS for row in measure(sizes)])
+    return None
+
+
+def _ranks(text: str) -> list[int]:
+    first, dots, last = text.partition("..")
+    if not dots:
+        return sorted({whole(2, _MOST_RANKS)(word) for word in text.split(",")})
+    at, end, found = whole(2, _MOST_RANKS)(first), whole(2, _MOST_RANKS)(last), []
+    while at <= end:
+        found.append(at)
+        at *= 2
+    if not found:
+        raise ValueError(f"holds no number: {first} is more than {last}")
+    return found

@@ -1,0 +1,105 @@
+"""All that ``ft simulate recovery`` says, worked out: one entry per number of ranks and per loss."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ft.base.errors import UserError
+from ft.lab.simulate.recovery.loss import Decision, Work, decide, everything, work_of
+from ft.lab.simulate.recovery.topology import Sizes, groups_of
+
+FULL, RANK, NODE = "full", "least", "node"
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """What one loss asks for.
+
+    Attributes:
+        kind: FULL (whatever was lost, all groups), RANK or NODE (what production rebuilds after such a loss).
+        most: with every survivor blocked in an operation. least: with none in one. deferred: groups left for later.
+        decision: of the production code for ``most``; None for FULL, which decides nothing.
+        over_all: of ``most``, the groups over all ranks.
+    """
+
+    kind: str
+    most: Work
+    least: Work
+    deferred: int
+    decision: Decision | None
+    over_all: Work
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One layout. ``groups``: all there are, those of one member too."""
+
+    sizes: Sizes
+    groups: int
+    rebuilds: list[Rebuild]
+
+
+def layouts(ranks: Sequence[int], tp: int | None, pp: int | None, dp: int | None, cp: int, ep: int) -> list[Sizes]:
+    """The layouts with these numbers of ranks; of tp, pp and dp one at most is worked out, dp before pp before tp.
+
+    Numbers of ranks that cannot be laid out so are passed over.
+
+    Raises:
+        UserError: none can.
+    """
+    found = []
+    for count in ranks:
+        sizes = _sizes(count, tp, pp, dp, cp, ep)
+        if sizes is not None:
+            found.append(sizes)
+    if not found:
+        given = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep}
+        said = " ".join(f"--{name} {size}" for name, size in given.items() if size is not None)
+        counts = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+        raise UserError(
+            f"no layout of {counts} ranks has {said}",
+            "ranks are tp x cp x pp x dp, and a multiple of tp x ep x pp; leave one of --tp, --pp, --dp out",
+        )
+    return found
+
+
+def _sizes(ranks: int, tp: int | None, pp: int | None, dp: int | None, cp: int, ep: int) -> Sizes | None:
+    if dp is not None and pp is None:
+        pp = ranks // ((tp or 1) * cp * dp)
+    elif dp is not None and tp is None:
+        tp = ranks // ((pp or 1) * cp * dp)
+    sizes = Sizes(ranks, tp or 1, pp or 1, cp, ep)
+    if min(sizes.tp, sizes.pp, sizes.dp) < 1 or (dp is not None and sizes.dp != dp):
+        return None
+    try:
+        sizes.check()
+    except UserError:
+        return None
+    return sizes
+
+
+def sweep(found: Iterable[Sizes], ranks_per_node: int, lost: int, experts: bool) -> list[Entry]:
+    """Works every layout out.
+
+    Args:
+        ranks_per_node: logical ranks of a node, neighbours. lost: the logical rank that is lost, and its node with it;
+            in a smaller layout the last one.
+    """
+    return [_entry(sizes, ranks_per_node, lost, experts) for sizes in found]
+
+
+def _entry(sizes: Sizes, ranks_per_node: int, lost: int, experts: bool) -> Entry:
+    groups = groups_of(sizes)
+    lost = min(lost, sizes.ranks - 1)
+    first = lost // ranks_per_node * ranks_per_node
+    node = range(first, min(first + ranks_per_node, sizes.ranks))
+    full = work_of(groups, everything(groups))
+    over_all = [group for group in groups if len(group.ranks) == sizes.ranks]
+    rebuilds = [Rebuild(FULL, full, full, 0, None, work_of(over_all, everything(groups)))]
+    for kind, gone in ((RANK, [lost]), (NODE, list(node))):
+        if len(gone) < sizes.ranks:
+            decision = decide(groups, gone, stuck=True, experts=experts)
+            idle = decide(groups, gone, stuck=False, experts=experts)
+            most, least = work_of(groups, decision.plan.rebuild), work_of(groups, idle.plan.rebuild)
+            all_ranks = work_of(over_all, decision.plan.rebuild)
+            rebuilds.append(Rebuild(kind, most, least, len(decision.plan.defer), decision, all_ranks))
+    return Entry(sizes, len(groups), rebuilds)

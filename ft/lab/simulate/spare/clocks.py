@@ -1,0 +1,132 @@
+"""When groups fail: one renewal clock for each group, or a recorded trace."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ft.base.errors import UserError
+
+
+class Law(Protocol):
+    """Of the failures of groups."""
+
+    def after(self, start: np.ndarray, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Times in seconds, float [n], at which ``groups``, int [n], fail next when they are new at ``start`` [n]."""
+
+
+@dataclass(frozen=True)
+class Weibull:
+    """Times between the failures of a group: Weibull, with ``shape`` 1 exponential.
+
+    Attributes:
+        mean_s: expected seconds between two failures of one group, N times that of the whole system.
+        shape: less than 1: new groups fail more often than old ones.
+    """
+
+    mean_s: float
+    shape: float
+
+    def after(self, start: np.ndarray, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        scale = self.mean_s / math.gamma(1.0 + 1.0 / self.shape)
+        return start + scale * rng.weibull(self.shape, len(groups))
+
+
+class Trace:
+    """Failures that were recorded; those of a group that is already lost do not count.
+
+    Args:
+        failures: (seconds from the start, group) in any order.
+    """
+
+    def __init__(self, failures: Sequence[tuple[float, int]]):
+        by_group: dict[int, list[float]] = {}
+        for at, group in failures:
+            by_group.setdefault(group, []).append(at)
+        self._times = {group: np.sort(times) for group, times in by_group.items()}
+
+    def after(self, start: np.ndarray, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        del rng
+        return np.array([self._next(float(at), int(group)) for at, group in zip(start, groups, strict=True)])
+
+    def _next(self, start: float, group: int) -> float:
+        times = self._times.get(group)
+        place = 0 if times is None else int(np.searchsorted(times, start, side="right"))
+        return math.inf if times is None or place == len(times) else float(times[place])
+
+
+def read_trace(path: str | Path, groups: int) -> Trace:
+    """Reads lines of ``seconds group``, or ``seconds,group``; empty lines and what follows a # do not count.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a failure of one of ``groups`` groups.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the trace {path} cannot be read: {error}", "give a text file") from error
+    failures = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].replace(",", " ").split()
+        if words:
+            failures.append(_failure(words, groups, f"line {number} of {path}"))
+    if not failures:
+        raise UserError(f"the trace {path} holds no failure", "give lines of: seconds group")
+    return Trace(failures)
+
+
+def _failure(words: list[str], groups: int, where: str) -> tuple[float, int]:
+    try:
+        at, group = float(words[0]), int(words[1])
+    except (ValueError, IndexError):
+        at, group = math.nan, -1
+    if len(words) != 2 or not 0 <= at < math.inf:
+        raise UserError(f"{where} is {' '.join(words)!r}", "give two numbers a line: seconds from the start, and group")
+    if not 0 <= group < groups:
+        raise UserError(f"{where} names group {group}", f"the groups are 0 to {groups - 1}")
+    return at, group
+
+
+class Clocks:
+    """The next failure of every group that is in the run.
+
+    Args:
+        law: of the failures. groups: their number. rng: of this run.
+
+    Attributes:
+        due: seconds at which each group fails, float [groups]; infinite for those that are out.
+    """
+
+    def __init__(self, law: Law, groups: int, rng: np.random.Generator):
+        self._law, self._rng, self._all = law, rng, np.arange(groups)
+        self.due = law.after(np.zeros(groups), self._all, rng)
+        self.sort()
+
+    def sort(self) -> None:
+        """Must follow each change of ``due``."""
+        self._order = np.argsort(self.due, kind="stable")
+        self._times = [*self.due[self._order].tolist(), math.inf]
+        self._place = 0
+
+    @property
+    def next(self) -> float:
+        """Seconds at which the next group fails."""
+        return self._times[self._place]
+
+    def failed(self, until: float) -> list[int]:
+        """The groups that fail up to that second, which are then out."""
+        begin = self._place
+        while self._times[self._place] <= until:
+            self._place += 1
+        return self._order[begin : self._place].tolist()
+
+    def out(self) -> np.ndarray:
+        """The groups that have failed since the last :meth:`sort`, int [n]."""
+        return self._order[: self._place]
+
+    def renew(self, groups: np.ndarray, start: np.ndarray) -> None:
+        """``groups``, int [n], are new at ``start``, float [n]."""
+        self.due[groups] = self._law.after(start, groups, self._rng)

@@ -1,0 +1,102 @@
+"""A small scenario by the step-level simulation and by SimGrid: the same failures, no jitter, the same answer."""
+
+import importlib.util
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+
+import numpy as np
+
+from ft.base.errors import UserError
+from ft.lab.simulate.spare.clocks import Law, Trace
+from ft.lab.simulate.spare.run import Job, Seen, run
+from ft.lab.simulate.spare.scenario import Scenario
+from ft.lab.simulate.spare.simgrid_model import simulate
+from ft.lab.simulate.spare.study import build, cases, checkpoint_period
+
+TOLERANCE = 1e-4
+_MOST = 200_000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One case of one seed by both. ``step_level`` and ``simgrid`` have the same names."""
+
+    groups: int
+    scheme: str
+    redundancy: int
+    seed: int
+    step_level: Seen
+    simgrid: Seen
+
+    @property
+    def difference(self) -> float:
+        """Of the total times, relative."""
+        return self.simgrid.total_s / self.step_level.total_s - 1.0
+
+    @property
+    def agrees(self) -> bool:
+        """The same events, and times that differ by no more than rounding does."""
+        counts = [{**asdict(seen), "total_s": 0.0} for seen in (self.step_level, self.simgrid)]
+        return counts[0] == counts[1] and abs(self.difference) <= TOLERANCE
+
+
+def installed() -> bool:
+    """Is there a SimGrid to compare with?"""
+    return importlib.util.find_spec("simgrid") is not None
+
+
+def check(asked: Scenario) -> None:
+    """Raises UserError where there is no SimGrid, or the scenario is not small."""
+    if not installed():
+        raise UserError(
+            "SimGrid is not installed",
+            "pip install '.[simgrid]' builds it (15 minutes); some systems have it as a package python3-simgrid",
+        )
+    if asked.job.groups * asked.job.steps > _MOST:
+        raise UserError(
+            f"{asked.job.groups} groups and {asked.job.steps} steps: SimGrid would take hours",
+            f"a cross-check is for small scenarios: groups times steps at most {_MOST:,}",
+        )
+
+
+def compare(asked: Scenario) -> list[Comparison]:
+    """Every case with every seed, without jitter.
+
+    Raises:
+        UserError: as :func:`check`, or a redundancy cannot be placed.
+    """
+    check(asked)
+    job = replace(asked.job, jitter=0.0)
+    found = []
+    for seed in range(asked.seed, asked.seed + asked.seeds):
+        law = recorded(asked, seed)
+        for scheme, redundancy in cases(asked):
+            period = checkpoint_period(asked, scheme, redundancy)
+            result = run(job, build(job.groups, scheme, redundancy), law, period, seed)
+            step_level = Seen(**{field.name: getattr(result, field.name) for field in fields(Seen)})
+            # SimGrid allows one engine in each process.
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                simgrid = pool.submit(_by_simgrid, job, scheme, redundancy, law, period).result()
+            found.append(Comparison(job.groups, scheme, redundancy, seed, step_level, simgrid))
+    return found
+
+
+def recorded(asked: Scenario, seed: int) -> Law:
+    """The failures that strike both: a trace of the law's, up to where a run is given up."""
+    law = asked.failures()
+    if isinstance(law, Trace) or math.isinf(asked.mtbf_s):
+        return law
+    rng, failures = np.random.default_rng(seed), []
+    groups, due = np.arange(asked.job.groups), np.zeros(asked.job.groups)
+    end = (asked.job.limit + 1.0) * asked.job.base_s
+    while len(groups):
+        due = law.after(due, groups, rng)
+        groups, due = groups[due < end], due[due < end]
+        failures.extend(zip(due.tolist(), groups.tolist(), strict=True))
+    return Trace(failures)
+
+
+def _by_simgrid(job: Job, scheme: str, redundancy: int, law: Law, period_s: float) -> Seen:
+    return simulate(job, build(job.groups, scheme, redundancy), law, period_s)

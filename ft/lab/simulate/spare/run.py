@@ -1,0 +1,234 @@
+"""One simulated run, step by step."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+from scipy import special
+
+from ft.lab.simulate.spare.clocks import Clocks, Law
+from ft.lab.simulate.spare.restart import SEMANTICS
+from ft.lab.simulate.spare.schemes import Scheme
+
+JITTERED = ("stack", "step")
+_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, all times in seconds.
+
+    Attributes:
+        groups: N. steps: of the training. stack_s: compute of one stack. all_reduce_s: a whole one; a failed one costs
+            half of it. restart_s: of a group. save_s: of a checkpoint. shrink_s, controller_s: for each loss.
+        jitter: each event lasts as long as said times N(1, jitter^2); a barrier waits for the slowest group.
+        jitter_per: one draw for each "stack" that a group computes, or for all of a "step" together.
+        restart: what failure clocks do in a global restart, a key of :data:`ft.lab.simulate.spare.restart.SEMANTICS`.
+        limit: the run is given up when it has taken so many times what it takes without failures.
+    """
+
+    groups: int
+    steps: int
+    stack_s: float
+    all_reduce_s: float
+    restart_s: float
+    save_s: float
+    shrink_s: float = 0.1
+    controller_s: float = 0.1
+    jitter: float = 0.05
+    jitter_per: str = "stack"
+    restart: str = "extend"
+    limit: float = 50.0
+
+    @property
+    def base_s(self) -> float:
+        """T_0: the training without failures, jitter and redundancy."""
+        return self.steps * (self.stack_s + self.all_reduce_s)
+
+
+@dataclass
+class Seen:
+    """What anybody who watches a run can count.
+
+    Attributes:
+        total_s: all of its time. steps: kept. attempts: steps begun. stacks: computed, patch computes among them.
+            failures, losses: groups lost, and steps in which some were. patches: patch computes. restarts: global ones.
+    """
+
+    total_s: float = 0.0
+    steps: int = 0
+    attempts: int = 0
+    stacks: int = 0
+    failures: int = 0
+    losses: int = 0
+    patches: int = 0
+    restarts: int = 0
+
+
+@dataclass
+class Result(Seen):
+    """And where its time went, in seconds.
+
+    Attributes:
+        useful_s: steps that were kept. rework_s: steps that a restart undid, and the one it broke. restart_s, shrink_s,
+            controller_s, save_s: the others; they add up to ``total_s``.
+    """
+
+    useful_s: float = 0.0
+    rework_s: float = 0.0
+    restart_s: float = 0.0
+    shrink_s: float = 0.0
+    controller_s: float = 0.0
+    save_s: float = 0.0
+
+    @property
+    def up_fraction(self) -> float:
+        """Share of the time not spent in restarts and shrinking; the availability of the paper's Table 2."""
+        return 1.0 - (self.restart_s + self.shrink_s) / self.total_s
+
+    @property
+    def availability(self) -> float:
+        """Share of the time spent in steps that were kept; the availability of formula (2)."""
+        return self.useful_s / self.total_s
+
+    @property
+    def stacks_per_step(self) -> float:
+        return self.stacks / self.attempts
+
+
+class Jitter:
+    """Random durations.
+
+    Args:
+        spread: standard deviation relative to the mean. per: one of :data:`JITTERED`. rng: of this run.
+    """
+
+    def __init__(self, spread: float, per: str, rng: np.random.Generator):
+        self._spread, self._rng = spread, rng
+        self._power = 0.5 if per == "stack" else 1.0
+        self._normals, self._exponentials = self._draw(rng.standard_normal), self._draw(rng.standard_exponential)
+
+    @staticmethod
+    def _draw(source) -> Iterator[float]:
+        while True:
+            yield from source(_BATCH).tolist()
+
+    def one(self, seconds: float) -> float:
+        """Of one event."""
+        return max(0.0, seconds * (1.0 + self._spread * next(self._normals)))
+
+    def slowest(self, seconds: float, stacks: int, groups: int) -> float:
+        """Of the slowest of ``groups`` that compute ``stacks`` of ``seconds`` each.
+
+        The sum of a group is normal, so the maximum is drawn as the normal quantile of U^(1/groups).
+        """
+        tail = -math.expm1(-next(self._exponentials) / groups)
+        slowest = -float(special.ndtri(tail))
+        return max(0.0, seconds * (stacks + self._spread * stacks**self._power * slowest))
+
+    def each(self, seconds: float, groups: int) -> np.ndarray:
+        """Of ``groups`` events, float [groups]."""
+        return np.maximum(0.0, seconds * (1.0 + self._spread * self._rng.standard_normal(groups)))
+
+
+def run(job: Job, scheme: Scheme, law: Law, period_s: float, seed: int) -> Result:
+    """Trains ``job.steps`` steps, or up to ``job.limit``.
+
+    Args:
+        period_s: from the end of a checkpoint to the end of the next, formula (1).
+        seed: the same gives the same run; failure clocks and jitter have streams of their own.
+    """
+    clock_rng, jitter_rng = (np.random.default_rng([seed, stream]) for stream in range(2))
+    return _Run(job, scheme, Clocks(law, job.groups, clock_rng), Jitter(job.jitter, job.jitter_per, jitter_rng)).go(
+        period_s
+    )
+
+
+class _Run:
+    def __init__(self, job: Job, scheme: Scheme, clocks: Clocks, jitter: Jitter):
+        self._job, self._scheme, self._clocks, self._jitter = job, scheme, clocks, jitter
+        self._now, self._left = 0.0, job.groups
+        self._unsaved_s, self._unsaved = 0.0, 0
+        self._found = Result()
+
+    def go(self, period_s: float) -> Result:
+        job, found = self._job, self._found
+        give_up, saved_at = job.limit * job.base_s, 0.0
+        while found.steps + self._unsaved < job.steps and self._now < give_up:
+            if not self._step():
+                self._restart()
+                saved_at = self._now
+            elif self._now - saved_at >= period_s - job.save_s:
+                self._keep()
+                self._spend("save_s", self._jitter.one(job.save_s))
+                saved_at = self._now
+        self._keep()
+        found.total_s = self._now
+        return found
+
+    def _step(self) -> bool:
+        """False: a type was wiped out, and the step is lost."""
+        job, scheme, jitter, found = self._job, self._scheme, self._jitter, self._found
+        began, aside = self._now, found.shrink_s + found.controller_s
+        found.attempts += 1
+        self._compute(scheme.stack)
+        reduce = jitter.one(job.all_reduce_s)
+        kept = True
+        # A group that fails in the second half has sent what it had to: the next all-reduce finds out.
+        while kept and self._clocks.next <= self._now + reduce / 2:
+            self._now += reduce / 2
+            kept = self._lose(self._clocks.failed(self._now))
+            reduce = jitter.one(job.all_reduce_s)
+        if kept:
+            self._now += reduce
+            self._unsaved += 1
+        spent = self._now - began - (found.shrink_s + found.controller_s - aside)
+        if kept:
+            self._unsaved_s += spent
+        else:
+            found.rework_s += spent
+        return kept
+
+    def _lose(self, groups: list[int]) -> bool:
+        job, found = self._job, self._found
+        found.failures += len(groups)
+        found.losses += 1
+        self._left -= len(groups)
+        wiped, patch = self._scheme.lose(groups)
+        if self._scheme.reorders:
+            self._spend("controller_s", self._jitter.one(job.controller_s))
+        if wiped:
+            return False
+        if patch:
+            found.patches += 1
+            self._compute(1)
+        self._spend("shrink_s", self._jitter.one(job.shrink_s))
+        return True
+
+    def _compute(self, stacks: int) -> None:
+        self._now += self._jitter.slowest(self._job.stack_s, stacks, self._left)
+        self._found.stacks += stacks
+
+    def _restart(self) -> None:
+        job, found = self._job, self._found
+        found.rework_s += self._unsaved_s
+        self._unsaved_s, self._unsaved = 0.0, 0
+        end = SEMANTICS[job.restart](self._now, self._clocks, lambda groups: self._jitter.each(job.restart_s, groups))
+        self._spend("restart_s", end - self._now)
+        found.restarts += 1
+        self._left = job.groups
+        self._scheme.reset()
+
+    def _keep(self) -> None:
+        self._found.steps += self._unsaved
+        self._found.useful_s += self._unsaved_s
+        self._unsaved_s, self._unsaved = 0.0, 0
+
+    def _spend(self, part: str, seconds: float) -> None:
+        setattr(self._found, part, getattr(self._found, part) + seconds)
+        self._now += seconds
+
+
+PARTS = tuple(field.name for field in fields(Result) if field.name.endswith("_s") and field.name != "total_s")
+"""The parts that ``total_s`` consists of."""

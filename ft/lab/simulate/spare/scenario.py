@@ -1,0 +1,165 @@
+"""What is simulated: read from a file and from flags, checked, and turned into the pieces of a run.
+
+A scenario file is TOML with the sections and keys of :data:`FIELDS`; times are seconds, or text such as "5m".
+"""
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ft.base import quantities
+from ft.base.errors import UserError
+from ft.base.quantities import between, whole
+from ft.lab.simulate import fields
+from ft.lab.simulate.fields import Field, duration, one_of, several
+from ft.lab.simulate.spare.clocks import Law, Weibull, read_trace
+from ft.lab.simulate.spare.restart import SEMANTICS
+from ft.lab.simulate.spare.run import JITTERED, Job
+
+SCHEMES = ("spare", "replication", "checkpoint")
+LAWS = ("weibull", "exponential", "trace", "none")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A question that makes sense.
+
+    Attributes:
+        job: what is trained. mtbf_s: mean time between two group failures of the whole system, infinite: none.
+        law: one of :data:`LAWS`. shape: of the Weibull distribution. trace: file of failures.
+        schemes: of :data:`SCHEMES`. redundancy: of SPARe, several at a time; empty: formula (8).
+        degree: of replication; empty: as ``redundancy``. seeds: so many runs, from ``seed`` on.
+    """
+
+    job: Job
+    mtbf_s: float
+    law: str
+    shape: float
+    trace: str | None
+    schemes: tuple[str, ...]
+    redundancy: tuple[int, ...]
+    degree: tuple[int, ...]
+    seeds: int
+    seed: int
+
+    def failures(self) -> Law:
+        """Of one group; raises UserError where a trace cannot be read."""
+        if self.trace is not None:
+            return read_trace(self.trace, self.job.groups)
+        return Weibull(self.mtbf_s * self.job.groups, self.shape)
+
+
+def numbers(value: Any) -> tuple[int, ...]:
+    """Reads "9", "2..12" or "2..4,8", or a list of numbers.
+
+    Raises:
+        ValueError: it is none of these, or a range holds nothing.
+    """
+    try:
+        found = quantities.several(",".join(map(str, value)) if isinstance(value, list) else str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from error
+    return tuple(dict.fromkeys(found))
+
+
+FIELDS = {
+    "groups": Field("job", whole(2, 20_000), None, "N", "groups, and shard types"),
+    "steps": Field("job", whole(1, 10_000_000), 10_000, "N", "steps of the training"),
+    "stack": Field("job", duration(1e-3), 64.0, "TIME", "compute of one stack"),
+    "all-reduce": Field("job", duration(0.0), None, "TIME", "between the groups (default: N / 100 seconds, a ring)"),
+    "mtbf": Field("failures", duration(1e-3), None, "TIME", "between two group failures anywhere"),
+    "law": Field("failures", one_of(LAWS), "weibull", "LAW", f"of each group's failures: {', '.join(LAWS)}"),
+    "shape": Field("failures", between(0.2, 20.0), 0.78, "K", "of the Weibull law"),
+    "trace": Field("failures", str, None, "FILE", "lines of: seconds group; with --law trace"),
+    "clocks": Field("failures", one_of(tuple(SEMANTICS)), "extend", "HOW", "failure clocks in a restart: "
+                    "extend (they run on), replace (who fails is replaced at the end) or ignore (they stand still)"),
+    "restart": Field("costs", duration(0.0), 3600.0, "TIME", "of a global restart"),
+    "save": Field("costs", duration(1e-3), 60.0, "TIME", "of a checkpoint"),
+    "shrink": Field("costs", duration(0.0), 0.1, "TIME", "of the communicator, after a loss"),
+    "controller": Field("costs", duration(0.0), 0.1, "TIME", "of SPARe's controller, after a loss"),
+    "jitter": Field("costs", between(0.0, 0.3), 0.05, "SIGMA", "each event lasts N(1, SIGMA^2) times as long"),
+    "jitter-per": Field("costs", one_of(JITTERED), "stack", "WHAT", "one draw for each stack that a group computes, "
+                        "or for its whole compute of a step: stack or step"),
+    "scheme": Field("schemes", several(one_of(SCHEMES), "schemes"), ("spare",), "NAME,...", f"of {', '.join(SCHEMES)}"),
+    "redundancy": Field("schemes", numbers, None, "R[..R2]", "of SPARe (default: formula 8)"),
+    "degree": Field("schemes", numbers, None, "R[..R2]", "of replication (default: as --redundancy)"),
+    "seeds": Field("run", whole(1, 10_000), 5, "N", "runs of each case"),
+    "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
+    "limit": Field("run", between(1.0, 1e6), 50.0, "X", "give a run up after X times what it takes without failures"),
+}  # fmt: skip
+"""By name, as in flags; "-" is "_" in files."""
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The values of a scenario file by the names of :data:`FIELDS`; a trace is looked for beside the file.
+
+    Raises:
+        UserError: it cannot be read, is no TOML, or holds a section or key that there is not.
+    """
+    return fields.read_file(path, FIELDS)
+
+
+def read_flags(given: Mapping[str, str | None]) -> dict[str, Any]:
+    """The values of flags by the names of :data:`FIELDS`; those that were not given are not there.
+
+    Raises:
+        UserError: a value cannot be.
+    """
+    return fields.read_flags(given, FIELDS)
+
+
+def scenario(values: Mapping[str, Any]) -> Scenario:
+    """The question that values by the names of :data:`FIELDS` ask.
+
+    Raises:
+        UserError: something is missing, or contradicts something else.
+    """
+    has = {name: values.get(name, field.default) for name, field in FIELDS.items()}
+    if has["groups"] is None:
+        raise UserError("how many groups there are is not said", "give --groups, or groups in [job] of a scenario file")
+    reduce_s = has["groups"] / 100 if has["all-reduce"] is None else has["all-reduce"]
+    costs = {f"{name}_s": has[name] for name in ("restart", "save", "shrink", "controller")}
+    spread = {"jitter": has["jitter"], "jitter_per": has["jitter-per"]}
+    job = Job(has["groups"], has["steps"], has["stack"], reduce_s, **costs, **spread)
+    job = replace(job, restart=has["clocks"], limit=has["limit"])
+    mtbf, shape = _mtbf(has, "shape" in values)
+    found = Scenario(
+        job=job,
+        mtbf_s=mtbf,
+        law=has["law"],
+        shape=shape,
+        trace=has["trace"],
+        schemes=has["scheme"],
+        redundancy=has["redundancy"] or (),
+        degree=has["degree"] or has["redundancy"] or (),
+        seeds=has["seeds"],
+        seed=has["seed"],
+    )
+    _check(found)
+    return found
+
+
+def _mtbf(has: Mapping[str, Any], shaped: bool) -> tuple[float, float]:
+    law, mtbf = has["law"], has["mtbf"]
+    if (law == "trace") != (has["trace"] is not None):
+        raise UserError("a trace belongs to law trace, and law trace needs one", "give --law trace and --trace FILE")
+    if shaped and law != "weibull":
+        raise UserError(f"the {law} law has no shape", "leave it out, or choose weibull")
+    if law == "none":
+        if mtbf is not None:
+            raise UserError("a time between failures, and no failures", "leave mtbf out, or choose another law")
+        return math.inf, 1.0
+    if mtbf is None:
+        reason = ", which the checkpoint period follows from" if law == "trace" else ""
+        raise UserError(f"the time between two failures is not said{reason}", "give --mtbf, such as 5m")
+    return mtbf, has["shape"] if law == "weibull" else 1.0
+
+
+def _check(asked: Scenario) -> None:
+    job = asked.job
+    for least, name, given in ((2, "redundancy", asked.redundancy), (1, "degree", asked.degree)):
+        if wrong := [each for each in given if not least <= each <= job.groups]:
+            raise UserError(f"{name} {wrong[0]} with {job.groups} groups", f"give {least} to {job.groups}")

@@ -1,0 +1,190 @@
+"""The MPI process of a node: relays streams between its workers and those of other nodes.
+
+One thread, one loop, that never blocks on a worker. MPI has nothing to wait on, so it is asked again and again: all the
+time while something moves, a thousand times a second when nothing does. Everything that MPI may keep waiting for good
+is cut off at the workers, whose connections have deadlines, and by the detector (:mod:`ft.net.mpi_world`).
+
+``python -m ft.net.mpi_relay FOLDER`` under mpirun relays until SIGTERM, for workers that no agent has started; it
+listens in FOLDER/RANK.
+"""
+
+import contextlib
+import itertools
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ft.net import mpi, mpi_world
+from ft.net.mpi_streams import OPEN, OPENED, RESET, Key, Stream, other, pack, unpack
+from ft.net.mpi_world import World
+from ft.platform import processes
+
+_HOT_S, _PAUSE_S = 0.002, 0.001
+_MAX_STREAMS = 1024
+_LEAVE_S = 5.0
+
+
+def listen(folder: Path) -> socket.socket:
+    """The socket that this node's workers dial; made before MPI starts, so that nobody comes too early."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / mpi.RELAY))
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener
+
+
+class Relay:
+    """See the module's head.
+
+    Args:
+        world: what it is a member of. folder: where ``listener`` and this node's workers listen.
+    """
+
+    def __init__(self, world: World, folder: Path, listener: socket.socket):
+        self._world, self._folder, self._listener = world, folder, listener
+        self._generation = world.generation
+        self._numbers = itertools.count()
+        self._streams: dict[Key, Stream] = {}
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[Key, int] = {}
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._hot_until = 0.0
+
+    def run(self, ended: Callable[[], bool]) -> None:
+        """Relays until ``ended()``, which is asked all the time."""
+        while not ended():
+            pause = 0.0 if time.monotonic() < self._hot_until else _PAUSE_S
+            events = self._selector.select(pause)
+            for key, mask in events:
+                key.data(mask)
+            frames = self._world.receive()
+            if self._world.generation != self._generation:
+                self._begin_again()
+            for source, frame in frames:
+                self._take(source, frame)
+            if events or frames:
+                self._hot_until = time.monotonic() + _HOT_S
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def _accept(self, _mask: int) -> None:
+        with contextlib.suppress(OSError):  # out of file descriptors: those in use will be closed
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, lambda _: self._greet(connection))
+
+    def _greet(self, connection: socket.socket) -> None:
+        """A worker says what it wants; it is one line, written at once."""
+        self._selector.unregister(connection)
+        try:
+            words = connection.recv(256).decode().split()
+        except (OSError, UnicodeDecodeError):
+            words = []
+        if len(words) == 3 and words[0] == "dial" and words[1].isdecimal():
+            self._dial(connection, int(words[1]), words[2])
+            return
+        if words == ["ping"]:
+            with contextlib.suppress(OSError):
+                connection.send(b"+")
+        connection.close()
+
+    def _dial(self, connection: socket.socket, peer: int, name: str) -> None:
+        key = (self._world.rank, next(self._numbers), True)
+        stream = self._streams[key] = Stream(key, peer, connection, self._world.send)
+        if peer not in self._world.members:
+            stream.fail(f"the MPI process of node {peer} is gone".encode())
+        elif len(self._streams) > _MAX_STREAMS:
+            stream.fail(b"too many connections")
+        else:
+            self._world.send(peer, pack(OPEN, other(key), rest=name.encode()))
+        self._watch(stream)
+
+    def _serve(self, stream: Stream, mask: int) -> None:
+        if stream.over:
+            return
+        if mask & selectors.EVENT_WRITE:
+            stream.push()
+        if mask & selectors.EVENT_READ:
+            stream.pull()
+        self._watch(stream)
+
+    def _watch(self, stream: Stream) -> None:
+        """Has the selector look for what this stream can do next; closes one that is over."""
+        key, wanted = stream.key, 0
+        if not stream.over:
+            wanted = selectors.EVENT_READ * stream.reads | selectors.EVENT_WRITE * bool(stream.out)
+        watched = self._watched.pop(key, 0)
+        if wanted != watched:
+            if watched:
+                self._selector.unregister(stream.sock)
+            if wanted:
+                self._selector.register(stream.sock, wanted, lambda mask: self._serve(stream, mask))
+        if wanted:
+            self._watched[key] = wanted
+        if stream.over and self._streams.pop(key, None) is not None:
+            stream.sock.close()
+
+    # --- other relays ------------------------------------------------------------------------------------------------
+
+    def _take(self, source: int, frame: memoryview) -> None:
+        try:
+            kind, key, number, rest = unpack(frame)
+        except struct.error:
+            return
+        stream = self._streams.get(key)
+        if kind == OPEN and stream is None and not key[2]:
+            self._open(source, key, bytes(rest).decode(errors="replace"))
+        elif stream is not None and stream.peer == source:
+            stream.take(kind, number, rest)
+            self._watch(stream)
+
+    def _open(self, source: int, key: Key, name: str) -> None:
+        connection = None
+        try:
+            if not mpi.is_name(name):
+                raise ConnectionRefusedError("no worker has such a name")
+            connection = socket.socket(socket.AF_UNIX)
+            connection.setblocking(False)
+            connection.connect(str(self._folder / name))
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            self._world.send(source, pack(RESET, other(key), rest=f"no worker listens there: {error}".encode()))
+            return
+        stream = self._streams[key] = Stream(key, source, connection, self._world.send, is_open=True)
+        self._world.send(source, pack(OPENED, other(key)))
+        self._watch(stream)
+
+    def _begin_again(self) -> None:
+        """What was under way between survivors is lost with the old communicator too: workers dial again."""
+        self._generation = self._world.generation
+        for stream in list(self._streams.values()):
+            stream.fail(b"an MPI process has died; the others have regrouped")
+            self._watch(stream)
+
+
+def main() -> None:
+    """Entry of ``python -m ft.net.mpi_relay``."""
+    ended: list[int] = []
+    processes.die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGTERM, lambda signum, _: ended.append(signum))
+    mpi_world.configure(os.environ)
+    rank, _ = mpi_world.rank_in(os.environ)
+    folder = Path(sys.argv[1]) / str(rank)
+    folder.mkdir(parents=True)
+    (folder / "pid").write_text(str(os.getpid()))
+    listener = listen(folder)
+    world = World()
+    Relay(world, folder, listener).run(lambda: bool(ended))
+    world.leave(_LEAVE_S)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""A member's connection to the store."""
+
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ft.base.errors import FtError, UserError
+from ft.net.store import handshake
+from ft.platform import sockets
+
+_BUFFER = 1 << 16
+_LOOK_S = 0.001
+_NAME_SERVER_S = 60.0
+
+
+class StoreConnection:
+    """One client connection to a ``StoreServer``, whose blocking calls can be broken off from outside.
+
+    torch's client opens its own socket and cannot be given one. So it is led to a port of this process while it makes
+    itself known, and then its descriptor is turned, by dup2, into the socket that was let in at the door: from there on
+    it talks to the store itself. (Its ``clone`` knows only that port, and is served there by a thread.)
+
+    Args:
+        address: ``StoreServer.address``. token: of the run. timeout_s: of the store's blocking calls, and of the
+            connection.
+
+    Attributes:
+        store: the client. is_broken: ``break_off`` was called.
+
+    Raises:
+        ConnectionError: nobody answers, or not as the store of a run does.
+        UserError: the token is refused.
+    """
+
+    def __init__(self, address: str, token: str, timeout_s: float = 30.0):
+        self._address, self._token, self._timeout_s = address, token, timeout_s
+        self.is_broken = False
+        self._gate = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._gate.bind(("127.0.0.1", 0))
+        self._gate.listen()
+        self._port = _port(self._gate)
+        try:
+            self._own = _enter(address, token, timeout_s)
+            self.store = self._make_client()
+        except BaseException:
+            self._gate.close()
+            raise
+        threading.Thread(target=_serve_clones, args=(self._gate, address, token), name="ft-gate", daemon=True).start()
+
+    def break_off(self) -> None:
+        """Ends a call that is blocked, with an error; later ones fail, too."""
+        self.is_broken = True
+        self.close()
+
+    def close(self) -> None:
+        for own in (self._own, self._gate):
+            with contextlib.suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
+        self._gate.close()
+
+    def _make_client(self) -> dist.TCPStore:
+        made: list[dist.TCPStore | Exception] = []
+
+        def make() -> None:
+            try:
+                made.append(_client(self._port))
+            except Exception as error:
+                made.append(error)
+
+        maker = threading.Thread(target=make, name="ft-store", daemon=True)
+        maker.start()
+        near = _accept_own(self._gate, lambda: not maker.is_alive())
+        if near is not None:
+            introduction = _Introduction(self._timeout_s)
+            with contextlib.suppress(OSError):  # an end of one of the two, which shows below
+                _carry(near, self._own, lambda: not maker.is_alive() or introduction.fails(), introduction.moved)
+            if maker.is_alive():  # no answer, or no store any more; it would try again, and is left to find nobody here
+                near.close()
+                raise ConnectionError(f"the store at {self._address} does not answer")
+        maker.join()
+        if isinstance(made[0], Exception):
+            raise ConnectionError(f"the store at {self._address} does not answer: {str(made[0]).splitlines()[0]}")
+        descriptor = _far_end(near)
+        fcntl.fcntl(self._own.fileno(), fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL))
+        os.dup2(self._own.fileno(), descriptor, inheritable=False)
+        near.close()
+        made[0].set_timeout(timedelta(seconds=self._timeout_s))
+        return made[0]
+
+
+class _Introduction:
+    """Whether a store has left a client that makes itself known without an answer for ``timeout_s``."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._asked_at: float | None = None
+
+    def moved(self, is_answer: bool) -> None:
+        """Bytes went from the client to the store, or as an answer back."""
+        self._asked_at = None if is_answer else time.monotonic()
+
+    def fails(self) -> bool:
+        return self._asked_at is not None and time.monotonic() - self._asked_at > self._timeout_s
+
+
+def _client(port: int) -> dist.TCPStore:
+    """torch's client. Between connecting and making itself known it asks the name server who it talks to, which takes
+    5 s and more where that does not answer: its own limit must not run out over that."""
+    limit = timedelta(seconds=_NAME_SERVER_S)
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def _enter(address: str, token: str, timeout_s: float) -> socket.socket:
+    """A connection to the store itself. Raises as ``StoreConnection``."""
+    try:
+        return _pass_door(address, token, timeout_s)
+    except ConnectionError:
+        raise
+    except OSError as error:  # a network that is down is no other news than a host that is: a timeout, no route
+        raise ConnectionError(f"{address} cannot be reached: {error}") from error
+
+
+def _pass_door(address: str, token: str, timeout_s: float) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=timeout_s) as door:
+        words = handshake.hear(door)
+        if len(words) != 2 or words[0] != handshake.GREETING:
+            raise ConnectionError(f"{address} is no store of a run")
+        own = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            own.bind((door.getsockname()[0], 0))
+            here = own.getsockname()[1]
+            handshake.say(door, handshake.answer(token, words[1], here), here)
+            (said,) = handshake.hear(door)
+            if said == handshake.REFUSED:
+                raise UserError(
+                    f"the store at {address} belongs to another run: it refuses this one's token",
+                    "start each run with a --run-dir and an endpoint of its own",
+                )
+            own.settimeout(timeout_s)
+            own.connect((door.getpeername()[0], int(said)))
+            handshake.say(door, "in")
+        except BaseException:
+            own.close()
+            raise
+    own.settimeout(None)
+    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return own
+
+
+def _accept_own(gate: socket.socket, is_over: Callable[[], bool] | None = None) -> socket.socket | None:
+    """The next connection that comes from this very process; strangers on the machine are sent away.
+
+    None: none has come, and ``is_over``, which is asked when nobody does.
+    """
+    while True:
+        if is_over is not None and not select.select([gate], [], [], _LOOK_S)[0]:
+            if is_over():
+                return None
+            continue
+        near, (_, port) = gate.accept()
+        if any(_port(own) == port for own in sockets.opened(sockets.towards(sockets.held(), _port(gate)))):
+            return near
+        near.close()
+
+
+def _carry(
+    near: socket.socket,
+    far: socket.socket,
+    is_over: Callable[[], bool] | None = None,
+    moved: Callable[[bool], None] = lambda is_answer: None,
+) -> None:
+    """Passes bytes on in both directions until one end closes or ``is_over``, which is asked when nothing moves.
+
+    ``moved(is_answer)`` is told of those that go to ``far``, and of the answers.
+    """
+    while True:
+        readable = select.select([near, far], [], [], None if is_over is None else _LOOK_S)[0]
+        if not readable and is_over():
+            return
+        for own in readable:
+            data = own.recv(_BUFFER)
+            if not data:
+                return
+            (far if own is near else near).sendall(data)
+            moved(own is far)
+
+
+def _serve_clones(gate: socket.socket, address: str, token: str) -> None:
+    def serve(near: socket.socket) -> None:
+        with contextlib.suppress(OSError, FtError), near, _enter(address, token, handshake.PATIENCE_S) as far:
+            _carry(near, far)
+
+    while True:
+        try:
+            near = _accept_own(gate)
+        except OSError:
+            return
+        threading.Thread(target=serve, args=(near,), name="ft-gate", daemon=True).start()
+
+
+def _far_end(near: socket.socket) -> int:
+    """The descriptor of the other end of a connection within this process. Port numbers alone are not enough: a
+    connection to another host may go to the same one."""
+    theirs, ours = near.getpeername()[1], _port(near)
+    for descriptor, inode in sockets.towards(sockets.held(), ours).items():
+        if any(_port(own) == theirs for own in sockets.opened({descriptor: inode})):
+            return descriptor
+    raise FtError("torch's client has closed its connection")
+
+
+def _port(own: socket.socket) -> int:
+    return own.getsockname()[1]

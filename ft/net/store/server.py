@@ -1,0 +1,111 @@
+"""The store and the door beside it."""
+
+import contextlib
+import secrets
+import socket
+import threading
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ft.base.errors import UserError
+from ft.net.store import handshake, packets
+
+_VERY_LONG = timedelta(days=20)
+"""The longest wait that TCPStore can count, in milliseconds of 31 bits."""
+_BACKLOG = 1024
+
+
+class StoreServer:
+    """Hosts a TCPStore in this process, for members of the run.
+
+    Args:
+        host: name or IPv4 address that members reach this node at. port: of the door; 0: any free one.
+
+    Attributes:
+        address: host:port, for ``StoreConnection``. store: a connection of this process's own.
+
+    Raises:
+        UserError: the port is taken, or the kernel cannot guard it.
+    """
+
+    def __init__(self, host: str, port: int, token: str):
+        self._token = token
+        self._guarded = _listen("", 0)
+        self._store_port = self._guarded.getsockname()[1]
+        self._callers: list[packets.Caller] = []
+        self._lock = threading.Lock()
+        packets.admit(self._guarded, [("127.0.0.1", 0)])
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            self._store_port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_VERY_LONG,
+            master_listen_fd=self._guarded.dup().detach(),
+        )
+        packets.admit(self._guarded, [])
+        self._door = _listen("", port)
+        self.address = f"{host}:{self._door.getsockname()[1]}"
+        threading.Thread(target=self._attend, name="ft-door", daemon=True).start()
+
+    def close(self) -> None:
+        """Lets nobody in any more; who is in stays."""
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)
+        self._door.close()
+
+    def _attend(self) -> None:
+        while True:
+            try:
+                visitor, (address, _) = self._door.accept()
+            except OSError:
+                if self._door.fileno() < 0:
+                    return
+                continue
+            threading.Thread(target=self._receive, args=(visitor, address), name="ft-door", daemon=True).start()
+
+    def _receive(self, visitor: socket.socket, address: str) -> None:
+        with visitor, contextlib.suppress(OSError, ValueError):
+            visitor.settimeout(handshake.PATIENCE_S)
+            nonce = handshake.challenge()
+            handshake.say(visitor, handshake.GREETING, nonce)
+            given, port = handshake.hear(visitor)
+            if not handshake.is_right(self._token, nonce, int(port), given):
+                handshake.say(visitor, handshake.REFUSED)
+                return
+            with self._admitted((address, int(port))):
+                handshake.say(visitor, self._store_port)
+                handshake.hear(visitor)  # "in"
+
+    @contextlib.contextmanager
+    def _admitted(self, caller: packets.Caller):
+        with self._lock:
+            self._callers.append(caller)
+            packets.admit(self._guarded, self._callers)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callers.remove(caller)
+                packets.admit(self._guarded, self._callers)
+
+
+def warm_up() -> None:
+    """Makes the next store of this process come at once: with the first one torch asks the name server who it talks to,
+    which takes 10 s where that server does not answer, as in a network that has just failed."""
+    StoreServer("127.0.0.1", 0, secrets.token_hex(16)).close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"port {port} cannot be listened on: {error.strerror}", "give --rdzv-endpoint another port"
+        ) from error
+    return listener

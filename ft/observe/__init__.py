@@ -1,0 +1,1 @@
+"""What people look at: reports, status and diagnosis of runs."""

@@ -1,0 +1,26 @@
+"""``ft diagnose``: one subcommand for each question."""
+
+import argparse
+import importlib
+
+from ft.base.errors import UserError
+
+_SUBCOMMANDS = ("ft.observe.diagnose.command",)
+"""Modules with an ``add_parser`` each, in the order in which help shows them."""
+
+
+def add_parser(subparsers) -> None:
+    """Adds ``diagnose`` with its subcommands; each of them sets ``main`` as all of ``ft`` do."""
+    parser = subparsers.add_parser(
+        "diagnose",
+        help="where runs of the same training come apart: step, parameter, rank",
+        description="Looks for what went wrong in runs that should have been equal.",
+    )
+    parser.set_defaults(main=_ask)
+    questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
+    for name in _SUBCOMMANDS:
+        importlib.import_module(name).add_parser(questions)
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    raise UserError("ft diagnose answers several questions, and none was asked", "see ft diagnose --help")

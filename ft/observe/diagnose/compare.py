@@ -1,0 +1,153 @@
+"""Several runs' checkpoints against each other: step by step, piece by piece, up to the first step that differs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from ft.observe.diagnose.difference import Difference, leaves, of_values
+from ft.observe.diagnose.runs import Run, check_alike, common_steps, notes
+from ft.observe.diagnose.stored import COMMON, Blocks, Piece, Stored, read
+
+Classes = tuple[tuple[int, ...], ...]
+"""Runs by number, those with equal bits together: the largest class first, and among equals that of the first run."""
+
+_DESCRIBES = ("args", "options", "content_metadata")
+"""What in the common part of a checkpoint says what the run was given, and not what came out of it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A piece that is not the same in all runs.
+
+    Args:
+        classes: which runs agree on it.
+        differences: of every run beyond the first class, from that class.
+    """
+
+    piece: Piece
+    classes: Classes
+    differences: dict[int, Difference]
+
+    def has_majority(self, runs: int) -> bool:
+        return 2 * len(self.classes[0]) > runs
+
+
+@dataclass
+class Comparison:
+    """What came of it.
+
+    Args:
+        steps: compared, in order; the last one differs if ``findings`` is not empty.
+        left: further common steps, after the one that differs.
+        pieces: shards and objects in one checkpoint.
+        bytes: of one checkpoint.
+        stored: the checkpoints of the last step, one for each run.
+        notes: what a reader should know.
+    """
+
+    runs: list[Run]
+    steps: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    pieces: int = 0
+    bytes: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int | None:
+        """The first step that differs."""
+        return self.steps[-1] if self.findings else None
+
+
+def compare(runs: list[Run], asked: Sequence[int] | None = None, *, quick: bool = False) -> Comparison:
+    """Compares ``runs`` up to the first step at which they differ.
+
+    Reads every file once, a block of it at a time; only pieces that differ are held whole, one in all runs.
+
+    Args:
+        asked: the steps to compare; None: all that every run has.
+        quick: files whose size and CRC-32 are equal by the manifests are equal.
+
+    Raises:
+        UserError: a checkpoint is incomplete or damaged, or the runs are not of the same training.
+    """
+    steps = common_steps(runs, asked)
+    found = Comparison(runs)
+    for step in steps:
+        stored = [read(run.checkpoint(step)) for run in runs]
+        check_alike(runs, stored)
+        if not found.steps:
+            found.notes = notes(runs, stored)
+        found.steps.append(step)
+        found.stored, found.pieces = stored, len(stored[0].pieces)
+        found.bytes = sum(record.bytes for record in stored[0].manifest.files.values())
+        found.findings = [*_shards(stored, quick), *_common(stored)]
+        if found.findings:
+            break
+    found.left = [step for step in steps if step > found.steps[-1]]
+    return found
+
+
+def _shards(stored: Sequence[Stored], quick: bool) -> Iterator[Finding]:
+    same = _equal_files(stored) if quick else set()
+    readers = [Blocks(each) for each in stored]
+    for key, piece in stored[0].pieces.items():
+        mine = [each.pieces[key] for each in stored]
+        if piece.file in same and all((p.file, p.start) == (piece.file, piece.start) for p in mine):
+            continue
+        blocks = zip_longest(*(reader.of(p) for reader, p in zip(readers, mine, strict=True)))
+        if not _equal(blocks):
+            # Equal values may have been pickled in different ways, so their bytes do not settle it.
+            finding = _finding(piece, [each.whole(p) for each, p in zip(stored, mine, strict=True)])
+            yield from [finding] if finding else []
+    for reader in readers:
+        reader.finish()
+
+
+def _equal(blocks: Iterator[tuple]) -> bool:
+    """Whether all runs have the same bytes; reads on to the end in any case, for the checksums."""
+    equal = True
+    for first, *others in blocks:
+        equal = all(block == first for block in others) and equal
+    return equal
+
+
+def _equal_files(stored: Sequence[Stored]) -> set[str]:
+    records = [each.manifest.files for each in stored]
+    return {name for name in records[0] if all(r.get(name) == records[0][name] for r in records)}
+
+
+def _common(stored: Sequence[Stored]) -> Iterator[Finding]:
+    """What is not sharded: counters, schedule, the optimizer's groups."""
+    values = []
+    for each in stored:
+        state = each.common()
+        values.append(leaves({key: value for key, value in state.items() if key not in _DESCRIBES}))
+    for name in dict.fromkeys(name for each in values for name in each):
+        piece = Piece(name, None, (), (), None, COMMON, 0, 0)
+        finding = _finding(piece, [each.get(name) for each in values])
+        yield from [finding] if finding else []
+
+
+def _finding(piece: Piece, values: Sequence[Any]) -> Finding | None:
+    """What differs among the runs' values of one piece; None if nothing does."""
+    classes = classed(values, lambda a, b: of_values(a, b) is None)
+    if len(classes) == 1:
+        return None
+    reference = values[classes[0][0]]
+    others = {run: of_values(reference, values[group[0]]) for group in classes[1:] for run in group}
+    return Finding(piece, classes, others)
+
+
+def classed(values: Sequence[Any], equal: Callable[[Any, Any], bool]) -> Classes:
+    """Groups the numbers of ``values`` that are equal; ``equal`` has to be an equivalence."""
+    groups: list[list[int]] = []
+    for number, value in enumerate(values):
+        group = next((g for g in groups if equal(values[g[0]], value)), None)
+        if group is None:
+            groups.append([number])
+        else:
+            group.append(number)
+    return tuple(tuple(group) for group in sorted(groups, key=lambda g: (-len(g), g[0])))

@@ -1,0 +1,150 @@
+"""Runs to compare: which steps they have in common, whether they are of the same training, and what to know of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.observe.diagnose.stored import Stored
+from megatron.training.checkpointing import naming, verify
+
+_BESIDE = ("checkpoint", "logging", "fault_tolerance", "evaluation")
+"""Groups of flags that leave the numbers alone, and so do these of other groups:"""
+_NO_MATTER = {
+    *("data_cache_path", "num_workers", "mmap_bin_files", "num_dataset_builder_threads", "local_rank"),
+    *("exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal", "distributed_timeout_minutes"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's --save folder; ``steps`` are those of its checkpoints, ``name`` is as the user wrote it."""
+
+    name: str
+    folder: Path
+    steps: tuple[int, ...]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / naming.checkpoint_name(step)
+
+
+def open_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in ``folders``.
+
+    Raises:
+        UserError: there are fewer than two, the same twice, or one that is not there or holds no checkpoint.
+    """
+    if len(folders) < 2:
+        raise UserError("one run has nothing to be compared with", "give two --save folders or more")
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        if (same := seen.setdefault(folder.resolve(), folder)) is not folder:
+            raise UserError(f"{same} and {folder} are the same folder", "give every run once")
+    return [_open(folder) for folder in folders]
+
+
+def _open(folder: Path) -> Run:
+    try:
+        entries = verify.scan(folder)
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: {error.strerror}", "give a --save folder") from error
+    if not entries:
+        inside = naming.step_of(folder.name) is not None
+        fix = f"give {folder.parent} and --step {naming.step_of(folder.name)}" if inside else "give a --save folder"
+        raise UserError(f"{folder} holds no checkpoints", fix)
+    return Run(str(folder), folder, tuple(entry.step for entry in entries))
+
+
+def common_steps(runs: Sequence[Run], asked: Sequence[int] | None) -> tuple[int, ...]:
+    """The steps to compare, in order.
+
+    Raises:
+        UserError: there are none, or a run lacks one that was asked for.
+    """
+    for step in asked or ():
+        for run in runs:
+            if step not in run.steps:
+                raise UserError(f"{run.name} has no checkpoint of step {step}", f"it has {_listed(run.steps)}")
+    common = _common(runs)
+    if not common:
+        had = "".join(f"\n    {run.name}: {_listed(run.steps)}" for run in runs)
+        raise UserError(f"no step has a checkpoint in every run:{had}", "save at the same steps: --save-interval")
+    return tuple(sorted(set(asked) if asked else common))
+
+
+def _common(runs: Sequence[Run]) -> set[int]:
+    return set(runs[0].steps).intersection(*(run.steps for run in runs))
+
+
+def _listed(steps: Iterable[int]) -> str:
+    shown = sorted(steps)
+    return ", ".join(map(str, shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]]))
+
+
+def check_alike(runs: Sequence[Run], stored: Sequence[Stored]) -> None:
+    """Makes sure that checkpoints are of one model, one layout and one content.
+
+    Raises:
+        UserError: they are not; it names what differs.
+    """
+    first = stored[0].manifest
+    for run, each in zip(runs[1:], stored[1:], strict=True):
+        other = each.manifest
+        pair = f"{runs[0].name} and {run.name}"
+        if lines := _differences(first.run.get("model", {}), other.run.get("model", {})):
+            raise UserError(f"{pair} are of different models:{lines}", "compare runs with the same flags")
+        if lines := _differences(first.layout, other.layout):
+            raise UserError(f"{pair} were saved from different layouts:{lines}", "compare runs with the same sizes")
+        if lines := _differences(first.run.get("fingerprints", {}), other.run.get("fingerprints", {})):
+            raise UserError(f"{pair} were trained on different inputs:{lines}", "compare runs with the same data")
+        content = [{"optimizer": m.optimizer, "generators": m.rng_grid} for m in (first, other)]
+        if lines := _differences(*content):
+            raise UserError(f"{pair} hold different things:{lines}", "save both with the same checkpoint flags")
+        _check_pieces(pair, stored[0], each)
+
+
+def _check_pieces(pair: str, first: Stored, other: Stored) -> None:
+    fix = "compare runs with the same flags and versions"
+    if lone := first.pieces.keys() ^ other.pieces.keys():
+        name = min(key[0] for key in lone)
+        raise UserError(f"{pair} hold different shards: {len(lone)} are only in one of them, as of {name}", fix)
+    for key, piece in first.pieces.items():
+        if piece.shape != other.pieces[key].shape:
+            shapes = " and ".join(f"{list(p.sizes)} {p.dtype}" for p in (piece, other.pieces[key]))
+            raise UserError(f"{pair} hold {piece.name} as {shapes}", fix)
+
+
+def notes(runs: Sequence[Run], stored: Sequence[Stored]) -> list[str]:
+    """What a reader of the comparison should know: lone steps, flags and versions that differ, no determinism."""
+    found = []
+    for run in runs:
+        if lone := set(run.steps) - _common(runs):
+            found.append(f"{run.name} has steps that not every run has: {_listed(lone)}")
+    flags = [dict(_flags(each.manifest.run.get("options", {}))) for each in stored]
+    unsafe = [run.name for run, given in zip(runs, flags, strict=True) if given.get("deterministic_mode") is False]
+    if unsafe:
+        found.append(f"without --deterministic-mode what differs may be rounding: {', '.join(unsafe)}")
+    for name in sorted(set().union(*flags)):
+        found += _different(f"--{name.replace('_', '-')}", runs, [given.get(name) for given in flags])
+    for name in sorted(stored[0].manifest.versions):
+        found += _different(name, runs, [each.manifest.versions.get(name) for each in stored])
+    return found
+
+
+def _flags(options: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    for group, values in options.items():
+        if group not in _BESIDE and isinstance(values, Mapping):
+            yield from ((name, value) for name, value in values.items() if name not in _NO_MATTER)
+
+
+def _different(name: str, runs: Sequence[Run], values: Sequence[Any]) -> list[str]:
+    if all(value == values[0] for value in values):
+        return []
+    return [f"{name} differs: " + ", ".join(f"{v} in {run.name}" for run, v in zip(runs, values, strict=True))]
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """One indented line for each name whose values differ."""
+    names = sorted(ours.keys() | theirs.keys())
+    return "".join(f"\n    {n}: {ours.get(n)} and {theirs.get(n)}" for n in names if ours.get(n) != theirs.get(n))

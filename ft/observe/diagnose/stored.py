@@ -1,0 +1,229 @@
+"""A checkpoint as it lies on the disk: its pieces in the order of its files, read a block at a time."""
+
+import argparse
+import io
+import os
+import pickle
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ft.base.errors import UserError
+from megatron.training.checkpointing import naming, verify
+from megatron.training.checkpointing.manifest import Manifest, ManifestError
+
+COMMON = "common.pt"
+"""The file with what is the same on all ranks; rank 0 writes it."""
+
+BLOCK = 1 << 20
+"""Bytes read at a time."""
+
+_METADATA = ".metadata"
+_WRITER = re.compile(r"__(\d+)_\d+\.distcp")
+_OTHER_VERSION = "compare with the versions that the manifest names"
+_RESTORE = "restore a sound copy of that checkpoint, or leave it out with --step"
+
+_ALLOWED = [argparse.Namespace, numpy.ndarray, numpy.dtype, numpy.empty(0).__reduce__()[0]]
+_ALLOWED += [kind for name in dir(numpy.dtypes) if isinstance(kind := getattr(numpy.dtypes, name), type)]
+"""What checkpoints hold beside tensors and Python's own types: generators' states and the run's flags."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One shard of a tensor, or one object.
+
+    Args:
+        name: key of the tensor or object in the checkpoint.
+        offsets: of the shard in the whole tensor; None for an object.
+        sizes: of the shard; ``whole``: of the tensor.
+        dtype: None for an object.
+        file, start, length: the bytes that hold it.
+    """
+
+    name: str
+    offsets: tuple[int, ...] | None
+    sizes: tuple[int, ...]
+    whole: tuple[int, ...]
+    dtype: torch.dtype | None
+    file: str
+    start: int
+    length: int
+
+    @property
+    def key(self) -> tuple:
+        """What it is called in the checkpoint of another run."""
+        return self.name, self.offsets
+
+    @property
+    def shape(self) -> tuple:
+        """What has to be equal for two pieces of one key to be comparable."""
+        return self.sizes, self.whole, self.dtype
+
+    @property
+    def rank(self) -> int:
+        """The logical rank that wrote it."""
+        match = _WRITER.fullmatch(self.file)
+        return int(match.group(1)) if match else 0
+
+
+@dataclass
+class Stored:
+    """One checkpoint.
+
+    Args:
+        path: its folder.
+        manifest: what it says about itself.
+        pieces: by key.
+    """
+
+    path: Path
+    manifest: Manifest
+    pieces: dict[tuple, Piece] = field(repr=False)
+
+    def whole(self, piece: Piece) -> Any:
+        """The tensor or object.
+
+        Raises:
+            UserError: the file is damaged, or holds a type that is not read from checkpoints.
+        """
+        with _named(self.path / piece.file), open(self.path / piece.file, "rb") as stream:
+            stream.seek(piece.start)
+            data = stream.read(piece.length)
+        return _decoded(self, piece.file, piece.name, io.BytesIO(data))
+
+    def common(self) -> dict[str, Any]:
+        """What is the same on all ranks. Raises UserError as :meth:`whole` does."""
+        with _named(self.path / COMMON), open(self.path / COMMON, "rb") as stream:
+            return _decoded(self, COMMON, COMMON, stream)
+
+    def check(self, file: str) -> None:
+        """Makes sure that a file is what was written.
+
+        Raises:
+            UserError: it is not.
+        """
+        bad = verify.problems(self.path, self.manifest.files, [file])
+        if bad:
+            raise UserError(
+                f"{self.path}: {bad[0]}; the disk has it wrong, which says nothing about training", _RESTORE
+            )
+
+
+class Blocks:
+    """Reads one checkpoint's pieces once, in their order, and checks the files' checksums on the way."""
+
+    def __init__(self, stored: Stored):
+        self._stored, self._file, self._stream = stored, None, None
+        self._crc, self._at = 0, 0
+        self._checked: set[str] = set()
+
+    def of(self, piece: Piece) -> Iterator[bytes]:
+        """The bytes of ``piece``. Raises UserError for a file that cannot be read, ends early, or is damaged."""
+        if piece.file != self._file:
+            self.finish()
+            self._open(piece.file)
+        self._at, left = piece.start, piece.length
+        while left:
+            with _named(self._stored.path / piece.file):
+                data = os.pread(self._stream.fileno(), min(left, BLOCK), self._at)
+            if not data:
+                self._stored.check(piece.file)
+                raise UserError(f"{self._stored.path / piece.file} ends within {piece.name}", _RESTORE)
+            self._crc = zlib.crc32(data, self._crc)
+            self._at += len(data)
+            left -= len(data)
+            yield data
+
+    def finish(self) -> None:
+        """Leaves the file that was read last. Raises UserError where its checksum is not the manifest's."""
+        if self._stream is None:
+            return
+        self._stream.close()
+        self._stream, file = None, self._file
+        record = self._stored.manifest.files[file]
+        if file not in self._checked and self._crc != record.crc32:
+            self._stored.check(file)  # it is damaged, or its pieces were not read in order
+        self._checked.add(file)
+        self._file = None
+
+    def _open(self, file: str) -> None:
+        with _named(self._stored.path / file):
+            self._stream = open(self._stored.path / file, "rb", buffering=0)  # noqa: SIM115 (closed by finish)
+        self._file, self._crc = file, 0
+
+
+def read(path: Path) -> Stored:
+    """The checkpoint in folder ``path``.
+
+    Raises:
+        UserError: it is incomplete, a file of it is missing, has another size or, of the small ones, is damaged.
+    """
+    with _named(path):
+        try:
+            manifest = verify.read_manifest(path)
+        except ManifestError as error:
+            raise UserError(f"{path} is no complete checkpoint: {naming.MANIFEST}: {error}", _RESTORE) from error
+    for name, record in manifest.files.items():
+        with _named(path / name):
+            size = (path / name).stat().st_size
+        if size != record.bytes:
+            raise UserError(f"{path / name} has {size} bytes instead of {record.bytes}", _RESTORE)
+    stored = Stored(path, manifest, {})
+    for name in (_METADATA, COMMON):
+        if name not in manifest.files:
+            raise UserError(f"{path} has no {name}", _RESTORE)
+        stored.check(name)
+    try:
+        with open(path / _METADATA, "rb") as stream:
+            stored.pieces |= {piece.key: piece for piece in _pieces(pickle.load(stream))}
+    except (AttributeError, ImportError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path / _METADATA} is not of this torch's format: {error}", _OTHER_VERSION) from error
+    return stored
+
+
+def _pieces(metadata: Metadata) -> list[Piece]:
+    """In the order of files and of places in them."""
+    tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    sizes = {(name, tuple(c.offsets)): tuple(c.sizes) for name, about in tensors.items() for c in about.chunks}
+    found = []
+    for index, place in metadata.storage_data.items():
+        where = (place.relative_path, place.offset, place.length)
+        about = tensors.get(index.fqn)
+        if about is None:
+            found.append(Piece(index.fqn, None, (), (), None, *where))
+        else:
+            at = tuple(index.offset)
+            shape = (sizes[index.fqn, at], tuple(about.size), about.properties.dtype)
+            found.append(Piece(index.fqn, at, *shape, *where))
+    return sorted(found, key=lambda piece: (piece.rank, piece.file, piece.start))
+
+
+def _decoded(stored: Stored, file: str, name: str, stream: Any) -> Any:
+    try:
+        with torch.serialization.safe_globals(_ALLOWED):
+            return torch.load(stream, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        stored.check(file)
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{stored.path / file}: {name} cannot be read: {reason}", _OTHER_VERSION) from error
+
+
+class _named:
+    """Turns the operating system's errors into UserErrors about ``path``."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, OSError):
+            raise UserError(f"{error.filename or self._path}: {error.strerror}", _RESTORE) from error

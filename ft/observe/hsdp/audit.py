@@ -1,0 +1,207 @@
+"""Every sample exactly once: what was trained in the surviving steps against what the state says was taken.
+
+Trained is what the healthy replicas of each surviving step read: from where their own loaders stood (``at``), or else
+from the position before the step. Taken is what the positions after the last step stand for. Both are sets of samples
+of the run's order, so a change of the number of replicas makes no difference.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy
+
+from ft.observe.hsdp.lineage import Lineage, Step, before_of
+from ft.systems.hsdp.commits import Commit
+from ft.systems.hsdp.samples import Deal, merged
+
+_MOST_EXAMPLES = 5
+_NOTHING = numpy.empty((0, 2), numpy.int64)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Counts of samples.
+
+    Attributes:
+        trained: in the surviving steps on record. replicas: the same by replica. earlier: taken before the first of
+            these steps, which the record does not reach back to. unproven: taken in steps that are missing from it.
+        duplicates: trained again. gaps: taken, as the state says, and never trained: lost. unaccounted: trained, and
+            the state says they are still to come.
+        waiting: not taken yet, though later samples are: replicas that were away have them to come, in order.
+        problems: sentences: where the record contradicts itself. examples: what the duplicates, gaps and unaccounted
+            samples are.
+    """
+
+    trained: int
+    replicas: Mapping[int, int]
+    earlier: int = 0
+    unproven: int = 0
+    duplicates: int = 0
+    gaps: int = 0
+    unaccounted: int = 0
+    waiting: int = 0
+    problems: list[str] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Each sample is proven to have been trained once."""
+        return not (self.duplicates or self.gaps or self.unaccounted or self.unproven or self.problems)
+
+
+def audit(found: Lineage) -> Audit:
+    """The audit of the surviving steps."""
+    if not found.steps:
+        return Audit(0, {})
+    problems, replicas = list(found.conflicts), {}
+    reads, unproven, earlier = _Reads(), [], _NOTHING
+    last: Commit | None = None
+    for step in found.steps:
+        commit = step.commit
+        deal, before = commit.deal, before_of(commit)
+        if last is None:
+            earlier = deal.taken(before) if commit.step > 1 else _NOTHING
+        elif last.step == commit.step - 1:
+            problems += _contradictions(last, commit, before)
+            before = _carried(last, commit)
+        else:
+            unproven.append(_minus(deal.taken(before), last.deal.taken(last.positions)))
+        problems += _misread(step, before)
+        strangers = [replica for replica in commit.streams if replica >= deal.replicas]
+        problems += [f"step {commit.step}: replica {replica} has no samples, and trained" for replica in strangers]
+        for replica, stream, begin in _read(step, before):
+            if stream not in strangers:
+                reads.add(commit, stream, begin)
+                replicas[replica] = replicas.get(replica, 0) + commit.batch
+        last = commit
+    taken = last.deal.taken(last.positions)
+    counted = numpy.concatenate([earlier, *unproven, *reads.ranges()])
+    kinds = _compare(counted, taken)
+    size = {name: int((ranges[:, 1] - ranges[:, 0]).sum()) for name, ranges in kinds.items()}
+    return Audit(
+        trained=sum(replicas.values()),
+        replicas=replicas,
+        earlier=_length(earlier),
+        unproven=sum(map(_length, unproven)),
+        **size,
+        waiting=int(taken[-1, 1]) - _length(taken) if len(taken) else 0,
+        problems=problems,
+        examples=[text for name, ranges in kinds.items() for text in _examples(name, ranges)],
+    )
+
+
+def _read(step: Step, before: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """(replica, stream, position it was read from) of all that a step trained, as those that read it say themselves;
+    of one whose line is missing, as it should have been."""
+    commit = step.commit
+    if commit.stack is None:
+        ats = {replica: own.at for replica, own in step.by.items() if own.at is not None}
+        return [(replica, replica, ats.get(replica, before.get(replica, 0))) for replica in set(commit.healthy)]
+    found = [
+        (replica, kind, at)
+        for replica, own in step.by.items()
+        if replica in commit.healthy and own.computed is not None
+        for kind, at in own.computed.items()
+    ]
+    told = {replica for replica, own in step.by.items() if own.computed is not None}
+    silent = [(group, kind) for kind, group in enumerate(commit.owners) if group not in told]
+    return found + [(group, kind, before.get(kind, 0)) for group, kind in silent]
+
+
+class _Reads:
+    """Stretches of streams that were read; those that follow one another are kept as one."""
+
+    def __init__(self):
+        self._stretches: dict[tuple[Deal, int], list[list[int]]] = {}
+
+    def add(self, commit: Commit, replica: int, begin: int) -> None:
+        stretches = self._stretches.setdefault((commit.deal, replica), [])
+        if stretches and stretches[-1][1] == begin:
+            stretches[-1][1] += commit.batch
+        else:
+            stretches.append([begin, begin + commit.batch])
+
+    def ranges(self) -> list[numpy.ndarray]:
+        """(n, 2) ranges of samples for each stretch."""
+        return [
+            deal.stream(replica).ranges(begin, end)
+            for (deal, replica), stretches in self._stretches.items()
+            for begin, end in stretches
+        ]
+
+
+def _carried(last: Commit, commit: Commit) -> dict[int, int]:
+    """Positions before a commit, as the line before it says; in that one's deal where the numbers are still of it."""
+    if commit.deal == last.deal:
+        return dict(last.positions)
+    _, positions = last.deal.after(last.positions, last.step, commit.deal.replicas, commit.deal.block)
+    return positions
+
+
+def _contradictions(last: Commit, commit: Commit, before: Mapping[int, int]) -> list[str]:
+    found = []
+    if commit.deal != last.deal:
+        expected, _ = last.deal.after(last.positions, last.step, commit.deal.replicas, commit.deal.block)
+        if expected != commit.deal:
+            found.append(
+                f"step {commit.step}: samples are dealt anew, and not as the positions of step {last.step} say"
+            )
+    for replica, position in sorted(_carried(last, commit).items()):
+        if before.get(replica, 0) != position:
+            found.append(
+                f"step {commit.step}: replica {replica} was at {position} after the step before, "
+                f"and is taken to have been at {before.get(replica, 0)}"
+            )
+    return found
+
+
+def _misread(step: Step, before: Mapping[int, int]) -> list[str]:
+    found = []
+    for replica, commit in step.by.items():
+        should = before.get(replica, 0)
+        if replica in commit.healthy and commit.at is not None and commit.at != should:
+            found.append(f"step {commit.step}: replica {replica} read from {commit.at} on, its position was {should}")
+        for kind, at in (commit.computed or {}).items() if replica in commit.healthy else ():
+            if at != before.get(kind, 0):
+                found.append(
+                    f"step {commit.step}: group {replica} read type {kind} from {at} on, its position was "
+                    f"{before.get(kind, 0)}"
+                )
+    return found
+
+
+def _compare(trained: numpy.ndarray, taken: numpy.ndarray) -> dict[str, numpy.ndarray]:
+    """(n, 2) ranges of each kind of mistake. A sample trained three times is twice among the duplicates."""
+    borders = numpy.unique(numpy.concatenate([trained.ravel(), taken.ravel()]))
+    if not len(borders):
+        return {"duplicates": _NOTHING, "gaps": _NOTHING, "unaccounted": _NOTHING}
+    pieces = numpy.stack([borders[:-1], borders[1:]], axis=1)
+    times, said = (_covered(borders, ranges) for ranges in (trained, taken))
+    return {
+        "duplicates": numpy.repeat(pieces, numpy.maximum(times - 1, 0), axis=0),
+        "gaps": pieces[(times == 0) & (said > 0)],
+        "unaccounted": pieces[(times > 0) & (said == 0)],
+    }
+
+
+def _covered(borders: numpy.ndarray, ranges: numpy.ndarray) -> numpy.ndarray:
+    """How many of ``ranges`` cover each piece between two borders."""
+    change = numpy.zeros(len(borders), numpy.int64)
+    numpy.add.at(change, numpy.searchsorted(borders, ranges[:, 0]), 1)
+    numpy.add.at(change, numpy.searchsorted(borders, ranges[:, 1]), -1)
+    return numpy.cumsum(change)[:-1]
+
+
+def _minus(ranges: numpy.ndarray, without: numpy.ndarray) -> numpy.ndarray:
+    return _compare(without, ranges)["gaps"]
+
+
+def _length(ranges: numpy.ndarray) -> int:
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+
+def _examples(name: str, ranges: numpy.ndarray) -> list[str]:
+    whole = merged(ranges)
+    shown = ", ".join(f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in whole[:_MOST_EXAMPLES])
+    more = f" and {len(whole) - _MOST_EXAMPLES} more stretches" if len(whole) > _MOST_EXAMPLES else ""
+    return [f"{name}: sample {shown}{more}"] if len(whole) else []

@@ -1,0 +1,145 @@
+"""Replicas over time: what each of them was at, from when to when."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ft.base import events
+from ft.base.events import Event
+from ft.observe.hsdp.lineage import Step
+from ft.observe.hsdp.record import Record, replica_of
+
+ONLINE, CATCHING_UP, REBUILDING, OFFLINE = "online", "catching up", "rebuilding", "offline"
+STATES = (ONLINE, CATCHING_UP, REBUILDING, OFFLINE)
+_OVER = ""
+
+_BROKEN = (events.FAULT_DETECTED, events.EPOCH_CLOSED)
+_BUILT = (events.RUN_STARTED, events.WORKER_STARTED, events.EPOCH_OPENED)
+_ENDED = (events.FINISHED, events.STOPPED)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A replica in one state, from ``begin`` to ``end`` in seconds since ``origin``.
+
+    ONLINE: it contributes. CATCHING_UP: it fetches the state of the others, or waits to. REBUILDING: its world is
+    being built, at the beginning of the run as well. OFFLINE: no worker of its next life has been started.
+    """
+
+    replica: int
+    state: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """At ``at`` a replica turns to ``state``, if it is in one of ``when`` (empty: in any)."""
+
+    at: float
+    state: str
+    when: tuple[str, ...] = ()
+
+
+def origin(record: Record, steps: Sequence[Step]) -> float:
+    """Wall time that the lanes count from: the first thing on record."""
+    times = [event.wall for _, event in record.history[:1]]
+    times += [step.when - step.commit.step_s for step in steps[:1]]
+    return min(times, default=0.0)
+
+
+def last_moment(record: Record, steps: Sequence[Step]) -> float:
+    """Wall time of the last thing on record."""
+    times = [event.wall for _, event in record.history[-1:]]
+    return max(times + [step.when for step in steps[-1:]], default=0.0)
+
+
+def lanes(record: Record, steps: Sequence[Step], took: Sequence[float]) -> list[Lane]:
+    """All lanes, by replica and in order of time.
+
+    Args:
+        steps: the surviving ones. took: seconds that each took.
+    """
+    zero, end = origin(record, steps), last_moment(record, steps)
+    found = []
+    for replica in range(record.count):
+        turns = _told(replica, record, steps)
+        turns += _committed(replica, steps, took, [turn.at for turn in turns])
+        found += _lanes(replica, sorted(turns, key=lambda turn: turn.at), zero, end)
+    return found
+
+
+def _told(replica: int, record: Record, steps: Sequence[Step]) -> list[_Turn]:
+    """Turns that events tell of."""
+    own = record.replicas.get(replica)
+    found = [turn for event in (own.events if own else ()) if (turn := _of_own(event)) is not None]
+    begun = steps[0].when if steps else float("inf")
+    found += [turn for _, event in record.history if (turn := _of_server(replica, event, begun)) is not None]
+    return found
+
+
+def _of_own(event: Event) -> _Turn | None:
+    if event.name in _BROKEN:
+        return _Turn(event.wall, OFFLINE, (ONLINE, CATCHING_UP))
+    if event.name in _BUILT:
+        return _Turn(event.wall, REBUILDING, (OFFLINE, _OVER))
+    return _Turn(event.wall, _OVER) if event.name in _ENDED else None
+
+
+def _of_server(replica: int, event: Event, begun: float) -> _Turn | None:
+    """``begun``: wall time of the first step; before it there is nothing to catch up with."""
+    if replica_of(event) != replica:
+        return None
+    if event.name == events.REPLICA_OFFLINE:
+        return _Turn(event.wall, OFFLINE, (ONLINE, CATCHING_UP))
+    if event.name == events.REPLICA_ONLINE:
+        return _Turn(event.wall, CATCHING_UP if event.wall > begun else ONLINE, (REBUILDING, OFFLINE, _OVER))
+    return _Turn(event.wall, ONLINE, (CATCHING_UP,)) if event.name == events.CAUGHT_UP else None
+
+
+def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told: Sequence[float]) -> list[_Turn]:
+    """Turns that commits prove: at the beginning of the step, or at its end where events ``told`` fall into it."""
+    found, told, at, last = [], sorted(told), 0, _OVER
+    for step, seconds in zip(steps, took, strict=True):
+        begin, state = step.when - seconds, _part(replica, step)
+        while at < len(told) and told[at] <= begin:
+            at += 1
+        is_told = at < len(told) and told[at] <= step.when
+        found.append(_Turn(step.when if is_told else begin, state, _proven(state, last, is_told)))
+        last = state
+    return found
+
+
+def _proven(state: str, last: str, is_told: bool) -> tuple[str, ...]:
+    """From which states a commit turns a replica to ``state``, which was in ``last`` by the one before."""
+    if state == OFFLINE:  # one that is there already and waits to join is in no quorum either
+        return (ONLINE, CATCHING_UP) if last == CATCHING_UP and not is_told else (ONLINE,)
+    if not is_told:
+        return ()
+    return (CATCHING_UP,) if state == ONLINE else (REBUILDING, OFFLINE, _OVER)
+
+
+def _part(replica: int, step: Step) -> str:
+    if replica in step.commit.healthy:
+        return ONLINE
+    return CATCHING_UP if replica in step.commit.behind else OFFLINE
+
+
+def _lanes(replica: int, turns: Sequence[_Turn], zero: float, end: float) -> list[Lane]:
+    found: list[Lane] = []
+    state, since = _OVER, zero
+
+    def leave(at: float) -> None:
+        if state == _OVER or at <= since:
+            return
+        begin = since
+        if found and found[-1].state == state and found[-1].end == since - zero:  # it had left this state for no time
+            begin = found.pop().begin + zero
+        found.append(Lane(replica, state, begin - zero, at - zero))
+
+    for turn in turns:
+        if (turn.when and state not in turn.when) or turn.state == state:
+            continue
+        leave(turn.at)
+        state, since = turn.state, max(turn.at, zero)
+    leave(end)
+    return found

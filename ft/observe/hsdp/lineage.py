@@ -1,0 +1,155 @@
+"""Which of the committed steps are in the state that survived.
+
+A step may be committed by some replicas and not by others: then the others commit it again, in a later quorum, and the
+first ones fetch that state, or were lost. The furthest commit is in the surviving state, and each commit names the one
+before it; what is not on that chain was superseded. After a full restart that is the work since the checkpoint.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ft.systems.hsdp.commits import Commit
+
+_MOST_SENTENCES = 50
+_SHARED = ("healthy", "behind", "batch", "deal", "positions", "stack", "owners", "patch")
+
+Key = tuple[int, int]
+"""(quorum, step): the greater one is the later one."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step: what its members say of it, replica -> its own line."""
+
+    by: Mapping[int, Commit]
+
+    @cached_property
+    def commit(self) -> Commit:
+        """A line of a healthy member, where one is on record."""
+        healthy = [number for number in sorted(self.by) if number in self.by[number].healthy]
+        return self.by[healthy[0] if healthy else min(self.by)]
+
+    @property
+    def number(self) -> int:
+        return self.commit.step
+
+    @cached_property
+    def when(self) -> float:
+        """Wall time of the commit."""
+        return statistics.median(commit.wall for commit in self.by.values())
+
+    @cached_property
+    def digests(self) -> dict[int, int]:
+        """Replica -> digest of its state after the step, of those that made one."""
+        return {replica: commit.digest for replica, commit in self.by.items() if commit.digest is not None}
+
+    @property
+    def loss(self) -> float | None:
+        return next((commit.loss for commit in self.by.values() if commit.loss is not None), None)
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The steps of the surviving state, in order, and all else that was committed.
+
+    Attributes:
+        missing: numbers (first, last) of steps that are in the state and on nobody's record.
+        conflicts: sentences about members of one quorum that say different things of a step, or whose states differ.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    superseded: list[Step] = field(default_factory=list)
+    missing: list[tuple[int, int]] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+
+
+def lineage(commits: Mapping[int, Sequence[Commit]]) -> Lineage:
+    """The surviving steps among those that replicas committed (replica -> its lines)."""
+    by_key: dict[Key, dict[int, Commit]] = {}
+    for replica, lines in sorted(commits.items()):
+        for commit in lines:
+            by_key.setdefault((commit.quorum, commit.step), {})[replica] = commit
+    steps = {key: Step(by) for key, by in by_key.items()}
+    chain, missing = _chain(steps)
+    superseded = [step for key, step in sorted(steps.items()) if key not in chain]
+    conflicts = [text for key in sorted(steps) for text in _conflicts(steps[key])]
+    return Lineage([steps[key] for key in reversed(chain)], superseded, missing, conflicts[:_MOST_SENTENCES])
+
+
+def _chain(steps: Mapping[Key, Step]) -> tuple[dict[Key, None], list[tuple[int, int]]]:
+    """Keys from the furthest commit back, and the steps missing between them."""
+    chain: dict[Key, None] = {}
+    missing = []
+    by_number: dict[int, list[Key]] = {}
+    for key in sorted(steps):
+        by_number.setdefault(key[1], []).append(key)
+    key = max(steps, default=None)
+    while key is not None:
+        chain[key] = None
+        commit = steps[key].commit
+        key = _parent(steps, by_number, commit)
+        if key is not None and key[1] < commit.step - 1:
+            missing.append((key[1] + 1, commit.step - 1))
+    return chain, missing[::-1]
+
+
+def _parent(steps: Mapping[Key, Step], by_number: Mapping[int, Sequence[Key]], commit: Commit) -> Key | None:
+    """The commit that ``commit`` came after, as near as the record knows it.
+
+    A state that was loaded from a persistent checkpoint does not say in which quorum its last step was committed: it is
+    the latest one whose samples are where the run goes on. Where the step before is on nobody's record, it is the last
+    one before that can have led to it.
+    """
+    named = (commit.before, commit.step - 1)
+    if commit.before and named in steps:
+        return named
+    limit = commit.before or commit.quorum - 1
+    for number in range(commit.step - 1, 0, -1):
+        if commit.before and number == commit.step - 1:
+            continue
+        for key in reversed(by_number.get(number, ())):
+            if key[0] <= limit and _can_lead(steps[key].commit, commit):
+                return key
+        if not commit.before:
+            return None
+    return None
+
+
+def _can_lead(earlier: Commit, later: Commit) -> bool:
+    """The samples of ``earlier`` are where those of ``later`` go on, or before that."""
+    before = before_of(later)
+    deal, positions = earlier.deal.after(earlier.positions, earlier.step, later.deal.replicas, later.deal.block)
+    if deal != later.deal:
+        return False
+    if not later.before:
+        return all(position == before.get(replica, 0) for replica, position in positions.items())
+    return all(position <= before.get(replica, 0) for replica, position in positions.items())
+
+
+def before_of(commit: Commit) -> dict[int, int]:
+    """Positions before a commit, in its deal, as its own line says."""
+    before = dict(commit.positions)
+    for replica in commit.streams:
+        before[replica] = max(0, before.get(replica, 0) - commit.batch)
+    return before
+
+
+def _conflicts(step: Step) -> list[str]:
+    first = step.commit
+    found = []
+    used = [commit.parameters for commit in step.by.values() if commit.parameters is not None]
+    for replica, commit in step.by.items():
+        names = [name for name in _SHARED if getattr(commit, name) != getattr(first, name)]
+        if replica in commit.healthy and replica in first.members and commit.before != first.before:
+            names.append("before")
+        if replica in step.digests and step.digests[replica] != next(iter(step.digests.values())):
+            names.append("state, bit for bit,")
+        if commit.parameters is not None and commit.parameters != used[0]:
+            names.append("model, bit for bit, that it computed the step with,")
+        if names:
+            found.append(
+                f"step {first.step} of quorum {first.quorum}: replica {replica} has another {', '.join(names)}"
+            )
+    return found

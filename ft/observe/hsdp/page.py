@@ -1,0 +1,141 @@
+"""``report.html`` of an FT-HSDP run."""
+
+import json
+import time
+
+from ft.observe.hsdp import colours, text
+from ft.observe.hsdp.effective import (
+    PAPER_BETWEEN_S,
+    PAPER_REPAIR_S,
+    PAPER_REPLICAS,
+    PAPER_STALL_S,
+    asynchronous,
+    synchronous,
+)
+from ft.observe.hsdp.stalls import FAILURE, REJOIN
+from ft.observe.hsdp.story import Story
+from ft.observe.report.loss_curve import Mark, curve
+from ft.show.html import cards, document, header, picture, safe, section, table
+from ft.show.text import percent, seconds, shortened
+
+_MOST_EVENTS = 5000
+
+
+def page(story: Story, timeline: bytes) -> str:
+    """The report as HTML text.
+
+    Args:
+        timeline: the picture of ``ft.observe.hsdp.timeline`` as PNG.
+    """
+    name = story.record.folder.resolve().name
+    sections = [
+        header(name, _subtitle(story)),
+        cards(_headlines(story)),
+        section("Samples", _samples(story)),
+        section("Timeline", picture(timeline, "replicas over time, time of steps, loss")),
+        section("Replicas", _wide(table(text.REPLICA_HEAD, text.replica_rows(story)))),
+        section("Failures and returns", _incidents(story)),
+        section("Effective training time", _effective(story)),
+        section("Loss", _loss(story)),
+        section("Steps that did not survive", _superseded(story)),
+        section("Events", _events(story)),
+    ]
+    return document(name, sections)
+
+
+def _subtitle(story: Story) -> str:
+    parts = [story.record.state, f"{story.record.count} replicas"]
+    if story.zero:
+        parts.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(story.zero)))
+    return ", ".join(parts)
+
+
+def _headlines(story: Story) -> list[tuple[str, str, str]]:
+    found, failures, rejoins = story.audit, story.of_kind(FAILURE), story.of_kind(REJOIN)
+    rebuilt = sum(len(one.away_s) for one in rejoins)
+    return [
+        ("samples twice or lost", str(found.duplicates + found.gaps + found.unaccounted), f"of {found.trained}"),
+        ("effective", percent(story.effective.measured), f"{len(story.steps)} steps"),
+        ("failures", str(len(failures)), f"{rebuilt} replicas came back"),
+        ("stall per failure", _mean([one.stall_s for one in failures]), "mean, of the others"),
+        ("stall per return", _mean([one.stall_s for one in rejoins]), "mean, of the others"),
+    ]
+
+
+def _mean(values: list[float]) -> str:
+    return seconds(sum(values) / len(values)) if values else "-"
+
+
+def _samples(story: Story) -> str:
+    wrong = "".join(f"<li>{safe(each)}</li>" for each in text.problems(story))
+    verdict = f"<p><b>{safe(text.audit_told(story))}</b></p>"
+    how = (
+        "<p><small>Read by healthy replicas in the surviving steps, against what the last positions stand "
+        "for: a duplicate was trained twice, a gap counts as taken and was never trained.</small></p>"
+    )
+    return verdict + how + (f"<ul>{wrong}</ul>" if wrong else "")
+
+
+def _wide(content: str) -> str:
+    return f'<div class="wide">{content}</div>'
+
+
+def _incidents(story: Story) -> str:
+    if not story.incidents:
+        return "<p>All replicas were in every step.</p>"
+    note = (
+        "<p><small>Stall: time of its steps beyond the median of normal steps around. Away: from the last step of the "
+        "replica before to the beginning of its first one after.</small></p>"
+    )
+    return _wide(table(text.INCIDENT_HEAD, text.incident_rows(story))) + note
+
+
+def _effective(story: Story) -> str:
+    found, replicas = story.effective, story.record.count
+    rows = [("measured: normal time of the steps x share of healthy replicas, of all time", percent(found.measured))]
+    if found.formula is not None:
+        means = f"stall {seconds(found.stall_s)}, away {seconds(found.repair_s)}, {replicas} replicas"
+        rows += [
+            (f"formula, {means}, a failure every {seconds(found.between_s)} as measured", percent(found.formula)),
+            (f"formula, {means}, a failure every 18 min", percent(found.paper_rate)),
+            ("all wait for the repair, a failure every 18 min", percent(found.waiting)),
+        ]
+    papers = asynchronous(PAPER_BETWEEN_S, PAPER_REPAIR_S, PAPER_STALL_S, PAPER_REPLICAS)
+    rows += [
+        ("the paper: stall 3 min, away 10 min, 12 replicas, a failure every 18 min", percent(papers)),
+        ("the paper: all wait for the repair", percent(synchronous(PAPER_BETWEEN_S, PAPER_REPAIR_S))),
+    ]
+    return table(("", "effective"), rows)
+
+
+def _loss(story: Story) -> str:
+    if not story.losses.points:
+        return "<p>No losses are on record.</p>"
+    marks = [
+        Mark(story.losses.at[one.first], colours.INCIDENT[FAILURE], f"step {one.first}: {one.reason or 'a failure'}")
+        for one in story.of_kind(FAILURE)
+        if one.first in story.losses.at
+    ]
+    return curve(story.losses.points, story.losses.over, marks)
+
+
+def _superseded(story: Story) -> str:
+    lines = "".join(f"<li>{safe(line)}</li>" for line in text.superseded(story))
+    return f"<ul>{lines}</ul>" if lines else "<p>Every committed step is in the surviving state.</p>"
+
+
+def _events(story: Story) -> str:
+    history = story.record.history
+    if not history:
+        return "<p>No events.</p>"
+    rows = []
+    for replica, event in history[:_MOST_EVENTS]:
+        about = "quorum server" if replica is None else f"replica {replica}"
+        names = ("node", "worker", "rank", "epoch", "step")
+        places = ", ".join(f"{n} {v}" for n in names if (v := getattr(event, n)) is not None)
+        detail = shortened(json.dumps(event.detail, ensure_ascii=False), 400) if event.detail else ""
+        rows.append((f"{event.wall - story.zero:+.3f} s", about, event.name, places, detail))
+    left = len(history) - len(rows)
+    note = f"<p>{left} more are in the files events.jsonl.</p>" if left else ""
+    shown = table(("since the beginning", "by", "event", "about", "detail"), rows)
+    return f'<details><summary>{len(history)} events</summary><div class="wide events">{shown}</div>{note}</details>'

@@ -1,0 +1,123 @@
+"""The folder of an FT-HSDP run, read as it is: replicas may be missing, lines torn, the run under way."""
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ft.base import events
+from ft.base.errors import UserError
+from ft.base.events import Event
+from ft.record import run
+from ft.systems.hsdp import commits, loader_state
+from ft.systems.hsdp.commits import Commit
+from ft.systems.hsdp.loader_state import LoaderState
+
+_FOLDER = re.compile(r"replica-(\d+)")
+NOTHING = "nothing on record"
+_FIX = "give the folder that ft run got as --run-dir"
+
+
+@dataclass(frozen=True)
+class ReplicaRecord:
+    """What is known of one replica: its own run's events and metrics, and the steps it committed."""
+
+    commits: list[Commit] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """In a word or two, as of any run; "nothing on record" where there is no event."""
+        return run.Run(Path(), self.events).state if self.events else NOTHING
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of the run.
+
+    Attributes:
+        replicas: those with a folder. events: of the quorum server, in order of time. positions: of loader_state, None
+            where there is none; problem: why it could not be read.
+    """
+
+    folder: Path
+    replicas: dict[int, ReplicaRecord]
+    events: list[Event] = field(default_factory=list)
+    positions: LoaderState | None = None
+    problem: str = ""
+
+    @cached_property
+    def count(self) -> int:
+        """Replicas of the run, with or without a folder."""
+        dealt = (commit.deal.replicas for one in self.replicas.values() for commit in one.commits)
+        told = (1 + number for event in self.events if (number := replica_of(event)) is not None)
+        return max([1 + max(self.replicas), *dealt, *told])
+
+    @cached_property
+    def history(self) -> list[tuple[int | None, Event]]:
+        """All events in order of time, each with the replica in whose folder it is; None: the quorum server's."""
+        found = [(None, event) for event in self.events]
+        found += [(number, event) for number, one in self.replicas.items() for event in one.events]
+        return sorted(found, key=lambda item: item[1].wall)
+
+    @property
+    def state(self) -> str:
+        """In a few words: "finished", "not ended", or what became of which replica."""
+        states = {number: one.state for number, one in sorted(self.replicas.items())}
+        if len(set(states.values())) == 1:
+            return next(iter(states.values()))
+        finished = sum(state == "finished" for state in states.values())
+        others = ", ".join(f"replica {number} {state}" for number, state in states.items() if state != "finished")
+        return f"finished by {finished} of {len(states)} ({others})" if finished else others
+
+
+def is_hsdp(folder: str | Path) -> bool:
+    """The folder is that of a run of several replicas, and not of one of them."""
+    return bool(_folders(Path(folder)))
+
+
+def load(folder: str | Path, most: int | None = None) -> Record:
+    """Reads the run's folder; torn lines are left out.
+
+    Args:
+        most: bytes to read from the end of each file of commits; None: all.
+
+    Raises:
+        UserError: there is nothing of such a run, or it cannot be read.
+    """
+    folder = Path(folder)
+    found = _folders(folder)
+    if not found:
+        raise UserError(f"{folder} holds no folder replica-0, replica-1, ...", _FIX)
+    try:
+        replicas = {number: _replica(path, most) for number, path in sorted(found.items())}
+        history = sorted(events.read(folder / run.EVENTS), key=lambda event: event.wall)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error}", _FIX) from error
+    try:
+        return Record(folder, replicas, history, loader_state.read(folder))
+    except UserError as error:
+        return Record(folder, replicas, history, problem=error.problem)
+
+
+def replica_of(event: Event) -> int | None:
+    """The replica that an event of the quorum server is about."""
+    number = event.detail.get("replica")
+    return number if isinstance(number, int) and number >= 0 else None
+
+
+def _replica(folder: Path, most: int | None) -> ReplicaRecord:
+    try:
+        own = run.load(folder)
+    except UserError:
+        own = run.Run(folder)
+    return ReplicaRecord(commits.read(folder, most), own.events, own.metrics)
+
+
+def _folders(folder: Path) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    matches = ((_FOLDER.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    return {int(match[1]): path for match, path in matches if match}

@@ -1,0 +1,52 @@
+"""The panels of a run with stacked shard types (SPARe): its stacks, and who computed which type."""
+
+import numpy
+from matplotlib.colors import ListedColormap
+from matplotlib.ticker import MaxNLocator
+
+from ft.observe.hsdp.stacks import depth
+from ft.observe.hsdp.story import Story
+from ft.show import palette
+from ft.show.axes import STYLE, plain
+
+_MOST_LABELS = 24
+
+
+def draw_depth(axes, story: Story) -> None:
+    """Stacks of every step; where types were patched, a mark."""
+    plain(axes, "Stacks per step, and patch computes")
+    numbers = [step.number for step in story.steps]
+    axes.step(
+        numbers, [step.commit.stack or 1 for step in story.steps], where="mid", color=palette.QUIET, linewidth=1.2
+    )
+    patched = [step for step in story.steps if step.commit.patch]
+    axes.plot(
+        [step.number for step in patched],
+        [depth(step) for step in patched],
+        linestyle="",
+        marker="o",
+        markersize=5,
+        color=palette.FAULT,
+    )
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
+    axes.grid(axis="y", color=palette.FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def draw_owners(axes, story: Story) -> None:
+    """The layout over time: a row for each shard type, in the colour of the group that computed it."""
+    plain(axes, "Who computed which shard type")
+    steps, types = story.steps, story.record.count
+    owners = numpy.full((types, steps[-1].number - steps[0].number + 1), numpy.nan)
+    for step in steps:
+        owners[: len(step.commit.owners), step.number - steps[0].number] = step.commit.owners
+    colours = ListedColormap([(palette.FIRST_WORKER, *palette.LATER_WORKERS)[g % 9] for g in range(types)])
+    extent = (steps[0].number - 0.5, steps[-1].number + 0.5, types - 0.5, -0.5)
+    axes.imshow(
+        owners, aspect="auto", interpolation="nearest", cmap=colours, vmin=-0.5, vmax=types - 0.5, extent=extent
+    )
+    every = max(1, -(-types // _MOST_LABELS))
+    axes.set_yticks(range(0, types, every), [f"type {kind}" for kind in range(0, types, every)])
+    axes.set_xlabel("step; in the colour of the group that owned the type in the first step", **STYLE)

@@ -1,0 +1,221 @@
+"""What failures and returns of replicas cost the others: time of their steps beyond that of normal steps around."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ft.base import events
+from ft.base.events import Event
+from ft.observe.hsdp.lineage import Step
+from ft.observe.hsdp.record import replica_of
+
+FAILURE, REJOIN, RESTART = "failure", "rejoin", "full restart"
+_AROUND = 20
+_ANOTHER_SERVER = 1000
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long the surviving steps took, in seconds: each of them, and normal ones around it."""
+
+    took: list[float]
+    normal: list[float]
+
+    def stall(self, index: int) -> float:
+        return max(0.0, self.took[index] - self.normal[index])
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A failure, or the return of replicas.
+
+    Attributes:
+        kind: FAILURE: replicas that were in the step before are not, or the step was tried again; REJOIN: replicas
+            fetch the state, up to their first step; RESTART: all went on from a checkpoint, what was done since it is
+            in the stall. replicas: which; none where a step was only tried again, all in a RESTART.
+        first, last: numbers of its steps. begin, end: wall time of the steps. stall_s: beyond their normal time.
+        longest_s: of its steps. normal_s: time of normal steps around. retries: quorums that came to nothing.
+        reason: as the quorum server gives it. away_s: of a rejoin, for each replica that was seen to go, the time from
+            its last step before to its first one after.
+    """
+
+    kind: str
+    replicas: tuple[int, ...]
+    first: int
+    last: int
+    begin: float
+    end: float
+    stall_s: float
+    longest_s: float
+    normal_s: float
+    retries: int = 0
+    reason: str = ""
+    away_s: tuple[float, ...] = ()
+
+
+@dataclass
+class _Span:
+    """Indices of steps [first, last], and whose they are."""
+
+    first: int
+    last: int
+    replicas: set[int] = field(default_factory=set)
+    away_s: list[float] = field(default_factory=list)
+
+
+def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Incident]]:
+    """The incidents in the surviving steps, in order, and the pace that they are measured by.
+
+    Args:
+        server: events of the quorum server, in order of time.
+    """
+    retries = _retries(steps)
+    restarts = [
+        _Span(index, index, set(step.commit.members)) for index, step in enumerate(steps) if index and _is_loaded(step)
+    ]
+    begun = {span.first for span in restarts}
+    failures = [span for span in _failures(steps, retries) if span.first not in begun]
+    rejoins = _rejoins(steps, begun)
+    disturbed = {0} | {index for span in (*failures, *rejoins, *restarts) for index in range(span.first, span.last + 1)}
+    took = _durations(steps)
+    pace = Pace(took, _normal(took, disturbed))
+    failed = {span.first for span in failures}
+    found = [_incident(RESTART, span, [span.first], steps, pace) for span in restarts]
+    found += [
+        _incident(FAILURE, span, [span.first], steps, pace, retries.get(span.first, 0), _reason(span, steps, server))
+        for span in failures
+    ]
+    for span in rejoins:
+        own = [index for index in range(span.first, span.last + 1) if index not in failed]
+        found.append(_incident(REJOIN, span, own, steps, pace))
+    return pace, sorted(found, key=lambda one: (one.first, one.kind))
+
+
+def _is_loaded(step: Step) -> bool:
+    """Its state was loaded from a checkpoint: that has no quorum."""
+    return step.commit.before == 0 and step.number > 1
+
+
+def _durations(steps: Sequence[Step]) -> list[float]:
+    """Seconds from commit to commit by the clock of replicas that made both; the first step's own time."""
+    found = [max(0.0, steps[0].commit.step_s)] if steps else []
+    for last, step in pairwise(steps):
+        own = [step.by[r].wall - last.by[r].wall for r in step.by.keys() & last.by.keys()]
+        took = statistics.median(own) if own else step.when - last.when
+        # Steps that are not on record, or a restart of the whole run, lie between: there the step's own time counts.
+        is_next = last.number == step.number - 1
+        found.append(max(0.0, took if is_next else step.commit.step_s))
+    return found
+
+
+def _normal(took: Sequence[float], disturbed: set[int]) -> list[float]:
+    """For each step the median time of undisturbed ones near it."""
+    calm = [index for index in range(len(took)) if index not in disturbed] or list(range(len(took)))
+    found, at = [], 0
+    for index in range(len(took)):
+        while at < len(calm) and calm[at] < index:
+            at += 1
+        near = calm[max(0, at - _AROUND) : at + _AROUND]
+        found.append(statistics.median(took[i] for i in near))
+    return found
+
+
+def _retries(steps: Sequence[Step]) -> dict[int, int]:
+    """Index of a step -> quorums for it before the one in which it was committed.
+
+    One quorum server numbers them one after the other; another one's numbers begin far above.
+    """
+    gaps = {
+        index: step.commit.quorum - step.commit.before - 1 for index, step in enumerate(steps) if step.commit.before
+    }
+    return {index: gap for index, gap in gaps.items() if 0 < gap < _ANOTHER_SERVER}
+
+
+def _failures(steps: Sequence[Step], retries: Mapping[int, int]) -> list[_Span]:
+    found = []
+    for index, (last, step) in enumerate(pairwise(steps), 1):
+        lost = set(last.commit.healthy) - set(step.commit.healthy)
+        lost &= set(range(step.commit.deal.replicas))  # a run that goes on with fewer has lost nobody
+        if lost or index in retries:
+            found.append(_Span(index, index, lost))
+    return ([_Span(0, 0)] if 0 in retries else []) + found
+
+
+def _rejoins(steps: Sequence[Step], begun: set[int]) -> list[_Span]:
+    """From the first step in which a replica fetches to the first one to which it contributes; overlapping ones are
+    one. ``begun``: indices of steps with which all replicas began."""
+    spans: list[_Span] = []
+    since: dict[int, int] = {}  # replica -> index of the step in which it began to fetch
+    seen: dict[int, int] = {}  # replica -> index of the last step to which it contributed
+    for index, step in enumerate(steps):
+        commit = step.commit
+        if index in begun:
+            since, seen = {}, dict.fromkeys(range(commit.deal.replicas), index)
+            continue
+        for replica in set(since) - set(commit.members):  # it went again
+            del since[replica]
+        for replica in commit.behind:
+            since.setdefault(replica, index)
+        for replica in commit.healthy:
+            came_at_once = index > 0 and seen.get(replica, -1) < index - 1 and replica not in since
+            if replica in since or came_at_once:
+                away = _away(steps, seen.get(replica), index)
+                spans.append(_Span(since.pop(replica, index), index, {replica}, away))
+            seen[replica] = index
+    spans += [_Span(first, len(steps) - 1, {replica}) for replica, first in since.items()]
+    return _joined(sorted(spans, key=lambda span: span.first))
+
+
+def _away(steps: Sequence[Step], last: int | None, index: int) -> list[float]:
+    """Seconds from the commit of step ``last`` to the beginning of step ``index``."""
+    return [] if last is None else [max(0.0, steps[index - 1].when - steps[last].when)]
+
+
+def _joined(spans: Sequence[_Span]) -> list[_Span]:
+    found: list[_Span] = []
+    for span in spans:
+        if found and span.first <= found[-1].last:
+            found[-1].last = max(found[-1].last, span.last)
+            found[-1].replicas |= span.replicas
+            found[-1].away_s += span.away_s
+        else:
+            found.append(span)
+    return found
+
+
+def _incident(
+    kind: str, span: _Span, own: Sequence[int], steps: Sequence[Step], pace: Pace, retries: int = 0, reason: str = ""
+) -> Incident:
+    """``own``: indices of the steps whose stall is this incident's."""
+    return Incident(
+        kind=kind,
+        replicas=tuple(sorted(span.replicas)),
+        first=steps[span.first].number,
+        last=steps[span.last].number,
+        begin=steps[span.first].when - pace.took[span.first],
+        end=steps[span.last].when,
+        stall_s=sum(pace.stall(index) for index in own),
+        longest_s=max((pace.took[index] for index in own), default=0.0),
+        normal_s=pace.normal[span.first],
+        retries=retries,
+        reason=reason,
+        away_s=tuple(span.away_s),
+    )
+
+
+def _reason(span: _Span, steps: Sequence[Step], server: Sequence[Event]) -> str:
+    """What the quorum server said of these replicas during the step, or of the quorum that was made anew."""
+    begin = steps[span.first - 1].when if span.first else 0.0
+    during = [event for event in server if begin - 1.0 <= event.wall <= steps[span.first].when]
+    said = [
+        f"replica {replica_of(event)}: {event.detail.get('reason')}"
+        for event in during
+        if event.name == events.REPLICA_OFFLINE and replica_of(event) in span.replicas
+    ]
+    formed = [
+        str(event.detail.get("reason"))
+        for event in during
+        if event.name == events.QUORUM_FORMED and event.step == steps[span.first].number - 1
+    ]
+    return "; ".join(dict.fromkeys(said)) or (formed[-1] if formed else "")

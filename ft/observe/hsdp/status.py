@@ -1,0 +1,133 @@
+"""The state of an FT-HSDP run at this moment."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft.observe.hsdp.lanes import lanes
+from ft.observe.hsdp.lineage import Step, lineage
+from ft.observe.hsdp.record import NOTHING, Record
+from ft.observe.hsdp.stalls import find
+from ft.observe.report.status import STALE_S
+from ft.show.text import seconds, table
+
+
+@dataclass(frozen=True)
+class Member:
+    """One replica: ``age``: seconds since it last committed a step, None before it has."""
+
+    replica: int
+    state: str
+    step: int | None
+    quorum: int | None
+    position: int | None
+    age: float | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment; ``healthy``, ``behind``: of the last quorum that committed; ``gone``: why nobody is at it
+    any more, "" while somebody is or may be."""
+
+    phase: str
+    ended: bool
+    step: int | None
+    quorum: int | None
+    healthy: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    age: float | None = None
+    step_s: float | None = None
+    members: list[Member] = field(default_factory=list)
+    gone: str = ""
+
+    @property
+    def stale(self) -> bool:
+        return (
+            not self.ended
+            and not self.gone
+            and self.age is not None
+            and self.age > max(STALE_S, 3 * (self.step_s or 0.0))
+        )
+
+
+def status(record: Record, now: float, gone: str = "") -> Status:
+    """What is known of the run at the wall time ``now``."""
+    steps = lineage({number: one.commits for number, one in record.replicas.items()}).steps
+    pace, _ = find(steps, record.events)
+    last = steps[-1] if steps else None
+    states = {lane.replica: lane.state for lane in lanes(record, steps, pace.took)}
+    ended = all(one.state == "finished" or one.state.startswith("stopped") for one in record.replicas.values())
+    return Status(
+        phase=record.state if ended else "training" if steps else "starting",
+        ended=ended,
+        step=last.number if last else None,
+        quorum=last.commit.quorum if last else None,
+        healthy=last.commit.healthy if last else (),
+        behind=last.commit.behind if last else (),
+        age=max(0.0, now - last.when) if last else None,
+        step_s=pace.normal[-1] if steps else None,
+        members=[_member(record, number, states, last, now) for number in range(record.count)],
+        gone="" if ended else gone,
+    )
+
+
+def as_text(found: Status, folder: str) -> str:
+    """The status as a few lines and a table of the replicas."""
+    age = (
+        ""
+        if found.age is None or found.ended
+        else f"last step {seconds(found.age)} ago" + (" (stale?)" if found.stale else "")
+    )
+    members = [", ".join(map(str, found.healthy)) or "-"]
+    members += [f"catching up: {', '.join(map(str, found.behind))}"] if found.behind else []
+    facts = [
+        ("run", folder),
+        (
+            "state",
+            ", ".join(part for part in (f"gone (it was {found.phase})" if found.gone else found.phase, age) if part),
+        ),
+        *([("", found.gone)] if found.gone else []),
+        ("step", _shown(found.step)),
+        ("each", seconds(found.step_s)),
+        ("quorum", f"{_shown(found.quorum)} of replicas {'; '.join(members)}"),
+    ]
+    rows = [
+        (str(m.replica), m.state, _shown(m.step), _shown(m.quorum), _shown(m.position), seconds(m.age))
+        for m in found.members
+    ]
+    head = ("replica", "state", "step", "quorum", "samples taken", "last step ago")
+    return "\n".join([*(f"{name:<10} {value}" for name, value in facts), "", table(head, rows, right=(2, 3, 4, 5))])
+
+
+def as_values(found: Status) -> dict[str, Any]:
+    """The status as JSON values."""
+    return {
+        "phase": found.phase,
+        "ended": found.ended,
+        "gone": found.gone,
+        "step": found.step,
+        "quorum": found.quorum,
+        "healthy": list(found.healthy),
+        "behind": list(found.behind),
+        "updated_s_ago": found.age,
+        "stale": found.stale,
+        "step_s": found.step_s,
+        "replicas": [vars(member) for member in found.members],
+    }
+
+
+def _member(record: Record, number: int, states: dict[int, str], last: Step | None, now: float) -> Member:
+    own = record.replicas.get(number)
+    latest = max(own.commits, key=lambda commit: (commit.quorum, commit.step), default=None) if own else None
+    over = own.state if own is not None and own.state not in ("not ended", NOTHING) else ""
+    return Member(
+        replica=number,
+        state=over or states.get(number, "no folder" if own is None else "starting"),
+        step=latest.step if latest else None,
+        quorum=latest.quorum if latest else None,
+        position=last.commit.positions.get(number, 0) if last else None,
+        age=max(0.0, now - latest.wall) if latest else None,
+    )
+
+
+def _shown(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,99 @@
+"""Everything that is told of a run, worked out once from its record."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ft.observe.hsdp.audit import Audit, audit
+from ft.observe.hsdp.effective import Effective, effective
+from ft.observe.hsdp.lanes import OFFLINE, ONLINE, REBUILDING, Lane, lanes, origin
+from ft.observe.hsdp.lineage import Lineage, Step, lineage
+from ft.observe.hsdp.record import Record
+from ft.observe.hsdp.stalls import Incident, Pace, find
+from ft.record.run import number
+
+
+@dataclass(frozen=True)
+class Losses:
+    """(amount, loss) after each surviving step whose loss is known; ``over``: what the amount counts."""
+
+    points: list[tuple[float, float]]
+    over: str
+    at: dict[int, float]
+    """Step -> amount after it."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run's record and what it tells. ``zero``: wall time that times count from."""
+
+    record: Record
+    lineage: Lineage
+    audit: Audit
+    pace: Pace
+    incidents: list[Incident]
+    lanes: list[Lane]
+    effective: Effective
+    losses: Losses
+    zero: float
+
+    @property
+    def steps(self) -> list[Step]:
+        return self.lineage.steps
+
+    def of_kind(self, kind: str) -> list[Incident]:
+        return [one for one in self.incidents if one.kind == kind]
+
+    def seconds_in(self, replica: int, state: str) -> float:
+        return sum(lane.end - lane.begin for lane in self.lanes if (lane.replica, lane.state) == (replica, state))
+
+    def times_offline(self, replica: int) -> int:
+        """How often the replica stopped contributing."""
+        own = [lane for lane in self.lanes if lane.replica == replica]
+        return sum(a.state == ONLINE and b.state in (OFFLINE, REBUILDING) for a, b in pairwise(own))
+
+
+def tell(record: Record) -> Story:
+    """The story of a run."""
+    found = lineage({number: one.commits for number, one in record.replicas.items()})
+    pace, incidents = find(found.steps, record.events)
+    return Story(
+        record=record,
+        lineage=found,
+        audit=audit(found),
+        pace=pace,
+        incidents=incidents,
+        lanes=lanes(record, found.steps, pace.took),
+        effective=effective(found.steps, pace, incidents, record.count),
+        losses=_losses(record, found.steps),
+        zero=origin(record, found.steps),
+    )
+
+
+def _losses(record: Record, steps: Sequence[Step]) -> Losses:
+    """Losses by the commits, or by the metrics of a member; over tokens, where these are known of all steps."""
+    metrics = {replica: {m["step"]: m for m in one.metrics} for replica, one in record.replicas.items()}
+    length = _tokens_per_sample(metrics)
+    knows = all(step.commit.tokens is not None for step in steps) or length is not None
+    points, at, amount = [], {}, 0.0
+    for step in steps:
+        samples = step.commit.batch * len(step.commit.streams)
+        tokens = step.commit.tokens if step.commit.tokens is not None else samples * (length or 0.0)
+        amount += tokens if knows else samples
+        at[step.number] = amount
+        told = (metrics.get(replica, {}).get(step.number, {}) for replica in sorted(step.by))
+        known = [value for each in told if (value := number(each, "loss")) is not None]
+        loss = step.loss if step.loss is not None else next(iter(known), None)
+        if loss is not None:
+            points.append((amount, loss))
+    return Losses(points, "tokens" if knows else "samples", at)
+
+
+def _tokens_per_sample(metrics) -> float | None:
+    """As a step's figures have it: tokens per second, seconds and samples."""
+    for steps in metrics.values():
+        for each in steps.values():
+            figures = [number(each, name) for name in ("tokens_per_s", "step_time_s", "global_batch_size")]
+            if all(figures):
+                return float(round(figures[0] * figures[1] / figures[2]))
+    return None

@@ -1,0 +1,174 @@
+"""What ``ft report`` says of an FT-HSDP run on the terminal; the page says the same."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from ft.observe.hsdp.effective import Effective
+from ft.observe.hsdp.lanes import STATES
+from ft.observe.hsdp.stacks import has_stacks, stacks_told
+from ft.observe.hsdp.stalls import FAILURE, REJOIN, RESTART, Incident
+from ft.observe.hsdp.story import Story
+from ft.show.text import count, percent, seconds, shortened, table
+
+_MOST_PROBLEMS = 12
+
+
+def summary(story: Story, files: Sequence[Path]) -> str:
+    """A few figures, a table of the replicas, one of failures and returns, and where the files are."""
+    lines = [f"{name:<10} {value}" for name, value in facts(story)]
+    lines += [f"{'':<10} {text}" for text in problems(story)]
+    lines += ["", table(REPLICA_HEAD, replica_rows(story), right=range(2, len(REPLICA_HEAD)))]
+    if story.incidents:
+        rows = [(*row[:-1], shortened(row[-1], 60)) for row in incident_rows(story)]
+        lines += ["", table(INCIDENT_HEAD, rows, right=(2, 3, 4, 5))]
+    if story.lineage.superseded:
+        lines += ["", *superseded(story)]
+    lines += ["", *(f"{'wrote':<10} {path}" for path in files)]
+    return "\n".join(lines)
+
+
+def facts(story: Story) -> list[tuple[str, str]]:
+    """(name, value) of what matters most."""
+    took = story.pace.normal[-1] if story.steps else None
+    restarts = story.of_kind(RESTART)
+    found = [
+        ("run", f"{story.record.folder} ({story.record.state}), {count(story.record.count, 'replica')}"),
+        ("steps", f"{steps_told(story)}, {seconds(took)} each"),
+        ("samples", audit_told(story)),
+        ("failures", stall_told(story.of_kind(FAILURE))),
+        ("rejoins", stall_told(story.of_kind(REJOIN))),
+        ("effective", effective_told(story.effective)),
+    ]
+    if has_stacks(story.steps):
+        found.insert(1, ("stacks", stacks_told(story.steps)))
+    compared = [step for step in story.steps if len(step.digests) > 1]
+    if compared:
+        equal = sum(len(set(step.digests.values())) == 1 for step in compared)
+        found.insert(3, ("replicas", f"equal bit for bit after {equal} of {len(compared)} steps compared"))
+    if restarts:
+        found.insert(
+            -1, ("restarts", f"{len(restarts)} of all, {seconds(sum(one.stall_s for one in restarts))} in all")
+        )
+    return found
+
+
+def steps_told(story: Story) -> str:
+    found = story.lineage
+    parts = [f"{len(found.steps)} surviving"]
+    if found.steps:
+        parts[0] += f" ({found.steps[0].number} to {found.steps[-1].number})"
+    if found.superseded:
+        parts.append(f"{len(found.superseded)} superseded")
+    if found.missing:
+        parts.append(f"{sum(last - first + 1 for first, last in found.missing)} on nobody's record")
+    return ", ".join(parts)
+
+
+def audit_told(story: Story) -> str:
+    """The audit in one line that begins with its verdict."""
+    found = story.audit
+    parts = [f"{found.trained} trained", f"{found.duplicates} duplicates", f"{found.gaps} gaps"]
+    parts += [f"{found.unaccounted} trained that the state does not know of"] if found.unaccounted else []
+    parts += [f"{found.unproven} in steps that nobody has on record"] if found.unproven else []
+    parts += [f"{found.earlier} before step {story.steps[0].number}"] if found.earlier else []
+    parts += [f"{found.waiting} still to come of replicas that were away"] if found.waiting else []
+    return ("every sample once: " if found.is_clean else "AUDIT NOT CLEAN: ") + ", ".join(parts)
+
+
+def problems(story: Story) -> list[str]:
+    """Sentences on what is wrong with samples and record; nothing where all is well."""
+    found = [*story.audit.examples, *story.audit.problems]
+    more = [f"and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
+    unread = [f"loader_state: {story.record.problem}"] if story.record.problem else []
+    absent = sorted(set(range(story.record.count)) - set(story.record.replicas))
+    names = [f"replica {number} has no folder here: known from the others only" for number in absent]
+    return [*found[:_MOST_PROBLEMS], *more, *unread, *names]
+
+
+def stall_told(incidents: Sequence[Incident]) -> str:
+    if not incidents:
+        return "0"
+    stalls = [one.stall_s for one in incidents]
+    longest = max(incidents, key=lambda one: one.longest_s / one.normal_s if one.normal_s else 0.0)
+    beside = f", longest step {longest.longest_s / longest.normal_s:.2f} x normal" if longest.normal_s else ""
+    return (
+        f"{len(stalls)}, stall of the others {seconds(statistics.median(stalls))} (median), "
+        f"{seconds(max(stalls))} at most, {seconds(sum(stalls))} in all{beside}"
+    )
+
+
+def effective_told(found: Effective) -> str:
+    if found.measured is None:
+        return "-"
+    parts = [f"{percent(found.measured)} of {seconds(found.wall_s)} measured"]
+    if found.formula is not None:
+        parts.append(f"{percent(found.formula)} by the paper's formula with a failure every {seconds(found.between_s)}")
+        parts.append(f"{percent(found.paper_rate)} with one every 18 min")
+    return ", ".join(parts)
+
+
+REPLICA_HEAD = ("replica", "state", "samples", "position", "times offline", *STATES)
+
+
+def replica_rows(story: Story) -> list[tuple[str, ...]]:
+    """A row for each replica, as ``REPLICA_HEAD`` names them."""
+    positions = story.steps[-1].commit.positions if story.steps else {}
+    rows = []
+    for replica in range(story.record.count):
+        own = story.record.replicas.get(replica)
+        rows.append(
+            (
+                str(replica),
+                own.state if own is not None else "no folder",
+                str(story.audit.replicas.get(replica, 0)),
+                str(positions.get(replica, "-")),
+                str(story.times_offline(replica)),
+                *(seconds(story.seconds_in(replica, state)) for state in STATES),
+            )
+        )
+    return rows
+
+
+INCIDENT_HEAD = ("what", "replicas", "steps", "stall", "longest step", "away", "why")
+
+
+def incident_rows(story: Story) -> list[tuple[str, ...]]:
+    """A row for each failure and return, as ``INCIDENT_HEAD`` names them."""
+    return [
+        (
+            one.kind if one.replicas else "step retried",
+            ", ".join(map(str, one.replicas)) or "-",
+            str(one.first) if one.first == one.last else f"{one.first}-{one.last}",
+            seconds(one.stall_s),
+            f"{one.longest_s / one.normal_s:.2f} x" if one.normal_s else "-",
+            seconds(statistics.mean(one.away_s)) if one.away_s else "-",
+            _why(one),
+        )
+        for one in story.incidents
+    ]
+
+
+def superseded(story: Story) -> list[str]:
+    """A line for each stretch of steps that was committed and is not in the surviving state."""
+    stretches: list[list] = []
+    for step in story.lineage.superseded:
+        last = stretches[-1][-1] if stretches else None
+        if last is not None and step.number == last.number + 1 and set(step.by) == set(last.by):
+            stretches[-1].append(step)
+        else:
+            stretches.append([step])
+    return [_superseded(steps) for steps in stretches]
+
+
+def _superseded(steps: Sequence) -> str:
+    first, last, members = steps[0], steps[-1], ", ".join(map(str, sorted(steps[0].by)))
+    which = f"step {first.number}" if len(steps) == 1 else f"steps {first.number} to {last.number}"
+    return f"superseded: {which}, committed in quorum {last.commit.quorum} by replica {members} and done again later"
+
+
+def _why(one: Incident) -> str:
+    if one.kind == FAILURE and one.retries:
+        again = f"{count(one.retries, 'quorum')} came to nothing"
+        return f"{one.reason} ({again})" if one.reason else again
+    return one.reason

@@ -1,0 +1,150 @@
+"""Silent data corruption, from a run's events: how operators were verified, what did not come out the same, and what
+followed from it (``ft.systems.dmr.runtime.witness`` writes these events). Values of any kind are taken as they come.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ft.base import events
+from ft.base.events import Event
+
+WORDS = {
+    "naive": "at once",
+    "P": "with the recomputation",
+    "D_inter": "in windows between units",
+    "D_intra": "in windows inside units",
+    "unchecked": "unchecked (not reproducible)",
+}
+"""What the sets of a plan (``ft.systems.dmr.plan.assign.SETS``) are called here."""
+
+BESIDE = {
+    "in windows": "verified in their window",
+    "early": "before it, for their memory was needed",
+    "late": "after the last one",
+    "unverified": "held against nothing",
+    "not in the plan": "not found in the plan",
+}
+"""What is counted beside the sets (``ft.systems.dmr.runtime.engine.Engine.coverage``)."""
+
+_RETRY, _EVICT, _GIVE_UP = "retry", "evict", "give up"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One operator that did not come out the same, or a tensor that arrived otherwise than it was sent; as texts.
+
+    Attributes:
+        event: it was told in. follows: what was done about that attempt.
+    """
+
+    event: Event
+    follows: str
+
+    @property
+    def where(self) -> str:
+        """ "rank 3, node07, cuda:1"."""
+        rank = "-" if self.event.rank is None else f"rank {self.event.rank}"
+        return ", ".join((rank, *(str(d) for name in ("host", "device") if (d := self.event.detail.get(name)))))
+
+    @property
+    def attempt(self) -> str:
+        """ "20", "20, attempt 2"."""
+        number, step = self.event.detail.get("attempt"), self.event.step
+        return f"{step}, attempt {number}" if isinstance(number, int) and number > 1 else str(step)
+
+    @property
+    def elements(self) -> str:
+        """ "3 of 4096"; "some" where only digests were compared."""
+        elements, of = self.event.detail.get("elements"), self.event.detail.get("of")
+        return "some" if elements is None else str(elements) if of is None else f"{elements} of {of}"
+
+    @property
+    def layer(self) -> str:
+        """ "outside" for 0: embedding, loss, optimizer."""
+        return str(self.event.detail.get("layer") or "outside")
+
+    def said(self, key: str) -> str:
+        value = self.event.detail.get(key)
+        return "-" if value is None or value == "" else str(value)
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """What DMR did in a run.
+
+    Attributes:
+        strategy: how operators were verified; None where nobody said. covered: set -> operators of all ranks' first
+            iterations, the largest first. ranks: so many told.
+        mismatches: in order of time. redone: attempts at steps that were taken once more. evicted: logical ranks whose
+            node was given up, in order. gave_up: the run ended with it. clean: steps that came out right in the end.
+    """
+
+    strategy: str | None
+    covered: Mapping[str, int]
+    ranks: int
+    mismatches: Sequence[Mismatch]
+    redone: int
+    evicted: tuple[int, ...]
+    gave_up: bool
+    clean: int
+
+    @property
+    def steps(self) -> list[int]:
+        """Those that something went wrong in."""
+        return sorted({one.event.step for one in self.mismatches if one.event.step is not None})
+
+
+def corruption(history: Sequence[Event]) -> Corruption | None:
+    """What DMR did; None of a run that knows nothing of it."""
+    told = {name: [event for event in history if event.name == name] for name in _NAMES}
+    if not any(told.values()):
+        return None
+    covered = {event.rank: event for event in told[events.DMR_COVERED]}  # who takes a rank over tells again
+    verdicts = told[events.DMR_VERDICT]
+    actions = Counter(str(event.detail.get("action")) for event in verdicts)
+    evictions = [event for event in verdicts if event.detail.get("action") == _EVICT]
+    follows = {_attempt(event): _answer(event) for event in verdicts}
+    strategies = [event.detail.get("strategy") for event in covered.values() if event.detail.get("strategy")]
+    return Corruption(
+        strategy=str(strategies[-1]) if strategies else None,
+        covered=_covered(covered.values()),
+        ranks=len(covered),
+        mismatches=[Mismatch(event, follows.get(_attempt(event), "-")) for event in told[events.DMR_MISMATCH]],
+        redone=actions[_RETRY],
+        evicted=tuple(rank for event in evictions for rank in _ranks(event)),
+        gave_up=actions[_GIVE_UP] > 0,
+        clean=len(told[events.DMR_CLEAN]),
+    )
+
+
+_NAMES = (events.DMR_COVERED, events.DMR_MISMATCH, events.DMR_VERDICT, events.DMR_CLEAN)
+
+
+def _covered(told: Any) -> dict[str, int]:
+    """Operators by set, the largest first; then what is counted beside."""
+    total: Counter[str] = Counter()
+    for event in told:
+        counts = event.detail.get("counts")
+        for name, number in counts.items() if isinstance(counts, dict) else ():
+            if isinstance(number, int) and number > 0:
+                total[str(name)] += number
+    return dict(sorted(total.items(), key=lambda one: (one[0] in BESIDE, -one[1])))
+
+
+def _attempt(event: Event) -> tuple[Any, ...]:
+    return event.step, event.epoch, str(event.detail.get("attempt"))
+
+
+def _answer(event: Event) -> str:
+    action = event.detail.get("action")
+    if action == _EVICT:
+        ranks = _ranks(event)
+        return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} evicted"
+    return {_RETRY: "step redone", _GIVE_UP: "run given up"}.get(str(action), str(action))
+
+
+def _ranks(event: Event) -> list[int]:
+    blamed = event.detail.get("blamed")
+    return [rank for rank in blamed if isinstance(rank, int)] if isinstance(blamed, list) else []

@@ -1,0 +1,73 @@
+"""What DMR did, for the terminal and for ``report.html``."""
+
+from collections.abc import Sequence
+
+from ft.observe.report.corruption import BESIDE, WORDS, Corruption, Mismatch
+from ft.show.html import safe
+from ft.show.html import table as html_table
+from ft.show.text import count, table
+
+_MOST_ROWS, _MOST_LINES = 200, 8
+_HEAD = ("step", "where", "operator", "phase", "layer", "microbatch", "compared", "elements", "then")
+
+
+def summary_of(found: Corruption) -> str:
+    """One line: "piggyback: 3 mismatches, 1 step redone, rank 3 evicted; operators: 120 at once, ..."."""
+    what = [count(len(found.mismatches), "mismatch").replace("mismatchs", "mismatches")]
+    what += [f"{count(found.redone, 'attempt')} redone"] if found.redone else []
+    if found.evicted:
+        what.append(f"{'ranks' if len(found.evicted) > 1 else 'rank'} {', '.join(map(str, found.evicted))} evicted")
+    what += ["given up"] if found.gave_up else []
+    operators = f"; operators: {coverage(found)}" if found.covered else ""
+    return f"{found.strategy or 'no coverage told'}: {', '.join(what)}{operators}"
+
+
+def coverage(found: Corruption) -> str:
+    """ "120 at once, 80 with the recomputation"; sets nobody knows go by their own names."""
+    words = {**WORDS, **BESIDE}
+    return ", ".join(f"{number} {words.get(name, name)}" for name, number in found.covered.items())
+
+
+def text_table(found: Corruption) -> str:
+    """The first mismatches; "" where there is none."""
+    if not found.mismatches:
+        return ""
+    shown = found.mismatches[:_MOST_LINES]
+    left = len(found.mismatches) - len(shown)
+    lines = table(_HEAD, [_row(one) for one in shown], right=(5,))
+    return lines + (f"\nand {left} more, in report.html" if left else "")
+
+
+def panel(found: Corruption) -> str:
+    """HTML: what was verified how, and every mismatch."""
+    of = count(found.ranks, "rank")
+    told = f"{safe(found.strategy)}; operators of a step, {of} together: {safe(coverage(found))}."
+    lines = [f"<p>{told if found.covered else 'How operators were verified is not on record.'}</p>"]
+    if not found.mismatches:
+        return "".join([*lines, "<p>Every operator came out the same twice.</p>"])
+    shown = found.mismatches[:_MOST_ROWS]
+    left = len(found.mismatches) - len(shown)
+    lines.append(f'<div class="wide">{html_table(_HEAD, [_row(one) for one in shown])}</div>')
+    lines += [f"<p>{left} more are in events.jsonl.</p>"] if left else []
+    return "".join(lines)
+
+
+def card(found: Corruption) -> tuple[str, str, str]:
+    """The headline figure: (name, value, note)."""
+    steps = count(len(found.steps), "step")
+    note = f"in {steps}, {found.clean} of them clean in the end" if found.mismatches else str(found.strategy or "")
+    return "mismatches (DMR)", str(len(found.mismatches)), note
+
+
+def _row(one: Mismatch) -> Sequence[str]:
+    return (
+        one.attempt,
+        one.where,
+        one.said("operator"),
+        one.said("phase"),
+        one.layer,
+        one.said("microbatch"),
+        one.said("how"),
+        one.elements,
+        one.follows,
+    )

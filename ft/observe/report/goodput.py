@@ -1,0 +1,75 @@
+"""How much of a run's time went into steps that counted."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft.base import events
+from ft.base.events import Event, elapsed
+from ft.record.recoveries import Recovery
+from ft.record.run import number
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time went, in seconds.
+
+    Attributes:
+        wall: from the opening of the first epoch to the end of the run, or to the last thing known of it.
+        startup: before that, from the start of the run.
+        productive: the sum of the times of the steps that were committed and not gone back on.
+        recovering: the sum of ``lost``. lost: by recovery's number, from the fault to the next step.
+        other: the rest of ``wall``: work that was redone, evaluations, saves, waiting.
+        step: median time of a step, None before there is one. steps: committed ones.
+    """
+
+    wall: float
+    startup: float
+    productive: float
+    recovering: float
+    other: float
+    step: float | None
+    steps: int
+    lost: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float | None:
+        """Productive part of the wall time, None where nothing was measured."""
+        return min(1.0, self.productive / self.wall) if self.wall > 0 and self.steps else None
+
+
+def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: Sequence[Recovery]) -> Goodput:
+    """Goodput of a run.
+
+    Args:
+        metrics: one mapping per step, with ``step_time_s``. history: events in order of time. found: their recoveries.
+    """
+    times = [t for m in metrics if (t := number(m, "step_time_s")) is not None]
+    productive = sum(times)
+    wall, startup = _spans(history, productive)
+    lost = {r.number: r.total for r in found if r.total is not None}
+    recovering = sum(lost.values())
+    return Goodput(
+        wall=wall,
+        startup=startup,
+        productive=productive,
+        recovering=recovering,
+        other=max(0.0, wall - productive - recovering),
+        step=statistics.median(times) if times else None,
+        steps=len(metrics),
+        lost=lost,
+    )
+
+
+def _spans(history: Sequence[Event], productive: float) -> tuple[float, float]:
+    """(wall time of training, of what came before it); without events the steps are all there is."""
+    if not history:
+        return productive, 0.0
+    begin = next((e for e in history if e.name == events.RUN_STARTED), history[0])
+    opened = next((e for e in history if e.name == events.EPOCH_OPENED), begin)
+    end = next((e for e in reversed(history) if e.name in (events.FINISHED, events.STOPPED)), history[-1])
+    ended = end.name in (events.FINISHED, events.STOPPED)
+    wall = elapsed(opened, end)
+    # A run that goes on says nothing while nothing happens, but its steps were done.
+    return (wall if ended else max(wall, productive)), elapsed(begin, opened)

@@ -1,0 +1,67 @@
+"""Who held which logical rank from when to when."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ft.base import events
+from ft.base.events import Event
+from ft.record.recoveries import Recovery, seats_of
+
+
+@dataclass(frozen=True)
+class Tenure:
+    """A worker's time on a logical rank; ``begin`` and ``end`` in seconds since the first epoch opened.
+
+    ``is_first``: it came with a start of all workers.
+    """
+
+    rank: int
+    worker: str
+    begin: float
+    end: float
+    is_first: bool
+
+
+def origin(history: Sequence[Event]) -> float:
+    """Wall time that pictures count from: the opening of the first epoch, or the first event there is."""
+    opened = next((event for event in history if event.name == events.EPOCH_OPENED), None)
+    first = opened or (history[0] if history else None)
+    return first.wall if first is not None else 0.0
+
+
+def tenures(history: Sequence[Event], found: Sequence[Recovery]) -> list[Tenure]:
+    """Every tenure in the order of its end. One that a fault ended, ends at the fault and not at the next epoch."""
+    zero = origin(history)
+    held: dict[int, tuple[str, float, bool]] = {}
+    done = []
+    for event in history:
+        if event.name != events.EPOCH_OPENED:
+            continue
+        at, seats = event.wall - zero, seats_of(event)
+        anew = all(worker != held.get(rank, (None,))[0] for rank, worker in seats.items())
+        for rank, worker in seats.items():
+            before = held.get(rank)
+            if before is not None and before[0] == worker:
+                continue
+            if before is not None:
+                end = max(before[1], _interrupted(event, found) - zero)
+                done.append(Tenure(rank, before[0], before[1], end, before[2]))
+            held[rank] = (worker, at, anew)
+    last = max((event.wall for event in history), default=zero) - zero
+    return done + [Tenure(rank, worker, begin, last, first) for rank, (worker, begin, first) in sorted(held.items())]
+
+
+def _interrupted(opened: Event, found: Sequence[Recovery]) -> float:
+    """Wall time at which the epoch before ``opened`` was interrupted."""
+    times = [
+        r.began.wall for r in found if r.began.wall <= opened.wall and (not r.ended or opened.wall <= r.ended.wall)
+    ]
+    return times[-1] if times else opened.wall
+
+
+def end_of_time(history: Sequence[Event], productive: float) -> float:
+    """Seconds that a picture spans; a run without late events is as long as its steps."""
+    zero = origin(history)
+    last = max((event.wall for event in history), default=zero) - zero
+    ended = any(event.name in (events.FINISHED, events.STOPPED) for event in history)
+    return max(last if ended else max(last, productive), 1e-3)

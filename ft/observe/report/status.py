@@ -1,0 +1,235 @@
+"""The state of a run at this moment, from what its control plane last wrote."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ft.record import missing as records
+from ft.record.recoveries import UNDER_WAY, Recovery, recoveries
+from ft.record.run import FINISHED, Run
+from ft.show.text import seconds, table
+
+_AGO = {False: "updated", True: "ended"}
+
+STALE_S = 10.0
+"""A control plane that lives writes its state at every change, and its agents' beats are changes."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker: who it is, where it is, what it is at."""
+
+    rank: int | None
+    worker: str
+    node: str
+    state: str
+    step: int | None
+    lag: int | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment.
+
+    Attributes:
+        phase: of the control plane, or of the run where it has ended. step: committed steps. lag: steps between the
+            committed step and the newest snapshot that all peers hold, None where there is none. age: seconds since
+            this was true, or None. protected: a worker has ever trained under a guard, None: nobody said. hot_swap:
+            peers hold snapshots. nodes: of the run. gone: why nobody is at the run any more, "" while somebody is or
+            may be. lacking: sentences about what the run's files lack.
+    """
+
+    phase: str
+    epoch: int | None
+    step: int | None
+    lag: int | None
+    restarts: int | None
+    age: float | None
+    ended: bool
+    members: list[Member] = field(default_factory=list)
+    last: Recovery | None = None
+    recovered: int = 0
+    protected: bool | None = None
+    hot_swap: bool = True
+    gone: str = ""
+    nodes: int = 1
+    lacking: list[str] = field(default_factory=list)
+
+    @property
+    def stale(self) -> bool:
+        return not self.ended and not self.gone and self.age is not None and self.age > STALE_S
+
+
+def status(run: Run, now: float, gone: str = "") -> Status:
+    """What is known of ``run`` at the wall time ``now``; a run without status.json is told from its events.
+
+    Args:
+        gone: why nobody is at the run, if it has not ended.
+    """
+    said = run.status
+    found = recoveries(run.events)
+    ended = run.state != "not ended"
+    updated = _number(said.get("updated")) or (run.events[-1].wall if run.events else None)
+    epoch = next((event.epoch for event in reversed(run.events) if event.epoch is not None), None)
+    protected = said.get("protected")
+    step = records.last_step(run)
+    if protected is False and run.metrics:  # the control plane hears nothing of such a run's steps
+        step = run.metrics[-1]["step"]
+    return Status(
+        phase=run.state if ended else str(said.get("phase") or "unknown"),
+        epoch=None if protected is False else _whole(said.get("epoch"), epoch),
+        step=step,
+        lag=None if ended else _whole(said.get("lag")),
+        restarts=_whole(said.get("restarts")),
+        age=None if updated is None else max(0.0, now - updated),
+        ended=ended,
+        members=_at_the_end(_members(said), run.state, step) if ended else _members(said),
+        last=found[-1] if found else None,
+        recovered=sum(r.is_over for r in found),
+        protected=protected if isinstance(protected, bool) else None,
+        hot_swap=said.get("hot_swap") is not False,
+        gone="" if ended else gone,
+        nodes=len(said["nodes"]) if isinstance(said.get("nodes"), dict) else 1,
+        lacking=records.lacking(run),
+    )
+
+
+def as_text(found: Status, folder: str) -> str:
+    """The status as a few lines and a table of the members."""
+    age = (
+        ""
+        if found.age is None
+        else f"{_AGO[found.ended]} {seconds(found.age)} ago" + (" (stale?)" if found.stale else "")
+    )
+    facts = [
+        ("run", folder),
+        (
+            "state",
+            ", ".join(part for part in (f"gone (it was {found.phase})" if found.gone else found.phase, age) if part),
+        ),
+        *([("", found.gone)] if found.gone else []),
+        ("step", _shown(found.step)),
+        ("epoch", _shown(found.epoch)),
+        ("snapshots", _snapshots(found)),
+        ("restarts", _shown(found.restarts)),
+        ("recovered", str(found.recovered)),
+        ("last", _last(found.last)),
+    ]
+    facts += [("records", text) for text in found.lacking]
+    lines = [f"{name:<10} {value}" for name, value in facts]
+    if found.members:
+        rows = [
+            (_rank(m), m.worker, m.node or "-", m.state or "-", _shown(m.step), _shown(m.lag)) for m in found.members
+        ]
+        lines += ["", table(("rank", "worker", "node", "state", "step", "lag"), rows, right=(4, 5))]
+    return "\n".join(lines)
+
+
+def as_values(found: Status) -> dict[str, Any]:
+    """The status as JSON values."""
+    last = found.last
+    return {
+        "phase": found.phase,
+        "epoch": found.epoch,
+        "step": found.step,
+        "lag": found.lag,
+        "restarts": found.restarts,
+        "updated_s_ago": found.age,
+        "stale": found.stale,
+        "ended": found.ended,
+        "gone": found.gone,
+        "protected": found.protected,
+        "members": [vars(member) for member in found.members],
+        "recovered": found.recovered,
+        "lacking": found.lacking,
+        "last_recovery": None
+        if last is None
+        else {
+            "number": last.number,
+            "outcome": last.outcome,
+            "reason": last.reason,
+            "total_s": last.total,
+            "phases_s": last.phases,
+            "step": last.step,
+        },
+    }
+
+
+def _members(said: dict[str, Any]) -> list[Member]:
+    seats, standbys = said.get("seats"), said.get("standbys")
+    found = []
+    if isinstance(seats, dict):
+        ordered = sorted(seats.items(), key=lambda item: _whole(item[0], 0))
+        found += [_member(_whole(rank), seat, "training") for rank, seat in ordered]
+    if isinstance(standbys, dict):
+        standbys = [
+            {"worker": name, **(values if isinstance(values, dict) else {})} for name, values in standbys.items()
+        ]
+    if isinstance(standbys, list):
+        found += [_member(None, standby, "standby") for standby in standbys]
+    return found
+
+
+def _member(rank: int | None, values: Any, state: str) -> Member:
+    """From a worker's name, or a mapping that has it."""
+    values = values if isinstance(values, dict) else {"worker": values}
+    beat = values.get("beat")
+    values = {**values, **beat} if isinstance(beat, dict) else values
+    worker = str(values.get("worker", "-"))
+    node = str(values.get("node") or worker.rpartition(".")[0])
+    doing = str(values.get("doing") or state)
+    where = str(values.get("where") or "") if doing != "compute" else ""
+    return Member(
+        rank,
+        worker,
+        node,
+        f"{doing}: {where}" if where else doing,
+        _whole(values.get("step")),
+        _whole(values.get("lag")),
+    )
+
+
+def _rank(member: Member) -> str:
+    return "standby" if member.rank is None else str(member.rank)
+
+
+def _at_the_end(members: list[Member], state: str, step: int | None) -> list[Member]:
+    """The last heartbeats were sent before the end: a run that has finished has committed its last step everywhere."""
+    if state == FINISHED:
+        return [replace(m, state="finished", step=None if m.rank is None else step, lag=None) for m in members]
+    return [replace(m, state=f"ended (last seen: {m.state})", lag=None) for m in members]
+
+
+def _snapshots(found: Status) -> str:
+    if found.protected is False:
+        when = "ever joined" if found.ended else "joined"
+        return f"none: no worker has {when} the run, and nothing {'protected' if found.ended else 'protects'} it"
+    if not found.hot_swap:
+        return "none: the other replicas hold the state"
+    return "-" if found.lag is None else _lag(found.lag)
+
+
+def _lag(lag: int) -> str:
+    return "all peers hold the committed step" if lag == 0 else f"{lag} behind the committed step"
+
+
+def _last(recovery: Recovery | None) -> str:
+    if recovery is None:
+        return "no recovery"
+    reason = f": {recovery.reason}" if recovery.reason else ""
+    took = "" if recovery.outcome == UNDER_WAY else f" in {seconds(recovery.total)}"
+    return f"recovery {recovery.number}, {recovery.outcome}{took}{reason}"
+
+
+def _shown(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _whole(value: Any, otherwise: int | None = None) -> int | None:
+    try:
+        return otherwise if value is None else int(value)
+    except (ValueError, TypeError):
+        return otherwise

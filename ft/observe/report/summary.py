@@ -1,0 +1,51 @@
+"""What ``ft report`` says on the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ft.observe.report import rebuilds
+from ft.observe.report.corruption import corruption
+from ft.observe.report.corruption_panel import summary_of, text_table
+from ft.observe.report.goodput import Goodput
+from ft.record import missing as records
+from ft.record.block import what_failed
+from ft.record.recoveries import Recovery
+from ft.record.run import Run
+from ft.show.text import percent, seconds, shortened, table
+
+
+def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence[Path]) -> str:
+    """A few figures, tables of the recoveries and of what DMR has found, and where the files are."""
+    facts = [
+        ("run", f"{run.folder} ({run.state})"),
+        ("steps", f"{times.steps}, {seconds(times.step)} each (median)"),
+        ("recovered", f"{sum(r.is_over for r in found)} of {len(found)} interruptions"),
+        ("goodput", f"{percent(times.share)} of {seconds(times.wall)}, recoveries took {seconds(times.recovering)}"),
+    ]
+    checked = corruption(run.events)
+    facts += [] if checked is None else [("DMR", summary_of(checked))]
+    facts += [("records", text) for text in records.lacking(run)]
+    lines = [f"{name:<10} {value}" for name, value in facts]
+    if found:
+        rows = [_row(r) for r in found]
+        lines += ["", table(("#", "outcome", "step", "redone", "total", "what happened"), rows, right=(0, 2, 3, 4))]
+    wrong = "" if checked is None else text_table(checked)
+    lines += ["", wrong] if wrong else []
+    made = rebuilds.rebuilds(run)
+    if made:
+        lines += ["", "stages rebuilt from their neighbours (CheckFree)"]
+        lines += [table(rebuilds.HEAD, rebuilds.rows(made), right=(0, 1, 3, 4, 5, 6))]
+    lines += ["", *(f"{'wrote':<10} {path}" for path in files)]
+    return "\n".join(lines)
+
+
+def _row(recovery: Recovery) -> tuple[str, ...]:
+    step, redone = recovery.step, recovery.steps_redone
+    return (
+        str(recovery.number),
+        recovery.outcome,
+        "-" if step is None else str(step),
+        "-" if redone is None else str(redone),
+        seconds(recovery.total),
+        shortened(what_failed(recovery), 70),
+    )

@@ -1,0 +1,92 @@
+"""The end of a Slurm job whose batch script has died with its node.
+
+With ``--no-kill`` the step goes on without that node, and so does the run; but when it is over, nobody is left to end
+the job, and Slurm would keep the other nodes allocated until the job's time limit (seen with Slurm 22.05).
+"""
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+
+from ft.platform.slurm import hosts
+
+_POLL_S, _COMMAND_S, _ANSWER_S = 2.0, 30.0, 5.0
+
+
+def end_orphaned_job(
+    environment: Mapping[str, str], is_first_lost: bool, say: Callable[[str], None], patience_s: float = 1200.0
+) -> None:
+    """Called when the run is over here: ends the job if its batch script is gone, else returns at once.
+
+    Slurm has to agree that the script's node is down, which it says only after its SlurmdTimeout (usually 300 s).
+
+    Args:
+        is_first_lost: the run has lost the first node of the allocation. say: told what goes on.
+        patience_s: how long to wait for Slurm to notice.
+    """
+    job, launcher = job_name(environment), environment.get("SLURM_SRUN_COMM_HOST")
+    if job is None or launcher is None or not is_first_lost:
+        return
+    if _answers(launcher, environment.get("SLURM_SRUN_COMM_PORT", "")):
+        return
+    say(f"the node of Slurm job {job}'s script is gone: the job is ended as soon as Slurm has noticed it")
+    for signum in (signal.SIGINT, signal.SIGTERM):  # there is nothing to save any more
+        signal.signal(signum, signal.SIG_DFL)
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        found = _show(job)
+        if not is_under_way(found):
+            return
+        if is_orphan(found):
+            _call("scancel", job)
+            return
+        time.sleep(_POLL_S)
+
+
+def job_name(environment: Mapping[str, str]) -> str | None:
+    """What Slurm calls this job alone: the number that one task of an array has is also that of the whole array."""
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def lost_first_node(status: Mapping) -> bool:
+    """Whether the run has lost node 0, the first of the allocation, where Slurm runs the batch script."""
+    nodes = status.get("nodes")
+    state = nodes.get("n0", "up") if isinstance(nodes, dict) else "up"
+    return state != "up" and not str(state).startswith("suspect")
+
+
+def is_under_way(job: Mapping[str, str]) -> bool:
+    """Whether ``job`` (of ``scontrol show job``) is a running job with a batch script."""
+    return job.get("JobState") == "RUNNING" and job.get("BatchFlag") == "1"
+
+
+def is_orphan(job: Mapping[str, str]) -> bool:
+    """Whether Slurm has taken the batch script's node out of the job."""
+    return "BatchHost" in job and job["BatchHost"] not in hosts(job.get("NodeList", ""))
+
+
+def _show(job: str) -> dict[str, str]:
+    words = _call("scontrol", "--oneliner", "show", "job", job).split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _call(*command: str) -> str:
+    """What a Slurm command prints; "" where it is not installed or fails, which it does for a job that is gone."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _answers(host: str, port: str) -> bool:
+    """Whether srun still listens; it notes a call without a word in the job's output, so this is asked only once."""
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""Addresses and ports of this node."""
+
+import contextlib
+import random
+import socket
+from pathlib import Path
+
+from ft.base.errors import UserError
+
+_TRIES, _PORTS, _EPHEMERAL = 20, 8000, 32768
+
+
+def free_port(host: str = "") -> int:
+    """A TCP port that nobody listens at now, and that the system gives to nobody who asks for any."""
+    for port in (*random.SystemRandom().sample(_below_the_ephemeral(), _TRIES), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return probe.getsockname()[1]
+    raise UserError(f"no free port on {host or 'this node'}", "end what holds them")
+
+
+def _below_the_ephemeral() -> range:
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = _EPHEMERAL
+    return range(max(1024, first - _PORTS), max(1024 + _PORTS, first))
+
+
+def check_port(host: str, port: int) -> None:
+    """Whether this node can listen at ``host:port``.
+
+    Raises:
+        UserError: something else listens there, or the host is unknown or another machine's.
+    """
+    fix = "the host of --rdzv-endpoint must be that of node 0, and its port free"
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        raise UserError(f"the host {host} of --rdzv-endpoint is unknown ({error})", fix) from error
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise UserError(f"cannot listen at {host}:{port}: {error.strerror}", fix) from error
+
+
+def own_address(host: str, port: int, is_host: bool) -> str:
+    """The address that other nodes reach this one at, found by asking which way leads to the control plane.
+
+    Args:
+        host, port: of the control plane. is_host: it is on this node.
+
+    Raises:
+        UserError: the host is unknown.
+    """
+    found = _towards(host, port)
+    if not found.startswith("127.") or not is_host or host == "localhost" or host.startswith("127."):
+        return found
+    # The node's own name is often written down as a loopback address in its hosts file: that is of no use to others.
+    try:
+        return _towards("192.0.2.1", port)
+    except UserError:
+        return found
+
+
+def _towards(host: str, port: int) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+        except OSError as error:
+            raise UserError(
+                f"no way to the host {host} of --rdzv-endpoint ({error})", "check its name and --rdzv-endpoint"
+            ) from error
+        return probe.getsockname()[0]

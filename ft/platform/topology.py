@@ -1,0 +1,130 @@
+"""Which hosts fail together, read from a file: our own format, or Slurm's ``topology.conf``.
+
+Ours has a line for each host or set of hosts (Slurm's brackets), and for each the names of what it depends on; the
+kinds are free::
+
+    # hosts      kind=name ...
+    node[01-04]  rack=r1  power=a
+    node[05-08]  rack=r2  power=b
+
+A host may be given in several lines. Hosts that have the same name for some kind fail together. Slurm's format is
+known by its first word, ``SwitchName=`` or ``BlockName=``.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.platform import slurm, slurm_topology
+
+NODE = "node"
+"""The kind of failure domain that every run has: the node itself."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Failure domains of hosts.
+
+    Attributes:
+        path: the file. hosts: host name -> kind -> name of the domain; all hosts have the same kinds in our format, in
+            Slurm's a kind is missing where the tree is not of one depth. has_agents: hosts may be given by the names of
+            their agents (n0, n1, ...) too.
+    """
+
+    path: str
+    hosts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    has_agents: bool = True
+
+    def find(self, names: Iterable[str], agent: str) -> tuple[str, dict[str, str]]:
+        """The domains of one host.
+
+        Args:
+            names: by which the host may be called, the best first. agent: the name of its agent (``"n0"``).
+
+        Returns:
+            (the name that was found, kind -> name).
+
+        Raises:
+            UserError: the file has none of them.
+        """
+        names = [name for name in names if name]
+        for name in [*names, *([agent] if self.has_agents else [])]:
+            if name in self.hosts:
+                return name, dict(self.hosts[name])
+        known = sorted(self.hosts)
+        shown = ", ".join(known[:8]) + (f", ... ({len(known)} hosts)" if len(known) > 8 else "")
+        called = " or ".join([*dict.fromkeys(names), *([f"{agent} (its agent)"] if self.has_agents else [])])
+        raise UserError(f"the topology {self.path} does not have this host, {called}: it has {shown}", "add a line")
+
+
+def read_topology(path: str | Path) -> Topology:
+    """Reads a topology file of either format.
+
+    Raises:
+        UserError: it cannot be read or says nothing sensible; with the number of the line.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"the topology {path} cannot be read: {reason}", "check the path of --topology") from error
+    lines = numbered_lines(text)
+    if not lines:
+        raise UserError(f"the topology {path} is empty", "give each host a line: HOST rack=NAME")
+    if slurm_topology.is_slurm(lines[0][1]):
+        return Topology(str(path), slurm_topology.parse(lines, str(path)), has_agents=False)
+    return Topology(str(path), _parse(lines, str(path)))
+
+
+def numbered_lines(text: str) -> list[tuple[int, str]]:
+    """(number, content) of the lines that say something; a backslash at its end joins a line to the next."""
+    lines, start, pending = [], 0, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.split("#", 1)[0].rstrip()
+        start = start or number
+        if line.endswith("\\"):
+            pending += line[:-1] + " "
+            continue
+        whole = (pending + line).strip()
+        if whole:
+            lines.append((start, whole))
+        start, pending = 0, ""
+    return [*lines, (start, pending.strip())] if pending.strip() else lines
+
+
+def _parse(lines: list[tuple[int, str]], path: str) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for number, line in lines:
+        names, *pairs = line.split()
+        if "=" in names or not pairs:
+            raise UserError(
+                f"{path}, line {number}: {line!r} is not of the form HOSTS KIND=NAME ...", "see ft/state/placement"
+            )
+        for host in _expand(names, path, number):
+            for pair in pairs:
+                _note(found.setdefault(host, {}), host, pair, f"{path}, line {number}")
+    kinds = list(dict.fromkeys(kind for domains in found.values() for kind in domains))
+    for host, domains in found.items():
+        missing = [kind for kind in kinds if kind not in domains]
+        if missing:
+            raise UserError(f"{path}: {host} has no {missing[0]}, others have", f"add: {host} {missing[0]}=NAME")
+    return {host: {kind: domains[kind] for kind in kinds} for host, domains in found.items()}
+
+
+def _expand(names: str, path: str, number: int) -> list[str]:
+    try:
+        return slurm.hosts(names)
+    except UserError as error:
+        raise UserError(f"{path}, line {number}: {error.problem}", "write hosts as a,b[1-3]") from error
+
+
+def _note(domains: dict[str, str], host: str, pair: str, where: str) -> None:
+    kind, equals, name = pair.partition("=")
+    if not (kind and equals and name):
+        raise UserError(f"{where}: {pair!r} is not of the form KIND=NAME", "for example rack=r1")
+    if kind == NODE:
+        raise UserError(f"{where}: {NODE!r} is the name of a kind that every host has of itself", "use another word")
+    if domains.get(kind, name) != name:
+        raise UserError(f"{where}: {host} is in {kind} {name}, before it was in {kind} {domains[kind]}", "keep one")
+    domains[kind] = name

@@ -1,0 +1,131 @@
+"""The block that ``ft run`` prints when a recovery is over."""
+
+from collections.abc import Sequence
+
+from ft.base.events import Event
+from ft.record import recoveries as found
+from ft.record.recoveries import PHASES, Recovery
+from ft.show.text import count, seconds, shortened
+
+_WIDTH, _BAR = 100, 31
+_PHASE_WORDS = {
+    "detect": "fault until it was seen",
+    "release": "until the last survivor had left the epoch",
+    "assemble": "until the joiners were there as well",
+    "rebuild": "until groups were connected anew",
+    "restore": "until state was in place everywhere",
+    "resume": "until the next step had begun",
+}
+
+
+def recovery_block(history: Sequence[Event]) -> str:
+    """The last recovery in ``history`` (all events of the run so far) in 8 to 12 lines; "" where there is none."""
+    all_of_them = found.recoveries(history)
+    return describe(all_of_them[-1]) if all_of_them else ""
+
+
+def describe(recovery: Recovery) -> str:
+    """One recovery: what died, why it was judged so, who took over, how long each phase took."""
+    title = f"-- recovery {recovery.number}: {_headline(recovery)} "
+    lines = [
+        title.ljust(_WIDTH, "-"),
+        *_row("fault", what_failed(recovery)),
+        *_row("verdict", _verdict(recovery)),
+        *_row("seats", seat_changes(recovery)),
+        *_row("state", _state(recovery)),
+        *_row("stages", ", ".join(map(_stage, recovery.stages))),
+    ]
+    lines += _phase_lines(recovery)
+    lines.append("-" * _WIDTH)
+    return "\n".join(lines)
+
+
+def _headline(recovery: Recovery) -> str:
+    total = seconds(recovery.total)
+    return {
+        found.REPLACED: f"replaced in {total}",
+        found.IN_PLACE: f"in place in {total}",
+        found.RESTART: f"warm restart in {total}",
+        found.STOPPED: "the run stopped",
+        found.UNDER_WAY: "under way",
+    }[recovery.outcome]
+
+
+def what_failed(recovery: Recovery) -> str:
+    """Who, and what gave it away: "worker n0.w3 (logical rank 3, node n0): killed by signal 9"."""
+    if not recovery.detected:
+        return recovery.reason or "unknown"
+    parts, seen = [], set()
+    for event in recovery.detected:
+        where = [f"logical rank {event.rank}"] if event.rank is not None else []
+        where += [f"node {event.node}"] if event.node is not None else []
+        who = f"worker {event.worker}" if event.worker is not None else "no worker in particular"
+        who += f" ({', '.join(where)})" if where else ""
+        text = f"{who}: {event.detail.get('signal') or 'no signal on record'}"
+        if text not in seen:
+            seen.add(text)
+            parts.append(text)
+    more = f" and {len(parts) - 2} more" if len(parts) > 2 else ""
+    return "; ".join(parts[:2]) + more
+
+
+def seat_changes(recovery: Recovery) -> str:
+    """ "rank 3: n0.w3 -> n0.w4"; "" where nobody's seat changed."""
+    if recovery.outcome == found.RESTART:
+        return "every worker was started anew"
+    changes = [f"rank {c.rank}: {c.before or '?'} -> {c.after}" for c in recovery.seats]
+    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return ", ".join(changes[:3]) + more or ("as they were" if recovery.outcome == found.IN_PLACE else "")
+
+
+def _row(name: str, text: str) -> list[str]:
+    return [f"   {name:<9} {shortened(text, _WIDTH - 13)}"] if text else []
+
+
+def _verdict(recovery: Recovery) -> str:
+    action = str(recovery.detected[0].detail.get("action", "")) if recovery.detected else ""
+    judged = " -> ".join(part for part in (recovery.category, action) if part)
+    return f"{judged}: {recovery.reason}" if judged and recovery.reason else judged or recovery.reason
+
+
+def _state(recovery: Recovery) -> str:
+    parts = []
+    if recovery.step is not None:
+        parts.append(f"committed step {recovery.step}")
+    if recovery.steps_redone is not None:
+        parts.append(f"{count(recovery.steps_redone, 'step')} redone")
+    if recovery.groups:
+        late = f", {recovery.deferred} when first used" if recovery.deferred else ""
+        parts.append(f"{recovery.rebuilt} of {recovery.groups} groups rebuilt{late}")
+    if recovery.attempts > 1:
+        parts.append(f"{recovery.attempts} epochs")
+    return ", ".join(parts)
+
+
+def _stage(rebuilt: Event) -> str:
+    """ "stage 1 rebuilt from its neighbours: weighted, 40 % + 60 %"."""
+    shares = " + ".join(f"{100 * share:.0f} %" for share in rebuilt.detail.get("weights", ()) if share)
+    how = ", ".join(part for part in (str(rebuilt.detail.get("strategy", "")), shares) if part)
+    return f"stage {rebuilt.detail.get('stage')} rebuilt from its neighbours: {how}"
+
+
+def _phase_lines(recovery: Recovery) -> list[str]:
+    """A line per phase, drawn as a part of the whole."""
+    whole = sum(recovery.phases.values())
+    lines, offset = [], 0.0
+    for name in PHASES:
+        if name not in recovery.phases:
+            continue
+        took = recovery.phases[name]
+        bar = _bar(offset, took, whole)
+        lines.append(f"   {name:<9} {seconds(took):>9}  |{bar}| {_PHASE_WORDS[name]}".rstrip())
+        offset += took
+    return lines
+
+
+def _bar(offset: float, took: float, whole: float) -> str:
+    if whole <= 0:
+        return " " * _BAR
+    start = min(_BAR - 1, round(_BAR * offset / whole))
+    width = max(1, min(_BAR - start, round(_BAR * (offset + took) / whole) - start))
+    return (" " * start + "#" * width).ljust(_BAR)

@@ -1,0 +1,348 @@
+"""From a run's events to its recoveries: what died, what was made of it, how long each phase took.
+
+Phases, in the order in which they follow each other (paper, figures 10 and 11):
+
+    detect    the fault happens -> it is detected (only where the fault was injected is the first moment known)
+    release   -> the last survivor has left the closed epoch
+    assemble  -> every joiner has arrived and the repair is ordered: what it takes longer than the release
+    rebuild   -> groups are rebuilt on every worker
+    restore   -> state is in place on every worker
+    resume    -> the first new step has begun on every worker
+
+A failure during a recovery prolongs that recovery: it counts as one, with several attempts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft.base import events
+from ft.base.events import Event, elapsed
+from ft.faults.kinds import HARMLESS, UNNOTICED
+from ft.faults.table import NAMES, rows_of
+
+PHASES = ("detect", "release", "assemble", "rebuild", "restore", "resume")
+REPLACED, IN_PLACE, RESTART, STOPPED, UNDER_WAY = "replaced", "in place", "restart", "stopped", "under way"
+
+_RESTARTS = (events.RESTARTED, events.CONTROL_RESTARTED)
+_ENDS = (events.RESUMED, events.STOPPED, events.FINISHED)
+_HARMLESS_KINDS = {kind for kind in NAMES if all(row.outcome in (HARMLESS, UNNOTICED) for row in rows_of(kind))}
+"""Injected faults that interrupt nothing."""
+
+
+@dataclass(frozen=True)
+class SeatChange:
+    """A logical rank that another worker holds now; ``before`` is None where nobody was known to."""
+
+    rank: int
+    before: str | None
+    after: str
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One interruption of training and its end.
+
+    Attributes:
+        number: from 1. closed: the epoch that ended. epoch: the one that training went on in, or None.
+        outcome: replaced (a standby took over), in place, restart (from the checkpoint), stopped, under way.
+        injected: faults that were injected and led to it. detected: what was detected, the first one first.
+        began: the first event of it, from which phases count. detected_at: wall time of the first detection or, where
+            none is on record, of the epoch's end. ended: the event that ended it, or None.
+        seats: what changed. phases: name -> seconds, those that are known, in order. total: seconds, None under way.
+        step: the committed step that was gone back to. steps_redone: with the interrupted one.
+        rebuilt, kept, deferred: groups, None where unknown. sources: logical rank -> how its state came.
+        attempts: epochs it took. stages: ``stage_rebuilt`` of the last of them.
+    """
+
+    number: int
+    closed: int | None
+    epoch: int | None
+    outcome: str
+    injected: list[Event]
+    detected: list[Event]
+    began: Event
+    detected_at: float
+    ended: Event | None
+    seats: list[SeatChange]
+    phases: dict[str, float]
+    total: float | None
+    step: int | None
+    steps_redone: int | None
+    rebuilt: int | None = None
+    kept: int | None = None
+    deferred: int | None = None
+    sources: dict[str, Any] = field(default_factory=dict)
+    attempts: int = 1
+    reason: str = ""
+    stages: list[Event] = field(default_factory=list)
+
+    @property
+    def category(self) -> str:
+        return str(self.detected[0].detail.get("category", "")) if self.detected else ""
+
+    @property
+    def signal(self) -> str:
+        return str(self.detected[0].detail.get("signal", "")) if self.detected else ""
+
+    @property
+    def is_over(self) -> bool:
+        """Training went on."""
+        return self.outcome in (REPLACED, IN_PLACE, RESTART)
+
+    @property
+    def standby(self) -> str | None:
+        """The first worker that took a logical rank over."""
+        return self.seats[0].after if self.seats and self.outcome == REPLACED else None
+
+    @property
+    def groups(self) -> int | None:
+        """All groups that there are."""
+        return None if self.rebuilt is None else self.rebuilt + (self.kept or 0) + (self.deferred or 0)
+
+
+def recoveries(history: Sequence[Event]) -> list[Recovery]:
+    """The recoveries in a run's events, in order; the last one may be under way."""
+    found: list[Recovery] = []
+    reader = _Reader()
+    for event in history:
+        found += [_recovery(len(found) + 1, done) for done in reader.take(event)]
+    if reader.current is not None:
+        found.append(_recovery(len(found) + 1, reader.end()))
+    return found
+
+
+def seats_of(event: Event) -> dict[int, str]:
+    """Logical rank -> worker, of an ``epoch_opened``."""
+    seats = event.detail.get("seats")
+    found = {}
+    for rank, seat in seats.items() if isinstance(seats, dict) else ():
+        worker = seat.get("worker") if isinstance(seat, dict) else seat
+        if str(rank).isdecimal() and worker is not None:
+            found[int(rank)] = str(worker)
+    return found
+
+
+@dataclass
+class _Open:
+    """A recovery that is being read: its events, and who sat where before it."""
+
+    seats_before: dict[int, str]
+    injected: list[Event] = field(default_factory=list)
+    detected: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def last(self, name: str) -> Event | None:
+        return next((event for event in reversed(self.events) if event.name == name), None)
+
+    def first(self, name: str) -> Event | None:
+        return next((event for event in self.events if event.name == name), None)
+
+    @property
+    def restarted(self) -> Event | None:
+        """The order to begin again from the checkpoint; a control plane that was started anew implies it."""
+        return next((event for event in reversed(self.events) if event.name in _RESTARTS), None)
+
+    @property
+    def reopened(self) -> Event | None:
+        """The opening of the first epoch after a warm restart."""
+        if self.restarted is None:
+            return None
+        later = self.events[self.events.index(self.restarted) + 1 :]
+        return next((event for event in later if event.name == events.EPOCH_OPENED), None)
+
+    @property
+    def ended(self) -> Event | None:
+        """What training went on with, or the run ended with."""
+        last = self.events[-1]
+        if last.name in (events.RESUMED, events.STOPPED):
+            return last
+        if last.name == events.FINISHED and self.restarted is None:
+            return self.last(events.STATE_RESTORED) or self.events[-2]
+        return self.reopened
+
+
+class _Reader:
+    """Cuts a history into recoveries."""
+
+    def __init__(self):
+        self.current: _Open | None = None
+        self._seats: dict[int, str] = {}
+        self._injected: list[Event] = []
+        self._detected: list[Event] = []
+
+    def take(self, event: Event) -> list[_Open]:
+        """Takes the next event in; returns the recoveries that end with it."""
+        done = [self.end()] if self._comes_after_restart(event) else []
+        if event.name == events.FAULT_INJECTED:
+            self._injected.append(event)
+        elif event.name == events.FAULT_DETECTED and _concerns_training(event):
+            (self.current.detected if self.current else self._detected).append(event)
+        elif self.current is None and self._begins(event):
+            self.current = _Open(dict(self._seats), detected=self._detected)
+            self._detected = []
+        if event.name == events.EPOCH_OPENED:
+            self._seats = seats_of(event)
+        if self.current is not None:
+            self.current.events.append(event)
+            if event.name in _ENDS:
+                done.append(self.end())
+        return done
+
+    def _begins(self, event: Event) -> bool:
+        if event.name == events.STOPPED:
+            return bool(self._detected)
+        return event.name == events.EPOCH_CLOSED or event.name in _RESTARTS
+
+    def _comes_after_restart(self, event: Event) -> bool:
+        """A restarted run may train without saying that it has resumed; it is back when its first epoch has opened."""
+        begins = event.name in (events.FAULT_DETECTED, events.EPOCH_CLOSED, events.CHECKPOINT_SAVED, *_RESTARTS)
+        return begins and self.current is not None and self.current.reopened is not None
+
+    def end(self) -> _Open:
+        """The recovery that is being read, as far as it has come."""
+        done, self.current = self.current, None
+        done.injected = _causes(self._injected, done)
+        last = max((fault.wall for fault in done.injected), default=None)
+        # What was injected before the cause of this interruption and led to none will not lead to a later one.
+        self._injected = [f for f in self._injected if last is None or f.wall > last]
+        return done
+
+
+def _concerns_training(event: Event) -> bool:
+    """A standby that dies interrupts nobody."""
+    return event.rank is not None or event.worker is None
+
+
+def _causes(injected: list[Event], read: _Open) -> list[Event]:
+    """Of the faults injected so far, those that this interruption comes from."""
+    if read.last(events.CONTROL_RESTARTED) is not None:
+        return [f for f in injected if f.detail.get("kind") == "kill-control"][-1:]
+    may = [f for f in injected if f.detail.get("kind") not in {*_HARMLESS_KINDS, "kill-control"}]
+    ranks = {event.rank for event in read.detected if event.rank is not None}
+    nodes = {event.node for event in read.detected if event.node is not None}
+    direct = [f for f in may if _victim(f) in ranks or (_victim(f) is None and f.node in nodes)]
+    if direct:
+        # Of one victim the last: an earlier fault of its, a short hang say, was over without consequence.
+        return list({(_victim(f), f.node): f for f in direct}.values())
+    # A connection breaks at both ends, and the other one may be the first to tell.
+    told = [event for event in read.events if event.name == events.EPOCH_CLOSED] or read.detected
+    epoch = told[0].epoch if told else None
+    return [f for f in may if f.epoch in (None, epoch)][-1:]
+
+
+def _victim(fault: Event) -> int | None:
+    return fault.rank if fault.rank is not None else fault.detail.get("rank")
+
+
+def _recovery(number: int, read: _Open) -> Recovery:
+    ended = read.ended
+    first_detected = read.detected[0] if read.detected else read.events[0]
+    causes = [fault for fault in read.injected if fault.wall <= first_detected.wall + 1.0]
+    began = min(causes, key=lambda fault: fault.wall) if causes else first_detected
+    opened, groups, state = (read.last(n) for n in (events.EPOCH_OPENED, events.GROUPS_REBUILT, events.STATE_RESTORED))
+    seats = _changes(read.seats_before, seats_of(opened)) if opened is not None else []
+    step = ended.step if ended is not None and ended.name == events.RESUMED else None
+    if step is None and state is not None:
+        step = state.step
+    closed = read.first(events.EPOCH_CLOSED)
+    return Recovery(
+        number=number,
+        closed=closed.epoch if closed is not None else None,
+        epoch=opened.epoch if opened is not None else None,
+        outcome=_outcome(read, ended, seats),
+        injected=read.injected,
+        detected=read.detected,
+        began=began,
+        detected_at=first_detected.wall,
+        ended=ended,
+        seats=seats,
+        phases=_phases(read, began, first_detected, ended),
+        total=elapsed(began, ended) if ended is not None else None,
+        step=step,
+        steps_redone=_redone(read, step),
+        rebuilt=_of(groups, "rebuilt"),
+        kept=_of(groups, "kept"),
+        deferred=_of(groups, "deferred"),
+        sources=_of(state, "sources") or {},
+        attempts=max(1, sum(event.name == events.EPOCH_OPENED for event in read.events)),
+        reason=_reason(read),
+        stages=[
+            e for e in read.events if e.name == events.STAGE_REBUILT and opened is not None and e.epoch == opened.epoch
+        ],
+    )
+
+
+def _outcome(read: _Open, ended: Event | None, seats: list[SeatChange]) -> str:
+    if ended is None:
+        return UNDER_WAY
+    if ended.name == events.STOPPED:
+        return STOPPED
+    if read.restarted is not None:
+        return RESTART
+    return REPLACED if seats else IN_PLACE
+
+
+def _reason(read: _Open) -> str:
+    for event in (*read.detected, read.first(events.EPOCH_CLOSED), read.restarted, read.last(events.STOPPED)):
+        text = event is not None and (event.detail.get("reason") or event.detail.get("message"))
+        if text:
+            return str(text)
+    return ""
+
+
+def _changes(before: dict[int, str], after: dict[int, str]) -> list[SeatChange]:
+    changed = (SeatChange(rank, before.get(rank), worker) for rank, worker in sorted(after.items()))
+    return [change for change in changed if change.before != change.after]
+
+
+def _phases(read: _Open, began: Event, detected: Event, ended: Event | None) -> dict[str, float]:
+    """Differences of milestones; one that is missing adds its time to the next one that is there."""
+    marks: list[tuple[str, float]] = []
+    if began is not detected:
+        marks.append(("detect", elapsed(began, detected)))
+    released = read.first(events.RELEASED)
+    repair, resumed = read.last(events.REPAIR_ORDERED), ended
+    if released is not None:
+        marks.append(("release", elapsed(began, released)))
+    if repair is not None:
+        marks.append(("assemble", elapsed(began, repair)))
+    elif read.restarted is not None and ended is not None:
+        return _differences([*marks, ("resume", elapsed(began, ended))])
+    groups, state = read.last(events.GROUPS_REBUILT), read.last(events.STATE_RESTORED)
+    repaired = [elapsed(began, event) for event in (groups, state) if event is not None]
+    if repaired:
+        start = marks[-1][1] if marks else 0.0
+        # Both are reported when all of it is done: how long the groups took is in the event.
+        rebuild = _of(groups, "seconds")
+        if isinstance(rebuild, int | float):
+            marks.append(("rebuild", min(start + rebuild, max(repaired))))
+        marks.append(("restore", max(repaired)))
+    if resumed is not None:
+        marks.append(("resume", elapsed(began, resumed)))
+    return _differences(marks)
+
+
+def _differences(marks: list[tuple[str, float]]) -> dict[str, float]:
+    found, reached = {}, 0.0
+    for name, at in marks:
+        found[name] = max(0.0, at - reached)
+        reached = max(reached, at)
+    return found
+
+
+def _redone(read: _Open, step: int | None) -> int | None:
+    """Steps that are computed a second time, the interrupted one among them."""
+    if step is None:
+        return None
+    if not read.detected and read.restarted is not None:
+        return None
+    committed = [event.step for event in (*read.detected, read.first(events.EPOCH_CLOSED)) if event and event.step]
+    released = read.first(events.RELEASED)
+    if released is not None:
+        committed += [s for s in released.detail.get("steps", []) if isinstance(s, int)]
+    return max(1, max(committed, default=step) - step)
+
+
+def _of(event: Event | None, key: str) -> Any:
+    return event.detail.get(key) if event is not None else None

@@ -1,0 +1,106 @@
+"""A run's folder, read as it is: the run may still be going, or have died in the middle of a line."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft.base import events
+from ft.base.errors import UserError
+from ft.base.events import Event
+
+EVENTS, METRICS, STATUS, JOURNAL = "events.jsonl", "metrics.jsonl", "status.json", "journal.jsonl"
+FINISHED = "finished"
+_FIX = "give the folder that ft run got as --run-dir"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run.
+
+    Attributes:
+        folder: of the run. events: in order of time. metrics: one mapping per committed step, in order of steps.
+        status: of ``status.json``, empty where there is none. decisions: lines of the journal. damaged: file -> lines
+            that are not whole. has_metrics: there is a file of them.
+    """
+
+    folder: Path
+    events: list[Event] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    decisions: int = 0
+    damaged: dict[str, int] = field(default_factory=dict)
+    has_metrics: bool = False
+
+    def first(self, name: str) -> Event | None:
+        return next((event for event in self.events if event.name == name), None)
+
+    def last(self, name: str) -> Event | None:
+        return next((event for event in reversed(self.events) if event.name == name), None)
+
+    @property
+    def state(self) -> str:
+        """In a word or two: "finished", "stopped with code N" or "not ended"."""
+        stopped = self.last(events.STOPPED)
+        if self.first(events.FINISHED) is not None:
+            return FINISHED
+        return f"stopped with code {stopped.detail.get('code')}" if stopped is not None else "not ended"
+
+
+def load(folder: str | Path) -> Run:
+    """Reads a run's folder; damaged lines are left out and counted, and of a step that was done twice the first time.
+
+    Raises:
+        UserError: there is no such folder, or nothing of a run in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder", _FIX)
+    if not any((folder / name).is_file() for name in (EVENTS, METRICS, STATUS)):
+        raise UserError(f"{folder} holds no run: neither {EVENTS} nor {METRICS} nor {STATUS}", _FIX)
+    try:
+        found = sorted(events.read(folder / EVENTS), key=lambda event: event.wall)
+        metrics, journal = _json_lines(folder / METRICS), _json_lines(folder / JOURNAL)
+        damaged = {METRICS: metrics[1], EVENTS: _json_lines(folder / EVENTS)[1], JOURNAL: journal[1]}
+        steps = {m["step"]: m for m in metrics[0] if isinstance(m.get("step"), int)}
+        if not (found or steps or any((folder / name).is_file() for name in (EVENTS, STATUS))):
+            raise UserError(f"{folder} holds no run: {METRICS} has no step of one", _FIX)
+        ordered, has_metrics = [steps[step] for step in sorted(steps)], (folder / METRICS).exists()
+        return Run(folder, found, ordered, read_status(folder), len(journal[0]), damaged, has_metrics)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error}", _FIX) from error
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """``status.json``, empty where there is none or it is no JSON object."""
+    try:
+        values = json.loads((folder / STATUS).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def number(metric: dict[str, Any], key: str) -> float | None:
+    """A finite figure of a step, or None."""
+    value = metric.get(key)
+    is_finite = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    return float(value) if is_finite else None
+
+
+def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """(the JSON objects of a file's lines, how many lines are none)."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return [], 0
+    found, damaged = [], 0
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            values = None
+        if isinstance(values, dict):
+            found.append(values)
+        else:
+            damaged += bool(line.strip())
+    return found, damaged

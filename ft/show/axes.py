@@ -1,0 +1,69 @@
+"""Axes of the pictures: their look, legends, and what stands where there is nothing to draw."""
+
+from collections.abc import Sequence
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import Formatter
+
+from ft.show import palette
+
+WIDTH_IN, DPI = 12.0, 150
+STYLE = {"fontsize": 9, "color": palette.QUIET}
+"""Of texts beside what is drawn."""
+
+
+class Percents(Formatter):
+    """Shares as percentages, with as many decimals as it takes to tell all ticks of an axis apart."""
+
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        return self.format_ticks([value])[0]
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        for decimals in range(10):
+            shown = [f"{100 * value:.{decimals}f}%" for value in values]
+            exact = all(abs(100 * value - round(100 * value, decimals)) < 1e-9 for value in values)
+            if exact and len(set(shown)) == len(set(values)):
+                break
+        return shown
+
+
+def rows(title: str, heights: Sequence[float]) -> tuple[Figure, Sequence]:
+    """A figure with a title and axes below one another, ``heights`` inches each."""
+    figure = Figure(figsize=(WIDTH_IN, sum(heights) + 1.9), dpi=DPI, facecolor=palette.PAPER, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(h_pad=0.1, hspace=0.04, w_pad=0.12)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=palette.INK, weight="bold")
+    return figure, figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights})
+
+
+def plain(axes, title: str, pad: int = 6) -> None:
+    """Only a bottom line, and the title at the left."""
+    axes.set_title(title, loc="left", fontsize=10, color=palette.INK, pad=pad)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(palette.FAINT)
+    axes.tick_params(length=0, labelsize=9, labelcolor=palette.QUIET)
+
+
+def empty(axes, text: str) -> None:
+    """``text`` where there is nothing to draw."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", **STYLE)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def legend(axes, handles: Sequence, above: float = 1.0) -> None:
+    """One row at the upper right."""
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.0, above),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        labelcolor=palette.QUIET,
+        handlelength=1.0,
+        columnspacing=1.2,
+        borderpad=0.1,
+    )

@@ -1,0 +1,241 @@
+"""One connection to a source: strangers are asked for a proof, members are served."""
+
+import contextlib
+import io
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ft.state.fetch import wire
+from ft.state.fetch.door import HELLO_S, Deadline, Door
+from ft.state.fetch.offer import NotHeld, Offer, Shelf, Visit, Withdrawn
+from ft.state.snapshot.layout import FORMAT, checksum
+
+IDLE_S = 60.0
+"""Longest pause between two requests of a member, which may be waiting for another source."""
+BLOCK_S = 10.0
+"""Longest time in which a member takes one block."""
+_MAX_STRANGE_REQUESTS = 3
+
+
+_NICENESS = 10
+"""Of threads that serve: training goes before where cores are short."""
+
+
+class BadRequest(ValueError):
+    """No request of this protocol."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """What handlers share: ``replica`` and ``rank`` say whose state is served."""
+
+    shelf: Shelf
+    token: str
+    replica: int
+    rank: int
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection, one after another."""
+
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "ft-fetch/1", ""
+    server: Door
+
+    def __init__(self, host: Host, connection: socket.socket, address, door: Door):
+        self._host, self._nonce = host, secrets.token_hex(16)
+        self._count, self._strange = 0, 0
+        self._words: tuple[str | int, ...] = ()
+        self._visit: tuple[Offer, Visit] | None = None
+        self._scratch: memoryview | None = None
+        super().__init__(connection, address, door)
+
+    def setup(self) -> None:
+        _step_back()
+        self.connection = self.request
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._incoming = Deadline(self.connection, time.monotonic() + HELLO_S)
+        self.rfile = io.BufferedReader(self._incoming)
+        self.wfile = io.BytesIO()  # heads of answers; bodies go to the socket
+
+    def handle_one_request(self) -> None:
+        self._incoming.until = time.monotonic() + (IDLE_S if self._count else HELLO_S)
+        super().handle_one_request()
+        self._push()
+
+    def finish(self) -> None:
+        self._leave()
+        with contextlib.suppress(OSError):  # an answer to what was no request
+            self._push()
+
+    def do_GET(self) -> None:
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self._refuse(400, "a request with a body")
+            return
+        if not self._is_member():
+            self._challenge()
+            return
+        self.server.welcome(self.connection)
+        address, numbers = urlsplit(self.path), {}
+        try:
+            numbers = {key: values[-1] for key, values in parse_qs(address.query, max_num_fields=8).items()}
+            self._answer(address.path, numbers)
+        except NotHeld as refusal:
+            self._say(wire.NOT_HELD, {"reason": str(refusal), "newest": refusal.newest})
+        except (KeyError, ValueError) as error:
+            self._refuse(400, f"no such request: {error}")
+
+    def send_error(self, code, message=None, explain=None) -> None:
+        self._refuse(int(code), message or "no request")
+
+    def log_message(self, format, *arguments) -> None:
+        """Requests are not logged; refusals are, by :meth:`_refuse`."""
+
+    def _answer(self, path: str, numbers: dict[str, str]) -> None:
+        step, lineage = int(numbers["step"]), int(numbers["lineage"])
+        if path == "/state":
+            self._send_state(self._host.shelf.find(step, lineage))
+        elif path == "/bytes":
+            offer = self._host.shelf.find(step, lineage)
+            self._send_bytes(offer, numbers["digest"], int(numbers["start"]), int(numbers["stop"]))
+        elif path == "/envelope":
+            envelope = self._host.shelf.find_envelope(step, lineage)
+            self._say(200, {"step": step, "lineage": lineage, "envelope": envelope.content})
+        else:
+            self._refuse(404, "no such path")
+
+    def _is_member(self) -> bool:
+        scheme, _, rest = self.headers.get("Authorization", "").partition(" ")
+        words = rest.split()
+        if scheme != wire.SCHEME or len(words) != 3:
+            return False
+        asker, count, given = words
+        if not (count.isascii() and count.isdecimal() and len(count) < 10 and int(count) > self._count):
+            return False
+        said = (self._nonce, asker, int(count), self.path)
+        with contextlib.suppress(ValueError):
+            if wire.is_right(bytes.fromhex(given), wire.proof(self._host.token, "ask", *said)):
+                self._count, self._words = int(count), said
+                return True
+        return False
+
+    def _challenge(self) -> None:
+        self._strange += 1
+        if "Authorization" in self.headers:
+            self._log("a request without the right proof: it has not the token of this run")
+        self.close_connection = self._strange >= _MAX_STRANGE_REQUESTS or "Authorization" in self.headers
+        self.send_response(401)
+        self.send_header("WWW-Authenticate", f"{wire.SCHEME} {self._nonce}")
+        self.send_header("Content-Length", "0")
+        self._end_head()
+
+    def _send_state(self, offer: Offer) -> None:
+        self._leave()
+        visit = offer.visit("{}:{}".format(*self.client_address[:2]))
+        self._visit = offer, visit
+        head = {"step": offer.step, "lineage": offer.lineage, "replica": self._host.replica, "rank": self._host.rank}
+        head |= {"bytes": offer.table.nbytes, "digest": offer.table.digest, "table": offer.table.encoded.decode()}
+        self._say(200, head | {"envelope": offer.envelope.content})
+
+    def _send_bytes(self, offer: Offer, digest: str, start: int, stop: int) -> None:
+        if digest != offer.table.digest or not 0 <= start < stop <= offer.table.nbytes:
+            raise BadRequest(f"bytes {start} to {stop} of a state of {offer.table.nbytes} bytes, digest {digest}")
+        if self._visit is None or self._visit[0] is not offer:
+            raise Withdrawn("the state that this fetch began with was withdrawn", offer.step)
+        visit = self._visit[1]
+        self.send_response(200)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(wire.stream_length(start, stop)))
+        self._end_head()
+        checksums, tag = [], wire.END_TAG
+        try:
+            for begin in range(start, stop, wire.BLOCK):
+                checksums.append(self._send_block(offer, begin, min(begin + wire.BLOCK, stop)))
+                visit.sent += min(begin + wire.BLOCK, stop) - begin
+        except Withdrawn:
+            tag, self.close_connection = wire.GONE_TAG, True
+        end = wire.proof(self._host.token, tag, *self._words, *checksums)
+        self._deliver(wire.HEAD.pack(tag, 0), end)
+
+    def _send_block(self, offer: Offer, start: int, stop: int) -> int:
+        with offer.reading(self.connection) as memory:
+            block = memory.whole(start, stop)
+            if block is None:
+                block = self._scratch_of(stop - start)
+                memory.gather(start, stop, block)
+            value = checksum(block)
+            self._deliver(wire.HEAD.pack(wire.BLOCK_TAG, value), block)
+            return value
+
+    def _scratch_of(self, length: int) -> memoryview:
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(wire.BLOCK))
+        return self._scratch[:length]
+
+    def _say(self, status: int, content: dict[str, Any]) -> None:
+        """A JSON answer to a member, with a proof."""
+        body = wire.encode({"format": FORMAT} | content)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header(wire.PROOF_HEADER, wire.proof(self._host.token, "answer", *self._words, status, body).hex())
+        self._end_head()
+        self._deliver(body)
+
+    def _refuse(self, status: int, reason: str) -> None:
+        self._log(reason)
+        self.close_connection = True
+        body = wire.encode({"format": FORMAT, "reason": reason})
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self._end_head()
+        self.wfile.write(body)
+
+    def _end_head(self) -> None:
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+    def _deliver(self, *pieces: bytes | memoryview) -> None:
+        """Sends what heads are waiting and ``pieces``, within :data:`BLOCK_S`."""
+        head = self.wfile.getvalue()
+        self._wind_back()
+        self.connection.settimeout(BLOCK_S)
+        queue = [piece for piece in (head, *pieces) if len(piece)]
+        sent = self.connection.sendmsg(queue)
+        for piece in queue:
+            if sent < len(piece):
+                self.connection.sendall(memoryview(piece)[sent:])
+            sent = max(0, sent - len(piece))
+
+    def _push(self) -> None:
+        if self.wfile.tell():
+            self._deliver()
+
+    def _wind_back(self) -> None:
+        self.wfile.seek(0)
+        self.wfile.truncate()
+
+    def _leave(self) -> None:
+        if self._visit is not None:
+            offer, visit = self._visit
+            offer.leave(visit)
+            self._visit = None
+
+    def _log(self, reason: str) -> None:
+        self.server.note(f"refused {self.client_address[0]}: {reason[:200]!a}")
+
+
+def _step_back() -> None:
+    """Gives this thread, not its process, a lower priority (Linux keeps one for each thread)."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # not here: it only spares training some time
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -1,0 +1,88 @@
+"""Tensors as one run of bytes (:class:`ft.state.snapshot.layout.Table`), read and written where they are.
+
+A range that lies within one tensor in host memory is used in place; one over several tensors, or on a device, goes
+through a scratch buffer of the range's length. Gaps between tensors read as zeros.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from ft.base.errors import UserError
+from ft.state.snapshot.layout import Table
+
+
+class FlatState:
+    """``tensors`` by name, laid out in the order of their names.
+
+    Raises:
+        UserError: a tensor of an unknown type, or one that is not contiguous.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self.table = table_of(tensors)
+        self._offsets = [entry.offset for entry in self.table.entries]
+        self._runs = [_bytes_of(entry.name, tensors[entry.name]) for entry in self.table.entries]
+
+    def whole(self, start: int, stop: int) -> memoryview | None:
+        """The bytes [start, stop) in place, None where they are not one run of host memory."""
+        pieces = list(self._pieces(start, stop))
+        if len(pieces) != 1:
+            return None
+        run, _, begin, end = pieces[0]
+        return run[begin:end] if end - begin == stop - start and isinstance(run, memoryview) else None
+
+    def gather(self, start: int, stop: int, scratch: memoryview) -> None:
+        """Copies the bytes [start, stop) to ``scratch``, which has their length."""
+        scratch[:] = bytes(len(scratch))
+        for run, at, begin, end in self._pieces(start, stop):
+            target = scratch[at : at + end - begin]
+            if isinstance(run, memoryview):
+                target[:] = run[begin:end]
+            else:
+                torch.frombuffer(target, dtype=torch.uint8).copy_(run[begin:end])
+
+    def scatter(self, start: int, stop: int, scratch: memoryview) -> None:
+        """Copies ``scratch`` to the bytes [start, stop)."""
+        for run, at, begin, end in self._pieces(start, stop):
+            source = scratch[at : at + end - begin]
+            if isinstance(run, memoryview):
+                run[begin:end] = source
+            else:
+                run[begin:end].copy_(torch.frombuffer(source, dtype=torch.uint8))
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[memoryview | torch.Tensor, int, int, int]]:
+        """What of each tensor lies in [start, stop): (its bytes, where in the range, first byte, end)."""
+        index = max(0, bisect_right(self._offsets, start) - 1)
+        while index < len(self._offsets) and self._offsets[index] < stop:
+            run, offset = self._runs[index], self._offsets[index]
+            begin, end = max(0, start - offset), min(len(run), stop - offset)
+            if begin < end:
+                yield run, offset + begin - start, begin, end
+            index += 1
+
+
+def table_of(tensors: Mapping[str, torch.Tensor]) -> Table:
+    """The layout of ``tensors``.
+
+    Raises:
+        UserError: as for :class:`FlatState`.
+    """
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
+            raise UserError(
+                f"tensor {name!r} of shape {list(tensor.shape)} is not contiguous: it is no run of bytes",
+                "hand over the contiguous tensor that it is a view of",
+            )
+    try:
+        return Table.of(dict(sorted(tensors.items())))
+    except TypeError as error:
+        raise UserError(str(error), "leave it out, or view it as a type of the same width") from error
+
+
+def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview | torch.Tensor:
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    if flat.device.type == "meta":
+        raise UserError(f"tensor {name!r} has no memory (device meta)", "materialize it first")
+    return memoryview(flat.numpy()) if flat.device.type == "cpu" else flat

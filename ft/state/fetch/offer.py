@@ -1,0 +1,226 @@
+"""The state on offer, and who is reading it: the tensors are live ones, so no reader may outlast the offer."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ft.state.fetch.memory import FlatState
+from ft.state.fetch.staging import Tensors, ToHost
+from ft.state.snapshot.layout import Table
+
+
+class NotHeld(Exception):
+    """What was asked for is not held here.
+
+    Args:
+        newest: the newest step of which an envelope is held, None before the first.
+    """
+
+    def __init__(self, reason: str, newest: int | None = None):
+        super().__init__(reason)
+        self.newest = newest
+
+
+class Withdrawn(NotHeld):
+    """The state may not be read any more."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The JSON of the end of ``step``, committed in the quorum ``lineage``; ``content`` is encoded."""
+
+    step: int
+    lineage: int
+    content: str
+
+    @classmethod
+    def of(cls, step: int, lineage: int, content: Mapping[str, Any]) -> "Envelope":
+        return cls(step, lineage, json.dumps(content, separators=(",", ":")))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A fetch that was ended by a withdrawal: who asked, the bytes it had been sent of how many."""
+
+    peer: str
+    sent: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Visit:
+    """A fetch under way on one connection; ``sent``: bytes of state, so far."""
+
+    peer: str
+    sent: int = 0
+
+
+class Offer:
+    """One step's state, from being offered to being withdrawn.
+
+    Args:
+        tensors: live ones. to_host: brings them to host memory; called at the first read, once.
+    """
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        table: Table,
+        tensors: Tensors,
+        to_host: ToHost,
+    ):
+        self.envelope, self.table = envelope, table
+        self._tensors, self._to_host = tensors, to_host
+        self._memory: FlatState | None = None
+        self._filling = threading.Lock()
+        self._changed = threading.Condition()
+        self._visits: set[Visit] = set()
+        self._reading: list[socket.socket] = []
+        self._closing, self._closed = False, False
+
+    @property
+    def step(self) -> int:
+        return self.envelope.step
+
+    @property
+    def lineage(self) -> int:
+        return self.envelope.lineage
+
+    def visit(self, peer: str) -> Visit:
+        """Begins a fetch.
+
+        Raises:
+            Withdrawn: too late for a new one.
+        """
+        with self._changed:
+            if self._closing:
+                raise self._withdrawn()
+            visit = Visit(peer)
+            self._visits.add(visit)
+            return visit
+
+    def leave(self, visit: Visit) -> None:
+        with self._changed:
+            self._visits.discard(visit)
+            self._changed.notify_all()
+
+    def under_way(self) -> int:
+        with self._changed:
+            return len(self._visits)
+
+    @contextlib.contextmanager
+    def reading(self, connection: socket.socket) -> Iterator[FlatState]:
+        """The state, for as long as the block under it takes to be checksummed and handed to the kernel.
+
+        The tensors stand still until the block is left. A withdrawal breaks ``connection``, so that a peer that does
+        not read cannot hold the block.
+
+        Raises:
+            Withdrawn: it may not be read any more.
+        """
+        with self._changed:
+            if self._closed:
+                raise self._withdrawn()
+            self._reading.append(connection)
+        try:
+            with self._filling:
+                if self._memory is None:
+                    self._memory = self._fill()
+            yield self._memory
+        finally:
+            with self._changed:
+                self._reading.remove(connection)
+                self._changed.notify_all()
+
+    def withdraw(self, wait_s: float) -> list[Cut]:
+        """Takes no new fetches, waits up to ``wait_s`` for those under way, cuts the rest off.
+
+        Returns when no thread reads the tensors any more, nor will.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: not self._visits, timeout=max(0.0, deadline - time.monotonic()))
+            self._closed = True
+            cut = [Cut(visit.peer, visit.sent, self.table.nbytes) for visit in self._visits]
+            for connection in self._reading:
+                with contextlib.suppress(OSError):  # it has just ended
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._changed.wait_for(lambda: not self._reading)
+            self._visits.clear()
+            self._memory, self._tensors = None, {}
+        return cut
+
+    def _fill(self) -> FlatState:
+        host = self._to_host(self._tensors, lambda: self._closed)
+        if self._closed:
+            raise self._withdrawn()
+        memory = FlatState(host)
+        if memory.table.encoded != self.table.encoded:
+            difference = self.table.difference(memory.table)
+            raise Withdrawn(f"the tensors were changed since they were offered: {difference}", self.step)
+        return memory
+
+    def _withdrawn(self) -> Withdrawn:
+        return Withdrawn(f"the state of step {self.step}, lineage {self.lineage} was withdrawn", self.step)
+
+
+class Shelf:
+    """What a server has: an offer or none, and the newest envelope."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._offer: Offer | None = None
+        self._envelope: Envelope | None = None
+
+    def put(self, offer: Offer) -> None:
+        with self._lock:
+            self._offer, self._envelope = offer, offer.envelope
+
+    def keep(self, envelope: Envelope) -> None:
+        with self._lock:
+            self._envelope = envelope
+
+    def take(self) -> Offer | None:
+        """The offer, if there is one, which stays until it has been withdrawn."""
+        with self._lock:
+            return self._offer
+
+    def drop(self, offer: Offer) -> None:
+        with self._lock:
+            if self._offer is offer:
+                self._offer = None
+
+    def find(self, step: int, lineage: int) -> Offer:
+        """The offer of that state.
+
+        Raises:
+            NotHeld: there is none.
+        """
+        with self._lock:
+            offer, newest = self._offer, self._newest()
+        if offer is None or (offer.step, offer.lineage) != (step, lineage):
+            held = "none" if offer is None else f"that of step {offer.step}, lineage {offer.lineage}"
+            raise NotHeld(f"asked for the state of step {step}, lineage {lineage}; on offer: {held}", newest)
+        return offer
+
+    def find_envelope(self, step: int, lineage: int) -> Envelope:
+        """The envelope of the end of that step.
+
+        Raises:
+            NotHeld: it is another one.
+        """
+        with self._lock:
+            envelope, newest = self._envelope, self._newest()
+        if envelope is None or (envelope.step, envelope.lineage) != (step, lineage):
+            held = "none" if envelope is None else f"that of step {envelope.step}, lineage {envelope.lineage}"
+            raise NotHeld(f"asked for the envelope of step {step}, lineage {lineage}; held: {held}", newest)
+        return envelope
+
+    def _newest(self) -> int | None:
+        return None if self._envelope is None else self._envelope.step

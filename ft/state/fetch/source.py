@@ -1,0 +1,283 @@
+"""This end of a connection to one source."""
+
+import contextlib
+import http.client
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ft.state.fetch import wire
+from ft.state.fetch.memory import FlatState
+from ft.state.fetch.shares import Piece
+from ft.state.snapshot.layout import BadTable, Table, checksum
+
+_PERIOD_S = 0.02
+
+
+class Gone(Exception):
+    """The source does not hold it any more."""
+
+
+class Lost(Exception):
+    """Nobody of this run answers there, or not any more."""
+
+
+class Bad(Exception):
+    """What the source says or sends is not the state that was asked for."""
+
+
+class Damaged(Bad):
+    """A block that is not what its checksum says."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The state of the end of ``step``, committed in the quorum ``lineage``; ``rank``: None: any rank's."""
+
+    step: int
+    lineage: int
+    rank: int | None = None
+
+    def __str__(self):
+        return f"step {self.step}, lineage {self.lineage}"
+
+
+class Source:
+    """One connection, used by one thread; ``cut`` ends it from another one.
+
+    Args:
+        patience_s: longest time for a connection, an answer or a block.
+
+    Attributes:
+        since: time.monotonic() of the last progress, None while nothing is expected of the source.
+    """
+
+    def __init__(self, address: str, token: str, patience_s: float):
+        self.address = address
+        self.since: float | None = None
+        self._token, self._patience = token, patience_s
+        self._lock = threading.Lock()
+        self._connection: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None  # the connection forgets it when an answer is to be the last one
+        self._response: http.client.HTTPResponse | None = None
+        self._cut: str | None = None
+        self._nonce, self._asker, self._count = "", secrets.token_hex(16), 0
+        self._scratch: memoryview | None = None
+
+    def open(self) -> None:
+        """Connects, and gets the nonce that proofs are made with.
+
+        Raises:
+            Lost: nobody there speaks this protocol.
+        """
+        with self._failures():
+            self.since = time.monotonic()
+            try:
+                connection = http.client.HTTPConnection(self.address, timeout=self._patience)
+                connection.connect()
+            except http.client.InvalidURL as error:
+                raise Lost(f"{self.address!r} is no address: {error}") from error
+            connection.auto_open = 0  # a connection that the source has closed is not made again: it had its nonce
+            with self._lock:
+                self._connection, self._socket = connection, connection.sock
+                if self._cut is not None:
+                    raise Lost(self._cut)
+            connection.request("GET", "/", headers={"Accept-Encoding": "identity"})
+            response = self._answer()
+            scheme, _, nonce = response.getheader("WWW-Authenticate", "").partition(" ")
+            if response.status != 401 or scheme != wire.SCHEME or not nonce:
+                raise Lost(f"answers {response.status}: no server of a state")
+            self._take(response, response.length or 0, 1 << 10)
+            self._nonce = nonce
+            self._socket.settimeout(None)  # from here on it is cut where it stalls, which costs no system calls
+            self.since = time.monotonic()
+
+    def state(self, wanted: Wanted, table: Table) -> str:
+        """The encoded envelope of the wanted state, once the source has it and if it has the tensors of ``table``.
+
+        Raises:
+            Gone, Lost, Bad: that cannot be had there.
+        """
+        answer = self._when_held(wire.state_target(wanted.step, wanted.lineage), wanted.step)
+        with self._failures():
+            theirs = answer["table"].encode()
+            if theirs != table.encoded:
+                difference = Table.decode(theirs).difference(table)
+                raise Bad(f"has other tensors than this rank: {difference}")
+            said = {key: answer[key] for key in ("step", "lineage", "bytes", "digest")}
+            expected = {"step": wanted.step, "lineage": wanted.lineage, "bytes": table.nbytes, "digest": table.digest}
+            if said != expected:
+                raise Bad(f"answers with {said} instead of {expected}")
+            if wanted.rank is not None and answer["rank"] != wanted.rank:
+                raise Bad(f"serves logical rank {answer['rank']} of replica {answer['replica']}, not {wanted.rank}")
+            return answer["envelope"]
+
+    def envelope(self, wanted: Wanted) -> str:
+        """The encoded envelope alone; see :meth:`state`."""
+        answer = self._when_held(wire.envelope_target(wanted.step, wanted.lineage), wanted.step)
+        with self._failures():
+            return answer["envelope"]
+
+    def receive(self, wanted: Wanted, piece: Piece, into: FlatState) -> None:
+        """Fills the bytes ``piece`` of ``into``.
+
+        Raises:
+            Damaged: not all of it is as it was sent; the connection goes on.
+            Gone, Lost, Bad: see :meth:`state`.
+        """
+        target = wire.bytes_target(wanted.step, wanted.lineage, into.table.digest, piece.start, piece.stop)
+        with self._failures():
+            response, words = self._ask(target)
+            if response.status != 200:
+                self._refusal(response, words)
+            if response.length != wire.stream_length(piece.start, piece.stop):
+                raise Bad(f"announces {response.length} bytes for {len(piece)} bytes of state")
+            head, checksums, damaged = memoryview(bytearray(wire.HEAD.size)), [], None
+            for start in range(piece.start, piece.stop, wire.BLOCK):
+                stop = min(start + wire.BLOCK, piece.stop)
+                self._fill(response, head)
+                tag, value = wire.HEAD.unpack(head)
+                if tag != wire.BLOCK_TAG:
+                    self._end(response, words, checksums, tag)
+                if not self._block(response, into, start, stop, value) and damaged is None:
+                    damaged = start
+                checksums.append(value)
+                self.since = time.monotonic()
+            self._fill(response, head)
+            self._end(response, words, checksums, wire.HEAD.unpack(head)[0])
+            if damaged is not None:
+                raise Damaged(f"the block at byte {damaged} does not have its checksum")
+
+    def cut(self, reason: str) -> None:
+        """Ends whatever the connection is used for, with Lost(reason); any thread."""
+        with self._lock:
+            if self._cut is None:
+                self._cut = reason
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # the source was faster
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def is_connected(self) -> bool:
+        with self._lock:
+            return self._socket is not None
+
+    def close(self) -> None:
+        """By the thread that uses it."""
+        self.since = None
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            if self._response is not None:
+                self._response.close()
+
+    def _when_held(self, target: str, step: int) -> dict[str, Any]:
+        """The answer, waited for as long as the source has not ended ``step`` yet."""
+        until = time.monotonic() + self._patience
+        while True:
+            with self._failures():
+                response, words = self._ask(target)
+                if response.status == 200:
+                    return self._json(response, words)
+                newest = self._not_held(response, words)
+                if newest.get("newest") is not None and not newest["newest"] < step:
+                    raise Gone(newest["reason"])
+                if time.monotonic() > until or self._cut is not None:
+                    raise Gone(f"has not come to the end of step {step} in time: {newest['reason']}")
+            time.sleep(_PERIOD_S)
+
+    def _ask(self, target: str) -> tuple[http.client.HTTPResponse, tuple]:
+        self.since = time.monotonic()
+        self._count += 1
+        words = (self._nonce, self._asker, self._count, target)
+        proof = wire.proof(self._token, "ask", *words).hex()
+        authorization = f"{wire.SCHEME} {self._asker} {self._count} {proof}"
+        self._connection.request("GET", target, headers={"Authorization": authorization})
+        return self._answer(), words
+
+    def _answer(self) -> http.client.HTTPResponse:
+        self._response = self._connection.getresponse()
+        return self._response
+
+    def _refusal(self, response: http.client.HTTPResponse, words: tuple) -> None:
+        raise Gone(self._not_held(response, words)["reason"])
+
+    def _not_held(self, response: http.client.HTTPResponse, words: tuple) -> dict[str, Any]:
+        if response.status == 401:
+            raise Lost("has another token: it does not belong to this run")
+        if response.status != wire.NOT_HELD:
+            raise Lost(f"answers {response.status}")
+        return self._json(response, words)
+
+    def _json(self, response: http.client.HTTPResponse, words: tuple) -> dict[str, Any]:
+        body = self._take(response, response.length, wire.MAX_JSON)
+        expected = wire.proof(self._token, "answer", *words, response.status, bytes(body))
+        if not wire.is_right(bytes.fromhex(response.getheader(wire.PROOF_HEADER, "")), expected):
+            raise Lost("gives no proof that it belongs to this run")
+        return wire.decode(bytes(body))
+
+    def _take(self, response: http.client.HTTPResponse, length: int | None, limit: int) -> bytearray:
+        if length is None or not 0 <= length <= limit:
+            raise Bad(f"an answer of {length} bytes; at most {limit} are taken")
+        data = bytearray()
+        while len(data) < length:  # memory is given for what has come, not for what was announced
+            piece = bytearray(min(wire.BLOCK, length - len(data)))
+            self._fill(response, memoryview(piece))
+            data += piece
+        response.read()  # nothing: lets the connection know that the answer is over
+        return data
+
+    def _block(self, response: http.client.HTTPResponse, into: FlatState, start: int, stop: int, value: int) -> bool:
+        """Whether the next block is what its checksum says."""
+        place = into.whole(start, stop)
+        if place is not None:
+            self._fill(response, place)
+            return checksum(place) == value
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(wire.BLOCK))
+        scratch = self._scratch[: stop - start]
+        self._fill(response, scratch)
+        if checksum(scratch) != value:
+            return False
+        into.scatter(start, stop, scratch)
+        return True
+
+    def _end(self, response: http.client.HTTPResponse, words: tuple, checksums: list[int], tag: bytes) -> None:
+        """Takes the end of a stream; returns if it says that all of it is good."""
+        if tag not in (wire.END_TAG, wire.GONE_TAG):
+            raise Bad(f"sends {tag!r} in place of a block")
+        given = memoryview(bytearray(wire.PROOF_BYTES))
+        self._fill(response, given)
+        if not wire.is_right(bytes(given), wire.proof(self._token, tag, *words, *checksums)):
+            raise Damaged("the end of the stream does not fit what came before it")
+        if tag == wire.GONE_TAG:
+            raise Gone("the state was withdrawn during the fetch")
+        if response.length:
+            raise Bad("more than it announced")
+        response.read()
+
+    def _fill(self, response: http.client.HTTPResponse, view: memoryview) -> None:
+        while view:
+            got = response.readinto(view)
+            if not got:
+                raise Lost("the connection ended early")
+            view = view[got:]
+
+    @contextlib.contextmanager
+    def _failures(self):
+        """Turns what a connection can fail with into this module's exceptions."""
+        try:
+            yield
+        except Gone:
+            raise
+        except (Lost, Bad) as error:
+            if self._cut is not None:
+                raise Lost(self._cut) from error
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            raise Lost(self._cut or f"{type(error).__name__}: {error}") from error
+        except (BadTable, ValueError, KeyError, TypeError, AttributeError) as error:
+            # AttributeError also: http.client, whose socket was shut while it was closing it
+            raise (Lost(self._cut) if self._cut else Bad(f"an answer that makes no sense: {error!r}")) from error

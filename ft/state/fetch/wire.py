@@ -1,0 +1,89 @@
+"""What is said on a connection between a fetching rank and a source: HTTP/1.1, the same connection for a whole fetch.
+
+    GET /state?step=&lineage=                        JSON: whose state, its table of tensors, its envelope
+    GET /bytes?step=&lineage=&digest=&start=&stop=   a stream of the bytes [start, stop) of the layout, see below
+    GET /envelope?step=&lineage=                     JSON: the envelope alone
+
+    stream:  block | block | ... | end
+    block:   "FTSB" | checksum u32 | up to 1 MiB        (checksum: ft.state.snapshot.layout.checksum, of the bytes sent)
+    end:     "FTSE" | 0 u32 | proof, 32 bytes           all blocks were sent while the state stood
+             "FTSG" | 0 u32 | proof, 32 bytes           the state was withdrawn: nothing of the stream counts
+
+The run's token never crosses the wire. A connection begins with a request that is answered 401 with a nonce; every
+request after it carries a nonce of the asker's, a count and a proof: the HMAC, keyed with the token, of all these and
+of what is asked. An answer carries one of its own, over the question's words and its content (of a stream: over the
+checksums of its blocks), so that either end knows that the other is of the run, and nothing can be replayed.
+
+Other answers: 400 (no such request), 401 (no proof), 404, 409 (JSON with "reason": that step is not held here).
+"""
+
+import hashlib
+import hmac
+import json
+import struct
+from typing import Any
+from urllib.parse import urlencode
+
+from ft.state.snapshot.layout import CHUNK, FORMAT
+
+BLOCK = CHUNK
+HEAD = struct.Struct("<4sI")
+BLOCK_TAG, END_TAG, GONE_TAG = b"FTSB", b"FTSE", b"FTSG"
+PROOF_BYTES = 32
+SCHEME = "FT-HMAC"
+PROOF_HEADER = "FT-Proof"
+MAX_JSON = 64 << 20
+NOT_HELD = 409
+
+
+def state_target(step: int, lineage: int) -> str:
+    return "/state?" + urlencode({"step": step, "lineage": lineage})
+
+
+def envelope_target(step: int, lineage: int) -> str:
+    return "/envelope?" + urlencode({"step": step, "lineage": lineage})
+
+
+def bytes_target(step: int, lineage: int, digest: str, start: int, stop: int) -> str:
+    return "/bytes?" + urlencode({"step": step, "lineage": lineage, "digest": digest, "start": start, "stop": stop})
+
+
+def stream_length(start: int, stop: int) -> int:
+    """Bytes of the stream of [start, stop) with its heads and its end."""
+    blocks = -(-(stop - start) // BLOCK)
+    return stop - start + (blocks + 1) * HEAD.size + PROOF_BYTES
+
+
+def proof(token: str, *words: str | int | bytes) -> bytes:
+    """What only one who knows the token can say about ``words``; their borders count."""
+    digest = hmac.new(token.encode(), b"ft-fetch-1", hashlib.sha256)
+    for word in words:
+        data = word if isinstance(word, bytes) else str(word).encode()
+        digest.update(struct.pack("<I", len(data)))
+        digest.update(data)
+    return digest.digest()
+
+
+def is_right(given: bytes, expected: bytes) -> bool:
+    return hmac.compare_digest(given, expected)
+
+
+def encode(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``.
+
+    Raises:
+        ValueError: there is none of this version in it.
+    """
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("JSON that is no object")
+    if content.get("format") != FORMAT:
+        raise ValueError(f"format {content.get('format')!r}; this version speaks format {FORMAT}")
+    return content

@@ -1,0 +1,136 @@
+"""Connects groups in a thread of its own, so that whoever waits for one can leave when the epoch is closed.
+
+All workers connect their groups in the order of creation: a worker that waits for another in one group is waited for by
+nobody in an earlier one, and so nobody waits in a circle.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ft.net.store import StoreConnection
+from ft.platform import sockets
+from ft.state.groups.backends import Connection, GlooConnector, NcclConnector
+
+_CONNECT_S = 30.0
+
+
+@dataclass(eq=False)
+class Job:
+    """One connection to make. ``name``: part of its keys; ``attach`` puts it to use, quickly and without failing."""
+
+    name: str
+    connector: GlooConnector | NcclConnector
+    attach: Callable[[Connection], None]
+    done: bool = False
+
+
+class Cancelled(Exception):
+    """The builder was cancelled before the job was done."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of an epoch's groups find each other: ``address`` of a ``StoreServer``, and the run's token."""
+
+    address: str
+    token: str
+
+    def connect(self) -> StoreConnection:
+        """Raises what ``StoreConnection`` raises."""
+        return StoreConnection(self.address, self.token, _CONNECT_S)
+
+
+class Builder:
+    """Does jobs in the order of submission until it is cancelled.
+
+    Args:
+        meeting: of the epoch. prefix: of all keys; it must never have been used before.
+        connection: to that store, used by nobody else meanwhile.
+
+    Attributes:
+        thread: that does them; it ends after ``cancel``.
+    """
+
+    def __init__(self, meeting: Meeting, prefix: str, connection: StoreConnection):
+        self._meeting, self._prefix, self._connection = meeting, prefix, connection
+        self._store = dist.PrefixStore(prefix, connection.store)
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._watch: sockets.Watch | None = None
+        self._error: Exception | None = None
+        self._busy = False
+        self.cancelled = False
+        self.thread = threading.Thread(target=self._run, name="ft-groups", daemon=True)
+        self.thread.start()
+
+    def submit(self, job: Job) -> Job:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+        return job
+
+    def wait(self, job: Job) -> None:
+        """Blocks until the job is done.
+
+        Raises:
+            Cancelled: somebody called ``cancel``.
+            RuntimeError: this or an earlier job failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: job.done or self.cancelled or self._error is not None)
+            if job.done:
+                return
+            if self.cancelled:
+                raise Cancelled
+            raise RuntimeError(f"could not connect: {self._error}") from self._error
+
+    def cancel(self) -> None:
+        """Everyone who waits leaves at once, the thread too: if it waits for another worker in the store, that
+        connection is broken off."""
+        with self._changed:
+            if self._busy and not self.cancelled:
+                self._connection.break_off()
+            self.cancelled = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                self._do(job)
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._busy = False
+            if not self._jobs:
+                self._watch = None  # whoever opens sockets before the next job comes is no concern of it
+            self._changed.wait_for(lambda: self._jobs or self.cancelled)
+            if self.cancelled:
+                return None
+            self._busy = True
+            return self._jobs.popleft()
+
+    def _do(self, job: Job) -> None:
+        self._watch = self._watch or sockets.Watch()
+        connection = job.connector.connect(dist.PrefixStore(job.name, self._store), self._own_store(job), self._watch)
+        with self._changed:
+            if self.cancelled:
+                connection.interrupt()
+                return
+            job.attach(connection)
+            job.done = True
+            self._changed.notify_all()
+
+    def _own_store(self, job: Job) -> Callable[[], tuple[dist.Store, StoreConnection]]:
+        def opened() -> tuple[dist.Store, StoreConnection]:
+            connection = self._meeting.connect()
+            return dist.PrefixStore(f"{self._prefix}/{job.name}/own", connection.store), connection
+
+        return opened

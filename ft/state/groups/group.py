@@ -1,0 +1,335 @@
+"""``Group``: the process group that the program holds, while the connections below it come and go with the epochs."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ft.base.errors import EpochClosed
+from ft.job.messages import GroupReport
+from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
+from ft.state.groups.local import Local
+from ft.state.groups.state import EpochState
+from ft.state.groups.waiter import GRACE_S
+from ft.state.groups.work import Composed, GroupWork, Message, MessageFromAnyone
+
+_PRUNE_AT = 64
+# What backends say when a connection is at fault; anything else that a start raises is the caller's mistake.
+_TRANSPORT_WORDS = ("gloo/transport", "pair closure", "Connection ", "NCCL", "Broken pipe", "Socket ")
+
+
+class Group(dist.ProcessGroup):
+    """A process group of the backend ``ft``. Made by ``Groups``; usable wherever torch wants a process group.
+
+    Every operation raises ``EpochClosed`` once the epoch is closed, also if it is blocked at that moment, and
+    ``RecoverableError`` if it failed and nobody closed the epoch for it.
+
+    Args:
+        ranks: logical ranks of the members, in group order.
+        state: shared by all groups of this worker.
+        registry: the ``Groups`` that connects it, and that ``new_group`` and ``shutdown`` are handed to.
+
+    Attributes:
+        connectors: device type -> how to connect for tensors there. The first is connected at once.
+        interrupted: an operation on it failed or was broken off; the connections are of no use any more.
+    """
+
+    def __init__(self, name: str, desc: str, ranks: list[int], rank: int, state: EpochState, registry):
+        super().__init__(rank, len(ranks))
+        self._name, self._desc, self.ranks, self.state = name, desc, ranks, state
+        self._rank, self._size, self._registry = rank, len(ranks), registry
+        self.connectors: dict[str, GlooConnector | NcclConnector] = {}
+        self._connections: dict[str, Connection] = {}
+        self._inner: dist.ProcessGroup | None = None
+        self._local = Local(rank, len(ranks)) if len(ranks) == 1 or state.alone else None
+        # Works that have been started and not been seen to end. A message that nobody waits for any more is forgotten
+        # with its work, as in gloo.
+        self._flight: dict[int, GroupWork | weakref.ref] = {}
+        self._stream_mark: torch.cuda.Event | None = None
+        self.interrupted = self._used = False
+        self._reset_counts()
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def send(self, tensors, dst: int, tag: int = 0):
+        return self._start(Message(self), (self._sent, dst), "send", (tensors, dst, tag), {})
+
+    def recv(self, tensors, src: int, tag: int = 0):
+        return self._start(Message(self), (self._received, src), "recv", (tensors, src, tag), {})
+
+    def recv_anysource(self, tensors, tag: int = 0):
+        return self._start(MessageFromAnyone(self), None, "recv_anysource", (tensors, tag), {})
+
+    def _start(
+        self, work: GroupWork, tally: tuple[list[int], int] | None, method: str, args: tuple, kwargs: dict
+    ) -> dist.Work | None:
+        """Calls ``method`` of the real group. ``tally``: the count to raise, if the epoch lets it start."""
+        if self._local is not None:
+            return self._start_locally(method, args, kwargs)
+        flight, key = self._flight, id(work)
+        # First noted, then the flag looked at: ``close`` sets the flag and then looks here, so one sees the other.
+        flight[key] = weakref.ref(work) if isinstance(work, Message) else work
+        try:
+            state = self.state
+            if state.closed is not None:
+                raise EpochClosed(*state.closed)
+            inner = self._inner
+            if inner is None or len(self.connectors) > 1:
+                inner = self._connected_for(args, kwargs, work)
+            self._used = True
+            if tally is not None:
+                tally[0][tally[1]] += 1
+            work.inner = started = getattr(inner, method)(*args, **kwargs)
+        except EpochClosed:
+            flight.pop(key, None)
+            raise
+        except Exception as error:
+            flight.pop(key, None)
+            if state.closed is not None or _is_of_transport(error):
+                raise self.failure(error) from error
+            raise
+        if started is None:
+            flight.pop(key, None)
+            self._mark_stream()
+            return None
+        if len(flight) > _PRUNE_AT:
+            self._prune()
+        return work
+
+    def _start_locally(self, method: str, args: tuple, kwargs: dict) -> dist.Work | None:
+        state = self.state
+        if state.closed is not None and not state.alone:
+            raise EpochClosed(*state.closed)
+        return getattr(self._local, method)(*args, **kwargs)
+
+    def _connected_for(self, args: tuple, kwargs: dict, work: GroupWork | None = None) -> dist.ProcessGroup:
+        device_type = next(iter(self.connectors))
+        if len(self.connectors) > 1:
+            device_type = _device_type(args) or _device_type(tuple(kwargs.values())) or device_type
+        if work is not None:
+            work.on_host = device_type == "cpu"
+        if self._inner is None or device_type not in self._connections:
+            self._registry.await_connection(self, device_type)
+        return self._inner
+
+    def _mark_stream(self) -> None:
+        """The backend put an operation onto the current stream and gives no work for it: its end is this mark's."""
+        self._stream_mark = torch.cuda.Event()
+        self._stream_mark.record()
+
+    # --- what works tell ----------------------------------------------------------------------------------------------
+
+    def ended(self, work: GroupWork) -> None:
+        """It was waited for. With NCCL that is not its end: then it stays in view until the device is done."""
+        if "cuda" not in self._connections or work.inner.is_completed():
+            self._flight.pop(id(work), None)
+
+    def received_from(self, source: int) -> None:
+        self._received[source] += 1
+
+    def failure(self, error: BaseException) -> Exception:
+        """What an operation that failed with ``error`` has to raise; the group counts as interrupted."""
+        self.interrupted = True
+        return self.state.error_of(self._name, self.ranks, error)
+
+    def _unfinished(self) -> bool:
+        for entry in list(self._flight.values()):
+            work = entry() if isinstance(entry, weakref.ref) else entry
+            if work is not None and work.is_unfinished():
+                return True
+        return self._stream_mark is not None and not self._stream_mark.query()
+
+    def _prune(self) -> None:
+        for key, entry in list(self._flight.items()):
+            work = entry() if isinstance(entry, weakref.ref) else entry
+            if work is None or (work is entry and not work.is_unfinished()):
+                self._flight.pop(key, None)
+
+    # --- connections, by the registry ---------------------------------------------------------------------------------
+
+    @property
+    def is_connected(self) -> bool:
+        """Nothing is missing that was there, or begun, when the epoch was closed."""
+        return self._local is not None or self._inner is not None
+
+    @property
+    def is_alone(self) -> bool:
+        """Its operations end here although it has other members."""
+        return self._local is not None and self._size > 1
+
+    def attach(self, connection: Connection) -> None:
+        """Puts a new connection to use."""
+        self._connections[connection.device_type] = connection
+        self._inner = wrap(list(self._connections.values()), self._rank, self._size)
+
+    def to_interrupt(self) -> list[Connection]:
+        """The connections to break because of an operation that has not ended; none if there is no such operation."""
+        if self._local is None and self._unfinished():
+            self.interrupted = True
+        return list(self._connections.values()) if self.interrupted else []
+
+    def drop(self) -> None:
+        """Gives the connections up, which have been broken. Afterwards nothing started earlier writes anywhere."""
+        works = [entry() if isinstance(entry, weakref.ref) else entry for entry in list(self._flight.values())]
+        remains = [self._inner, *(connection.backend for connection in self._connections.values())]
+        for work in works:
+            if work is not None and work.is_unfinished():
+                work.inner = None  # a work that somebody keeps would keep the connection
+        self._flight.clear()
+        self._inner = self._stream_mark = None
+        for connection in self._connections.values():
+            connection.drop()
+        self._connections.clear()
+        self.interrupted = False
+        # The end of a connection waits for gloo's threads, and those may wait for an operation that was left behind.
+        remover = threading.Thread(target=remains.clear, name="ft-drop", daemon=True)
+        remover.start()
+        remover.join(GRACE_S)
+        if remover.is_alive():
+            self._registry.ends_later(remover)
+
+    def prepare_rebuild(self) -> None:
+        """It is to be connected anew, by all members: counts start again, and nothing ends here any more."""
+        self.drop()
+        self._reset_counts()
+        if self._size > 1:
+            self._local = None
+
+    def connections(self) -> list[Connection]:
+        return list(self._connections.values())
+
+    def report(self) -> GroupReport:
+        """What ``plan_rebuild`` decides by."""
+        in_flight = self.interrupted or not self.is_connected
+        return GroupReport(
+            name=self._name,
+            ranks=self.ranks,
+            used=self._used,
+            in_flight=in_flight,
+            collectives=self._collectives[0],
+            sent={str(self.ranks[to]): count for to, count in enumerate(self._sent) if count},
+            received={str(self.ranks[source]): count for source, count in enumerate(self._received) if count},
+        )
+
+    def _reset_counts(self) -> None:
+        self._collectives, self._sent, self._received = [0], [0] * self._size, [0] * self._size
+
+    # --- what torch asks a process group ------------------------------------------------------------------------------
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def name(self) -> str:
+        return "ft"
+
+    _get_backend_name = name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device_type) for device_type in self.connectors]
+
+    def _get_backend(self, device: torch.device) -> dist.Backend:
+        if device.type not in self.connectors:
+            raise RuntimeError(f"group {self._name} has no backend for device type {device.type}")
+        if device.type not in self._connections:
+            self._registry.await_connection(self, device.type)
+        return self._connections[device.type].backend
+
+    def get_group_store(self) -> dist.Store:
+        return self._registry.store_of(self)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        if self._inner is not None:
+            self._inner.set_timeout(timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        return None
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._collectives[0]
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if self.state.closed is not None and not self.state.alone:
+            raise EpochClosed(*self.state.closed)
+        (self._local or self._connected_for((), {}))._start_coalescing(device)
+
+    def new_group(self, ranks, timeout=None, pg_options=None, group_name="", group_desc=None, backend=None):
+        """What ``dist.new_group`` calls on the default group (torch >= 2.13); None for workers that are no member."""
+        return self._registry.new_group(ranks, timeout, group_name, group_desc, backend)
+
+    def shutdown(self) -> None:
+        """Ends the group here, whether or not the other members live."""
+        self._registry.forget(self)
+        interrupt_together(self.connections())
+        self.drop()
+        self._registry.settle()
+
+    abort = shutdown
+
+    def __repr__(self) -> str:
+        return f"Group({self._name}, ranks={self.ranks})"
+
+
+def _collective(method: str) -> Callable:
+    kind = Composed if "reduce_scatter" in method else GroupWork
+
+    def operation(self, *args, **kwargs):
+        return self._start(kind(self), (self._collectives, 0), method, args, kwargs)
+
+    operation.__name__ = method
+    return operation
+
+
+_COLLECTIVES = (
+    *(
+        "broadcast",
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "allgather",
+        "allgather_coalesced",
+        "gather",
+        "scatter",
+    ),
+    *("reduce_scatter", "alltoall", "barrier", "monitored_barrier", "_end_coalescing"),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    "all_to_all_single",
+    # the names before torch 2.13
+    *("_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    "alltoall_base",
+)
+for _method in _COLLECTIVES:
+    setattr(Group, _method, _collective(_method))
+
+
+def _is_of_transport(error: Exception) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _TRANSPORT_WORDS)
+
+
+def _device_type(values) -> str | None:
+    """Of the first tensor among operation arguments, or of a barrier's options."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+        if isinstance(value, (list, tuple)):
+            if (found := _device_type(value)) is not None:
+                return found
+        elif isinstance(value, dist.BarrierOptions) and value.device is not None:
+            return value.device.type
+    return None

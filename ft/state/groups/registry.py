@@ -1,0 +1,299 @@
+"""``Groups``: all process groups of one worker, and what the recovery does to them."""
+
+import hashlib
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ft.base.errors import EpochClosed, FtError, UserError
+from ft.job.messages import GroupReport
+from ft.net.store import StoreConnection
+from ft.state.groups.backends import GlooConnector, NcclConnector, interrupt_together, prepare_gloo, prepare_nccl
+from ft.state.groups.builder import Builder, Cancelled, Job, Meeting
+from ft.state.groups.group import Group
+from ft.state.groups.state import EpochState
+
+_BACKEND = "ft"
+_DEFAULT_TIMEOUT_S = 1800.0
+_SETTLE_S = 1.0
+_OLDEST_TORCH = (2, 13)
+
+
+def check_torch(version: str) -> None:
+    """torch hands ``new_group`` to the default group from 2.13 on.
+
+    Raises:
+        UserError: ``version`` is older.
+    """
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
+        raise UserError(
+            f"--ft-hot-swap needs torch 2.13 or newer, this is {version}: its new_group cannot be taken over",
+            "install torch>=2.13, or leave --ft-hot-swap out",
+        )
+
+
+class Groups:
+    """Made by ``start``. ``close`` and ``waiting`` are for any thread, all else for the one that trains."""
+
+    def __init__(
+        self, meeting: Meeting, device_backend: str, state: EpochState, connection: StoreConnection, store: dist.Store
+    ):
+        self._meeting, self._device_backend, self._state = meeting, device_backend, state
+        self._groups: dict[str, Group] = {}
+        self._created: list[tuple[str, list[int]]] = []
+        self._pending: dict[tuple[str, str], Job] = {}
+        self._lock = threading.Lock()
+        self._builder: Builder | None = None
+        self._connection, self._store = connection, store
+        self._ending: list[threading.Thread] = []
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        meeting: Meeting,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        device_backend: str,
+        alone: bool,
+        on_failure: Callable[[str, BaseException], None],
+        epoch: int = 0,
+        timeout_s: float = _DEFAULT_TIMEOUT_S,
+    ) -> "Groups":
+        """Makes torch.distributed's default process group, and with it all groups to come, follow the epochs.
+
+        Args:
+            meeting: where members find each other. prefix: of their keys, never used before.
+            rank, world_size: logical rank of this worker and their number.
+            device_backend: "gloo", or "nccl" (gloo is then connected for tensors in host memory when there are any).
+            alone: nothing is connected before ``rebuild``; until then operations end as ``ft.state.groups.local`` says.
+            on_failure: ``(group name, error)``, called in the thread of an operation that failed in an open epoch;
+                returns when the epoch is closed or when it gives up waiting for that.
+            timeout_s: of operations of groups that name none.
+
+        Raises:
+            UserError: torch is too old.
+            EpochClosed: the epoch was closed before all workers came.
+        """
+        check_torch(torch.__version__)
+        prepare_gloo()
+        if device_backend == "nccl":
+            prepare_nccl()
+        own, default = meeting.connect(), meeting.connect()
+        default_store = dist.PrefixStore(f"{prefix}/default", default.store)
+        groups = cls(meeting, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
+        if not alone:
+            groups._builder = Builder(meeting, prefix, groups._connection)
+        if _BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(_BACKEND, _make_default, extended_api=True, devices=["cpu", "cuda"])
+        dist.init_process_group(
+            _BACKEND,
+            store=groups._store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            pg_options=groups,
+        )
+        world = dist.distributed_c10d._world
+        # Programs ask which backend moves their tensors, and new groups name it as theirs.
+        world.pg_map[world.default_pg] = (dist.Backend(device_backend), world.pg_map[world.default_pg][1])
+        return groups
+
+    # --- making groups, called by torch -------------------------------------------------------------------------------
+
+    def new_group(
+        self,
+        ranks: Iterable[int],
+        timeout: timedelta | None,
+        name: str,
+        desc: str | None = None,
+        backend: str | None = None,
+    ) -> Group | None:
+        """A group over these logical ranks, connected unless this worker is alone; None if it is no member."""
+        ranks = list(ranks)
+        self._created.append((name, ranks))
+        own = dist.get_rank() if dist.is_initialized() else self._default_rank
+        if own not in ranks:
+            return None
+        group = Group(name, desc or "undefined", ranks, ranks.index(own), self._state, self)
+        kinds = [GlooConnector] if "gloo" in (backend, self._device_backend) else [NcclConnector, GlooConnector]
+        for kind in kinds:
+            connector = kind(ranks.index(own), len(ranks), timeout or timedelta(seconds=_DEFAULT_TIMEOUT_S))
+            group.connectors[kind.device_type] = connector
+        self._groups[name] = group
+        if len(ranks) > 1 and not self._state.alone:
+            self._submit(group)
+            self.await_connection(group, next(iter(group.connectors)))
+        return group
+
+    def make_default(self, options) -> Group:
+        self._default_rank = options.group_rank
+        return self.new_group(range(options.group_size), options.timeout, options.group_id, "default_pg")
+
+    def store_of(self, group: Group) -> dist.Store:
+        return dist.PrefixStore(f"{group.group_name}/", self._store)
+
+    def forget(self, group: Group) -> None:
+        """It is being destroyed; with the last one, nothing is left of all this."""
+        self._groups.pop(group.group_name, None)
+        if not self._groups and self._builder is not None:
+            self._builder.cancel()
+
+    def ends_later(self, remover: threading.Thread) -> None:
+        """``remover`` still waits, inside torch, for the end of a connection that was given up."""
+        self._ending = [*(thread for thread in self._ending if thread.is_alive()), remover]
+
+    def settle(self) -> None:
+        """Once the last group is destroyed: waits for connections that have yet to end, or to be made. A thread that is
+        inside torch when the interpreter is finalised aborts the process; for one that never returns there is a limit.
+        """
+        if self._groups:
+            return
+        deadline = time.monotonic() + _SETTLE_S
+        for thread in [*self._ending, *([self._builder.thread] if self._builder is not None else [])]:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def await_connection(self, group: Group, device_type: str) -> None:
+        """Blocks until ``group`` is connected for tensors on such a device.
+
+        Raises:
+            EpochClosed: the epoch was closed first.
+            RecoverableError: a member could not be reached.
+        """
+        job = self._pending.get((group.group_name, device_type))
+        if job is None:
+            if not group.connections():
+                raise FtError(f"{group} was not rebuilt for epoch {self._state.epoch}: no plan named it")
+            job = self._submit(group, device_type)
+        self._wait(group, job)
+
+    def _submit(self, group: Group, device_type: str | None = None) -> Job:
+        device_type = device_type or next(iter(group.connectors))
+        job = Job(f"{group.group_name}/{device_type}", group.connectors[device_type], group.attach)
+        self._pending[group.group_name, device_type] = job
+        return self._builder.submit(job)
+
+    def _wait(self, group: Group, job: Job) -> None:
+        self._state.begins_to_wait(group.group_name)
+        try:
+            self._builder.wait(job)
+        except Cancelled:
+            raise EpochClosed(*(self._state.closed or (self._state.epoch, "the groups were destroyed"))) from None
+        except RuntimeError as error:
+            self._state.has_waited()
+            raise self._state.error_of(group.group_name, group.ranks, error) from error
+        finally:
+            self._state.has_waited()
+
+    # --- the end of an epoch ------------------------------------------------------------------------------------------
+
+    def close(self, epoch: int, reason: str) -> None:
+        """Blocked operations raise ``EpochClosed`` within milliseconds, later ones at once. From any thread."""
+        state = self._state
+        with self._lock:
+            if epoch < state.epoch or (state.closed is not None and epoch <= state.closed[0]):
+                return
+            state.closed = (epoch, reason)
+            builder = self._builder
+        for wake in list(state.wake):
+            wake()
+        if builder is not None:
+            builder.cancel()
+        interrupt_together([one for group in list(self._groups.values()) for one in group.to_interrupt()])
+
+    def reports(self) -> list[GroupReport]:
+        """What this worker knows of each of its groups, in the order of creation."""
+        return [group.report() for group in self._groups.values()]
+
+    def break_connection(self, choice: random.Random) -> None:
+        """For fault injection: one TCP connection of a group in use breaks, as a network may do it."""
+        used = [one for group in self._groups.values() if group.report().used for one in group.connections()]
+        if used:
+            choice.choice(used).break_one(choice)
+
+    def drop(self) -> None:
+        """Gives the connections of interrupted groups up: nothing that was under way can write into a buffer later."""
+        interrupted = [group for group in self._groups.values() if group.interrupted]
+        interrupt_together([one for group in interrupted for one in group.connections()])
+        for group in interrupted:
+            group.drop()
+
+    # --- the start of the next ----------------------------------------------------------------------------------------
+
+    def rebuild(
+        self, names: Iterable[str], defer: Iterable[str], prefix: str, epoch: int, meeting: Meeting | None = None
+    ) -> float:
+        """Connects groups anew for ``epoch``; all others are kept as they are.
+
+        Args:
+            names: groups to connect before this returns. Those that this worker is in no member of are ignored.
+            defer: groups to connect in the background after them; a first use waits for that.
+            prefix: of all keys in the store; never used before. meeting: None: the same as before.
+
+        Returns:
+            seconds it took.
+
+        Raises:
+            EpochClosed: ``epoch`` was closed meanwhile; within milliseconds, whoever is missing.
+            RecoverableError: a member could not be reached, and nobody closed the epoch for it.
+        """
+        began, state = time.monotonic(), self._state
+        names, defer = set(names), set(defer)
+        wanted = [g for name, g in self._groups.items() if name in names and len(g.ranks) > 1]
+        later = [g for name, g in self._groups.items() if name in defer and len(g.ranks) > 1]
+        self._disconnect([*wanted, *later, *(g for g in self._groups.values() if g.is_alone)])
+        with self._lock:
+            if state.closed is not None and state.closed[0] >= epoch:
+                raise EpochClosed(*state.closed)
+            if self._builder is not None:
+                self._builder.cancel()
+            state.epoch, state.alone = epoch, False
+            moved, self._meeting = meeting not in (None, self._meeting), meeting or self._meeting
+            if self._connection.is_broken or moved:
+                self._connection = self._meeting.connect()
+            self._builder = Builder(self._meeting, prefix, self._connection)
+        self._pending.clear()
+        jobs = [(group, self._submit(group)) for group in (*wanted, *later)]
+        for group, job in jobs[: len(wanted)]:
+            self._wait(group, job)
+        return time.monotonic() - began
+
+    def _disconnect(self, groups: list[Group]) -> None:
+        # All are broken before the first is dropped: while gloo takes note of the others, none has to be waited for.
+        interrupt_together([one for group in groups for one in group.connections()])
+        for group in groups:
+            group.prepare_rebuild()
+
+    def reopen(self, epoch: int) -> None:
+        """Operations are allowed again.
+
+        Raises:
+            EpochClosed: ``epoch`` is over already.
+        """
+        with self._lock:
+            closed = self._state.closed
+            if closed is not None and closed[0] >= epoch:
+                raise EpochClosed(*closed)
+            self._state.epoch, self._state.closed = epoch, None
+
+    # --- what others want to know -------------------------------------------------------------------------------------
+
+    def topology(self) -> str:
+        """Digest of the names and members of all groups ever made, in order; the same on all workers (I1)."""
+        return hashlib.sha256(json.dumps(self._created).encode()).hexdigest()[:16]
+
+    def waiting(self) -> tuple[str, float] | None:
+        """The group in whose operation the training thread is blocked, and since when (monotonic), or None."""
+        return self._state.waiting
+
+
+def _make_default(options, groups: Groups) -> Group:
+    """The creator that torch calls for the backend ``ft``."""
+    return groups.make_default(options)

@@ -1,0 +1,132 @@
+"""The works that group operations return: ``dist.Work`` whose ``wait`` tells an interruption from a failure."""
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ft.base.errors import EpochClosed
+from ft.state.groups.waiter import wait_for_collective, wait_for_message
+
+if TYPE_CHECKING:
+    from ft.state.groups.group import Group
+
+
+class GroupWork(dist.Work):
+    """One operation of a group, from just before it is started until it has ended.
+
+    Attributes:
+        inner: the backend's work; None before the operation is started and after the connection was dropped.
+        on_host: its tensors are in host memory, gloo moves them.
+        ended: it was waited for with success.
+    """
+
+    def __init__(self, group: "Group"):
+        super().__init__()
+        self._group = group
+        self.inner: dist.Work | None = None
+        self.on_host = True
+        self.ended = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the operation has ended; with NCCL, until the current stream waits for it.
+
+        Raises:
+            EpochClosed: the epoch was closed before it had ended.
+            RecoverableError: it failed, and nobody closed the epoch for it.
+        """
+        group, inner = self._group, self._started()
+        state = group.state
+        state.begins_to_wait(group.group_name)
+        try:
+            if self.on_host:
+                done = self._wait_on_host(inner, timeout)
+            else:
+                done = inner.wait() if timeout is None else inner.wait(timeout)
+        except Exception as error:
+            state.has_waited()
+            raise group.failure(error) from error
+        state.has_waited()
+        self.ended = True
+        group.ended(self)
+        return done
+
+    def _wait_on_host(self, inner: dist.Work, timeout: timedelta | None) -> bool:
+        return wait_for_collective(inner, timeout, self._group.state)
+
+    def is_unfinished(self) -> bool:
+        """Whether it may still read or write its buffers, or has failed."""
+        if self.ended:
+            return False
+        inner = self.inner
+        if inner is None or not inner.is_completed():
+            return True
+        try:
+            if self.on_host:
+                inner.wait()  # returns at once; tells success from failure
+        except RuntimeError:
+            return True
+        return False
+
+    def is_completed(self) -> bool:
+        return self.ended or (self.inner is not None and self.inner.is_completed())
+
+    def is_success(self) -> bool:
+        return self.ended or (self.inner is not None and self.inner.is_success())
+
+    def exception(self):
+        return None if self.inner is None else self.inner.exception()
+
+    def synchronize(self) -> None:
+        self._started().synchronize()
+
+    def block_current_stream(self) -> None:
+        self._started().block_current_stream()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._started().result()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._started().get_future()
+
+    def source_rank(self) -> int:
+        return self._started()._source_rank()
+
+    _source_rank = source_rank
+
+    def _started(self) -> dist.Work:
+        if self.inner is None:
+            state = self._group.state
+            raise EpochClosed(*(state.closed or (state.epoch - 1, "it was interrupted before this wait")))
+        return self.inner
+
+
+class Opaque(GroupWork):
+    """An operation of which gloo tells nothing before it was waited for, and whose wait knows no limit: messages, and
+    the reductions that gloo puts together from others (``Composed``)."""
+
+    def is_unfinished(self) -> bool:
+        return not self.ended if self.on_host else super().is_unfinished()
+
+    def _wait_on_host(self, inner: dist.Work, timeout: timedelta | None) -> bool:
+        return wait_for_message(inner, timeout, self._group.state)
+
+
+class Message(Opaque):
+    """A send or a receive."""
+
+
+class Composed(Opaque):
+    """A reduce-scatter: gloo's is an all-reduce and a copy at the end of the wait for it."""
+
+
+class MessageFromAnyone(Message):
+    """A receive whose source is known once it has ended."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        first = not self.ended
+        done = super().wait(timeout)
+        if first:
+            self._group.received_from(self.source_rank())
+        return done

@@ -1,0 +1,172 @@
+"""What belongs to a rank's state, out of megatron-core's objects and back into them.
+
+===========================  ======================================================================================
+what                         where it goes
+===========================  ======================================================================================
+main parameters and          ``owned``: the distributed optimizer's shards, experts that are spread over ranks, and
+optimizer state              everything where there is no data parallelism; else ``replicated``
+frozen parameters            ``replicated`` (``owned`` without data parallelism)
+module buffers               blobs: forward passes write to them, so they are copied at once
+numbers of the optimizer     envelope: values of its groups, steps that are counted in Python
+schedule, loss scaler        envelope
+random number generators     blobs
+===========================  ======================================================================================
+
+Model parameters are not copied where an optimizer has a main copy of them or a shard: after a restore core's own cast
+and all-gather make them anew, bit for bit.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ft.base.errors import UserError
+from ft.state.snapshot import optimizers, rng
+from ft.state.snapshot.state import RankState
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+_BUFFER = "buffer/"
+
+
+class Capture:
+    """The live objects of one rank as a :class:`RankState`, again and again; per step only their numbers are read.
+
+    Makes an optimizer's state where it has none yet; that changes no weight and no later step.
+
+    Args:
+        chunks: model chunks. optimizer: of core. scheduler: with ``state_dict`` and ``load_state_dict``, or None.
+        alone: no other rank holds the same part of the model, so that all of the state has to go to peers.
+    """
+
+    def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None, *, alone: bool):
+        self._parts = optimizers.parts(optimizer)
+        self._scheduler, self._alone = scheduler, alone
+        for part in self._parts:
+            optimizers.allocate(part.optimizer)
+        modules = list(enumerate(chunks))
+        self._frozen = {
+            f"frozen/{i}/{name}": p.detach()
+            for i, chunk in modules
+            for name, p in chunk.named_parameters()
+            if not p.requires_grad
+        }
+        self._buffers = {f"{_BUFFER}{i}/{name}": b for i, chunk in modules for name, b in chunk.named_buffers()}
+        self._layout = _layout()
+        self._owned: dict[str, torch.Tensor] = {}
+        self._replicated: dict[str, torch.Tensor] = {}
+        self._counters: dict[str, tuple[dict, str]] = {}
+        self._storages: list[int] | None = None
+
+    @property
+    def copies_are_complete(self) -> bool:
+        """Whether a peer copy holds all of the state: nothing is left to be had from data-parallel peers."""
+        if self._storages is None:
+            self._find()
+        return not any(tensor.numel() for tensor in self._replicated.values())
+
+    def state(self, extra: dict[str, Any]) -> RankState:
+        """The live tensors with today's numbers; ``extra``: JSON values of the trainer's own.
+
+        Its mappings of tensors are the same objects as long as the tensors are.
+        """
+        if self._storages is None or self._storages != self._find_storages():
+            self._find()
+        envelope = {
+            "layout": self._layout,
+            "groups": [[optimizers.numbers(group) for group in part.optimizer.param_groups] for part in self._parts],
+            "counters": {name: of[key] for name, (of, key) in self._counters.items()},
+            "scalers": [optimizers.scaler_state(part) for part in self._parts],
+            "scheduler": None if self._scheduler is None else optimizers.numbers(self._scheduler.state_dict()),
+            "extra": extra,
+        }
+        blobs = rng.blobs()
+        for name, buffer in self._buffers.items():
+            blobs[name] = buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return RankState(self._owned, self._replicated, envelope, blobs)
+
+    def apply(self, restored: RankState) -> dict[str, Any]:
+        """Puts everything beside the tensors back where it came from; returns ``extra``.
+
+        Raises:
+            UserError: the snapshot is of another model or optimizer.
+        """
+        envelope, blobs = restored.envelope, restored.blobs
+        if envelope["layout"] != self._layout or len(envelope["groups"]) != len(self._parts):
+            raise UserError(
+                f"the snapshot is of layout {envelope['layout']}, this worker of {self._layout}",
+                "start all workers with the same flags",
+            )
+        for part, groups, scaler in zip(self._parts, envelope["groups"], envelope["scalers"], strict=True):
+            for group, numbers in zip(part.optimizer.param_groups, groups, strict=True):
+                optimizers.set_numbers(group, numbers)
+            optimizers.set_scaler(part, scaler)
+        for name, value in envelope["counters"].items():
+            state, key = self._counters[name]
+            state[key] = value
+        if self._scheduler is not None:
+            optimizers.set_schedule(self._scheduler, envelope["scheduler"])
+        with torch.no_grad():
+            for name, buffer in self._buffers.items():
+                saved = torch.frombuffer(bytearray(blobs[name]), dtype=torch.uint8) if blobs[name] else None
+                if saved is not None:
+                    buffer.copy_(saved.view(buffer.dtype).view(buffer.shape))
+        rng.restore(blobs)
+        return envelope["extra"]
+
+    def adopt(self, envelope: dict[str, Any]) -> dict[str, Any]:
+        """Takes over from the envelope of another pipeline stage what all stages have alike; returns ``extra``.
+
+        The schedule and the loss scaler go on; moments, and the steps an optimizer counts, begin anew.
+        """
+        for part, scaler in zip(self._parts, envelope["scalers"], strict=False):
+            optimizers.set_scaler(part, scaler)
+        if self._scheduler is not None:
+            optimizers.set_schedule(self._scheduler, envelope["scheduler"])
+        for part in self._parts:
+            optimizers.forget(part.optimizer)
+        return envelope["extra"]
+
+    def _find(self) -> None:
+        """Sorts all tensors anew: their first time, or after they have been replaced (a checkpoint was loaded)."""
+        self._owned, self._replicated, self._counters = {}, {}, {}
+        for number, part in enumerate(self._parts):
+            sharded = isinstance(part, DistributedOptimizer)
+            for name, group, of, key in optimizers.entries(part.optimizer):
+                value, name = of[key], f"{number}/{name}"
+                if isinstance(value, torch.Tensor):
+                    mine = self._alone or sharded or group.get("is_expert_parallel", False)
+                    (self._owned if mine else self._replicated)[name] = value.detach()
+                elif value is not None:
+                    self._counters[name] = (of, key)
+        (self._owned if self._alone else self._replicated).update(self._frozen)
+        self._storages = self._find_storages()
+
+    def _find_storages(self) -> list[int]:
+        """Where the optimizer's tensors lie now; another list means that they are others."""
+        return [
+            value.data_ptr()
+            for part in self._parts
+            for group in part.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter is not None
+            for value in (parameter, *part.optimizer.state.get(parameter, {}).values())
+            if isinstance(value, torch.Tensor)
+        ]
+
+
+def _layout() -> dict[str, int]:
+    """The rank's place in the grid: a snapshot fits where it is the same."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "cp_size": parallel_state.get_context_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_rank(),
+        "dp_size": parallel_state.get_data_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_rank(),
+        "ep_size": parallel_state.get_expert_model_parallel_world_size(),
+    }

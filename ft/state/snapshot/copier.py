@@ -1,0 +1,192 @@
+"""From live tensors into a host buffer, in the background, with the checksums taken on the way.
+
+Memory is read and written once: on a CPU each chunk's checksum is computed while the chunk is still in the cache; on a
+device the copies are queued on a stream of their own, and the thread computes checksums of what has arrived.
+
+Live tensors must not change between ``start`` and the end of the copy. They do not: only the optimizer's step changes
+them, and the wait stands before it.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ft.state.snapshot.buffers import Part, Slot
+from ft.state.snapshot.layout import CHUNK, Table
+
+_DEVICE_BATCH = 64 * CHUNK
+_CHUNKS_PER_NOTICE = 4
+
+
+class Progress:
+    """How far a slot has been filled; sections are filled one after another, chunks in order.
+
+    Attributes:
+        seconds: what the copy took, None while it runs.
+    """
+
+    def __init__(self):
+        self._ready: dict[int, int] = {}
+        self._ended = threading.Event()
+        self._changed = threading.Condition()
+        self._began = time.perf_counter()
+        self.error: BaseException | None = None
+        self.seconds: float | None = None
+
+    def advance(self, part: Part, ready: int) -> None:
+        with self._changed:
+            self._ready[id(part)] = ready
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None = None) -> None:
+        with self._changed:
+            self.error, self.seconds = error, time.perf_counter() - self._began
+            self._ended.set()
+            self._changed.notify_all()
+
+    def ready(self, part: Part, wanted: int) -> int:
+        """Waits until ``wanted`` chunks of ``part`` are written; returns how many are.
+
+        Raises:
+            RuntimeError: the copy has failed.
+        """
+        if self._ended.is_set() and self.error is None:
+            return len(part.checksums)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended.is_set() or self._ready.get(id(part), 0) >= wanted)
+            if self.error is not None:
+                raise RuntimeError(f"the snapshot could not be copied: {self.error}") from self.error
+            return len(part.checksums) if self._ended.is_set() else self._ready.get(id(part), 0)
+
+    def wait(self) -> None:
+        """Waits for the end of the copy, good or bad."""
+        self._ended.wait()
+
+
+@dataclass
+class _Batch:
+    """Pieces of tensors that fill the chunks ``first`` to ``last`` of a part, and where they go."""
+
+    part: Part
+    first: int
+    last: int
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+
+
+class Plan:
+    """What is copied where for one slot and one set of live tensors; made once, used every other step."""
+
+    def __init__(self, slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]):
+        self.parts = dict(slot.parts)
+        self.sections = dict(sections)
+        live = {name: list(tensors.values()) for name, tensors in sections.items()}
+        self.device = next((t.device for tensors in live.values() for t in tensors if t.device.type != "cpu"), None)
+        size = CHUNK if self.device is None else _DEVICE_BATCH
+        self.batches = [b for name, part in self.parts.items() for b in _batches(part, live[name], size)]
+        self.nbytes = sum(part.table.nbytes for part in self.parts.values())
+
+    def fits(self, slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+        """Whether the plan is the one for these; mappings of tensors are told apart by identity."""
+        return self.sections.keys() == sections.keys() and all(
+            self.parts.get(name) is slot.parts.get(name) and self.sections[name] is sections[name] for name in sections
+        )
+
+
+def _batches(part: Part, tensors: Sequence[torch.Tensor], size: int) -> list[_Batch]:
+    count = -(-part.table.nbytes // size)
+    per_batch, chunks = size // CHUNK, len(part.checksums)
+    batches = [_Batch(part, i * per_batch, min((i + 1) * per_batch, chunks)) for i in range(count)]
+    for entry, tensor, target in zip(part.table.entries, tensors, part.tensors(), strict=True):
+        if not tensor.numel():
+            continue
+        source = tensor.detach()
+        if not source.is_contiguous():  # cannot be cut: it goes whole, before the first chunk it reaches into
+            batches[entry.offset // size].targets.append(target)
+            batches[entry.offset // size].sources.append(source)
+            continue
+        source, target, item = source.view(-1), target.view(-1), source.element_size()
+        begin = 0
+        while begin < source.numel():
+            at = entry.offset + begin * item
+            end = min(source.numel(), begin + ((at // size + 1) * size - at) // item)
+            batches[at // size].targets.append(target[begin:end])
+            batches[at // size].sources.append(source[begin:end])
+            begin = end
+    return batches
+
+
+class Copier:
+    """One background thread that fills slots; ``close`` ends it."""
+
+    def __init__(self):
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = threading.Thread(target=self._run, name="ft-snapshot-copy", daemon=True)
+        self._thread.start()
+
+    def start(self, plan: Plan, done: Callable[[BaseException | None], None]) -> Progress:
+        """Begins to fill the plan's slot; ``done(error)`` is called in the background before the progress ends."""
+        progress = Progress()
+        events = self._queue_on_device(plan) if plan.device is not None else [None] * len(plan.batches)
+        self._jobs.put((plan, events, progress, done))
+        return progress
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _queue_on_device(self, plan: Plan) -> list[torch.cuda.Event]:
+        stream = self._streams.setdefault(plan.device, torch.cuda.Stream(plan.device))
+        stream.wait_stream(torch.cuda.current_stream(plan.device))
+        events = []
+        with torch.cuda.stream(stream), torch.no_grad():
+            for batch in plan.batches:
+                if batch.targets:
+                    torch._foreach_copy_(batch.targets, batch.sources, non_blocking=True)
+                event = torch.cuda.Event(blocking=True)
+                event.record(stream)
+                events.append(event)
+        return events
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            plan, events, progress, done = job
+            error = None
+            try:
+                _fill(plan, events, progress)
+            except BaseException as failure:
+                error = failure
+            done(error)
+            progress.end(error)
+            del job, plan, events, progress, done, error  # nothing is held while the thread waits
+
+
+@torch.no_grad()
+def _fill(plan: Plan, events: list, progress: Progress) -> None:
+    for batch, event in zip(plan.batches, events, strict=True):
+        if event is not None:
+            event.synchronize()
+        elif batch.targets:
+            torch._foreach_copy_(batch.targets, batch.sources)
+        for index in range(batch.first, batch.last):
+            batch.part.seal(index)
+        if batch.last % _CHUNKS_PER_NOTICE == 0 or batch.last == len(batch.part.checksums):
+            progress.advance(batch.part, batch.last)
+
+
+@torch.no_grad()
+def write_back(slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Copies a snapshot into the live tensors."""
+    for name, tensors in sections.items():
+        live = [tensor.detach() for tensor in tensors.values()]
+        if live:
+            torch._foreach_copy_(live, slot.parts[name].tensors())
+
+
+def tables_of(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Table]:
+    return {name: Table.of(tensors) for name, tensors in sections.items()}

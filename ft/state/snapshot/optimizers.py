@@ -1,0 +1,140 @@
+"""What a rank's state needs from torch's optimizers below megatron-core's."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ft.base.errors import UserError
+
+
+def parts(optimizer: Any) -> list:
+    """The optimizers of core that one consists of; dense and expert parameters have one each. Stubs have no tensors."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in chained if getattr(part, "optimizer", None) is not None]
+
+
+def is_torchs(part: Any) -> bool:
+    """Whether one of core's is around one of torch's own, which counts steps for each parameter; Apex's and Transformer
+    Engine's count them for a group."""
+    return type(part.optimizer).__module__.startswith("torch.optim")
+
+
+@torch.no_grad()
+def allocate(inner: torch.optim.Optimizer) -> None:
+    """Makes the state of parameters that have none yet as it is before a first step: all zeros.
+
+    One parameter at a time, so that no more memory is needed than for one gradient; no weight changes.
+    """
+    everyone = [p for group in inner.param_groups for p in group["params"] if p is not None]
+    fresh = [p for p in everyone if not inner.state.get(p)]
+    if not fresh:
+        return
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
+    with warnings.catch_warnings():  # about gradients of views, which core's shards are
+        warnings.simplefilter("ignore", UserWarning)
+        gradients = [p.grad for p in everyone]
+        for p in everyone:
+            p.grad = None
+        for group in inner.param_groups:
+            group.update({key: 0.0 for key in ("lr", "weight_decay") if key in group})
+        for p in fresh:
+            p.grad = torch.zeros_like(p)
+            inner.step()
+            p.grad = None
+            for value in inner.state.get(p, {}).values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        for p, gradient in zip(everyone, gradients, strict=True):
+            p.grad = gradient
+    for group, values in zip(inner.param_groups, kept, strict=True):
+        set_numbers(group, values)
+
+
+@torch.no_grad()
+def forget(inner: torch.optim.Optimizer) -> None:
+    """Makes all state as it is before a first step; parameters stay."""
+    for _, _, of, key in entries(inner):
+        if key == "main":
+            continue
+        if isinstance(of[key], torch.Tensor):
+            of[key].zero_()
+        elif of[key] is not None:
+            of[key] = type(of[key])(0)
+    for group in inner.param_groups:
+        if isinstance(group.get("step"), torch.Tensor):
+            group["step"].zero_()
+        else:
+            group.pop("step", None)  # optimizers that count by groups begin with none
+
+
+def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str]]:
+    """Every value of the state and every parameter.
+
+    Yields:
+        (name, parameter group, the mapping that holds the value, its key); parameters as key 0 of a mapping.
+    """
+    for number, group in enumerate(inner.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter is None:
+                continue
+            name = f"{number}/{index}"
+            yield f"{name}/main", group, {"main": parameter}, "main"
+            state = inner.state.get(parameter, {})
+            for key in sorted(state):
+                yield f"{name}/{key}", group, state, key
+
+
+def numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """What is not a tensor of a parameter group, of a schedule's or a loss scaler's state.
+
+    Raises:
+        UserError: a value is none that JSON holds.
+    """
+    kept = {key: value for key, value in values.items() if key != "params" and not isinstance(value, torch.Tensor)}
+    for key, value in kept.items():
+        if not _is_plain(value):
+            raise UserError(
+                f"{key!r} of an optimizer or schedule is of type {type(value).__name__}, which no snapshot can hold",
+                "use an optimizer and a schedule whose state is tensors, numbers and text",
+            )
+    return kept
+
+
+def set_numbers(values: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Puts what :func:`numbers` took back; keys that were not there then go, tensors and parameters stay."""
+    for key in [k for k, v in values.items() if k not in saved and k != "params" and not isinstance(v, torch.Tensor)]:
+        del values[key]
+    for key, value in saved.items():
+        values[key] = tuple(value) if isinstance(values.get(key), tuple) and isinstance(value, list) else value
+
+
+def scaler_state(part: Any) -> dict[str, Any] | None:
+    """The loss scaler of one of core's optimizers: {"scale": float, counters}, None where there is none."""
+    scaler = getattr(part, "grad_scaler", None)
+    if scaler is None:
+        return None
+    return {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()}
+
+
+def set_scaler(part: Any, saved: dict[str, Any] | None) -> None:
+    if saved:
+        state = {**saved, "scale": torch.tensor([saved["scale"]], dtype=torch.float)}
+        part.grad_scaler.load_state_dict(state)
+
+
+def set_schedule(scheduler: Any, saved: dict[str, Any]) -> None:
+    """Puts a schedule back. Core's own ``load_state_dict`` would count on from where it is, and talks."""
+    if all(key in vars(scheduler) for key in saved):
+        vars(scheduler).update(saved)
+    else:
+        scheduler.load_state_dict(saved)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,94 @@
+"""Finding a sound snapshot: the own one, else the peers' copies, one after the other (paper, section VI-E)."""
+
+from collections.abc import Mapping, Sequence
+
+from ft.base.errors import FallbackError
+from ft.job.messages import Source
+from ft.state.snapshot.buffers import Slot
+from ft.state.snapshot.layout import Table
+from ft.state.snapshot.state import OWNED, REPLICATED
+from ft.state.snapshot.transport import Cancelled, CopyUnusable, PeerLost, Transport, Wanted
+
+
+class Restorer:
+    """For one logical rank.
+
+    Attributes:
+        holders: who is asked for a peer copy beside the source that was named. replicas: who is asked for the
+            replicated state, besides.
+    """
+
+    def __init__(self, transport: Transport, rank: int, holders: Sequence[int], replicas: Sequence[int]):
+        self._transport, self._own, self._rank = transport, transport.stock.own, rank
+        self.holders, self.replicas = list(holders), list(replicas)
+
+    def find(
+        self, tables: Mapping[str, Table], step: int, source: Source, envelope_only: bool, epoch: int
+    ) -> tuple[Slot | None, dict[str, str]]:
+        """A verified snapshot of ``step`` in an own slot, fetched into it if need be.
+
+        Returns:
+            (the slot, where each section came from); (None, {}) when ``epoch`` was cancelled meanwhile.
+
+        Raises:
+            FallbackError: no source has a usable one.
+        """
+        problems: list[str] = []
+        if source.owned == self._rank:
+            slot = self._sound_own(tables, step, envelope_only, problems)
+            if slot is not None:
+                return slot, {OWNED: "own", REPLICATED: "own"}
+        slot = self._own.begin(step, epoch, tables)
+        complete = False
+        try:
+            how = self._fetch_all(slot, step, source, epoch, problems)
+            complete = True
+        except Cancelled:
+            return None, {}
+        finally:
+            if complete:
+                self._own.commit(slot)
+            else:
+                self._own.drop(slot)
+        return slot, how
+
+    def _sound_own(
+        self, tables: Mapping[str, Table], step: int, envelope_only: bool, problems: list[str]
+    ) -> Slot | None:
+        slot = self._own.find(step)
+        if slot is None:
+            problems.append(f"own snapshot: there is none (held: {self._own.steps()})")
+            return None
+        damage = slot.damage(envelope_only)
+        if damage is None and any(slot.parts[name].table != table for name, table in tables.items()):
+            damage = "its layout"
+        if damage is not None:
+            problems.append(f"own snapshot is damaged: {damage}")
+            self._own.drop(slot)
+            return None
+        return slot
+
+    def _fetch_all(self, slot: Slot, step: int, source: Source, epoch: int, problems: list[str]) -> dict[str, str]:
+        holder, meta = self._fetch(slot, OWNED, source.owned, self._rank, step, epoch, problems)
+        slot.set_meta(meta)
+        how = {OWNED: f"copy:{holder}", REPLICATED: "none"}
+        if slot.parts[REPLICATED].table.nbytes:
+            holder, _ = self._fetch(slot, REPLICATED, source.replicated, None, step, epoch, problems)
+            how[REPLICATED] = f"peer:{holder}"
+        return how
+
+    def _fetch(
+        self, slot: Slot, section: str, first: int, owner: int | None, step: int, epoch: int, problems: list[str]
+    ) -> tuple[int, bytes]:
+        """Fetches one section from the first holder that has it; ``owner`` None: of the holder's own snapshot."""
+        others = self.replicas if owner is None else self.holders
+        holders = [holder for holder in dict.fromkeys((first, *others)) if holder != self._rank]
+        for holder in holders:
+            wanted = Wanted(holder, holder if owner is None else owner, step, section, epoch)
+            try:
+                return holder, self._transport.fetch(wanted, slot.parts[section])
+            except (CopyUnusable, PeerLost) as error:
+                problems.append(str(error))
+        raise FallbackError(
+            f"logical rank {self._rank} finds no usable snapshot of step {step} ({section}): " + "; ".join(problems)
+        )

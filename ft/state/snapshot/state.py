@@ -1,0 +1,65 @@
+"""What a snapshot is made of, and the small part of it that is no tensor."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ft.base.errors import FallbackError
+
+OWNED, REPLICATED = "owned", "replicated"
+"""The two sections of a snapshot. Only the first one goes to peers."""
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass
+class RankState:
+    """One rank's state at a committed step (paper, section V-B); the tensors are the live ones.
+
+    Attributes:
+        owned: tensors that no other rank has, by name.
+        replicated: tensors that every data-parallel peer has bit for bit, by name.
+        envelope: JSON values beside the tensors.
+        blobs: byte strings beside the tensors, such as the states of random number generators.
+    """
+
+    owned: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    replicated: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    envelope: dict[str, Any] = field(default_factory=dict)
+    blobs: dict[str, bytes] = field(default_factory=dict)
+
+    def sections(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        return {OWNED: self.owned, REPLICATED: self.replicated}
+
+
+def pack_meta(envelope: dict[str, Any], blobs: dict[str, bytes]) -> bytes:
+    """Envelope and blobs as bytes: length of the head, head (JSON), blobs one after another."""
+    head = json.dumps(
+        {"envelope": envelope, "blobs": {name: len(blob) for name, blob in blobs.items()}}, separators=(",", ":")
+    ).encode()
+    return b"".join((_LENGTH.pack(len(head)), head, *blobs.values()))
+
+
+def unpack_meta(data: bytes) -> RankState:
+    """The inverse of :func:`pack_meta`, as a state without tensors.
+
+    Raises:
+        FallbackError: these bytes are none.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        at = _LENGTH.size + length
+        head = json.loads(data[_LENGTH.size : at])
+        blobs = {}
+        for name, size in head["blobs"].items():
+            blobs[name] = bytes(data[at : at + size])
+            at += size
+        if at != len(data):
+            raise ValueError(f"{len(data)} bytes, {at} announced")
+        return RankState(envelope=head["envelope"], blobs=blobs)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise FallbackError(f"not the envelope of a snapshot ({type(error).__name__}: {error})") from error

@@ -1,0 +1,325 @@
+"""A worker's snapshots over the life of a run: taken after every step, safe with peers before the next one."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ft.base.errors import EpochClosed, FallbackError
+from ft.job.messages import Holdings, Source
+from ft.state.snapshot.buffers import Slot
+from ft.state.snapshot.copier import Copier, Plan, Progress, tables_of, write_back
+from ft.state.snapshot.layout import Table
+from ft.state.snapshot.restore import Restorer
+from ft.state.snapshot.state import OWNED, RankState, pack_meta, unpack_meta
+from ft.state.snapshot.transport import Outgoing, PeerLost, Transport
+
+
+@dataclass
+class TakeStats:
+    """What one snapshot cost; seconds, None where it is not over.
+
+    Attributes:
+        bytes_d2h: copied into host memory here. bytes_h2h: sent, to all peers together.
+        take_s: in ``take``, on the training thread. copy_s: background, until the own copy was complete.
+        transfer_s: from ``take`` to the last peer's answer. wait_s: exposed: ``wait`` held the training thread so long.
+    """
+
+    step: int
+    bytes_d2h: int
+    bytes_h2h: int
+    take_s: float
+    copy_s: float | None = None
+    transfer_s: float | None = None
+    wait_s: float | None = None
+
+
+class Snapshots:
+    """Takes, replicates and restores (paper, sections V-B, VI-A, VI-E); called from the training thread except for
+    ``interrupt``.
+
+    Args:
+        transport: this worker's end; closed by whoever made it.
+        rank: own logical rank. peers: logical ranks that hold its copies (:func:`ft.state.placement.assign.place`).
+        replicas: logical ranks that have the same replicated state; default: the peers.
+        timeout_s: longest wait for the peers.
+        on_failure: called in ``wait`` with (what failed, the error) before it raises; it may block until the epoch is
+            over.
+
+    Attributes:
+        peers: they may be changed between a restore and the next ``take``, which goes to the new ones.
+        stats: of the last ``take``. restored_envelope: of the last ``restore``, as a state without tensors.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        rank: int,
+        peers: Sequence[int],
+        replicas: Sequence[int] | None = None,
+        timeout_s: float = 120.0,
+        on_failure: Callable[[str, Exception], None] | None = None,
+    ):
+        self.rank, self.peers = rank, list(peers)
+        self._transport, self._stock = transport, transport.stock
+        self._stock.rank = rank
+        self._timeout, self._on_failure = timeout_s, on_failure
+        self._copier = Copier()
+        self._restorer = Restorer(transport, rank, peers, peers if replicas is None else replicas)
+        self._tables: tuple[list, dict[str, Table]] | None = None
+        self._plans: dict[int, Plan] = {}
+        self._changed = threading.Condition()
+        self._taken_at = 0.0
+        self._epoch, self._closed, self._reason = -1, -1, ""
+        self._taken = self._safe = 0
+        self._progress: Progress | None = None
+        self._pending: dict[int, Exception | None] = {}
+        self._failed: dict[int, Exception] = {}
+        self.stats: TakeStats | None = None
+        self.restored_envelope = RankState()
+
+    @property
+    def lag(self) -> int:
+        """Steps between the last snapshot taken and the newest that all peers hold."""
+        return self._taken - self._safe
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Host memory in bytes: {"own": both own buffers, "copies": those held for others}."""
+        return self._stock.nbytes()
+
+    def place(self, addresses: Mapping[int, str]) -> None:
+        """Tells where each logical rank's worker is reached in this epoch."""
+        self._transport.place(addresses)
+
+    def held_by(self, holders: Sequence[int]) -> None:
+        """Tells who has been given this worker's copies up to now: they are asked for them in a restore."""
+        self._restorer.holders = list(holders)
+
+    def forget_before(self, epoch: int) -> list[int]:
+        """Frees copies of owners that have sent none in ``epoch``: they send them elsewhere now. Returns those owners.
+
+        Only when every worker's first snapshot of ``epoch`` is safe: until then these copies are what protects.
+        """
+        return self._stock.forget_before(epoch)
+
+    def take(self, state: RankState, step: int, epoch: int) -> None:
+        """Starts to copy ``state`` into host memory and to send what is owned to the peers; returns at once.
+
+        Until ``wait`` has returned the tensors must not change. An unfinished earlier one is waited for first.
+        """
+        self.wait()
+        began = time.perf_counter()
+        sections = state.sections()
+        slot = self._stock.own.begin(step, epoch, self._tables_of(sections), own=True)
+        slot.set_meta(pack_meta({"step": step, "epoch": epoch, "rank": self.rank, **state.envelope}, state.blobs))
+        plan = self._plan(slot, sections)
+        part, meta = slot.parts[OWNED], slot.meta
+        sent = (part.table.nbytes + len(meta)) * len(self.peers)
+        with self._changed:
+            self._epoch, self._taken, self._taken_at = epoch, step, began
+            self._pending = dict.fromkeys(self.peers)
+            self._failed = {}
+            self.stats = stats = TakeStats(step, plan.nbytes + len(meta), sent, 0.0)
+        self._progress = self._copier.start(plan, lambda error: self._copied(slot, error))
+        outgoing = Outgoing(self.rank, step, epoch, part, meta, self._progress)
+        for peer in self.peers:
+            self._transport.send(peer, outgoing, lambda error, peer=peer: self._sent(peer, step, epoch, error))
+        if not self.peers:
+            self._safe = step
+        stats.take_s = time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Waits until the last snapshot is complete here and with all peers: the one wait before the optimizer step.
+
+        Raises:
+            EpochClosed: ``interrupt`` was called for its epoch.
+            PeerLost: a peer does not take its copy, or not within ``timeout_s``.
+        """
+        if self._progress is None:
+            return
+        began = time.perf_counter()
+        self._progress.wait()
+        self.stats.copy_s = self._progress.seconds
+        with self._changed:
+            ended = self._changed.wait_for(
+                lambda: not self._pending or self._failed or self._closed >= self._epoch, self._timeout
+            )
+            pending, failed = list(self._pending), dict(self._failed)
+        self.stats.wait_s = time.perf_counter() - began
+        if self._closed >= self._epoch:
+            raise EpochClosed(self._closed, self._reason)
+        if self._progress.error is not None:
+            raise self._progress.error
+        if not ended:
+            failed = {peer: PeerLost(f"no answer within {self._timeout:g} s") for peer in pending}
+        for peer, error in failed.items():
+            if self._on_failure is not None:
+                self._on_failure(f"snapshot to rank {peer}", error)
+            if self._closed >= self._epoch:
+                raise EpochClosed(self._closed, self._reason) from error
+            raise PeerLost(
+                f"the snapshot of step {self._taken} is not safe with logical rank {peer}: {error}"
+            ) from error
+        self._progress = None
+
+    def interrupt(self, epoch: int, reason: str) -> None:
+        """``epoch`` is over: a blocked ``wait`` or ``restore`` raises EpochClosed, transfers end; from any thread."""
+        with self._changed:
+            if epoch > self._closed:
+                self._closed, self._reason = epoch, reason
+            self._changed.notify_all()
+        self._transport.cancel(epoch)
+
+    def settle(self) -> None:
+        """At an interruption: lets the own copy finish and gives up all transfers of the epoch.
+
+        Afterwards nothing changes what is held until the next epoch's snapshots.
+        """
+        self._transport.cancel(self._epoch)
+        if self._progress is not None:
+            self._progress.wait()
+            self._progress = None
+        with self._changed:
+            self._pending = {}
+        self._transport.quiesce()
+
+    def holdings(self) -> Holdings:
+        """Steps of the complete snapshots held here."""
+        return self._stock.holdings()
+
+    def restore(
+        self, state: RankState, step: int, source: Source, *, keep_tensors: bool = False, epoch: int | None = None
+    ) -> dict[str, str]:
+        """Writes the snapshot of ``step`` into the live tensors of ``state``; ``restored_envelope`` is the rest of it.
+
+        Own snapshots are verified first. When a source turns out unusable the next one is tried: own snapshot, peers.
+        Snapshots of later steps are forgotten: they are of a future that will not be.
+
+        Args:
+            keep_tensors: the live tensors are those of ``step`` still; only the envelope is read.
+            epoch: the one the restore belongs to; ``interrupt`` of it ends the restore. Default: the one after the
+                last snapshot's.
+
+        Returns:
+            {"owned": "own" or "copy:RANK", "replicated": "own", "peer:RANK" or "none"}.
+
+        Raises:
+            FallbackError: no source is usable; the message says why for each.
+            EpochClosed: interrupted.
+        """
+        epoch = max(self._closed, self._epoch) + 1 if epoch is None else epoch
+        self._leave_what_was(epoch)
+        tables = self._tables_of(state.sections())
+        slot, how = self._restorer.find(tables, step, source, keep_tensors, epoch)
+        if slot is None:
+            raise EpochClosed(max(self._closed, epoch), self._reason)
+        if not keep_tensors or how["owned"] != "own":
+            write_back(slot, state.sections())
+        self.restored_envelope = unpack_meta(slot.meta)
+        self._stock.drop_after(step)
+        self._taken = self._safe = step
+        return how
+
+    def begin_at(self, step: int, epoch: int) -> None:
+        """The live state of ``step`` comes from elsewhere than a snapshot; those of later steps are forgotten.
+
+        Raises:
+            EpochClosed: ``epoch`` is over.
+        """
+        self._leave_what_was(epoch)
+        self._stock.drop_after(step)
+        self._taken = self._safe = step
+
+    def corrupt(self, owner: int | None = None, byte: int = 0, step: int | None = None) -> int:
+        """Flips one bit of a snapshot held here, as failing memory would: for fault injection.
+
+        Args:
+            owner: whose; default: its own. byte: which one of its owned tensors. step: default: the newest.
+
+        Returns:
+            step of the damaged snapshot.
+
+        Raises:
+            FallbackError: there is none.
+        """
+        owner = self.rank if owner is None else owner
+        slot = self._stock.find(owner, step)
+        if slot is None or not slot.parts[OWNED].buffer.nbytes:
+            raise FallbackError(f"no snapshot of rank {owner} to corrupt here: {self.holdings()}")
+        view = slot.parts[OWNED].buffer.view
+        view[byte % len(view)] ^= 1
+        return slot.step
+
+    def forget_newest_copies(self) -> list[int]:
+        """Loses the newest copy held for each peer: for fault injection. Returns the owners whose copy it was."""
+        owners = [int(owner) for owner in self.holdings().copies]
+        for owner in owners:
+            copies = self._stock.copies(owner)
+            copies.drop(copies.find())
+        return owners
+
+    def relapse(self, state: RankState) -> int:
+        """Writes what is owned of the oldest own snapshot into the live tensors: for fault injection.
+
+        Returns:
+            step of that snapshot.
+
+        Raises:
+            FallbackError: there is no snapshot but the one of the live state.
+        """
+        if self._progress is not None:
+            self._progress.wait()
+        steps = self._stock.own.steps()
+        if len(steps) < 2:
+            raise FallbackError(f"no earlier snapshot to go back to (held: {steps})")
+        write_back(self._stock.own.find(steps[0]), {OWNED: state.sections()[OWNED]})
+        return steps[0]
+
+    def close(self) -> None:
+        """Ends the background thread; buffers are freed with the transport."""
+        self.settle()
+        self._copier.close()
+        self._plans.clear()
+
+    def _leave_what_was(self, epoch: int) -> None:
+        """Before a state is put in place in ``epoch``: nothing of the last one is under way any more."""
+        if epoch <= self._closed:
+            raise EpochClosed(self._closed, self._reason)
+        if epoch > self._epoch:
+            self.settle()
+        elif self._progress is not None:
+            self._progress.wait()
+
+    def _copied(self, slot: Slot, error: BaseException | None) -> None:
+        if error is None:
+            self._stock.own.commit(slot)
+        else:
+            self._stock.own.drop(slot)
+
+    def _sent(self, peer: int, step: int, epoch: int, error: Exception | None) -> None:
+        with self._changed:
+            if (step, epoch) != (self._taken, self._epoch) or peer not in self._pending:
+                return
+            if error is not None:
+                self._failed[peer] = error
+            else:
+                del self._pending[peer]
+                if not self._pending:
+                    self._safe = step
+                    self.stats.transfer_s = time.perf_counter() - self._taken_at
+            self._changed.notify_all()
+
+    def _tables_of(self, sections: Mapping[str, Mapping]) -> dict[str, Table]:
+        """Tables of the live tensors; made once for the same mappings."""
+        mappings = list(sections.values())
+        if self._tables is None or not all(a is b for a, b in zip(self._tables[0], mappings, strict=True)):
+            self._tables = (mappings, tables_of(sections))
+        return self._tables[1]
+
+    def _plan(self, slot: Slot, sections: Mapping[str, Mapping]) -> Plan:
+        plan = self._plans.get(id(slot))
+        if plan is None or not plan.fits(slot, sections):
+            plan = self._plans[id(slot)] = Plan(slot, sections)
+        return plan

@@ -1,0 +1,153 @@
+"""Frames on a connection between snapshot servers.
+
+    frame:  magic "FTSN" | version u16 | 0 u16 | length u32 | checksum u32 | header: JSON object of that length
+    body:   a table and an envelope of the lengths that the header announces
+    chunks: up to 1 MiB each, behind its index u32 and its checksum u32 (:func:`ft.state.snapshot.layout.checksum`)
+
+Nothing is believed before it is checked: a stranger's bytes cost a connection, no memory.
+"""
+
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from ft.state.snapshot.buffers import Part
+from ft.state.snapshot.layout import CHUNK, FORMAT, checksum
+
+MAGIC = b"FTSN"
+MAX_HEADER = 64 << 10
+MAX_BODY = 256 << 20
+_FRAME, _CHUNK_HEAD = struct.Struct("<4sHHII"), struct.Struct("<II")
+_BUFFER = 4 << 20
+
+
+class BadFrame(Exception):
+    """What came is no frame of this version, or one with impossible content."""
+
+
+class Wire:
+    """One connection.
+
+    Reads and writes block until they are done; one that makes no progress for ``patience_s`` raises TimeoutError, one
+    whose other end is gone ConnectionError.
+
+    Attributes:
+        is_shut: it was shut down from this end. disturb: for fault injection: what is sent in place of a chunk, by its
+            index, the number of chunks and the pieces that it is sent in.
+    """
+
+    def __init__(self, connection: socket.socket, patience_s: float):
+        self._socket = connection
+        self.is_shut = False
+        self.disturb: Callable[[int, int, list], list[list]] | None = None
+        connection.settimeout(None)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+        self.be_patient(patience_s)
+
+    def be_patient(self, seconds: float) -> None:
+        """Sets the limit for one blocking call; 0: none. In the kernel, so that a whole chunk is one call."""
+        whole = int(seconds)
+        limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def send(self, header: dict[str, Any], *bodies: bytes) -> None:
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) > MAX_HEADER:
+            raise BadFrame(f"a header of {len(text)} bytes; at most {MAX_HEADER} are allowed")
+        self._send([_FRAME.pack(MAGIC, FORMAT, 0, len(text), checksum(text)), text, *bodies])
+
+    def receive(self) -> dict[str, Any]:
+        """The next header.
+
+        Raises:
+            BadFrame: something else has come.
+        """
+        magic, version, _, length, expected = _FRAME.unpack(self.take(_FRAME.size, _FRAME.size))
+        if magic != MAGIC:
+            raise BadFrame(f"starts with {bytes(magic)!r}: no snapshot peer")
+        if version != FORMAT:
+            raise BadFrame(f"speaks version {version} of the snapshot format, this end version {FORMAT}")
+        text = self.take(length, MAX_HEADER)
+        if checksum(text) != expected:
+            raise BadFrame("a header with a wrong checksum")
+        try:
+            header = json.loads(text)
+        except ValueError as error:
+            raise BadFrame(f"a header that is no JSON: {error}") from error
+        if not isinstance(header, dict) or not isinstance(header.get("kind"), str):
+            raise BadFrame("a header without a kind")
+        return header
+
+    def take(self, length: int, limit: int = MAX_BODY) -> bytearray:
+        """The next ``length`` bytes, refused above ``limit``."""
+        if not 0 <= length <= limit:
+            raise BadFrame(f"{length} bytes announced; at most {limit} are allowed")
+        data = bytearray()
+        while len(data) < length:  # piece by piece: memory is given for what has come, not for what was announced
+            piece = bytearray(min(CHUNK, length - len(data)))
+            self._fill(memoryview(piece))
+            data += piece
+        return data
+
+    def send_part(self, part: Part, ready: Callable[[int], int] | None = None) -> None:
+        """Sends ``part`` with its noted checksums; ``ready(n)`` waits for n chunks and returns how many there are."""
+        available = len(part.checksums) if ready is None else 0
+        for index, _ in enumerate(part.checksums):
+            if index >= available:
+                available = ready(index + 1)
+            pieces = [_CHUNK_HEAD.pack(index, part.checksums[index]), part.chunk(index)]
+            for sent in [pieces] if self.disturb is None else self.disturb(index, len(part.checksums), pieces):
+                self._send(sent)
+
+    def receive_part(self, part: Part) -> int | None:
+        """Fills ``part`` and its checksums; index of the first damaged chunk, None when all are right.
+
+        A chunk out of its turn counts as damaged: its own checksum says nothing about its place.
+        """
+        damaged = None
+        head = memoryview(bytearray(_CHUNK_HEAD.size))
+        for index in range(len(part.checksums)):
+            chunk = part.chunk(index)
+            self._fill(head)
+            self._fill(chunk)
+            place, part.checksums[index] = _CHUNK_HEAD.unpack(head)
+            if damaged is None and (place != index or checksum(chunk) != part.checksums[index]):
+                damaged = index
+        return damaged
+
+    def shutdown(self) -> None:
+        """Wakes whoever is blocked on this connection, with ConnectionError; any thread."""
+        self.is_shut = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, pieces: list) -> None:
+        try:
+            sent = self._socket.sendmsg(pieces)
+            for piece in pieces:
+                if sent < len(piece):
+                    self._socket.sendall(memoryview(piece)[sent:])
+                sent = max(0, sent - len(piece))
+        except BlockingIOError as error:
+            raise TimeoutError("the other end does not read") from error
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            try:
+                got = self._socket.recv_into(view, min(len(view), CHUNK), socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise TimeoutError("the other end does not write") from error
+            if not got:
+                raise ConnectionError("the other end has closed the connection")
+            view = view[got:]

@@ -1,0 +1,1 @@
+"""The published systems: each folder holds one paper's idea."""

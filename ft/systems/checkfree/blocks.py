@@ -1,0 +1,84 @@
+"""The transformer blocks of a stage, out of a model of megatron-core and back into it."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ft.base.errors import UserError
+
+_OF_BLOCK = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.(.+)$")
+
+
+class StageBlocks:
+    """Of one rank.
+
+    Args:
+        chunks: model chunks, one: which layers a lost stage held must be those between its neighbours'.
+        whole: the stage consists of blocks and nothing else, as one in the middle does.
+
+    Raises:
+        UserError: there is more than one chunk, or something in a middle stage that is no block's.
+    """
+
+    def __init__(self, chunks: Sequence, *, whole: bool):
+        if len(chunks) != 1:
+            raise UserError(
+                f"{len(chunks)} model chunks on a pipeline stage: its neighbours hold no layers next to each of them",
+                "drop the interleaved schedule (--num-layers-per-virtual-pipeline-stage), or --ft-checkfree",
+            )
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        others = []
+        for name, held in (*chunks[0].named_parameters(), *_learnt_buffers(chunks[0])):
+            place = _OF_BLOCK.search(name)
+            if place is not None:
+                found.setdefault(int(place[1]), {})[place[2]] = held
+            elif isinstance(held, torch.nn.Parameter):
+                others.append(name)
+        if whole and others:
+            raise UserError(
+                f"a stage in the middle holds parameters of no transformer block: {', '.join(others[:3])}",
+                "drop --ft-checkfree: nothing could rebuild them",
+            )
+        self._blocks = [found[number] for number in sorted(found)]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self) -> list[dict[str, torch.Tensor]]:
+        """The live parameters and learnt buffers (a router's expert bias) of each block by their names within it."""
+        return [{name: held.detach() for name, held in block.items()} for block in self._blocks]
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether tensor-parallel ranks hold different parts of the parameter; the same in every block that has it."""
+        return any(getattr(block.get(name), "tensor_model_parallel", False) for block in self._blocks)
+
+    @torch.no_grad()
+    def put(self, blocks: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Writes tensors of the same names and shapes into the model.
+
+        Raises:
+            UserError: they are of another model.
+        """
+        told, own = [_shapes(block) for block in blocks], [_shapes(block) for block in self._blocks]
+        if told != own:
+            raise UserError(
+                f"the neighbours' {len(told)} blocks are not as the lost stage's {len(own)}",
+                "give all stages as many layers of one kind",
+            )
+        for block, new in zip(self._blocks, blocks, strict=True):
+            for name, held in block.items():
+                held.data.copy_(new[name])
+
+
+def _learnt_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What training moves without a gradient: floating-point buffers that are part of the model's state."""
+    for prefix, module in chunk.named_modules():
+        for name, held in module.named_buffers(prefix, recurse=False):
+            own = name.rpartition(".")[2]
+            if held.is_floating_point() and own not in module._non_persistent_buffers_set:
+                yield name, held
+
+
+def _shapes(block: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: held.shape for name, held in block.items()}

@@ -1,0 +1,41 @@
+"""Puts CheckFree+ together for one rank."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from ft.systems.checkfree.plus.doubles import Doubles
+from ft.systems.checkfree.plus.ends import in_place
+from ft.systems.checkfree.plus.pipeline import forward_backward
+from ft.systems.schedule.program import Program
+from megatron.patches import step_state, swapped_pipeline
+
+
+def install(chunk: torch.nn.Module, doubles: Doubles, plan: Callable[[int], Program]) -> None:
+    """Has ``chunk`` (DistributedDataParallel) trained by planned schedules; after core's callbacks are in place.
+
+    Args:
+        plan: the schedule for a number of microbatches.
+    """
+    config = chunk.config
+    finalize = config.finalize_model_grads_func
+    planned = cache(plan)
+
+    def finalize_doubles(model: Any, tokens: torch.Tensor | None = None, **groups: Any) -> None:
+        doubles.sum_tokens(tokens)
+        if config.no_sync_func is not None:
+            step_state.expect_no_backward([chunk])
+        finalize(model, tokens, **groups)
+        doubles.sum_gradients(chunk)
+
+    def run(*, num_microbatches: int, **given: Any) -> list[torch.Tensor]:
+        losses = forward_backward(planned(num_microbatches))(num_microbatches=num_microbatches, **given)
+        return doubles.sum_losses(losses)
+
+    def plainly(by_core: Callable[[], Any]) -> Any:
+        return in_place(chunk, doubles.roles.stage, doubles.roles.stages, by_core)
+
+    config.finalize_model_grads_func = finalize_doubles
+    swapped_pipeline.use(run, plainly)

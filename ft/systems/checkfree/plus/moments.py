@@ -1,0 +1,57 @@
+"""Optimizer state of single parameters of the model."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ft.base.errors import UserError
+from ft.state.snapshot import optimizers
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def refuse_common_steps(optimizer: Any) -> None:
+    """Raises UserError for an optimizer that counts steps for all parameters together: those of a few could not begin
+    anew."""
+    for part in optimizers.parts(optimizer):
+        if not optimizers.is_torchs(part):
+            kind = type(part.optimizer).__name__
+            raise UserError(
+                f"{kind} counts steps for all parameters together: after a rebuild CheckFree+'s copies would part",
+                "use --ft-checkfree, or an optimizer of torch's own (without Apex and Transformer Engine)",
+            )
+
+
+@torch.no_grad()
+def forget(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
+    """Makes this rank's part of the state of ``params`` as it is before a first step of the model as it stands: its
+    weights stay, and main parameters are those, as with whoever is given these weights alone."""
+    params = list(params)
+    for part in optimizers.parts(optimizer):
+        for param in params:
+            main = _main(part, param)
+            if main is None:
+                continue
+            _follow(part, param, main)
+            state = part.optimizer.state.get(main, {})
+            for key, value in state.items():
+                state[key] = value.zero_() if isinstance(value, torch.Tensor) else type(value)(0)
+
+
+def _follow(part: Any, param: torch.nn.Parameter, main: torch.nn.Parameter) -> None:
+    """Rounds the main parameter to what the model has."""
+    whole = param.detach().reshape(-1)
+    if isinstance(part, DistributedOptimizer):
+        mine = part._get_model_param_range_map(param)["param"]
+        whole = whole[mine.start : mine.end]
+    main.data.view(-1).copy_(whole)
+
+
+def _main(part: Any, param: torch.nn.Parameter) -> torch.nn.Parameter | None:
+    """What ``part`` of core's optimizer updates for ``param``; None: nothing on this rank."""
+    if isinstance(part, DistributedOptimizer):
+        if param not in part.model_param_group_index_map:
+            return None
+        group, order = part.model_param_group_index_map[param]
+        return part.optimizer.param_groups[group]["params"][order]
+    return getattr(param, "main_param", param)

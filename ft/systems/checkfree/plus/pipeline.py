@@ -1,0 +1,140 @@
+"""An iteration of megatron-core's model by a ``Program``: forward and backward of each unit are core's own.
+
+A stage at an end of the pipeline embeds, or compares, in some microbatches and not in others: its model is told before
+each forward.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ft.systems.checkfree.plus.ends import Ends
+from ft.systems.checkfree.plus.execution import Execution
+from ft.systems.schedule.program import Program
+from ft.systems.schedule.units import Unit
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config, get_model_type
+from megatron.patches.releases import backward_step
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one iteration: microbatches, samples in one, tokens in a sample."""
+
+    num_microbatches: int
+    micro_batch_size: int
+    seq_length: int
+
+
+class Iteration:
+    """One iteration's units on one stage (``execution.Work``).
+
+    Args:
+        chunk: the stage's model. step: the trainer's forward step, as core's schedules take it. batches: microbatches
+            by number, None where the stage sees no tokens. groups: core's ``ProcessGroupCollection``.
+
+    Attributes:
+        losses: of the microbatches that ended here. tokens: that they counted.
+    """
+
+    def __init__(
+        self, program: Program, chunk: torch.nn.Module, step: Callable, batches: Sequence, sizes: Sizes, groups: Any
+    ):
+        self._program, self._chunk, self._step, self._batches = program, chunk, step, batches
+        self._count, self._groups = sizes.num_microbatches, groups
+        self._config, self._ends = get_model_config(chunk), Ends(chunk)
+        self._kind = get_model_type(chunk)
+        self._device = torch.cuda.current_device()
+        self._shape = schedules.get_tensor_shapes(
+            seq_length=sizes.seq_length,
+            micro_batch_size=sizes.micro_batch_size,
+            decoder_seq_length=None,
+            config=self._config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )[0]
+        self._is_begun = False
+        self.losses: list[torch.Tensor] = []
+        self.tokens = torch.zeros([], dtype=torch.int, device=self._device)
+
+    def run(self) -> None:
+        """All units of this stage, and the reduction of gradients."""
+        config = self._config
+        # Gradients are reduced when all are there: which microbatch is the last to touch a parameter differs.
+        held_back = contextlib.nullcontext() if config.no_sync_func is None else config.no_sync_func()
+        try:
+            with held_back:
+                Execution(self._program, self._groups.pp, self).run()
+        finally:
+            self._ends.rest()
+        if config.finalize_model_grads_func is not None:
+            counted = self.tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func([self._chunk], counted, pg_collection=self._groups)
+
+    def forward(self, unit: Unit, given: torch.Tensor | None) -> torch.Tensor:
+        """See ``Work``."""
+        routes, number = self._program.routes, unit.microbatch
+        at = routes.position(unit)
+        first, last = at == 0, at == len(routes.ways[number]) - 1
+        self._ends.become(first=first, last=last)
+
+        def in_precision(loader: Any, model: Any) -> tuple[torch.Tensor, Any]:
+            """Core raises outputs to fp32 on the last stage, whatever the microbatch's last one is."""
+            output, loss = self._step(loader, model)
+            return output.to(torch.float32 if last else self._config.pipeline_dtype), loss
+
+        output, counted = schedules.forward_step(
+            in_precision,
+            iter([self._batches[number]]) if first or last else None,
+            self._chunk,
+            self._count,
+            given,
+            self.losses,
+            self._config,
+            cp_group_size=self._groups.cp.size(),
+            is_first_microbatch=not self._is_begun,
+            current_microbatch=number,
+            is_last_stage=last,
+        )
+        self._is_begun = True
+        self.tokens.add_(counted)
+        return output
+
+    def backward(self, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
+        """See ``Work``."""
+        return backward_step(taken, output, gradient, self._kind, self._config)
+
+    def empty(self) -> torch.Tensor:
+        """See ``Work``."""
+        return torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=self._device, requires_grad=True)
+
+    def release(self, output: torch.Tensor) -> None:
+        """See ``Work``."""
+        schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+
+
+def forward_backward(program: Program) -> Callable[..., list[torch.Tensor]]:
+    """What core's ``forward_backward_pipelining_without_interleaving`` is for 1F1B, for ``program``. Training only.
+
+    The function takes core's keywords of data, model and sizes, and ``groups``; it returns the losses of those
+    microbatches that ended on this stage.
+    """
+
+    def run(*, forward_step_func, data_iterator, model, groups, **sizes) -> list[torch.Tensor]:
+        given = Sizes(**sizes)
+        chunk = model[0] if isinstance(model, list) else model
+        batches = _read(data_iterator, given.num_microbatches)
+        iteration = Iteration(program, chunk, forward_step_func, batches, given, groups)
+        iteration.run()
+        return iteration.losses
+
+    return run
+
+
+def _read(loader: Iterator | Sequence | None, count: int) -> list[Any]:
+    """The microbatches of a step, by number: stages do not take them in one order."""
+    loader = loader[0] if isinstance(loader, list) else loader
+    return [None] * count if loader is None else [next(loader) for _ in range(count)]

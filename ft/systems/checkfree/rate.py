@@ -1,0 +1,70 @@
+"""The learning rate of a rebuilt stage: for a while higher than the others', so that it parts from its neighbours."""
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ft.base.errors import UserError
+
+BOOST = 1.1
+"""The paper's (section 4.2); the authors' code has 1.2 for its 500M model."""
+
+_HIGHEST = 100.0
+_KEYS = ("max_lr", "min_lr")
+
+
+@dataclass(frozen=True)
+class Boost:
+    """How much higher, and for how long.
+
+    Attributes:
+        factor: right after a rebuild. decay_steps: falls to 1 in a straight line over so many steps; 0: it stays, as in
+            the paper.
+
+    Raises:
+        UserError: one of them makes no sense.
+    """
+
+    factor: float = BOOST
+    decay_steps: int = 0
+
+    def __post_init__(self):
+        if not 0.0 < self.factor <= _HIGHEST:
+            raise UserError(f"a learning rate x {self.factor}", f"give a factor above 0, up to {_HIGHEST:g}")
+        if self.decay_steps < 0:
+            raise UserError(f"a factor that decays over {self.decay_steps} steps", "give 0 (it stays) or more")
+
+    def at(self, step: int, rebuilt_at: int | None) -> float:
+        """The factor in ``step`` of a stage that was last rebuilt before step ``rebuilt_at``; None: never.
+
+        It follows from the last rebuild alone: repeated failures do not compound.
+        """
+        if rebuilt_at is None or step < rebuilt_at:
+            return 1.0
+        if not self.decay_steps:
+            return self.factor
+        left = max(0.0, 1.0 - (step - rebuilt_at) / self.decay_steps)
+        return 1.0 + (self.factor - 1.0) * left
+
+
+def base_rates(groups: Sequence[MutableMapping[str, Any]]) -> list[dict[str, float]]:
+    """What a parameter group's learning rate follows from, of each group: to be taken once, before any scaling.
+
+    ``max_lr`` and ``min_lr``, which megatron-core 0.16.1's scheduler reads at every step (``lr_mult`` it does not);
+    ``lr`` itself in a group without them, for optimizers without that scheduler.
+    """
+    return [
+        {key: float(group[key]) for key in (_KEYS if group.get(_KEYS[0]) is not None else ("lr",)) if key in group}
+        for group in groups
+    ]
+
+
+def scale(groups: Sequence[MutableMapping[str, Any]], base: Sequence[dict[str, float]], factor: float) -> None:
+    """Sets the rates of parameter groups to ``factor`` times ``base`` (:func:`base_rates`), in place.
+
+    Raises:
+        ValueError: ``base`` is of other groups.
+    """
+    for group, rates in zip(groups, base, strict=True):
+        for key, rate in rates.items():
+            group[key] = rate * factor

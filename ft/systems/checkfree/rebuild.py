@@ -1,0 +1,190 @@
+"""What a lost stage is rebuilt to: the algebra alone, block by block, out of its neighbours' parameters.
+
+CheckFree (section 4.2): W_s = (w_{s-1} W_{s-1} + w_{s+1} W_{s+1}) / (w_{s-1} + w_{s+1}), where each neighbour is
+weighted by its own last gradient norm: raw (before clipping), not squared. The first and the last stage have one
+neighbour only and are a copy of it, which costs little only if the two were trained in each other's place (CheckFree+,
+section 4.3). Embedding and head are none of this: they have replicas.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ft.base.errors import FallbackError, UserError
+
+WEIGHTED, UNIFORM, COPY, RANDOM = STRATEGIES = ("weighted", "uniform", "copy", "random")
+LEAST_WEIGHT = 1e-4
+"""Added to each norm, as in the authors' code: two norms of zero make a uniform average."""
+
+LEFT_TO_TRY = "what is left: a peer copy of the stage (--ft-hot-swap), then the last persistent checkpoint (--load)"
+
+Block = Mapping[str, torch.Tensor]
+"""A transformer block's parameters by their names within the block."""
+
+Initialise = Callable[[str, torch.Tensor, torch.Generator | None], torch.Tensor]
+"""(name, parameter that tells shape, dtype and device, generator) -> a fresh tensor of that kind."""
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A stage that was lost.
+
+    Attributes:
+        blocks: parameters by name of each block, in the order of the stage; none shares memory with a neighbour's.
+        strategy: one of :data:`STRATEGIES`. shares: of the previous and of the following stage, which add up to 1;
+            (0, 0) for random.
+        note: what whoever reads the report should know, "" if there is nothing.
+    """
+
+    blocks: list[dict[str, torch.Tensor]]
+    strategy: str
+    shares: tuple[float, float]
+    note: str = ""
+
+
+def rebuild(
+    previous: Sequence[Block] | None,
+    following: Sequence[Block] | None,
+    weight_previous: float | None,
+    weight_following: float | None,
+    strategy: str = WEIGHTED,
+    generator: torch.Generator | None = None,
+    initialise: Initialise | None = None,
+) -> Rebuilt:
+    """The blocks of the stage between ``previous`` and ``following``.
+
+    Averages are taken in float32 (float64 for float64 parameters) and rounded once to the parameter's own dtype. What
+    is no floating-point number is the previous stage's.
+
+    Args:
+        previous, following: blocks of the neighbours, as many each as the lost stage had; None where the pipeline ends
+            or that stage is lost too. With tensor parallelism those of the same tensor-parallel rank.
+        weight_previous, weight_following: last raw gradient norms; None where there was no step yet. Read by
+            ``weighted`` only: one that is missing or not finite makes the average uniform, and ``note`` says so.
+        strategy: ``copy`` takes the previous stage, the following one where there is no previous.
+        generator, initialise: for ``random``; :func:`fresh` unless told otherwise.
+
+    Raises:
+        UserError: no such strategy, or the neighbours there are cannot make this stage; it names what is left to try.
+        FallbackError: a neighbour holds values that are not finite.
+        ValueError: a norm is negative, which none is.
+    """
+    sources = _sources(previous, following, strategy)
+    for stage in sources:
+        _check_finite(stage, strategy)
+    if strategy == RANDOM:
+        make = initialise or fresh
+        blocks = [{name: make(name, held, generator) for name, held in block.items()} for block in sources[0]]
+        return Rebuilt(blocks, strategy, (0.0, 0.0))
+    if strategy == COPY:
+        blocks = [{name: held.detach().clone() for name, held in block.items()} for block in sources[0]]
+        return Rebuilt(blocks, strategy, (0.0, 1.0) if previous is None else (1.0, 0.0))
+    shares, note = (0.5, 0.5), ""
+    if strategy == WEIGHTED:
+        shares, note = weights(weight_previous, weight_following)
+    pairs = zip(*sources, strict=True)
+    blocks = [{name: _mean(before[name], after[name], shares[1]) for name in before} for before, after in pairs]
+    return Rebuilt(blocks, strategy, shares, note)
+
+
+def weights(norm_previous: float | None, norm_following: float | None) -> tuple[tuple[float, float], str]:
+    """((share of the previous stage, of the following), note): each its norm + :data:`LEAST_WEIGHT`, to a sum of 1.
+
+    Uniform where a norm is missing or not finite: a step that overflowed says nothing of how far a stage has converged,
+    and an infinite weight would make a copy of the very stage that overflowed.
+
+    Raises:
+        ValueError: a norm is negative.
+    """
+    norms = (norm_previous, norm_following)
+    for norm in norms:
+        if norm is not None and norm < 0:
+            raise ValueError(f"a gradient norm of {norm}")
+    unusable = [
+        f"the {where} stage's is {'not known' if norm is None else norm}"
+        for where, norm in zip(("previous", "following"), norms, strict=True)
+        if norm is None or not math.isfinite(norm)
+    ]
+    if unusable:
+        return (0.5, 0.5), f"averaged uniformly, for a gradient norm cannot be a weight: {', '.join(unusable)}"
+    before, after = (float(norm) + LEAST_WEIGHT for norm in norms)
+    largest = max(before, after)  # divided out first: the sum of two large norms may overflow
+    before, after = before / largest, after / largest
+    return (before / (before + after), after / (before + after)), ""
+
+
+def fresh(name: str, like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """A parameter as at the start of training: matrices normal with deviation 0.02, biases 0, norms' weights 1.
+
+    Megatron draws a block's output projections narrower, by its number of layers, and zero-centred norms start at 0:
+    give ``initialise`` for these.
+    """
+    if not like.is_floating_point():
+        return like.detach().clone()
+    if like.dim() < 2:
+        return torch.zeros_like(like) if name.endswith("bias") else torch.ones_like(like)
+    device = like.device if generator is None else generator.device
+    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float32, device=device)
+    return (0.02 * drawn).to(device=like.device, dtype=like.dtype)
+
+
+def _sources(previous: Sequence[Block] | None, following: Sequence[Block] | None, strategy: str):
+    """The neighbours that the strategy reads, checked."""
+    if strategy not in STRATEGIES:
+        raise UserError(f"{strategy!r} is no way to rebuild a stage", f"there are: {', '.join(STRATEGIES)}")
+    there = [stage for stage in (previous, following) if stage is not None]
+    if not there:
+        raise UserError("a stage is lost, and no neighbour of it is left to rebuild it from", LEFT_TO_TRY)
+    if len(there) == 2:
+        _check_alike(previous, following)
+    if strategy in (COPY, RANDOM):
+        return there[:1]
+    if len(there) == 1:
+        missing = "previous" if previous is None else "following"
+        raise UserError(
+            f"a {strategy} average needs both neighbours, and there is no {missing} stage",
+            f"copy the first and the last stage (--ft-checkfree-plus keeps that cheap); {LEFT_TO_TRY}",
+        )
+    return there
+
+
+def _check_alike(previous: Sequence[Block], following: Sequence[Block]) -> None:
+    if len(previous) != len(following):
+        raise UserError(
+            f"the neighbours of the lost stage hold {len(previous)} and {len(following)} transformer blocks: they "
+            "cannot be averaged block by block",
+            f"give every stage as many layers; {LEFT_TO_TRY}",
+        )
+    for place, (before, after) in enumerate(zip(previous, following, strict=True)):
+        if before.keys() != after.keys():
+            only = sorted(before.keys() ^ after.keys())
+            raise UserError(
+                f"block {place} of the neighbours differs: only one of them has {', '.join(only[:3])}", LEFT_TO_TRY
+            )
+        for name, held in before.items():
+            if held.shape != after[name].shape or held.dtype != after[name].dtype:
+                raise UserError(f"{name} of block {place} is {_kind(held)} and {_kind(after[name])}", LEFT_TO_TRY)
+
+
+def _kind(held: torch.Tensor) -> str:
+    return f"{str(held.dtype).removeprefix('torch.')} {list(held.shape)}"
+
+
+def _check_finite(stage: Sequence[Block], strategy: str) -> None:
+    if strategy == RANDOM:
+        return
+    for place, block in enumerate(stage):
+        for name, held in block.items():
+            if held.is_floating_point() and not torch.isfinite(held).all():
+                raise FallbackError(f"{name} of a neighbour's block {place} holds values that are not finite")
+
+
+def _mean(before: torch.Tensor, after: torch.Tensor, share: float) -> torch.Tensor:
+    """Of ``after`` a ``share``. By lerp: what both hold alike stays as it is, bit for bit."""
+    if not before.is_floating_point():
+        return before.detach().clone()
+    wide = torch.promote_types(before.dtype, torch.float32)
+    mixed = torch.lerp(before.detach().to(wide), after.detach().to(device=before.device, dtype=wide), share)
+    return mixed.to(before.dtype)

@@ -1,0 +1,101 @@
+"""``digest``: which backend computes it is a matter of speed alone."""
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ft.systems.dmr.digest import eager, native
+
+Backend = Callable[[torch.Tensor, int, torch.Tensor], None]
+
+
+def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """128 bits of a tensor's dtype, shape and every bit: int64 [2] on its device.
+
+    Two tensors that differ have equal digests with probability <= 2^-64 (``definition.py``): compare all the bits, for
+    the low ones alone do not see a flip of a high one. Elements count in logical order, so strides do not matter.
+    Nothing is synchronised, but for the first digest with a new seed on a device, which copies its keys there, and the
+    trial in ``backend``. A tensor that is not contiguous is copied.
+
+    Args:
+        seed: 0 <= seed < 2^128; digests can be compared only under one seed. A new one costs a millisecond (its keys).
+
+    Raises:
+        UserError: the seed is out of range; a sparse, quantised or meta tensor.
+    """
+    out = torch.empty(2, dtype=torch.int64, device=tensor.device)
+    _backend(tensor.device.type)(tensor, seed, out)
+    return out
+
+
+def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
+    """The digests of tensors of one device: int64 [number of tensors, 2] there; row i is ``digest(tensors[i], seed)``.
+
+    Raises:
+        UserError: as ``digest``.
+        ValueError: the tensors are on several devices.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"digests of tensors on several devices: {', '.join(sorted(map(str, devices)))}")
+    device = devices.pop() if devices else torch.device("cpu")
+    out = torch.empty((len(tensors), 2), dtype=torch.int64, device=device)
+    compute = _backend(device.type)
+    for tensor, row in zip(tensors, out.unbind(), strict=True):
+        compute(tensor, seed, row)
+    return out
+
+
+def writer(device: torch.device | str) -> Backend:
+    """``write(tensor, seed, out)``, which puts ``digest(tensor, seed)`` into ``out``, int64 [2] on ``device``."""
+    return _backend(torch.device(device).type)
+
+
+def backend(device: torch.device | str) -> str:
+    """Who computes digests there: "native" (C), "kernel" (Triton) or "eager" (plain torch).
+
+    The first call for a type of device, or its first digest, tries the fast one out; that compiles and synchronises.
+    """
+    return _backend(torch.device(device).type).__module__.rpartition(".")[2]
+
+
+@functools.cache
+def _backend(device_type: str) -> Backend:
+    """The fastest that is there and gives, in a trial on first use, the digest that plain torch gives."""
+    fast = _fast(device_type)
+    if fast is None:
+        return eager.digest
+    try:
+        fault = None if _agrees(fast, device_type) else "another digest than the definition's: built from other source?"
+    except Exception as error:  # Triton raises whatever its compiler, and the C compiler behind it, meet
+        fault = f"{type(error).__name__}: {error}"
+    if fault is None:
+        return fast
+    print(
+        f"ft: digests on {device_type} come from plain torch, slower: {fast.__module__} gave {fault}"
+        "\n  fix: run pip install again, with a C compiler on the PATH",
+        file=sys.stderr,
+    )
+    return eager.digest
+
+
+def _fast(device_type: str) -> Backend | None:
+    if device_type == "cpu" and native.library() is not None:
+        return native.digest
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from ft.systems.dmr.digest import kernel
+
+        return kernel.digest
+    return None
+
+
+def _agrees(fast: Backend, device_type: str) -> bool:
+    """On 50,003 bytes: several blocks, two levels, and a word that is not full."""
+    tensor = torch.arange(50_003, device=device_type).mul_(40_503).to(torch.uint8)
+    both = torch.empty((2, 2), dtype=torch.int64, device=device_type)
+    fast(tensor, 0, both[0])
+    eager.digest(tensor, 0, both[1])
+    return torch.equal(both[0], both[1])

@@ -1,0 +1,114 @@
+"""What the digest is: its keys, its head and its proof. Every backend computes exactly this.
+
+A tensor's bytes, in logical (row-major) order and filled up with zeros, are little-endian signed 32-bit words
+``w[0], w[1], ...``, cut into blocks of ``WORDS``. A block becomes two 64-bit numbers, one per column ``c``::
+
+    h[c] = sum over i of K[level][c][i] * w[i]        (mod 2^64; the multilinear hash of Lemire and Kaser,
+                                                       "Strongly universal string hashing is fast", 2014)
+
+The numbers of all blocks, written one after the other, are the words of the next level, with its own keys, until one
+block is left. To its two numbers the hash of the head is added: the dtype and the shape, with keys of their own.
+
+**Proof.** Let two different tensors have equal heads. At level 0 some block differs; let ``d[i]`` be the differences
+of its words, not all zero. ``|d[i]| < 2^32``, so a ``d[j]`` that is not zero is ``2^t * odd`` with ``t <= 31``.
+Whatever the other keys are, ``K[j] * d[j]`` has one value mod 2^64 for at most ``2^t`` of the ``2^64`` keys ``K[j]``:
+a column agrees with probability ``<= 2^-33``, both with ``<= 2^-66``, for the columns' keys are independent. If the
+blocks' numbers differ, the same holds for the next level, whose keys are independent again. With at most ``LEVELS``
+levels two different tensors have equal digests with probability ``<= LEVELS * 2^-66 = 2^-64``. Different heads: the
+same, with the head's keys. The bound is over keys drawn uniformly, whatever the two tensors are. Here they are
+SHAKE-256 of the seed: as good for everything that cannot tell SHAKE-256 from chance, as hardware faults cannot.
+
+The sums are integers mod 2^64: their order, and with it the number of threads, has no influence.
+"""
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ft.base.errors import UserError
+
+WORDS = 4096
+LEVELS = 4  # 16 KiB, 16 MiB, 16 GiB, 16 TiB
+COLUMNS = 2
+_MAX_DIMENSIONS = 64  # torch's own limit
+_HEAD_WORDS = 2 + 2 * _MAX_DIMENSIONS
+_SEED_BYTES = 16
+
+# The place in this table is part of the digest's value: new dtypes go to the end.
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+]
+_CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
+
+
+def _drawn(seed: int, purpose: bytes, count: int) -> np.ndarray:
+    if not 0 <= seed < 1 << 8 * _SEED_BYTES:
+        raise UserError(f"a digest's seed is {seed}", f"give a whole number from 0 to 2^{8 * _SEED_BYTES} - 1")
+    source = hashlib.shake_256(b"megatron-ft digest " + purpose + seed.to_bytes(_SEED_BYTES, "little"))
+    return np.frombuffer(source.digest(8 * count), dtype="<i8").copy()
+
+
+@lru_cache(maxsize=8)
+def table(seed: int) -> np.ndarray:
+    """The keys of a seed: int64, [LEVELS, COLUMNS, WORDS]; 256 KiB, a millisecond's work, remembered.
+
+    Raises:
+        UserError: the seed is negative or longer than 128 bits.
+    """
+    return _drawn(seed, b"keys", LEVELS * COLUMNS * WORDS).reshape(LEVELS, COLUMNS, WORDS)
+
+
+@lru_cache(maxsize=8)
+def keys(seed: int, device: torch.device) -> torch.Tensor:
+    """``table(seed)`` on a device. The first call there copies, and waits for the copy; later ones do nothing."""
+    return torch.from_numpy(table(seed)).to(device)
+
+
+@lru_cache(maxsize=8)
+def _head_keys(seed: int) -> list[list[int]]:
+    return _drawn(seed, b"head", COLUMNS * _HEAD_WORDS).reshape(COLUMNS, _HEAD_WORDS).tolist()
+
+
+@lru_cache(maxsize=4096)
+def head(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """What the dtype and the shape add to the digest: one signed 64-bit number per column.
+
+    Raises:
+        UserError: the dtype has no bytes of its own (quantised), or the seed is out of range.
+    """
+    if dtype not in _CODES:
+        known = ", ".join(str(known).removeprefix("torch.") for known in _CODES)
+        raise UserError(f"a digest of {dtype} is not defined", f"give a tensor of one of: {known}")
+    halves = [half for size in shape for half in (size & 0xFFFFFFFF, size >> 32)]
+    words = [_CODES[dtype], len(shape), *halves]
+    return tuple(
+        signed(sum(key * word for key, word in zip(column, words, strict=False))) for column in _head_keys(seed)
+    )
+
+
+def signed(number: int) -> int:
+    """``number`` mod 2^64, as int64 holds it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,45 @@
+"""The digest in plain torch operators: on every device, without compiler and without synchronisation."""
+
+import torch
+
+from ft.systems.dmr.digest import bits, definition
+from ft.systems.dmr.digest.definition import WORDS
+
+# Blocks handled at once. Widened to 64 bits they should stay in the cache of a CPU; a GPU wants few launches, and has
+# no memory to give away.
+_CPU_BLOCKS = 32
+_DEVICE_BLOCKS = 512
+
+
+def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
+    """Writes the digest of ``tensor`` into ``out``, int64 [2] on the same device."""
+    keys = definition.keys(seed, tensor.device)
+    words = bits.words(tensor)
+    level = 0
+    while words.numel() > WORDS:
+        words = _level(words, keys[level]).reshape(-1).view(torch.int32)
+        level += 1
+    last = _level(words, keys[level])[0]
+    for column, number in enumerate(definition.head(tensor.dtype, tensor.shape, seed)):
+        torch.add(last[column], number, out=out[column])
+
+
+def _level(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The numbers of all blocks of int32 [n], int64 [max(1, ceil(n / WORDS)), 2]."""
+    whole, rest = divmod(words.numel(), WORDS)
+    numbers = words.new_empty((max(1, whole + (rest > 0)), 2), dtype=torch.int64)
+    step = min(max(1, whole), _CPU_BLOCKS if words.device.type == "cpu" else _DEVICE_BLOCKS)
+    room = words.new_empty((2, step, WORDS), dtype=torch.int64)  # once: it is beyond what an allocator keeps for later
+    for first in range(0, whole, step):
+        last = min(first + step, whole)
+        _sums(words[first * WORDS : last * WORDS].view(-1, WORDS), keys, numbers[first:last], room[:, : last - first])
+    if rest or not whole:
+        _sums(words[whole * WORDS :].view(1, rest), keys[:, :rest], numbers[whole:], room[:, :1, :rest])
+    return numbers
+
+
+def _sums(blocks: torch.Tensor, keys: torch.Tensor, numbers: torch.Tensor, room: torch.Tensor) -> None:
+    wide, product = room
+    wide.copy_(blocks)
+    for column in range(2):
+        torch.sum(torch.mul(wide, keys[column], out=product), 1, out=numbers[:, column])

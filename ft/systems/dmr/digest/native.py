@@ -1,0 +1,94 @@
+"""The digest from the C library that ``setup.py`` builds where there is a compiler."""
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ft.systems.dmr.digest import bits, definition
+
+NAME = "_native"
+_FAILURES = {1: "no memory for the numbers of its blocks", 2: "it is longer than 16 TiB"}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library beside this file, None where it was not built; said once, on stderr."""
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(NAME + suffix)
+        if path.exists():
+            try:
+                return load(path)
+            except OSError as error:
+                return _missing(str(error))
+    return _missing("it was not built: setup.py found no C compiler, or nothing was installed")
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at ``path``.
+
+    Raises:
+        OSError: it is not a library for this machine.
+    """
+    loaded = ctypes.CDLL(os.fspath(path))
+    pointer, count = ctypes.c_void_p, ctypes.c_uint64
+    numbers = [ctypes.c_int64, ctypes.c_int64]
+    loaded.ft_digest.argtypes = [pointer, count, pointer, *numbers, pointer, ctypes.c_int, ctypes.c_int]
+    loaded.ft_digest.restype = ctypes.c_int
+    loaded.ft_widest.argtypes, loaded.ft_widest.restype = [], ctypes.c_int
+    loaded.width = loaded.ft_widest()
+    return loaded
+
+
+def digest(
+    tensor: torch.Tensor,
+    seed: int,
+    out: torch.Tensor,
+    using: ctypes.CDLL | None = None,
+    threads: int | None = None,
+    width: int | None = None,
+) -> None:
+    """Writes the digest of ``tensor``, on the CPU, into ``out``, int64 [2].
+
+    Args:
+        using: the library; None: the installed one, which has to be there.
+        threads: at most as many are used, from 2 MiB each on; None: torch's number.
+        width: the instructions, as ``ft_widest`` names them; None: the widest there are.
+
+    Raises:
+        MemoryError: the library could not have what it needs.
+    """
+    using = using or library()
+    memory = bits.laid_out(tensor)
+    _table, address = _keys(seed)
+    failed = using.ft_digest(
+        memory.data_ptr(),
+        memory.nbytes,
+        address,
+        *definition.head(tensor.dtype, tensor.shape, seed),
+        out.data_ptr(),
+        torch.get_num_threads() if threads is None else threads,
+        using.width if width is None else width,
+    )
+    if failed:
+        raise MemoryError(f"a tensor of {memory.nbytes} bytes has no digest: {_FAILURES[failed]}")
+
+
+@functools.lru_cache(maxsize=8)
+def _keys(seed: int) -> tuple[np.ndarray, int]:
+    """The table of a seed and its address: whoever uses the one has to hold the other."""
+    table = definition.table(seed)
+    return table, table.ctypes.data
+
+
+def _missing(why: str) -> None:
+    print(
+        f"ft: the C library for digests is not there ({why}); plain torch gives the same digests, slower."
+        "\n  fix: install a C compiler and run pip install again",
+        file=sys.stderr,
+    )

@@ -1,0 +1,150 @@
+"""Whether a plan can be followed: asked of every plan that is read, for it may have been changed, or be another's.
+
+Memory is computed here operator by operator and instant by instant, not as the planner does it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import groupby
+
+from ft.systems.dmr.plan.assign import D_INTER, D_INTRA, PIGGYBACK, UNCHECKED, Assignment, Plan, deferred_set
+from ft.systems.dmr.plan.check_segments import Changes, bad_segments
+from ft.systems.dmr.plan.piggyback import executed_twice, executes_last_again
+from ft.systems.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Window, rooms
+
+
+def problems(plan: Plan) -> Iterator[str]:
+    """What is wrong with it, one sentence each, the first one soonest; nothing: it can be followed."""
+    yield from _incomplete(plan)
+    windows = {window.id: window for window in plan.trace.windows}
+    twice = executed_twice(plan.trace.ops)
+    changes = Changes(plan.trace)
+    for op in plan.trace.ops:
+        how = plan.assign.get(op.id)
+        if how is None:
+            continue
+        yield from _not_for_it(op, how)
+        if how.set == PIGGYBACK:
+            again = executes_last_again(plan.trace.early_stop, op) and op.checking.segment.name in twice.segments
+            if op.id not in twice.ops and (not again or op.checking.mutates):
+                yield f"operator {op.id!r} is in set P, but nothing recomputes it"
+        elif how.set in (D_INTER, D_INTRA):
+            if how.window not in windows:
+                yield f"operator {op.id!r} is deferred to a window {how.window!r} that the plan does not list"
+            elif how.agc_segment is not None and op.id not in _members(plan, how.agc_segment):
+                yield f"operator {op.id!r} is said to be in an AGC segment {how.agc_segment!r} that does not have it"
+            else:
+                yield from _badly_deferred(op, how.set, windows[how.window], changes)
+    yield from bad_segments(plan, changes)
+    yield from _overrun(plan, windows)
+    yield from _too_much_memory(plan, windows)
+
+
+def _incomplete(plan: Plan) -> Iterator[str]:
+    known = {op.id for op in plan.trace.ops}
+    for name in plan.assign:
+        if name not in known:
+            yield f"an operator {name!r} is assigned that the plan does not list"
+    for name in known:
+        if name not in plan.assign:
+            yield f"operator {name!r} is not assigned: it would go unverified"
+
+
+def _not_for_it(op: Operator, how: Assignment) -> Iterator[str]:
+    """Sets that an operator cannot be in, whatever else the plan says."""
+    name = f"operator {op.id!r}"
+    if how.set == UNCHECKED and op.checking.deterministic:
+        yield f"{name} is reproducible, and the plan leaves it unchecked"
+    if how.set != UNCHECKED and not op.checking.deterministic:
+        yield f"{name} is not reproducible, and is in set {how.set} to be compared"
+    if how.set in (D_INTER, D_INTRA) and (op.checking.mutates or op.place.phase == OPTIMIZER):
+        yield f"{name} changes what it reads, and must be verified at once"
+    if how.set not in (D_INTER, D_INTRA) and (how.window or how.agc_segment) is not None:
+        yield f"{name} is in set {how.set}, and has a window or an AGC segment besides"
+
+
+def _members(plan: Plan, segment: str) -> tuple[str, ...]:
+    return plan.segments[segment].ops if segment in plan.segments else ()
+
+
+def _badly_deferred(op: Operator, said: str, window: Window, changes: Changes) -> Iterator[str]:
+    name = f"operator {op.id!r}"
+    if window.stage != op.place.stage:
+        yield f"{name} of stage {op.place.stage} is deferred to a window of stage {window.stage}"
+    if said != deferred_set(window):
+        yield f"{name} is in set {said}, and its window {window.id!r} is one for {deferred_set(window)}"
+    if op.end_us > window.start_us + CLOSE_US:
+        yield f"{name} is deferred to window {window.id!r}, which begins before it ends"
+    tensor = changes.first(op, window)
+    if tensor is not None:
+        yield f"{name} is deferred beyond a change of {tensor or 'the parameters'!r}"
+
+
+def _overrun(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
+    load: dict[str, float] = defaultdict(float)
+    for op in plan.trace.ops:
+        how = plan.assign.get(op.id)
+        if how is not None and how.window is not None and how.agc_segment is None:
+            load[how.window] += op.check_us
+    for segment in plan.segments.values():
+        load[segment.window] += segment.load_us
+    for name, room in rooms(windows[name] for name, taken in load.items() if taken and name in windows).items():
+        if load[name] > room + CLOSE_US:
+            yield f"window {name!r} has {room:.3f} us to itself and is given {load[name]:.3f} us of verification"
+
+
+def _too_much_memory(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
+    budget = plan.trace.memory.budget
+    if budget is None:
+        yield "the plan has no memory budget"
+        return
+    for stage, peak in peaks(plan, windows).items():
+        if peak > budget * (1 + 1e-9):
+            yield f"stage {stage} would use {peak / 1e9:.3f} GB, and the plan's budget is {budget / 1e9:.3f} GB"
+
+
+def peaks(plan: Plan, windows: dict[str, Window]) -> dict[int, float]:
+    """Stage -> the most bytes in use at any time, with what the plan keeps."""
+    changes = _memory_changes(plan, windows)
+    return {stage: max((level for _, level in _levels(each)), default=0.0) for stage, each in changes.items()}
+
+
+def memory_over_time(plan: Plan, stage: int) -> list[tuple[float, float]]:
+    """(from when, bytes in use with what the plan keeps) of one stage, in order of time."""
+    windows = {window.id: window for window in plan.trace.windows}
+    return list(_levels(_memory_changes(plan, windows).get(stage, [])))
+
+
+def _memory_changes(plan: Plan, windows: dict[str, Window]) -> dict[int, list[tuple[float, float]]]:
+    """Stage -> (when, by how many bytes)."""
+    until: dict[tuple[int, str], float] = {}
+    for op in plan.trace.ops:
+        how = plan.assign.get(op.id)
+        if how is not None and how.window in windows:
+            keeps = op.tensors if how.agc_segment is None else _kept(plan, how.agc_segment)
+            for name in keeps:
+                key = (op.place.stage, name)
+                until[key] = max(until.get(key, 0.0), windows[how.window].end_us)
+    changes: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (stage, name), end in until.items():
+        tensor = plan.trace.tensors.get(name)
+        if tensor is not None and tensor.free_us is not None and tensor.free_us < end - CLOSE_US:
+            changes[stage] += [(tensor.free_us, tensor.bytes), (end, -tensor.bytes)]
+    for stage in plan.trace.stages:
+        before = 0.0
+        for at, live in plan.trace.memory.timeline.get(stage, ()):
+            changes[stage].append((at, live - before))
+            before = live
+    return changes
+
+
+def _kept(plan: Plan, segment: str) -> tuple[str, ...]:
+    return plan.segments[segment].keeps if segment in plan.segments else ()
+
+
+def _levels(changes: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What is in use after each instant at which something changes: of one instant, only the end counts."""
+    level = 0.0
+    for at, together in groupby(sorted(changes), key=lambda change: change[0]):
+        level += sum(change for _, change in together)
+        yield at, level

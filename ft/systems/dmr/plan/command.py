@@ -1,0 +1,105 @@
+"""``ft dmr plan``: a profile and a memory budget in, a plan file with a table and a picture out."""
+
+import argparse
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.base.quantities import argument, size
+from ft.systems.dmr.plan.attempts import PHASES
+from ft.systems.dmr.plan.file import read_plan, write_plan
+from ft.systems.dmr.plan.planner import Options, plan
+from ft.systems.dmr.plan.text import as_text, as_values
+from ft.systems.dmr.plan.trace import INTER, INTRA, Trace
+from ft.systems.dmr.plan.trace_file import read_trace
+from ft.systems.dmr.unstable import read_unstable
+
+_DESCRIPTION = """\
+Assigns every operator of a profile to one way of verifying it, in three phases (SpareTrain): with the recomputation of
+activation checkpointing; one segment of each block in windows between a stage's units; single operators in what windows
+have left. What finds no place is verified at once. No window and no memory is used beyond what there is."""
+
+
+def add_parser(questions) -> None:
+    """Adds the subcommand."""
+    parser = questions.add_parser(
+        "plan",
+        help="which operator is verified when, from a profile",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("profile", metavar="PROFILE", help="from ft dmr profile")
+    parser.add_argument(
+        "--memory-budget",
+        type=argument(size),
+        metavar="SIZE",
+        help="of one device, 80GB, or bytes; default: the profile's",
+    )
+    parser.add_argument("--out", metavar="FILE", help="where to write the plan")
+    parser.add_argument("--phases", type=int, default=PHASES, choices=range(PHASES + 1), help="phases; 0: naive alone")
+    windows = INTER + INTRA
+    parser.add_argument("--no-windows", action="append", default=[], choices=windows, help="a kind of windows to leave")
+    known = "an earlier plan of this model: the new one is never worse, if that can still be followed"
+    parser.add_argument("--known", action="append", default=[], metavar="PLAN", help=known)
+    unstable = "of ft dmr selftest --out: operators that are not reproducible, and are left unchecked"
+    parser.add_argument("--unstable", metavar="FILE", help=unstable)
+    add_answer_flags(parser)
+    parser.set_defaults(main=run)
+
+
+def add_answer_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--plot`` and ``--json``."""
+    parser.add_argument("--plot", metavar="FILE", help="a picture of windows and memory over time, PNG")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Plans, writes, and prints.
+
+    Raises:
+        UserError: the profile, the budget, a known plan or the list of unstable operators cannot work, or a file cannot
+            be written.
+    """
+    trace = read_trace(Path(given.profile))
+    if given.unstable is not None:
+        trace = without_checking(trace, read_unstable(Path(given.unstable)).operators)
+    budget = given.memory_budget or trace.memory.budget
+    if budget is None:
+        raise UserError(f"{given.profile} has no memory budget, and none is given", "give --memory-budget, as 80GB")
+    if given.known and given.phases < PHASES:
+        raise UserError("an earlier plan has all phases, and fewer are asked for", "leave --known or --phases out")
+    kinds = tuple(kind for kind in INTER + INTRA if kind not in given.no_windows)
+    known = [read_plan(Path(each)) for each in given.known]
+    found = plan(trace, budget, Options(given.phases, kinds), known)
+    if given.out is not None:
+        write_plan(Path(given.out), found)
+    answer(found, given)
+    return 0
+
+
+def without_checking(trace: Trace, operators: Collection[str]) -> Trace:
+    """The same, with nothing claimed for operators of these names."""
+    ops = (
+        replace(op, checking=replace(op.checking, deterministic=False)) if op.name in operators else op
+        for op in trace.ops
+    )
+    return replace(trace, ops=tuple(ops))
+
+
+def answer(found, given: argparse.Namespace) -> None:
+    """Prints a plan as it was asked for, and draws it.
+
+    Raises:
+        UserError: the picture cannot be written.
+    """
+    print(json.dumps(as_values(found)) if given.json else as_text(found))
+    if given.plot is not None:
+        # Matplotlib takes longer to import than all else here.
+        from ft.systems.dmr.plan.picture import draw
+
+        try:
+            draw(found, Path(given.plot))
+        except (OSError, ValueError) as error:
+            raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error

@@ -1,0 +1,116 @@
+"""One stage's plan while it is made: what is assigned, what room the windows have left, and what memory is kept."""
+
+import bisect
+from collections.abc import Iterable
+
+from ft.systems.dmr.plan.assign import NAIVE, UNCHECKED, AgcSegment, Assignment, deferred_set
+from ft.systems.dmr.plan.holdings import Holdings
+from ft.systems.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Trace, rooms
+
+ROUNDING_US = 1e-6
+"""A window is not overrun by this little."""
+
+
+class Draft:
+    """The operators and windows of one stage, and every decision so far.
+
+    Args:
+        trace: what is planned.
+        stage: whose part this is.
+        budget: bytes the stage may use.
+        kinds: of windows that may be used.
+    """
+
+    def __init__(self, trace: Trace, stage: int, budget: float, kinds: Iterable[str]):
+        self.trace, self.stage = trace, stage
+        self.ops = [op for op in trace.ops if op.place.stage == stage]
+        usable = [each for each in trace.windows if each.stage == stage and each.kind in set(kinds) and each.dur_us > 0]
+        self.windows = sorted(usable, key=lambda window: window.end_us)
+        room = rooms(self.windows)
+        self.room = [room[window.id] for window in self.windows]
+        self.holdings = Holdings(trace, stage, self.windows, budget)
+        self.assign: dict[str, Assignment] = {}
+        self.otherwise: dict[str, Assignment] = {}
+        self.segments: dict[str, AgcSegment] = {}
+        self._changes = _changes(self.ops)
+        self._deferrable = {op.id for op in self.ops if self._is_worth_deferring(op)}
+        self._drained = min((op.start_us for op in self.ops if op.place.phase == OPTIMIZER), default=float("inf"))
+
+    def at_once(self, op: Operator) -> bool:
+        """It has to be verified when it is executed: it changes its inputs, or is the optimizer's."""
+        return bool(op.checking.mutates) or op.place.phase == OPTIMIZER
+
+    def _is_worth_deferring(self, op: Operator) -> bool:
+        verifiable = op.checking.deterministic and not self.at_once(op)
+        return verifiable and (op.check_us > op.checking.defer_us or not op.checking.defer_us)
+
+    def open(self, op: Operator) -> bool:
+        """Not decided yet, and free to be deferred."""
+        return op.id in self._deferrable and op.id not in self.assign
+
+    def deadline(self, op: Operator) -> float:
+        """Until when it must be verified: one of its tensors is changed then, or the optimizer begins."""
+        latest = self._drained
+        for name in op.tensors:
+            times = self._changes.get(name)
+            if times is not None:
+                next_change = bisect.bisect_left(times, op.end_us - CLOSE_US)
+                if next_change < len(times):
+                    latest = min(latest, times[next_change])
+        return latest
+
+    def reaches(self, op: Operator, slot: int) -> bool:
+        """Window ``slot`` begins after it is executed, and ends before it must be verified."""
+        return self.within(slot, op.end_us, self.deadline(op))
+
+    def within(self, slot: int, executed_us: float, deadline_us: float) -> bool:
+        """Window ``slot`` begins after the one instant and ends before the other."""
+        window = self.windows[slot]
+        return executed_us <= window.start_us + CLOSE_US and window.end_us <= deadline_us + CLOSE_US
+
+    def has_time(self, slot: int, load_us: float) -> bool:
+        """Window ``slot`` has so much left."""
+        return self.room[slot] >= load_us - ROUNDING_US
+
+    def defer(self, op: Operator, slot: int) -> bool:
+        """Gives it a place in window ``slot`` if time and memory allow; returns whether they do."""
+        if not self.has_time(slot, op.check_us) or not self.holdings.fits(op.tensors, slot):
+            return False
+        self._take(slot, op.check_us, op.tensors)
+        window = self.windows[slot]
+        self.assign[op.id] = Assignment(deferred_set(window), window.id)
+        return True
+
+    def defer_segment(self, segment: AgcSegment, slot: int) -> None:
+        """Gives an AGC segment, which fits, its place in window ``slot``."""
+        self._take(slot, segment.load_us, segment.keeps)
+        self.segments[segment.id] = segment
+        name = deferred_set(self.windows[slot])
+        for each in segment.ops:
+            self.assign[each] = Assignment(name, segment.window, segment.id)
+
+    def give_up(self, op_id: str) -> None:
+        """Finds no window for it: it is verified at once, or as phase 1 has meant it to be then."""
+        self.assign[op_id] = self.otherwise.get(op_id, Assignment(NAIVE))
+
+    def _take(self, slot: int, load_us: float, tensors: Iterable[str]) -> None:
+        self.room[slot] -= load_us
+        self.holdings.keep(tensors, slot)
+
+    def completed(self) -> dict[str, Assignment]:
+        """All operators: those not decided are verified at once, or are unchecked where that is in vain."""
+        naive, in_vain = Assignment(NAIVE), Assignment(UNCHECKED)
+        found = {}
+        for op in self.ops:
+            meant = self.otherwise.get(op.id, naive) if op.checking.deterministic else in_vain
+            found[op.id] = self.assign.get(op.id, meant)
+        return found
+
+
+def _changes(ops: Iterable[Operator]) -> dict[str, list[float]]:
+    """Tensor -> when operators that change it in place begin, in order."""
+    found: dict[str, list[float]] = {}
+    for op in sorted(ops, key=lambda op: op.start_us):
+        for name in op.checking.mutates:
+            found.setdefault(name, []).append(op.start_us)
+    return found

@@ -1,0 +1,60 @@
+"""``ft dmr explain``: what a plan file covers how, what that will cost, and why."""
+
+import argparse
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.show.text import table
+from ft.systems.dmr.plan.assign import Plan
+from ft.systems.dmr.plan.command import add_answer_flags, answer
+from ft.systems.dmr.plan.file import read_plan
+
+_MOST = 40
+"""Operators that are listed one by one, the most costly first."""
+
+
+def add_parser(questions) -> None:
+    """Adds the subcommand."""
+    parser = questions.add_parser(
+        "explain",
+        help="what a plan covers how, what it will cost, and why",
+        description="Reads a plan, checks that it can be followed, and says what it covers how and what that costs.",
+    )
+    parser.add_argument("plan", metavar="PLAN", help="from ft dmr plan --out")
+    parser.add_argument("--operators", metavar="TEXT", help="list those whose name or id has TEXT, the longest first")
+    add_answer_flags(parser)
+    parser.set_defaults(main=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the explanation.
+
+    Raises:
+        UserError: the plan cannot be read or followed, no operator is named so, or the picture cannot be written.
+    """
+    found = read_plan(Path(given.plan))
+    if given.operators is not None:
+        print(listed(found, given.operators))
+        return 0
+    answer(found, given)
+    return 0
+
+
+def listed(plan: Plan, text: str) -> str:
+    """One line for each operator whose name or id has ``text``; at most _MOST, the longest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    ops = [op for op in plan.trace.ops if text in op.name or text in op.id]
+    if not ops:
+        raise UserError(f"the plan has no operator named like {text!r}", "leave --operators out to see what there is")
+    ops.sort(key=lambda op: (-op.t_us, op.start_us))
+    rows = []
+    for op in ops[:_MOST]:
+        how, place = plan.assign[op.id], op.place
+        where = (str(place.stage), str(place.microbatch), str(place.layer), place.phase)
+        rows.append((op.id, op.name, *where, f"{op.t_us:.1f}", how.set, how.agc_segment or how.window or "-"))
+    head = ("operator", "name", "stage", "microbatch", "layer", "phase", "us", "set", "window or segment")
+    more = [f"and {len(ops) - _MOST} more"] if len(ops) > _MOST else []
+    return "\n".join([table(head, rows, (2, 3, 4, 6)), *more])

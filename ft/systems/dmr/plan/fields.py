@@ -1,0 +1,139 @@
+"""Values out of JSON files that somebody else wrote: each is checked, and named where it is wrong."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import UserError
+
+ABSENT = object()
+"""The default of a field that has to be there."""
+
+_LARGEST = 1e300
+"""Times and sizes above are none; JSON's whole numbers have no end."""
+
+
+class Fields:
+    """One JSON object.
+
+    Args:
+        values: what was read; anything but an object is refused.
+        place: where it stands, for messages ("prof.json: ops[3]").
+        fix: what the user can do about it.
+    """
+
+    def __init__(self, values: Any, place: str, fix: str):
+        self.place, self.fix = place, fix
+        if not isinstance(values, dict):
+            raise self.error("is not a JSON object")
+        self.values = values
+
+    def error(self, problem: str) -> UserError:
+        """To be raised: the problem with the place before it."""
+        return UserError(f"{self.place} {problem}", self.fix)
+
+    def take(self, name: str, default: Any = ABSENT) -> Any:
+        """The value as it is; ``default`` where it is absent or null.
+
+        Raises:
+            UserError: it is neither there nor has it a default.
+        """
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is ABSENT:
+            raise self.error(f"has no {name!r}")
+        return default
+
+    def text(self, name: str, default: Any = ABSENT) -> Any:
+        return self._typed(name, default, str, "a text")
+
+    def flag(self, name: str, default: Any = ABSENT) -> Any:
+        return self._typed(name, default, bool, "true or false")
+
+    def count(self, name: str, default: Any = ABSENT, least: int = 0) -> Any:
+        """A whole number, ``least`` or more."""
+        value = self._typed(name, default, int, "a whole number")
+        if value is not default and (isinstance(value, bool) or value < least):
+            raise self.error(f"has {name} = {value!r}, which is no whole number from {least} on")
+        return value
+
+    def amount(self, name: str, default: Any = ABSENT) -> Any:
+        """A finite number that is not negative: a time or a size."""
+        value = self._typed(name, default, (int, float), "a number")
+        if value is default:
+            return value
+        # A whole number may be too large for what it is turned into.
+        if isinstance(value, bool) or not 0 <= value <= _LARGEST:
+            raise self.error(f"has {name} = {value!r}, which is no time or size: not negative, and finite")
+        return float(value)
+
+    def texts(self, name: str, default: Any = ABSENT) -> tuple[str, ...]:
+        """A list of texts."""
+        found = self._typed(name, default, list, "a list")
+        if not all(isinstance(each, str) for each in found):
+            raise self.error(f"has something else than texts in {name!r}")
+        return tuple(found)
+
+    def objects(self, name: str, default: Any = ABSENT) -> list["Fields"]:
+        """A list of objects."""
+        found = self._typed(name, default, list, "a list")
+        return [Fields(each, f"{self.place}: {name}[{i}]", self.fix) for i, each in enumerate(found)]
+
+    def object(self, name: str, default: Any = ABSENT) -> "Fields":
+        """An object inside."""
+        return Fields(self.take(name, default), f"{self.place}: {name}", self.fix)
+
+    def _typed(self, name: str, default: Any, kind: Any, said: str) -> Any:
+        value = self.take(name, default)
+        if value is not default and not isinstance(value, kind):
+            raise self.error(f"has {name} = {value!r}, which is not {said}")
+        return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object out of its pairs. Python's own reading would forget all but the last of two of one name."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+        raise ValueError(f"an object has {twice!r} twice")
+    return values
+
+
+def read_object(path: Path, version: int, fix: str) -> Fields:
+    """The object in a file, of which ``version`` is understood.
+
+    Raises:
+        UserError: it cannot be read, is cut off, is no JSON object, or is of another version.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}", fix) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text: {error}", fix) from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise UserError(f"{path} is no JSON, or only the beginning of one: {error.msg} at {where}", fix) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be understood: {error}", fix) from error
+    found = Fields(values, str(path), fix)
+    if found.count("version") != version:
+        raise found.error(f"has version {found.take('version')}, and {version} is the one understood here")
+    return found
+
+
+def write_object(path: Path, values: dict[str, Any]) -> None:
+    """Writes a file that is either whole or not there.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(json.dumps(values, separators=(",", ":")) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", "choose another path") from error

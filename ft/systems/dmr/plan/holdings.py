@@ -1,0 +1,103 @@
+"""Memory that deferred verifications keep from being freed, over time, against what the budget leaves."""
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ft.systems.dmr.plan.trace import CLOSE_US, Tensor, Trace, Window
+
+
+class Holdings:
+    """One stage's memory, in slots of time: slot k ends with window k.
+
+    A tensor kept for a check in window w is there until that window ends. It costs memory from when training would have
+    freed it; several checks that need one tensor keep it once. Within a slot the most of what is in use counts with the
+    most that is kept, so that the figures are never too low.
+
+    Args:
+        trace: whose tensors and memory are meant.
+        stage: whose memory it is.
+        windows: the stage's, in order of their end.
+        budget: bytes the stage may use.
+    """
+
+    def __init__(self, trace: Trace, stage: int, windows: Sequence[Window], budget: float):
+        self._tensors = trace.tensors
+        self._ends = np.array([window.end_us for window in windows])
+        self._end_list: list[float] = self._ends.tolist()
+        self._first: dict[str, int] = {}
+        self._kept = np.zeros(len(windows))
+        self.base = _in_use(trace.memory.timeline.get(stage, ()), self._ends)
+        self._headroom = budget - self.base
+        self._until: dict[str, int] = {}
+        self._outside = trace.memory.peak(stage)
+
+    def fits(self, tensors: Iterable[str], slot: int) -> bool:
+        """Keeping these until the end of window ``slot`` stays within the budget."""
+        spans = self._spans(tensors, slot)
+        if not spans:
+            return True
+        # All of it is there in the last slot, where most of what does not fit is found not to.
+        level = self._kept[slot]
+        for _, size, _ in spans:
+            level += size
+        if level > self._headroom[slot]:
+            return False
+        first = min(begin for begin, _, _ in spans)
+        if first == slot:
+            return True
+        kept = self._kept[first : slot + 1].copy()
+        for begin, size, _ in spans:
+            kept[begin - first :] += size
+        return bool((kept <= self._headroom[first : slot + 1]).all())
+
+    def keep(self, tensors: Iterable[str], slot: int) -> None:
+        """Keeps them until the end of window ``slot``."""
+        for begin, size, name in self._spans(tensors, slot):
+            self._kept[begin : slot + 1] += size
+            self._until[name] = slot
+
+    def _spans(self, tensors: Iterable[str], slot: int) -> list[tuple[int, float, str]]:
+        """(first slot, bytes, tensor) of what is not kept so far; the last slot is ``slot``."""
+        spans = []
+        for name in dict.fromkeys(tensors):
+            tensor: Tensor = self._tensors[name]
+            # Kept before: from then on it is new. Else from where training lets go of it.
+            begin = self._until[name] + 1 if name in self._until else self.first_slot(name)
+            if begin <= slot:
+                spans.append((begin, tensor.bytes, name))
+        return spans
+
+    def first_slot(self, name: str) -> int:
+        """The slot in which training lets go of a tensor; beyond the last one where that costs nothing."""
+        slot = self._first.get(name)
+        if slot is None:
+            tensor = self._tensors[name]
+            free_us = math.inf if tensor.free_us is None or not tensor.bytes else tensor.free_us + CLOSE_US
+            slot = self._first[name] = bisect.bisect_right(self._end_list, free_us)
+        return slot
+
+    def free(self, slot: int) -> float:
+        """Bytes that the budget leaves in one slot."""
+        return float(self._headroom[slot] - self._kept[slot])
+
+    @property
+    def peak(self) -> float:
+        """The most bytes in use at any time, what is kept included."""
+        return max(self._outside, float((self.base + self._kept).max(initial=0.0)))
+
+
+def _in_use(timeline: Sequence[tuple[float, float]], ends: np.ndarray) -> np.ndarray:
+    """The most that is in use in each slot, bytes [slots]."""
+    if not len(timeline) or not len(ends):
+        return np.zeros(len(ends))
+    times, live = np.array(timeline).T
+    begins = np.concatenate(([0.0], ends[:-1]))
+    current = np.searchsorted(times, begins, side="right") - 1
+    most = np.where(current >= 0, live[np.maximum(current, 0)], 0.0)
+    slots = np.searchsorted(ends, times, side="right")
+    inside = slots < len(ends)
+    np.maximum.at(most, slots[inside], live[inside])
+    return most

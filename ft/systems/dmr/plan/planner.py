@@ -1,0 +1,109 @@
+"""The planner: a trace, a memory budget and options in; a plan out. No files, no clock, no chance."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ft.base.errors import UserError
+from ft.systems.dmr.plan.assign import AgcSegment, Assignment, Plan, Predicted
+from ft.systems.dmr.plan.attempts import PHASES, Part, attempts
+from ft.systems.dmr.plan.check import peaks, problems
+from ft.systems.dmr.plan.predict import Clock, everything_at_once
+from ft.systems.dmr.plan.trace import INTER, INTRA, Trace
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the planner may use.
+
+    Args:
+        phases: 0 (all naive) to 3.
+        kinds: of windows; SpareTrain uses all but bubbles.
+    """
+
+    phases: int = PHASES
+    kinds: tuple[str, ...] = INTER + INTRA
+
+
+def plan(trace: Trace, budget: float, options: Options | None = None, known: Sequence[Plan] = ()) -> Plan:
+    """Assigns every operator of the trace exactly once.
+
+    Each number of phases keeps the best of what is known until there, so that a phase never makes an iteration longer.
+
+    Args:
+        trace: one iteration.
+        budget: bytes that each stage may use, training included.
+        options: default: all phases, all windows.
+        known: earlier plans of the same operators, as for less memory or shorter windows: where they can still be
+            followed, with all phases and these windows, the new one is never worse. (Stages of more than some 100
+            operators are planned greedily: more room may by itself lose as much as an operator.)
+
+    Raises:
+        UserError: training alone needs more than the budget.
+    """
+    options = options or Options()
+    _enough(trace, budget)
+    kept = replace(trace, memory=replace(trace.memory, budget=budget))
+    clock = Clock(trace)
+    naive = everything_at_once(trace)
+    base = max((trace.memory.peak(stage) for stage in trace.stages), default=0.0)
+    by_phase: dict[int, list[list[Part]]] = {phase: [] for phase in range(options.phases + 1)}
+    by_phase[0].append([Part(naive, {}, base)])
+    for phase, parts in attempts(trace, budget, options.phases, options.kinds):
+        by_phase[phase].append(parts)
+    if options.phases == PHASES:
+        by_phase[PHASES] += [[part] for each in known if (part := _still(kept, each, options.kinds)) is not None]
+    times = (clock.none_us(), clock.time_us(naive))
+    best, reached = None, []
+    for phase, candidates in by_phase.items():
+        if phase:
+            candidates.append(_best_of_each_stage(candidates, clock))
+        for parts in candidates:
+            found = _found(parts, clock, times)
+            best = found if best is None else min(best, found, key=_Found.rank)
+        reached.append(best.predicted)
+    return Plan(kept, best.assign, best.segments, best.predicted, tuple(reached))
+
+
+@dataclass(frozen=True)
+class _Found:
+    assign: Mapping[str, Assignment]
+    segments: Mapping[str, AgcSegment]
+    predicted: Predicted
+
+    def rank(self) -> tuple[float, float]:
+        """The fastest is the best; of equally fast ones, the one that hides more."""
+        return self.predicted.t_plan, self.predicted.exposed_us
+
+
+def _found(parts: Sequence[Part], clock: Clock, times: tuple[float, float]) -> _Found:
+    assign = {name: how for part in parts for name, how in part.assign.items()}
+    segments = {name: one for part in parts for name, one in part.segments.items()}
+    peak = max((part.peak for part in parts), default=0.0)
+    predicted = Predicted(*times, clock.time_us(assign, segments), clock.exposed_us(assign), peak)
+    return _Found(assign, segments, predicted)
+
+
+def _best_of_each_stage(candidates: Sequence[Sequence[Part]], clock: Clock) -> list[Part]:
+    """For each stage the part that hides most, of candidates that have one for each."""
+    stages = max(map(len, candidates))
+    whole = [parts for parts in candidates if len(parts) == stages]
+    return [min(parts, key=lambda part: clock.exposed_us(part.assign)) for parts in zip(*whole, strict=True)]
+
+
+def _still(trace: Trace, known: Plan, kinds: Sequence[str]) -> Part | None:
+    """An earlier plan as a plan of this trace; None where it cannot be followed here, or uses other windows."""
+    moved = replace(known, trace=trace)
+    unwanted = {window.id for window in trace.windows if window.kind not in kinds}
+    if any(how.window in unwanted for how in known.assign.values()) or any(problems(moved)):
+        return None
+    peak = max(peaks(moved, {window.id: window for window in trace.windows}).values(), default=0.0)
+    return Part(known.assign, known.segments, peak)
+
+
+def _enough(trace: Trace, budget: float) -> None:
+    for stage in trace.stages:
+        needed = trace.memory.peak(stage)
+        if needed > budget:
+            problem = f"stage {stage} needs {needed / 1e9:.2f} GB without any verification, and the budget is "
+            fix = f"give a --memory-budget of {needed / 1e9:.2f}GB or more, or split the model further"
+            raise UserError(f"{problem}{budget / 1e9:.2f} GB", fix)

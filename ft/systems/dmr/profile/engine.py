@@ -1,0 +1,56 @@
+"""The profiler follows an iteration as DMR does, and verifies nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ft.systems.dmr.plan.trace import INTRA
+from ft.systems.dmr.profile.recorder import Recorder
+from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.engine import Engine
+from ft.systems.dmr.runtime.findings import Findings
+from ft.systems.dmr.runtime.queue import Queue
+
+EP = INTRA[1]
+
+
+class ProfilingEngine(Engine):
+    """Tells a recorder of waits, and compares nothing. ``device``: where the run computes."""
+
+    def __init__(self, course: Course, recorder: Recorder, device: torch.device):
+        findings = Findings(device, 0)
+        super().__init__(course, findings, Queue(findings), recorder, _NoMessages())
+        self._recorder = recorder
+
+    def window(self, kind: str) -> None:
+        """See ``megatron.patches.double_execution.Listener``."""
+        if self.is_active:
+            self._recorder.waits(kind)
+
+    def waited(self) -> None:
+        """See ``Listener``."""
+        if self.is_active:
+            self._recorder.waited()
+
+    def dynamic_window(self, is_over: Callable[[], bool]) -> None:
+        """See ``Listener``."""
+        if self.is_active:
+            self._recorder.waits(EP, dynamic=True)
+
+    def reduced(self, group: Any, tensor: torch.Tensor, *, is_over: bool) -> None:
+        """See ``Listener``; a profile has no use for the result."""
+
+
+class _NoMessages:
+    """Nothing is digested."""
+
+    def restart(self, microbatches: int) -> None: ...
+
+    def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    def forward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    def backward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    def backward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...

@@ -1,0 +1,141 @@
+"""The profiler's eyes: every operator that torch dispatches, and every wait for other ranks."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ft.systems.dmr.plan.trace import IN_UNITS, Place
+from ft.systems.dmr.profile.events import P2P, Done, Event, Notes, Timed, Waited
+from ft.systems.dmr.profile.stopwatch import Stopwatch
+from ft.systems.dmr.profile.storages import Storages
+from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.twice import written
+
+
+class Recorder(TorchDispatchMode):
+    """Times what is executed; an iteration that ``takes_notes`` is written down besides, which takes long.
+
+    It counts operators as ``ft.systems.dmr.runtime.mode.DoubleExecution`` does: operators are named alike.
+
+    Args:
+        storages: makes one that watches an iteration's memory.
+
+    Attributes:
+        segment, again: as of ``DoubleExecution``; counts: none.
+        takes_notes: of the next iteration. notes: of the last one that was written down. keys: of the last one's
+            events.
+    """
+
+    def __init__(self, course: Course, stage: int, watch: Stopwatch, storages: Callable[[], Storages]):
+        super().__init__()
+        self._course, self._stage, self._watch, self._make_storages = course, stage, watch, storages
+        self.takes_notes = False
+        self.notes = Notes()
+        self.restart()
+
+    def restart(self) -> None:
+        """An iteration begins."""
+        self.segment: object | None = None
+        self.again = False
+        self.counts: dict[str, int] = {}
+        self.keys: list[tuple] = []
+        self._waits: dict[str, int] = {}
+        self._segments: dict[int, tuple[object, int]] = {}
+        self._waiting: Waited | None = None
+        self._storages = self._make_storages() if self.takes_notes else None
+        if self._storages is not None:
+            self.notes = Notes(memory=self._storages.memory)
+        self._used: set[int] = set()
+        self._last: Done | None = None
+        self._watch.restart()
+
+    def times(self) -> dict[tuple, Timed]:
+        """Key of an event -> its time in the last iteration."""
+        return dict(zip(self.keys, self._watch.times(), strict=True))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._watch.pause()
+        kwargs = kwargs or {}
+        kind = nature(func)
+        if is_counted(kind, args, kwargs):
+            return self._execute(kind, func, args, kwargs)
+        if kind.communicates and self._storages is not None:
+            self._overwrites(tensors_in(written(kind, args, kwargs)))
+        self._watch.go()
+        out = func(*args, **kwargs)
+        self._watch.pause()
+        if self._storages is not None:
+            for tensor in tensors_in(out):
+                self._storages.number(tensor)
+        self._watch.go()
+        return out
+
+    def waits(self, kind: str, *, dynamic: bool = False) -> None:
+        """The rank is about to wait for others. Inside a wait it is part of that one."""
+        if self._waiting is not None:
+            return
+        self._watch.pause()
+        if kind != P2P and self._course.unit.phase not in IN_UNITS:
+            kind = "dp"
+        number = self._waits.get(kind, 0)
+        self._waits[kind] = number + 1
+        self._waiting = Waited(kind, number, dynamic)
+        self._begins()
+        self._watch.begin()
+
+    def waited(self) -> None:
+        """It has waited."""
+        if self._waiting is None:
+            return
+        self._watch.end()
+        event, self._waiting = self._waiting, None
+        self._note(event)
+        self._watch.go()
+
+    def _execute(self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        unit, index = self._course.count()
+        self._begins()
+        self._watch.begin()
+        out = func(*args, **kwargs)
+        self._watch.end()
+        place = Place(self._stage, unit.microbatch, self._course.layer, unit.phase, unit.chunk)
+        done = Done(kind.name, place, index)
+        if self._storages is not None:
+            self._describe(done, kind, args, kwargs, out)
+        self._note(done)
+        self._watch.go()
+        return out
+
+    def _begins(self) -> None:
+        if self._storages is not None:
+            self._storages.sweep(len(self.notes.events))
+
+    def _note(self, event: Event) -> None:
+        self.keys.append(event.key)
+        if self._storages is not None:
+            self.notes.events.append(event)
+            self.notes.live.append(self._storages.in_use())
+
+    def _describe(self, done: Done, kind: Nature, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        done.ins = self._numbers(tensors_in((args, kwargs)))
+        done.changes = list(self._numbers(tensors_in(written(kind, args, kwargs))))
+        before = len(self._storages.memory)
+        done.outs = tuple(number for number in self._numbers(tensors_in(out)) if number >= before)
+        done.rng = kind.random
+        if self.segment is not None:
+            _, done.segment = self._segments.setdefault(id(self.segment), (self.segment, len(self._segments)))
+        self._used.update(done.ins, done.outs)
+        self._last = done
+
+    def _overwrites(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A collective writes these: for a plan they change with the last operator before it."""
+        known = [tensor for tensor in tensors if self._storages.is_known(tensor)]
+        if self._last is not None:
+            self._last.changes += [n for n in self._numbers(known) if n in self._used and n not in self._last.changes]
+
+    def _numbers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        found = (self._storages.number(tensor) for tensor in tensors)
+        return tuple(dict.fromkeys(number for number in found if number is not None))

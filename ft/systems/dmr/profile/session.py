@@ -1,0 +1,111 @@
+"""A run that is profiled: some iterations to warm up, one that is written down, some that are timed, and the file."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ft.systems.dmr.plan.schedule import Pipeline
+from ft.systems.dmr.plan.trace_file import write_trace
+from ft.systems.dmr.profile.assemble import assemble
+from ft.systems.dmr.profile.costs import measure
+from ft.systems.dmr.profile.engine import ProfilingEngine
+from ft.systems.dmr.profile.events import StageRecord, Timed
+from ft.systems.dmr.profile.recorder import Recorder
+
+Result = TypeVar("Result")
+WARM_UP, TIMED = 2, 5
+ITERATIONS = WARM_UP + 1 + TIMED
+"""Steps that a profile takes."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What becomes of a profile.
+
+    Args:
+        path: of the file. fingerprint: of the run. pipeline: its schedule. budget: bytes of a device, if known.
+        writes: this rank is the one that speaks for its stage.
+        unstable: names of operators that are not reproducible (``ft.systems.dmr.runtime.unstable``).
+    """
+
+    path: Path
+    fingerprint: Mapping[str, object]
+    pipeline: Pipeline
+    budget: float | None
+    writes: bool
+    unstable: frozenset[str] = frozenset()
+
+
+class Profiling:
+    """Takes the place of ``ft.systems.dmr.runtime.protection.Protection`` in a run that is profiled.
+
+    Args:
+        stage: this rank's. end: ends the run after the step under way, with a reason; called on all ranks alike.
+    """
+
+    def __init__(
+        self, engine: ProfilingEngine, recorder: Recorder, stage: int, target: Target, end: Callable[[str], None]
+    ):
+        self._engine, self._recorder, self._stage, self._target, self._end = engine, recorder, stage, target, end
+        self._done = 0
+        self._timed: list[dict[tuple, Timed]] = []
+
+    def before_update(self) -> None:
+        """The optimizer is about to step."""
+        if self._engine.is_active:
+            self._engine.before_update()
+
+    def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
+        """Runs ``work``, a whole iteration, and watches it. The last one collects the profile: collective.
+
+        Raises:
+            UserError: on the rank that writes: the file cannot be written, or the run is none that can be planned.
+        """
+        if self._done < WARM_UP - 1:
+            result = work()
+        else:
+            self._recorder.takes_notes = self._done == WARM_UP
+            with self._engine.iteration(microbatches):
+                result = work()
+            if self._done >= WARM_UP:
+                self._timed.append(self._recorder.times())
+        self._done += 1
+        if self._done == ITERATIONS:
+            self._write()
+            self._end(f"the profile is complete: {self._target.path}")
+        return result
+
+    def _write(self) -> None:
+        mine = StageRecord(self._stage, self._recorder.notes, self._medians()) if self._target.writes else None
+        collected: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, collected)
+        if collected is None:
+            return
+        records = sorted((each for each in collected if each is not None), key=lambda each: each.stage)
+        target = self._target
+        costs = measure(self._engine.findings.device)
+        rest = (target.fingerprint, target.budget, target.unstable)
+        write_trace(target.path, assemble(records, target.pipeline, costs, *rest))
+
+    def _medians(self) -> tuple[Timed, ...]:
+        """Of each event of the iteration that was written down. What other iterations had not is known from it alone:
+        experts get other numbers of tokens."""
+        noted, *timed = self._timed
+        return tuple(
+            _median([known[key] for known in timed if key in known] or [noted[key]])
+            for key in (event.key for event in self._recorder.notes.events)
+        )
+
+
+def _median(times: Sequence[Timed]) -> Timed:
+    return Timed(statistics.median(time.gap_us for time in times), statistics.median(time.us for time in times))
+
+
+def device_memory(device: torch.device) -> float | None:
+    """Bytes of a device; None on a CPU, whose memory is nobody's own."""
+    return float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None

@@ -1,0 +1,68 @@
+"""The memory that tensors lie in: told apart, and watched until training gives it back."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ft.systems.dmr.profile.events import Memory
+
+
+class Storages:
+    """Of one iteration.
+
+    Args:
+        state: tensors that are there before it begins, and stay.
+        in_use: bytes in use on the device now; None: what is seen here counts.
+    """
+
+    def __init__(self, state: Iterable[torch.Tensor], in_use: Callable[[], int] | None = None):
+        self.memory: list[Memory] = []
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._lasting: dict[int, int] = {}
+        self._state = {storage._cdata: storage.nbytes() for storage in map(_storage, state) if storage is not None}
+        self._in_use, self._bytes = in_use, sum(self._state.values())
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """The number of the memory that it lies in; None: it has none."""
+        storage = _storage(tensor)
+        if storage is None:
+            return None
+        key = storage._cdata
+        if key in self._live:
+            return self._live[key][1]
+        if key in self._lasting:
+            return self._lasting[key]
+        number = len(self.memory)
+        self.memory.append(Memory(storage.nbytes()))
+        if key in self._state:
+            self._lasting[key] = number
+        else:
+            # While the reference lives the address is not given out again.
+            self._live[key] = StorageWeakRef(storage), number
+            self._bytes += storage.nbytes()
+        return number
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Its memory has been seen before."""
+        storage = _storage(tensor)
+        return storage is not None and (storage._cdata in self._live or storage._cdata in self._lasting)
+
+    def sweep(self, event: int) -> None:
+        """Event number ``event`` is about to begin: what is gone by now was freed before it."""
+        gone = [key for key, (reference, _) in self._live.items() if reference.expired()]
+        for key in gone:
+            _, number = self._live.pop(key)
+            self.memory[number].freed = event
+            self._bytes -= self.memory[number].bytes
+
+    def in_use(self) -> int:
+        """Bytes in use now."""
+        return self._bytes if self._in_use is None else self._in_use()
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # sparse tensors and the like have none
+        return None

@@ -1,0 +1,198 @@
+"""Flips bits of what this rank computes or receives, as planned: the other half of ``ft.faults.flip``."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ft.faults.flip import CHECKER, ONCE, STUCK, Flip
+from ft.systems.dmr.runtime.course import At, Course
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One flip that has happened.
+
+    Args:
+        fault: number of the planned one. execution: None in a payload. element: its number in the tensor, of ``of``
+            elements; bit: from the lowest. tensor: number among the operator's results.
+    """
+
+    fault: int
+    operator: str
+    phase: str
+    chunk: int
+    microbatch: int
+    layer: int
+    execution: str | None
+    tensor: int
+    element: int
+    of: int
+    bit: int
+    dtype: str
+
+    def values(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        which = f"{self.execution} execution of {self.operator}" if self.execution else f"{self.operator} payload"
+        where = f"layer {self.layer}" if self.layer else "outside the layers"
+        cell = f"bit {self.bit} of element {self.element} of {self.of} ({self.dtype})"
+        return f"{cell}, {which} in the {self.phase} of microbatch {self.microbatch}, {where}"
+
+
+@dataclass
+class _Armed:
+    """A flip under way. ``stuck``: (share of the tensor, bit, value) once it has been drawn."""
+
+    number: int
+    flip: Flip
+    draw: random.Random
+    seen: int = 0
+    stuck: tuple[float, int, int] | None = None
+    pair: tuple[int, bool] = (-1, False)
+
+
+class Falsifier:
+    """The faulty device of one rank (``mode.Disturbance``).
+
+    A fault that was armed stays with this process: an iteration that is taken once more is not hit again by a flip that
+    happens once, and whoever takes this rank over has another device.
+
+    Args:
+        tell: called after each flip.
+    """
+
+    def __init__(self, tell: Callable[[Hit], None]):
+        self._tell = tell
+        self._armed: list[_Armed] = []
+
+    def arm(self, number: int, flip: Flip) -> None:
+        """From now on results are hit. ``number``: of the fault."""
+        self._armed = [*self._armed, _Armed(number, flip, random.Random(f"{flip.seed}/{number}"))]
+
+    def falsify(self, execution: str | None, operator: str, course: Course, tensors: Sequence[torch.Tensor]) -> None:
+        """See ``mode.Disturbance``."""
+        for one in self._armed:
+            if one.flip.fits(operator, course.unit.phase, execution):
+                self._consider(one, execution, course.at(operator, 0), tensors, course.executed)
+
+    def payload(self, kind: str, course: Course, tensors: Sequence[torch.Tensor]) -> None:
+        """What came from other ranks; see ``engine.Engine``."""
+        self.falsify(None, kind, course, tensors)
+
+    def deferred(self, at: At, tensors: Sequence[torch.Tensor]) -> None:
+        """Results of an operator's second execution, in a window. A stuck bit is not met here: which execution meets it
+        was drawn at the first."""
+        for one in self._armed:
+            if one.flip.mode != STUCK and one.flip.fits(at.operator, at.phase, CHECKER):
+                self._consider(one, CHECKER, at, tensors)
+
+    def _consider(
+        self, one: _Armed, execution: str | None, at: At, tensors: Sequence[torch.Tensor], executed: int = 0
+    ) -> None:
+        targets = [(number, tensor) for number, tensor in enumerate(tensors) if _has_bits(tensor)]
+        if not targets:
+            return
+        one.seen += 1
+        if one.seen < one.flip.nth:
+            return
+        if one.flip.mode == STUCK:
+            place = _force(one, execution, executed, targets)
+        elif one.draw.random() < one.flip.probability:
+            place = _flip(one, targets)
+        else:
+            return
+        if place is None:
+            return
+        if one.flip.mode == ONCE:
+            self._armed = [other for other in self._armed if other is not one]
+        number, tensor, element, bit = place
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._tell(
+            Hit(
+                fault=one.number,
+                operator=at.operator,
+                phase=at.phase,
+                chunk=at.chunk,
+                microbatch=at.microbatch,
+                layer=at.layer,
+                execution=execution,
+                tensor=number,
+                element=element,
+                of=tensor.numel(),
+                bit=bit,
+                dtype=dtype,
+            )
+        )
+
+
+def bits_of(dtype: torch.dtype) -> int:
+    """How many bits of an element mean anything."""
+    return 1 if dtype is torch.bool else 8 * dtype.itemsize
+
+
+def word_at(tensor: torch.Tensor, element: int) -> torch.Tensor:
+    """The memory of one element, counted in order of indices, as an integer [1]."""
+    offset = tensor.storage_offset()
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        element, index = divmod(element, size)
+        offset += index * stride
+    # ``data`` has a version counter of its own: autograd takes no notice, as of a fault.
+    return tensor.data.as_strided((1,), (1,), offset).view(_INTEGER[tensor.dtype.itemsize])
+
+
+def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> None:
+    word = word_at(tensor, element)
+    word.bitwise_xor_(_mask(word.dtype, bit))
+
+
+def force_bit(tensor: torch.Tensor, element: int, bit: int, value: int) -> bool:
+    """Sets a bit; whether it was another one."""
+    word = word_at(tensor, element)
+    mask = _mask(word.dtype, bit)
+    is_set = bool((word & mask).item())
+    if is_set == bool(value):
+        return False
+    word.bitwise_xor_(mask)
+    return True
+
+
+def _mask(dtype: torch.dtype, bit: int) -> int:
+    mask = 1 << bit
+    return mask - (1 << 8 * dtype.itemsize) if dtype.is_signed and bit == 8 * dtype.itemsize - 1 else mask
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.layout is torch.strided and tensor.dtype.itemsize in _INTEGER
+
+
+def _flip(one: _Armed, targets: list[tuple[int, torch.Tensor]]) -> tuple[int, torch.Tensor, int, int]:
+    number, tensor = one.draw.choice(targets)
+    element, most = one.draw.randrange(tensor.numel()), bits_of(tensor.dtype)
+    bit = one.draw.randrange(most) if one.flip.bit is None else min(one.flip.bit, most - 1)
+    flip_bit(tensor, element, bit)
+    return number, tensor, element, bit
+
+
+def _force(
+    one: _Armed, execution: str | None, executed: int, targets: list[tuple[int, torch.Tensor]]
+) -> tuple[int, torch.Tensor, int, int] | None:
+    """None where nothing changed: the other execution has the broken unit, or the bit is right."""
+    number, tensor = targets[0]
+    if one.stuck is None:
+        bit = one.draw.randrange(bits_of(tensor.dtype)) if one.flip.bit is None else one.flip.bit
+        one.stuck = one.draw.random(), bit, one.draw.randrange(2)
+    is_second = execution is not None and one.pair[0] == executed
+    meets = not one.pair[1] if is_second else execution is None or one.draw.random() < 0.5
+    one.pair = (-1, False) if is_second else (executed, meets)
+    if not meets:
+        return None
+    share, bit, value = one.stuck
+    element, bit = int(share * tensor.numel()), min(bit, bits_of(tensor.dtype) - 1)
+    return (number, tensor, element, bit) if force_bit(tensor, element, bit, value) else None

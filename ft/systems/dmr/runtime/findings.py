@@ -1,0 +1,156 @@
+"""What comparisons have shown. On a CPU it is known at once; on a device it stays there until one look at the end."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ft.systems.dmr.digest import differing, digest, same, writer
+from ft.systems.dmr.runtime.course import At
+
+AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE, REDUCTION = "at once", "recomputation", "window", "message", "all-reduce"
+DISPUTED = "all-reduce, no majority"
+_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Two executions of one operator that differ, or a tensor that arrived otherwise than it was sent.
+
+    Args:
+        at: which operator. how: what it was compared with: one of the names above.
+        elements: how many elements differ; None where only digests were compared. of: how many there are.
+        note: what else there is to say.
+    """
+
+    at: At
+    how: str
+    elements: int | None = None
+    of: int | None = None
+    note: str = ""
+
+    def values(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self.at), "how": self.how, "elements": self.elements, "of": self.of, "note": self.note}
+
+    def __str__(self) -> str:
+        where = f"layer {self.at.layer}" if self.at.layer else "outside the layers"
+        count = "" if self.elements is None else f", {self.elements} of {self.of} elements differ"
+        unit = f"{self.at.phase} of microbatch {self.at.microbatch}"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.at.operator} in the {unit}, {where}, compared with {self.how}{count}{note}"
+
+
+class Rows:
+    """Digests on a device, int64 [2] each, in the order in which they were asked for."""
+
+    def __init__(self, device: torch.device, seed: int):
+        self._device, self._seed = device, seed
+        self._write = writer(device)
+        self._blocks: list[torch.Tensor] = []
+        self._free: list[torch.Tensor] = []
+        self.count = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Takes the digest of ``tensor``."""
+        if not self._free:
+            block = torch.empty((_ROWS, 2), dtype=torch.int64, device=self._device)
+            self._blocks.append(block)
+            self._free = list(block.unbind())[::-1]
+        row = self._free.pop()
+        if tensor.device.type == self._device.type:
+            self._write(tensor, self._seed, row)
+        else:
+            row.copy_(digest(tensor, self._seed), non_blocking=True)
+        self.count += 1
+
+    def table(self) -> torch.Tensor:
+        """All of them: int64 [count, 2]."""
+        if not self._blocks:
+            return torch.empty((0, 2), dtype=torch.int64, device=self._device)
+        whole = self._blocks[0] if len(self._blocks) == 1 else torch.cat(self._blocks)
+        return whole[: self.count]
+
+
+class Findings:
+    """The mismatches of one rank in one iteration.
+
+    Args:
+        device: what is compared lives there. seed: of the run's digests.
+    """
+
+    def __init__(self, device: torch.device, seed: int):
+        self.device, self.seed = device, seed
+        self.restart()
+
+    def restart(self) -> None:
+        """An iteration begins."""
+        self._known: list[Mismatch] = []
+        self._pending: list[tuple[list[tuple[At, str]], torch.Tensor, torch.Tensor]] = []
+        self._hints: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pairs: list[tuple[At, str]] = []
+        self._ours = self._theirs = None
+        self.unverified = 0
+
+    def rows(self) -> Rows:
+        return Rows(self.device, self.seed)
+
+    def note(self, mismatch: Mismatch) -> None:
+        self._known.append(mismatch)
+
+    def pair(self, at: At, how: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+        """Compares the results of two executions, bit by bit on a CPU, by digests on a device."""
+        for a, b in zip(ours, theirs, strict=True):
+            if a.device.type == "cpu":
+                if not same(a, b):
+                    self._known.append(_difference(at, how, a, b))
+                continue
+            if self._ours is None:
+                self._ours, self._theirs = self.rows(), self.rows()
+            self._ours.add(a)
+            self._theirs.add(b)
+            self._pairs.append((at, how))
+
+    def tables(self, places: list[tuple[At, str]], expected: torch.Tensor, found: torch.Tensor) -> None:
+        """Compares two tables of digests, int64 [len(places), 2]; a row of ``places`` says what a row is about."""
+        self._pending.append((places, expected, found))
+
+    def hint(self, expected: torch.Tensor, found: torch.Tensor) -> None:
+        """The same for the flag alone: what these tables mean is noted by others, once it is up."""
+        self._hints.append((expected, found))
+
+    @property
+    def any_known(self) -> bool:
+        """A mismatch is known without looking at the device."""
+        return bool(self._known)
+
+    def flag(self) -> torch.Tensor:
+        """Whether anything differed: int32 [1] on the device, not synchronised."""
+        self._gather_pairs()
+        tables = [(a, b) for _, a, b in self._pending] + self._hints
+        if self._known or not tables:
+            return torch.full((1,), int(bool(self._known)), dtype=torch.int32, device=self.device)
+        expected, found = (torch.cat(each) for each in zip(*tables, strict=True))
+        return (expected != found).any().to(torch.int32).reshape(1)
+
+    def settle(self) -> list[Mismatch]:
+        """All of them; looks at what the device knows."""
+        self._gather_pairs()
+        for places, expected, found in self._pending:
+            rows = (expected != found).any(dim=1).nonzero().flatten().tolist()
+            self._known += [Mismatch(*places[row]) for row in rows]
+        self._pending = []
+        return self._known
+
+    def _gather_pairs(self) -> None:
+        if self._ours is not None:
+            self.tables(self._pairs, self._ours.table(), self._theirs.table())
+            self._ours = self._theirs = None
+            self._pairs = []
+
+
+def _difference(at: At, how: str, a: torch.Tensor, b: torch.Tensor) -> Mismatch:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return Mismatch(at, how, note=f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}")
+    return Mismatch(at, how, int(differing(a, b)), a.numel())

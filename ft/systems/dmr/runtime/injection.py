@@ -1,0 +1,103 @@
+"""Planned bit flips, brought to the rank that they hit: by ``ft run --inject``, or by a flag of the trainer."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ft import faults as inject
+from ft.base import events
+from ft.base.errors import UserError
+from ft.faults import Fault, parse, schedule
+from ft.faults.flip import BIT_FLIP
+from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.falsify import Falsifier, Hit
+
+if TYPE_CHECKING:
+    from ft.systems.hot_swap.session import Session
+
+_MOST_TOLD = 20
+"""Flips of one fault that are told of: a stuck bit is met thousands of times."""
+
+
+def make_falsifier(
+    texts: Sequence[str],
+    seed: int,
+    step: Callable[[], int],
+    session: "Session | None" = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Falsifier | None:
+    """What falsifies this rank's results; None where nothing is planned, and nothing is then looked at.
+
+    Args:
+        texts: of the trainer's flag. seed: of what they leave open. step: the step under way, from 1.
+        session: of ``ft run``; its faults are armed by the worker's injector.
+
+    Raises:
+        UserError: a text names no bit flip at a step of a rank.
+    """
+    planned = planned_flips(texts, dist.get_world_size(), seed)
+    told = any(fault.kind == BIT_FLIP for fault in inject.planned(environment)) if session else False
+    if not planned and not told:
+        return None
+    teller = Teller(step, session)
+    falsifier = AtSteps(teller.tell, [fault for fault in planned if fault.rank == dist.get_rank()], step)
+    if session is not None:
+        session.faulty_device = falsifier.arm
+    return falsifier
+
+
+def planned_flips(texts: Sequence[str], world_size: int, seed: int) -> list[Fault]:
+    """The faults that the trainer's flag asks for.
+
+    Raises:
+        UserError: one is no bit flip, or has no step or rank.
+    """
+    specs = [spec for text in texts for spec in parse(text)]
+    for spec in specs:
+        if spec.kind != BIT_FLIP:
+            raise UserError(
+                f"--ft-dmr-inject {spec.text!r}: a trainer can only flip bits", "ft run --inject knows more"
+            )
+        if spec.step is None or spec.node is not None or spec.replica is not None:
+            fix = "ft run --inject knows times, nodes and replicas"
+            raise UserError(f"--ft-dmr-inject {spec.text!r}: give a step, and a rank if not any", fix)
+    return schedule(specs, world_size, ["n0"], seed)
+
+
+class AtSteps(Falsifier):
+    """Arms faults when their steps begin."""
+
+    def __init__(self, tell: Callable[[Hit], None], faults: Sequence[Fault], step: Callable[[], int]):
+        super().__init__(tell)
+        self._coming, self._step = list(faults), step
+
+    def falsify(self, execution, operator, course: Course, tensors) -> None:
+        if self._coming:
+            step = self._step()
+            due = [fault for fault in self._coming if fault.step <= step]
+            self._coming = [fault for fault in self._coming if fault.step > step]
+            for fault in due:
+                self.arm(fault.number, fault.flip)
+        super().falsify(execution, operator, course, tensors)
+
+
+class Teller:
+    """Tells of each flip by a line and, under ``ft run``, an event."""
+
+    def __init__(self, step: Callable[[], int], session: "Session | None"):
+        self._step, self._session = step, session
+        self._told: dict[int, int] = {}
+
+    def tell(self, hit: Hit) -> None:
+        count = self._told[hit.fault] = self._told.get(hit.fault, 0) + 1
+        if count > _MOST_TOLD:
+            return
+        step = self._step()
+        last = "" if count < _MOST_TOLD else "; further ones of this fault are not told"
+        text = f"injected fault {hit.fault}: step {step}, rank {dist.get_rank()}: {hit}{last}"
+        print(text, file=sys.stderr, flush=True)
+        if self._session is not None:
+            self._session.observe(events.BIT_FLIPPED, **{**hit.values(), "step": step})

@@ -1,0 +1,102 @@
+"""Puts DMR together for one rank of a training run of megatron-core."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ft.systems.dmr.digest import backend, digest
+from ft.systems.dmr.plan.assign import Plan
+from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.engine import Engine
+from ft.systems.dmr.runtime.falsify import Falsifier
+from ft.systems.dmr.runtime.findings import Findings
+from ft.systems.dmr.runtime.injection import make_falsifier
+from ft.systems.dmr.runtime.messages import Messages
+from ft.systems.dmr.runtime.mode import DoubleExecution
+from ft.systems.dmr.runtime.opaque import refuse_opaque
+from ft.systems.dmr.runtime.protection import Protection
+from ft.systems.dmr.runtime.queue import Queue
+from ft.systems.dmr.runtime.settings import Settings, run_seed
+from ft.systems.dmr.runtime.strategy import Planned, Strategy
+from ft.systems.dmr.runtime.suspects import Limits
+from ft.systems.dmr.runtime.undo import Undo
+from ft.systems.dmr.runtime.unstable import Sparing
+from ft.systems.dmr.runtime.witness import Teller
+from ft.systems.hot_swap.position import Position
+from ft.systems.hot_swap.subject import Subject
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.patches import double_execution
+
+if TYPE_CHECKING:
+    from ft.systems.hot_swap.session import Session
+
+
+def install(
+    settings: Settings,
+    chunks: Sequence,
+    optimizer: Any,
+    scheduler: Any,
+    position: Position,
+    *,
+    fingerprint: Mapping[str, Any],
+    session: "Session | None" = None,
+) -> Protection:
+    """DMR for a run, after model and optimizer are built; on all ranks alike, with ``WITH_DMR`` patches applied.
+
+    Args:
+        chunks, optimizer, scheduler, position: as of ``ft.systems.hot_swap.protect.protect``.
+        fingerprint: of the run (``ft.systems.dmr.plan.trace.FINGERPRINT``): a plan for another one is refused.
+        session: where a suspect's place may be taken by a standby.
+
+    Raises:
+        UserError: the plan cannot be followed here, an injection is none, or a layer or the optimizer is opaque.
+    """
+    refuse_opaque(chunks, optimizer)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    strategy, plan = settings.strategy(stage, fingerprint)
+    falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)
+    engine = make_engine(strategy, plan, chunks, stage, run_seed(str(sorted(fingerprint.items()))), falsifier)
+    subject = Subject(chunks, optimizer, scheduler)
+    protection = Protection(
+        engine, Undo(subject, position), Teller(session), Limits(retries=settings.retries), strategy.name
+    )
+    subject.before_update(protection.before_update)
+    double_execution.listen(engine)
+    return protection
+
+
+def make_engine(
+    strategy: Strategy,
+    plan: Plan | None,
+    chunks: Sequence,
+    stage: int,
+    seed: int,
+    falsifier: Falsifier | None = None,
+) -> Engine:
+    """Everything that follows and verifies operators on this rank."""
+    device = next(chunks[0].parameters()).device
+    if device.type == "cuda":
+        torch.compiler.set_stance("force_eager")  # what core compiles would bypass the dispatcher
+    backend(device)
+    digest(torch.zeros(1, device=device), seed)  # what the first digest compiles or copies is not part of a step
+    course, findings = Course(), Findings(device, seed)
+    queue = _queue(
+        strategy, plan, findings, stage, {p.untyped_storage()._cdata for c in chunks for p in c.parameters()}
+    )
+    queue.disturb = None if falsifier is None else falsifier.deferred
+    mode = DoubleExecution(course, strategy, findings, queue, stage, falsifier)
+    messages = Messages(findings, parallel_state.get_pipeline_model_parallel_group(), len(chunks))
+    engine = Engine(course, findings, queue, mode, messages, None if falsifier is None else falsifier.payload)
+    engine.watch_layers(chunks, TransformerLayer)
+    return engine
+
+
+def _queue(strategy: Strategy, plan: Plan | None, findings: Findings, stage: int, lasting: Collection[int]) -> Queue:
+    strategy = strategy.strategy if isinstance(strategy, Sparing) else strategy
+    if plan is None or not isinstance(strategy, Planned):
+        return Queue(findings)
+    dynamic = [window.dur_us for window in plan.trace.windows if window.stage == stage and window.dynamic]
+    headroom = max((plan.trace.memory.budget or 0.0) - plan.trace.memory.peak(stage), 0.0)
+    return Queue(findings, strategy.replays, strategy.helpers, headroom, dynamic, lasting)

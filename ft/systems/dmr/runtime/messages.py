@@ -1,0 +1,79 @@
+"""Activations and gradients between stages: what arrived is held against what was sent.
+
+Digests are taken where a stage's work begins and ends, and cross the wire once per iteration, all together: a message
+more for each one would cost more than the digest. Global stage v is chunk ``v // P`` of stage ``v % P``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ft.systems.dmr.digest import writer
+from ft.systems.dmr.plan.trace import BACKWARD, FORWARD
+from ft.systems.dmr.runtime.course import NO_LAYER, At
+from ft.systems.dmr.runtime.findings import MESSAGE, Findings
+
+_SENT_ON, _CAME_IN, _SENT_BACK, _CAME_BACK = range(4)
+
+
+class Messages:
+    """Of one rank in one iteration.
+
+    Args:
+        group: the pipeline's. chunks: model chunks of a rank.
+    """
+
+    def __init__(self, findings: Findings, group: dist.ProcessGroup, chunks: int):
+        self._findings, self._group, self._chunks = findings, group, chunks
+        self.stage, self._stages = dist.get_rank(group), dist.get_world_size(group)
+        self._write = writer(findings.device)
+        self.restart(1)
+
+    def restart(self, microbatches: int) -> None:
+        """An iteration of so many microbatches begins."""
+        size = (4, self._chunks, max(microbatches, 1), 2)
+        self._table = torch.zeros(size, dtype=torch.int64, device=self._findings.device)
+
+    def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._put(_CAME_IN, chunk, microbatch, tensors)
+
+    def forward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._put(_SENT_ON, chunk, microbatch, tensors)
+
+    def backward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._put(_CAME_BACK, chunk, microbatch, tensors)
+
+    def backward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._put(_SENT_BACK, chunk, microbatch, tensors)
+
+    def compare(self) -> None:
+        """Collective in the pipeline: compares what came here with what its senders sent."""
+        if self._stages == 1:
+            return
+        tables = [torch.empty_like(self._table) for _ in range(self._stages)]
+        dist.all_gather(tables, self._table, group=self._group)
+        for chunk in range(self._chunks):
+            self._hold(tables, chunk, self.stage + self._stages * chunk - 1, _CAME_IN, _SENT_ON, FORWARD)
+            self._hold(tables, chunk, self.stage + self._stages * chunk + 1, _CAME_BACK, _SENT_BACK, BACKWARD)
+
+    def _hold(self, tables: list[torch.Tensor], chunk: int, sender: int, came: int, sent: int, phase: str) -> None:
+        """``sender``: the global stage that it comes from; beyond the ends of the pipeline there is none."""
+        if not 0 <= sender < self._stages * self._chunks:
+            return
+        name = "recv_forward" if phase == FORWARD else "recv_backward"
+        expected = tables[sender % self._stages][sent, sender // self._stages]
+        found = self._table[came, chunk]
+        places = [(At(name, phase, chunk, number, NO_LAYER, 0), MESSAGE) for number in range(found.shape[0])]
+        self._findings.tables(places, expected, found)
+
+    def _put(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Several tensors of one message count as one: their digests are added up."""
+        if self._stages == 1 or microbatch >= self._table.shape[2]:
+            return
+        row = self._table[kind, chunk, microbatch]
+        for number, tensor in enumerate(tensors):
+            one = row if not number else torch.empty_like(row)
+            self._write(tensor.detach(), self._findings.seed, one)
+            if number:
+                row.mul_(3).add_(one)

@@ -1,0 +1,169 @@
+"""Every operator that torch dispatches goes through here while an iteration is protected."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK
+from ft.systems.dmr.runtime.course import Course, operator_id
+from ft.systems.dmr.runtime.findings import AT_ONCE, Findings
+from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.queue import Queue
+from ft.systems.dmr.runtime.segments import Segment
+from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
+from ft.systems.dmr.runtime.twice import (
+    check_in_place,
+    checked_by_looking,
+    execute_again,
+    expected,
+    results,
+    state_before,
+    written,
+)
+
+PRIMARY, CHECKER = "primary", "checker"
+
+
+class Disturbance(Protocol):
+    """What falsifies results, in experiments."""
+
+    def falsify(self, execution: str, operator: str, course: Course, tensors: Sequence[torch.Tensor]) -> None:
+        """``tensors`` are the results of one ``execution`` (PRIMARY or CHECKER), before they are compared."""
+
+
+class DoubleExecution(TorchDispatchMode):
+    """Executes operators, has each verified as the strategy says, and counts how.
+
+    Args:
+        stage: this rank's, for the names of operators. disturbance: None outside of experiments.
+
+    Attributes:
+        segment: the activation-checkpointing segment under way; again: it is being recomputed.
+        counts: operators verified, by set.
+        position: how many of a plan's operators are behind: one more or less of others does not move its windows.
+    """
+
+    def __init__(
+        self,
+        course: Course,
+        strategy: Strategy,
+        findings: Findings,
+        queue: Queue,
+        stage: int = 0,
+        disturbance: Disturbance | None = None,
+    ):
+        super().__init__()
+        self._course, self._strategy, self._findings, self._queue = course, strategy, findings, queue
+        self._stage, self._disturbance = stage, disturbance
+        self.restart()
+
+    def restart(self) -> None:
+        """An iteration begins."""
+        self.segment: Segment | None = None
+        self.again = False
+        self.counts: dict[str, int] = {}
+        self.position = 0
+        self._misfits_before = sum(self._strategy.misfits.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        kind = nature(func)
+        if not is_counted(kind, args, kwargs):
+            if kind.written and self._queue:
+                self._queue.before_change(tensors_in(written(kind, args, kwargs)))
+            return func(*args, **kwargs)
+        course = self._course
+        unit, index = course.count()
+        if kind.written and self._queue:
+            self._queue.before_change(tensors_in(written(kind, args, kwargs)))
+        decision = self._strategy.decide(unit, index, kind.name, self._is_recomputed())
+        self.position = decision.ordinal or self.position
+        if self.segment is not None:
+            decision = self.segment.settle(decision, kind.name, again=self.again)
+        state = state_before(kind, args, kwargs) if self._queue.helpers and kind.random else None
+        self.counts[decision.set] = self.counts.get(decision.set, 0) + 1
+        if decision.set == NAIVE:
+            out = self._at_once(kind, func, args, kwargs, index)
+        elif decision.set == PIGGYBACK and self.again and self.segment.is_extra(kind.name):
+            out = self._at_once(kind, func, args, kwargs, index)
+            self.segment.again(course.at(kind.name, index), results(kind, args, kwargs, out))
+        elif decision.set == PIGGYBACK:
+            out = func(*args, **kwargs)
+            self._with_recomputation(kind, args, kwargs, out, index)
+        elif decision.set == SKIPPED:
+            out = func(*args, **kwargs)
+            if self.segment is not None:
+                self.segment.unchecked()
+            return out
+        elif decision.set in DEFERRED and not kind.written:
+            return self._later(kind, func, args, kwargs, index, decision)
+        else:
+            out = self._at_once(kind, func, args, kwargs, index)
+        if self._queue.helpers and not kind.written:
+            name = operator_id(self._stage, unit.phase, unit.chunk, unit.microbatch, index)
+            if name in self._queue.helpers:
+                self._queue.help(name, course.at(kind.name, index), kind, (func, args, kwargs), out, state)
+        return out
+
+    @property
+    def misfits(self) -> int:
+        """Operators of this iteration that were not found in the plan that is followed."""
+        return sum(self._strategy.misfits.values()) - self._misfits_before
+
+    def _is_recomputed(self) -> bool:
+        """Recomputation will show, or shows, what comes next once more."""
+        return self.segment is not None and self.segment.is_comparable
+
+    def _at_once(self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int) -> Any:
+        if kind.written and not checked_by_looking(kind, args, kwargs):
+            again = check_in_place(kind, func, args, kwargs)
+            out = func(*args, **kwargs)
+            ours = tensors_in(written(kind, args, kwargs))
+            self._disturb(PRIMARY, kind, ours)
+        elif kind.written:
+            out = func(*args, **kwargs)
+            self._disturb(PRIMARY, kind, [args[0]])
+            self._compare(kind, index, *([one] for one in expected(kind, args, kwargs)))
+            return out
+        else:
+            state = state_before(kind, args, kwargs)
+            out = func(*args, **kwargs)
+            ours = tensors_in(out)
+            self._disturb(PRIMARY, kind, ours)
+            again = tensors_in(execute_again(func, args, kwargs, state))
+        self._disturb(CHECKER, kind, again)
+        self._compare(kind, index, ours, again)
+        return out
+
+    def _compare(self, kind: Nature, index: int, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+        self._findings.pair(self._course.at(kind.name, index), AT_ONCE, ours, theirs)
+
+    def _with_recomputation(
+        self, kind: Nature, args: Sequence[Any], kwargs: dict[str, Any], out: Any, index: int
+    ) -> None:
+        outs = results(kind, args, kwargs, out)
+        self._disturb(CHECKER if self.again else PRIMARY, kind, outs)
+        at = self._course.at(kind.name, index)
+        if self.again:
+            self.segment.again(at, outs)
+        else:
+            self.segment.primary(at, outs)
+
+    def _later(
+        self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int, decision: Any
+    ) -> Any:
+        state = state_before(kind, args, kwargs)
+        out = func(*args, **kwargs)
+        outs = tensors_in(out)
+        self._disturb(PRIMARY, kind, outs)
+        at = self._course.at(kind.name, index)
+        if not self._queue.put(at, kind, (func, args, kwargs), out, state, decision):
+            again = tensors_in(execute_again(func, args, kwargs, state))
+            self._compare(kind, index, outs, again)
+        return out
+
+    def _disturb(self, execution: str, kind: Nature, tensors: Sequence[torch.Tensor]) -> None:
+        if self._disturbance is not None:
+            self._disturbance.falsify(execution, kind.name, self._course, tensors)

@@ -1,0 +1,94 @@
+"""All-reduces: everybody in a group must have come to the same result."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.findings import DISPUTED, REDUCTION, Findings, Mismatch, Rows
+
+
+class Reductions:
+    """Results of one rank's all-reduces in one iteration, by group.
+
+    Args:
+        falsify: changes a result, in experiments.
+    """
+
+    def __init__(self, findings: Findings, falsify: Callable[[torch.Tensor], None] | None = None):
+        self._findings, self._falsify = findings, falsify
+        self.restart()
+
+    def restart(self) -> None:
+        """An iteration begins."""
+        self._rows: dict[str, tuple[dist.ProcessGroup, Rows, list[At]]] = {}
+        self._unfinished: list[tuple[dist.ProcessGroup, torch.Tensor, At]] = []
+        self._compared: list[tuple[dist.ProcessGroup, list[At], torch.Tensor, torch.Tensor]] = []
+
+    def done(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: At) -> None:
+        """``tensor`` is the result of an all-reduce in ``group``."""
+        if dist.get_world_size(group) == 1:
+            return
+        if self._falsify is not None:
+            self._falsify(tensor)
+        _, rows, places = self._rows.setdefault(group.group_name, (group, self._findings.rows(), []))
+        rows.add(tensor.detach())
+        places.append(at)
+
+    def begun(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: At) -> None:
+        """The same, of one whose end is not told: it is over at the next ``finish``."""
+        self._unfinished.append((group, tensor, at))
+
+    def finish(self) -> None:
+        """All that was begun is over."""
+        for group, tensor, at in self._unfinished:
+            self.done(group, tensor, at)
+        self._unfinished = []
+
+    def compare(self) -> None:
+        """Collective in every group with results: compares them. The names of groups give all ranks one order."""
+        self.finish()
+        for name in sorted(self._rows):
+            group, rows, places = self._rows[name]
+            found = rows.table()
+            both = torch.stack((found, ~found))
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+            largest, smallest = both[0], ~both[1]
+            self._findings.hint(smallest, largest)
+            self._compared.append((group, places, found, (smallest != largest).any(dim=1)))
+
+    def settle(self) -> None:
+        """Collective in every group whose members came to several results: who has another than most notes it. Where
+        there is no majority all members note that somebody is wrong. Looks at the device."""
+        for group, places, found, differs in self._compared:
+            rows = differs.nonzero().flatten()
+            if not len(rows):
+                continue
+            ours = found[rows].contiguous()
+            all_ranks = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(all_ranks, ours, group=group)
+            told = verdicts(dist.get_rank(group), [each.tolist() for each in all_ranks])
+            for row, how in zip(rows.tolist(), told, strict=True):
+                if how is not None:
+                    self._findings.note(Mismatch(places[row], how))
+        self._compared = []
+
+
+def verdicts(member: int, results: Sequence[Sequence[Sequence[int]]]) -> list[str | None]:
+    """What ``member`` has to say of each result: REDUCTION: its own is none of the majority's; DISPUTED: there is no
+    majority; None: it is right.
+
+    Args:
+        results: digests by member, then by result.
+    """
+    found: list[str | None] = []
+    for digests in zip(*results, strict=True):
+        counts = Counter(map(tuple, digests))
+        most, count = counts.most_common(1)[0]
+        if 2 * count <= len(digests):
+            found.append(DISPUTED)
+        else:
+            found.append(None if tuple(digests[member]) == most else REDUCTION)
+    return found

@@ -1,0 +1,61 @@
+"""What a run asks of DMR."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft.systems.dmr.plan.assign import Plan
+from ft.systems.dmr.plan.file import read_plan, refuse_another_s
+from ft.systems.dmr.runtime.strategy import Naive, Piggyback, Planned, Strategy
+from ft.systems.dmr.runtime.unstable import Sparing
+from ft.systems.dmr.unstable import read_unstable
+
+NAIVE, PIGGYBACK = "naive", "piggyback"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Args:
+    way: NAIVE or PIGGYBACK; None: as ``plan`` says.
+    plan: a plan file.
+    unstable: a file of operators that are left unchecked.
+    retries: how often an iteration is taken once more before somebody is blamed.
+    inject: bit flips on purpose (``ft.faults.spec``). inject_seed: of what they leave open.
+    """
+
+    way: str | None = None
+    plan: Path | None = None
+    unstable: Path | None = None
+    retries: int = 2
+    inject: tuple[str, ...] = ()
+    inject_seed: int = 0
+
+    def strategy(self, stage: int, fingerprint: Mapping[str, Any]) -> tuple[Strategy, Plan | None]:
+        """How operators of ``stage`` are verified.
+
+        Raises:
+            UserError: the plan, or the file of unstable operators, cannot be read or followed, or the plan was made
+                for another run.
+        """
+        left_out = () if self.unstable is None else read_unstable(self.unstable).operators
+        plan = None
+        if self.plan is None:
+            strategy = Naive() if self.way == NAIVE else Piggyback()
+        else:
+            plan = read_plan(self.plan)
+            refuse_another_s(plan, fingerprint)
+            strategy = Planned(plan, stage, left_out)
+        return (Sparing(strategy, left_out) if left_out else strategy), plan
+
+
+def run_seed(text: str) -> int:
+    """One seed for all digests of a run, the same on all ranks."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+
+
+def model_digest(shape: Mapping[str, Any]) -> str:
+    """A short name for everything that decides which operators a run executes."""
+    return hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:16]

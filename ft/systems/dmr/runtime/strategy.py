@@ -1,0 +1,180 @@
+"""How each operator is verified: all alike, or as a plan says."""
+
+import bisect
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+from ft.base.errors import UserError
+from ft.systems.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Plan
+from ft.systems.dmr.plan.trace import CLOSE_US, RECOMPUTE, Operator
+from ft.systems.dmr.runtime.abreast import Abreast
+from ft.systems.dmr.runtime.course import Unit, operator_id
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """About one operator.
+
+    Args:
+        set: one of ``ft.systems.dmr.plan.assign.SETS``.
+        due: (D sets) operators planned before its window; None: a dynamic one, whatever comes.
+        ordinal: operators planned until this one, and with it; 0: it is none of a plan.
+        replay: (D sets) the AGC segment it is replayed with.
+        check_us: what verifying it is expected to take. bytes: that wait with it, and would be free without.
+    """
+
+    set: str
+    due: int | None = 0
+    replay: str | None = None
+    check_us: float = 0.0
+    bytes: float = 0.0
+    ordinal: int = 0
+
+
+AT_ONCE = Decision(NAIVE)
+WITH_RECOMPUTATION = Decision(PIGGYBACK)
+
+
+NO_MISFITS: Mapping[tuple[str, str], int] = MappingProxyType({})
+
+
+class Strategy(Protocol):
+    """Says for each operator how it is verified.
+
+    Attributes:
+        misfits: operators that were not found in the plan that is followed, by phase and name.
+    """
+
+    name: str
+    misfits: Mapping[tuple[str, str], int]
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        """``in_segment``: it belongs to an activation-checkpointing segment that is, or will be, recomputed."""
+
+
+class Naive:
+    """Every operator at once."""
+
+    name, misfits = "naive", NO_MISFITS
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        return AT_ONCE
+
+
+class Piggyback:
+    """What is recomputed anyway with its recomputation, everything else at once."""
+
+    name, misfits = "piggyback", NO_MISFITS
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        return WITH_RECOMPUTATION if in_segment else AT_ONCE
+
+
+@dataclass(frozen=True)
+class Segment:
+    """An AGC segment as the runtime needs it: how many operators are replayed, and when."""
+
+    size: int
+    due: int
+
+
+class Planned:
+    """As a plan says, for one stage.
+
+    Operators that the plan has not seen in their place (a profile of other data, experts that got no tokens) are
+    verified as ``Piggyback`` does, and counted.
+
+    Args:
+        unstable: operators that are not verified (``ft.systems.dmr.runtime.unstable``), and not replayed.
+
+    Attributes:
+        replays: AGC segments of the stage. misfits: see ``Strategy``.
+        helpers: operator -> AGC segments that replay it for what it makes, while it is verified otherwise.
+
+    Raises:
+        UserError: the plan was not made from a profile of a run, or does not know the stage.
+    """
+
+    name = "plan"
+
+    def __init__(self, plan: Plan, stage: int, unstable: Collection[str] = ()):
+        ops = [op for op in plan.trace.ops if op.place.stage == stage]
+        if not ops:
+            known = ", ".join(map(str, plan.trace.stages))
+            raise UserError(f"the DMR plan has no operators of stage {stage}, only of stages {known}", "plan this run")
+        starts = sorted(op.start_us for op in ops)
+        windows = {window.id: window for window in plan.trace.windows if window.stage == stage}
+        due = {
+            name: None if window.dynamic else bisect.bisect_left(starts, window.start_us - CLOSE_US)
+            for name, window in windows.items()
+        }
+        self.misfits: Counter[tuple[str, str]] = Counter()
+        self._decisions: dict[tuple[str, int, int], list[tuple[str, Decision]]] = {}
+        for ordinal, op in enumerate(ops, 1):
+            place, how = op.place, plan.assign[op.id]
+            unit = self._decisions.setdefault((place.phase, place.chunk, place.microbatch), [])
+            if op.id != operator_id(stage, place.phase, place.chunk, place.microbatch, len(unit)):
+                raise UserError(
+                    f"the DMR plan's operator {op.id!r} is none of a profile of a run",
+                    "profile the run itself: ft dmr profile, then ft dmr plan",
+                )
+            when = 0 if how.window is None else due[how.window]
+            kept = (plan.trace.tensors[tensor] for tensor in dict.fromkeys(op.tensors))
+            size = sum(tensor.bytes for tensor in kept if tensor.free_us is not None)
+            unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us, size, ordinal)))
+        # Tensor-parallel ranks do not all have the same parameters to update, and no need of a plan for that.
+        self._abreast = {unit: Abreast([name for name, _ in found]) for unit, found in self._decisions.items()}
+        self._all_at_once = {
+            unit for unit, found in self._decisions.items() if all(one.set == NAIVE for _, one in found)
+        }
+        self.replays: dict[str, Segment] = {}
+        self.helpers: dict[str, list[str]] = {}
+        self._plan_replays(plan, stage, due, frozenset(unstable))
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        where = (unit.phase, unit.chunk, unit.microbatch)
+        if where in self._all_at_once:
+            planned = self._decisions[where]
+            return planned[min(index, len(planned) - 1)][1]
+        follower = self._abreast.get(where)
+        place = None if follower is None else follower.find(index, operator)
+        if place is None:
+            self.misfits[unit.phase, operator] += 1
+            return WITH_RECOMPUTATION if in_segment else AT_ONCE
+        decision = self._decisions[where][place][1]
+        if decision.set == PIGGYBACK and not in_segment:
+            return replace(AT_ONCE, ordinal=decision.ordinal)
+        return decision
+
+    def _plan_replays(self, plan: Plan, stage: int, due: Mapping[str, int | None], unstable: Collection[str]) -> None:
+        by_id = {op.id: op for op in plan.trace.ops}
+        recomputed: dict[tuple, list[str]] = {}
+        for op in plan.trace.ops:
+            if op.place.stage == stage and op.place.phase == RECOMPUTE:
+                recomputed.setdefault((op.place.chunk, op.place.microbatch, op.place.layer), []).append(op.id)
+        for segment in plan.segments.values():
+            first = by_id[segment.ops[0]].place
+            if first.stage != stage:
+                continue
+            made = recomputed.get((first.chunk, first.microbatch, first.layer), []) if segment.regenerated_us else []
+            made = _until_needed(made, segment, by_id)
+            for name in made:
+                self.helpers.setdefault(name, []).append(segment.id)
+            when = due[segment.window]
+            replayed = (name for name in (*segment.ops, *made) if plan.assign[name].set != UNCHECKED)
+            size = sum(by_id[name].name not in unstable for name in replayed)
+            self.replays[segment.id] = Segment(size, 0 if when is None else when)
+
+
+def _until_needed(made: Sequence[str], segment: AgcSegment, by_id: Mapping[str, Operator]) -> Sequence[str]:
+    """The recomputation's operators up to the last one whose results the segment reads and does not keep."""
+    inner = {tensor for name in segment.ops for tensor in by_id[name].in_ids} - set(segment.keeps)
+    needed = [number for number, name in enumerate(made) if inner.intersection(by_id[name].out_ids)]
+    return made[: needed[-1] + 1] if needed else []
+
+
+DEFERRED = (D_INTER, D_INTRA)
+SKIPPED = UNCHECKED

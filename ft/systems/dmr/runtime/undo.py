@@ -1,0 +1,64 @@
+"""The state before an iteration, to go back to when it turns out to have been computed wrongly.
+
+It is copied in the background while forward and backward run, which change nothing of it; before the optimizer changes
+it the copy is waited for.
+"""
+
+from ft.state.snapshot.buffers import Slot
+from ft.state.snapshot.copier import Copier, Plan, Progress, tables_of, write_back
+from ft.state.snapshot.state import pack_meta, unpack_meta
+from ft.systems.hot_swap.position import Position
+from ft.systems.hot_swap.subject import Subject
+
+
+class Undo:
+    """Of one rank.
+
+    Args:
+        subject: model, optimizer and schedule. position: the trainer's own state.
+    """
+
+    def __init__(self, subject: Subject, position: Position):
+        self._subject, self._position = subject, position
+        self._slot, self._copier = Slot(), Copier()
+        self._plan: Plan | None = None
+        self._progress: Progress | None = None
+        self._error: BaseException | None = None
+
+    def begin(self) -> None:
+        """An iteration begins; what it begins from is kept."""
+        state = self._subject.state(self._position.get())
+        sections = state.sections()
+        if self._plan is None or not self._plan.fits(self._slot, sections):
+            pinned = any(tensor.is_cuda for each in sections.values() for tensor in each.values())
+            self._slot.fit(tables_of(sections), pinned)
+            self._plan = Plan(self._slot, sections)
+        self._slot.set_meta(pack_meta(state.envelope, state.blobs))
+        self._progress = self._copier.start(self._plan, self._note)
+
+    def wait(self) -> None:
+        """The state is about to change.
+
+        Raises:
+            RuntimeError: it could not be copied.
+        """
+        if self._progress is not None:
+            self._progress.wait()
+            self._progress = None
+        if self._error is not None:
+            raise RuntimeError("the state before the iteration could not be kept") from self._error
+
+    def back(self) -> None:
+        """Collective: everything is as it was at ``begin``."""
+        self.wait()
+        self._subject.abandon_step()
+        write_back(self._slot, self._plan.sections)
+        position = self._subject.apply_envelope(unpack_meta(self._slot.meta))
+        self._subject.publish_parameters()
+        self._position.set(position)
+
+    def close(self) -> None:
+        self._copier.close()
+
+    def _note(self, error: BaseException | None) -> None:
+        self._error = error

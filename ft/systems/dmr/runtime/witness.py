@@ -1,0 +1,86 @@
+"""Who is told what DMR finds: people, by lines on the terminal; the run's event file, where there is one."""
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ft.base import events
+from ft.systems.dmr.runtime.suspects import EVICT, Outcome, Reports
+
+if TYPE_CHECKING:
+    from ft.systems.hot_swap.session import Session
+
+_MOST_EVENTS, _MOST_LINES = 20, 3
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a rank computes."""
+
+    host: str
+    device: str
+
+    @staticmethod
+    def here() -> "Origin":
+        if torch.cuda.is_available():
+            number = torch.cuda.current_device()
+            return Origin(socket.gethostname(), f"cuda:{number} ({torch.cuda.get_device_name(number)})")
+        return Origin(socket.gethostname(), "cpu")
+
+
+class Teller:
+    """Of one rank. ``session``: its place in a run of ``ft run`` with hot-swap, or None."""
+
+    def __init__(self, session: "Session | None" = None):
+        self._session = session
+        self._origin = Origin.here()
+        self.can_evict = session is not None
+
+    def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
+        """See ``protection.Witness``: each rank tells of its own, rank 0 says what follows."""
+        rank = dist.get_rank()
+        own = reports.get(rank, ())
+        where = f"rank {rank} on {self._origin.host}, {self._origin.device}"
+        for one in own[:_MOST_LINES]:
+            _say(f"DMR: step {step}, {where}: {one}")
+        if len(own) > _MOST_LINES:
+            _say(f"DMR: step {step}, {where}: and {len(own) - _MOST_LINES} more")
+        for one in own[:_MOST_EVENTS]:
+            values = {**one.values(), "host": self._origin.host, "device": self._origin.device}
+            self._observe(events.DMR_MISMATCH, step=step, attempt=attempt, **values)
+        if rank == 0:
+            _say(_blame(outcome) if outcome.action == EVICT else f"DMR: step {step}: {outcome.reason}")
+            ranks, blamed = sorted(reports), list(outcome.ranks)
+            verdict = {"action": outcome.action, "reason": outcome.reason, "ranks": ranks, "blamed": blamed}
+            self._observe(events.DMR_VERDICT, step=step, attempt=attempt, **verdict)
+
+    def clean(self, step: int, attempt: int) -> None:
+        """See ``protection.Witness``."""
+        if dist.get_rank() == 0:
+            _say(f"DMR: step {step} came out clean at attempt {attempt}")
+            self._observe(events.DMR_CLEAN, step=step, attempt=attempt)
+
+    def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
+        """See ``protection.Witness``."""
+        if dist.get_rank() == 0:
+            told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            print(f"DMR ({strategy}): operators of rank 0 in step {step}: {told}", flush=True)
+        self._observe(events.DMR_COVERED, step=step, strategy=strategy, counts=dict(counts))
+
+    def _observe(self, event: str, **detail: Any) -> None:
+        if self._session is not None:
+            self._session.observe(event, **detail)
+
+
+def _blame(outcome: Outcome) -> str:
+    ranks = ", ".join(map(str, outcome.ranks))
+    return f"DMR: rank {ranks} is suspected of computing wrongly: {outcome.reason}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,107 @@
+"""What this worker is at, as its heartbeats say it."""
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+
+from ft.job.messages import Beat
+
+_STEPS_REMEMBERED = 20
+
+
+class Progress:
+    """Written by the training thread, read by the heartbeat's; every field is replaced whole.
+
+    Args:
+        waiting: the group operation that the training thread is blocked in, as (group name, since), or None.
+    """
+
+    def __init__(self, waiting: Callable[[], tuple[str, float] | None] = lambda: None):
+        self.waiting = waiting
+        self.lag: Callable[[], int] = lambda: 0
+        self.epoch, self.step = -1, 0
+        self._activity: tuple[str, str, float] = ("idle", "start", time.monotonic())
+        self._step_times: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._step_began: float | None = None
+        self._seen_waiting: tuple[str, float] | None = None
+        self._moved_at = time.monotonic()
+
+    @contextmanager
+    def at(self, doing: str, where: str):
+        """Within, the worker says that it is ``doing`` ("wait", "compute", "aside", "idle") what ``where`` names."""
+        before = self._activity
+        self._activity = (doing, where, time.monotonic())
+        try:
+            yield
+        finally:
+            self._activity = (before[0], before[1], time.monotonic())
+
+    def begins(self, step: int) -> None:
+        """Training goes on after ``step``; a step time is counted from here."""
+        self.step = step
+        self._step_began = time.monotonic()
+        self._activity = ("compute", f"step {step + 1}", self._step_began)
+
+    def committed(self, step: int) -> None:
+        """``step`` is committed and the next one begins."""
+        if self._step_began is not None:
+            self._step_times.append(time.monotonic() - self._step_began)
+        self.begins(step)
+
+    def aside(self, what: str) -> None:
+        """The step goes on with ``what``, for which others may wait for long: it is no hang."""
+        self._activity = ("aside", what, time.monotonic())
+
+    def idles(self, where: str) -> None:
+        """No step is under way; what comes is not a step time."""
+        self._step_began = None
+        self._activity = ("idle", where, time.monotonic())
+
+    def step_time(self) -> float | None:
+        """Median seconds of the last steps, None before the first has ended."""
+        times = list(self._step_times)
+        return statistics.median(times) if times else None
+
+    def beat(self) -> Beat:
+        doing, where, since = self._activity
+        waiting, now = self.waiting(), time.monotonic()
+        if waiting != self._seen_waiting:  # some operation has ended since the last heartbeat: it gets on
+            self._seen_waiting, self._moved_at = waiting, now
+        if doing == "compute" and waiting is not None:
+            doing, where, since = "wait", waiting[0], waiting[1]
+        elif doing == "compute":
+            since = max(since, self._moved_at)
+        return Beat(
+            age_s=0.0,
+            epoch=self.epoch,
+            step=self.step,
+            doing=doing,
+            since_s=round(now - since, 3),
+            where=where,
+            step_s=self.step_time(),
+            lag=self.lag(),
+        )
+
+
+class Heartbeat:
+    """A thread that sends ``progress.beat()`` every ``period_s``; it stops with the process it speaks for."""
+
+    def __init__(self, progress: Progress, send: Callable[[Beat], None], period_s: float):
+        self._progress, self._send, self._period = progress, send, period_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ft-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._period):
+            try:
+                self._send(self._progress.beat())
+            except OSError:  # the agent is gone: the link's own thread sees it and ends the process
+                return

@@ -1,0 +1,58 @@
+"""Puts the parts of a worker's protection together: what is protected, its snapshots, its planned faults."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ft.state.snapshot import Snapshots
+from ft.systems.hot_swap.faults import Breakage, make_injector
+from ft.systems.hot_swap.guard import Guard
+from ft.systems.hot_swap.placing import Placing
+from ft.systems.hot_swap.position import Position
+from ft.systems.hot_swap.rebuilder import StageRebuilder
+from ft.systems.hot_swap.session import Session
+from ft.systems.hot_swap.subject import Subject
+
+
+def protect(
+    session: Session,
+    chunks: Sequence,
+    optimizer: Any,
+    scheduler: Any,
+    position: Position,
+    *,
+    peers: int = 1,
+    strict: bool = False,
+    newest_checkpoint: Callable[[], Path | None] = lambda: None,
+    rebuilder: Callable[[Session, Subject], StageRebuilder] | None = None,
+) -> Guard:
+    """A guard for a training run of megatron-core; on all workers alike, after model and optimizer are built.
+
+    Args:
+        chunks: ``DistributedDataParallel`` model chunks. optimizer: ``get_megatron_optimizer``'s. scheduler: anything
+            with ``state_dict`` and ``load_state_dict``, or None.
+        position: the trainer's own state.
+        peers: other workers that hold a copy of this worker's optimizer shard, in failure domains of their own.
+        strict: where these cannot be had at the start the run ends.
+        newest_checkpoint: the folder of the newest complete checkpoint, which injected faults may damage, or None.
+        rebuilder: makes what rebuilds a pipeline stage that is lost everywhere (CheckFree); None: none is rebuilt.
+
+    Raises:
+        UserError: ``strict``, and peer copies cannot be placed as asked; or the model's stages cannot be rebuilt.
+    """
+    subject = Subject(chunks, optimizer, scheduler)
+    keeper = None
+    if rebuilder is not None:
+        keeper = rebuilder(session, subject)
+        keeper.begins(position.get()["step"])
+        position = keeper.beside(position)
+    placing = Placing(session, subject, peers, strict)
+    snapshots = Snapshots(
+        session.server,
+        rank=session.rank,
+        peers=placing.begin(),
+        replicas=subject.dp_peers,
+        on_failure=session.suspect,
+    )
+    injector = make_injector(session, Breakage(session, snapshots, subject, position, newest_checkpoint))
+    return Guard(session, subject, position, snapshots, injector, placing, keeper)

@@ -1,0 +1,93 @@
+"""What a worker does between the end of one epoch and the first step of the next (paper, sections V-C, VI-D to VI-F).
+
+    leave   out of every operation; what is held and what was under way is reported
+    enter   the next epoch's seats; who has no state of its own yet reports that it has arrived
+    repair  groups that have to be are built anew, state of the restore step is put in place
+    resume  when all are there and the invariants hold
+
+An epoch that is closed in between sends the worker back to the start of this list.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from ft.base.errors import EpochClosed
+from ft.job.messages import Repair, Resume, WorkerArrived, WorkerReleased, WorkerRepaired
+from ft.systems.hot_swap.reminder import said
+
+if TYPE_CHECKING:
+    from ft.systems.hot_swap.guard import Guard
+
+
+def recover(guard: "Guard") -> None:
+    """Brings this worker to the first step of an open epoch."""
+    session = guard.session
+    while True:
+        session.progress.idles("recovery")
+        try:
+            if session.closed:
+                _leave(guard)
+            repaired = _repair(guard, _enter(guard))
+            with said(session.link, repaired):
+                session.orders.wait(Resume, session.epoch)
+            guard.at("resume")
+        except EpochClosed:
+            continue
+        except Exception as error:
+            guard.fails(error)
+            continue
+        guard.resumes()
+        return
+
+
+def _leave(guard: "Guard") -> None:
+    session = guard.session
+    try:
+        guard.snapshots.settle()
+        groups = session.groups.reports()
+        session.groups.drop()
+        guard.at("leave")
+    except Exception as error:
+        # Nothing of the epoch's is under way here that it could come of: this worker may be unfit for the next one.
+        session.link.send(guard.failure(error))
+        raise
+    left = WorkerReleased(session.worker, session.epoch, guard.step, groups, guard.snapshots.holdings())
+    with said(session.link, left):
+        rank, opened = session.orders.wait_open(session.worker, newer_than=session.epoch)
+    session.enter(rank, opened)
+
+
+def _enter(guard: "Guard") -> Repair:
+    session = guard.session
+    if guard.is_empty:
+        guard.at("assemble")
+        with said(session.link, WorkerArrived(session.worker, session.epoch, session.groups.reports())):
+            return session.orders.wait(Repair, session.epoch)
+    return session.orders.wait(Repair, session.epoch)
+
+
+def _repair(guard: "Guard", order: Repair) -> WorkerRepaired:
+    session = guard.session
+    guard.at("rebuild")
+    meeting = session.meeting_place()
+    rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch, meeting)
+    session.groups.reopen(session.epoch)
+    guard.at("restore")
+    began = time.monotonic()
+    sources = guard.restore(order)
+    mine = {report.name for report in session.groups.reports()}
+    rebuilt, deferred = mine & set(order.rebuild), mine & set(order.defer)
+    return WorkerRepaired(
+        worker=session.worker,
+        epoch=session.epoch,
+        rank=session.rank,
+        step=guard.step,
+        topology=session.topology(),
+        shards=guard.shards,
+        rebuilt=len(rebuilt),
+        kept=len(mine) - len(rebuilt) - len(deferred),
+        deferred=len(deferred),
+        sources=sources,
+        rebuild_s=rebuild_s,
+        restore_s=time.monotonic() - began,
+    )

@@ -1,0 +1,44 @@
+"""How a worker is set up: what must be the same on every worker of a run, or they train something else together."""
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from ft.base.checkout import CHECKOUT
+
+_OURS = ("ft", "megatron/training", "megatron/patches")
+_PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
+_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVTE_", "GLOO_", "MKL_", "OMP_")
+# What names a node's own hardware or place may differ from node to node.
+_OWN = ("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID", "OMP_PLACES")
+_OWN_ENDINGS = ("_IFNAME", "_HCA", "_HOME", "_PATH", "_FILE", "_DIR", "_DIRECTORY")
+
+
+def surroundings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that change what is computed, versions, and a digest of this project's sources."""
+    found = {f"environment {name}": value for name, value in environment.items() if _counts(name)}
+    found["python"] = platform.python_version()
+    found["code of ft and megatron"] = CODE
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _counts(name: str) -> bool:
+    return name.startswith(_PREFIXES) and name not in _OWN and not name.endswith(_OWN_ENDINGS)
+
+
+def _digest_of_code() -> str:
+    digest = hashlib.sha256()
+    for folder in _OURS:
+        for file in sorted((CHECKOUT / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(CHECKOUT)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+CODE = _digest_of_code()
+"""Of the sources as they were when this was imported: in the warm pool, with all that its workers run."""

@@ -1,0 +1,124 @@
+"""The quorum of each step, asked for by the leader and told to all ranks of its replica while they compute."""
+
+import json
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ft.base.errors import FtError
+from ft.job.quorum import Quorum, QuorumClient, Report
+
+_ROW_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks of the replica know of a step.
+
+    Attributes:
+        quorum: None where there is none, for the reason in ``problem``.
+        rows: replica -> one row per rank, {"ring": "host:port", "fetch": "host:port"}, of all members.
+    """
+
+    quorum: Quorum | None
+    rows: dict[int, list[dict[str, str]]]
+    problem: str = ""
+
+
+class Agreement:
+    """Runs beside the training thread, on a group of its own, in a thread of its own.
+
+    Args:
+        group: gloo, all ranks of this replica; nobody else uses it. row: how this rank is reached.
+        client: on the leader, which is rank 0 of the group; None elsewhere.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, row: dict[str, str], client: QuorumClient | None):
+        self._group, self._client = group, client
+        self._asked: queue.SimpleQueue = queue.SimpleQueue()
+        self._told = threading.Condition()
+        self._question = 0
+        self._answer: Agreed | None = None  # to the last question
+        self._rows: dict[int, tuple[int, list[dict[str, str]]]] = {}  # replica -> (life, rows)
+        rows = _gather(group, row)
+        if client is not None:
+            client.hello(rows)
+        self._thread = threading.Thread(target=self._run, name="ft-hsdp-agreement", daemon=True)
+        self._thread.start()
+
+    def ask(self, report: Report, then: Callable[[Agreed], None]) -> None:
+        """Begins a step; on all ranks alike. ``then`` is called in the thread, before :meth:`wait` returns.
+
+        Args:
+            report: the leader's counts.
+        """
+        with self._told:
+            self._question, self._answer = self._question + 1, None
+            self._asked.put((self._question, report, then))
+
+    def wait(self) -> Agreed:
+        """What came of the last question. The client sees to it that something does."""
+        with self._told:
+            self._told.wait_for(lambda: self._answer is not None)
+            return self._answer
+
+    def close(self) -> None:
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        while (item := self._asked.get()) is not None:
+            question, report, then = item
+            try:
+                agreed = self._agree(report)
+                then(agreed)
+            except Exception as error:  # the replica falls apart, which its own control plane deals with
+                agreed = Agreed(None, {}, f"{type(error).__name__}: {error}")
+                then(agreed)
+            with self._told:
+                if question == self._question:  # ``then`` may have set off the next one already
+                    self._answer = agreed
+                    self._told.notify_all()
+
+    def _agree(self, report: Report) -> Agreed:
+        content = b"" if self._client is None else json.dumps(self._find_out(report)).encode()
+        values = json.loads(_broadcast(self._group, content))
+        if "problem" in values:
+            return Agreed(None, {}, values["problem"])
+        quorum = Quorum.parse(values["quorum"])
+        for replica, rows in values["rows"].items():
+            self._rows[int(replica)] = (quorum.lives[int(replica)], rows)
+        return Agreed(quorum, {replica: self._rows[replica][1] for replica in quorum.members})
+
+    def _find_out(self, report: Report) -> dict[str, Any]:
+        """The leader's part: the quorum, with the rows of members that are new or have begun another life."""
+        try:
+            quorum = self._client.ask(report).result()
+            lives = quorum.lives
+            new = [r for r in quorum.members if r not in self._rows or self._rows[r][0] != lives[r]]
+            rows = {str(replica): self._client.rows(replica, lives[replica]) for replica in new}
+        except FtError as error:
+            return {"problem": str(error)}
+        return {"quorum": asdict(quorum), "rows": rows}
+
+
+def _gather(group: dist.ProcessGroup, row: dict[str, str]) -> list[dict[str, str]]:
+    """The rows of all ranks of the group, by rank."""
+    text = json.dumps(row).encode().ljust(_ROW_BYTES)
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = [torch.empty_like(mine, device="cpu") for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    return [json.loads(row.numpy().tobytes()) for row in rows]
+
+
+def _broadcast(group: dist.ProcessGroup, content: bytes) -> bytes:
+    """``content`` of the group's rank 0."""
+    size = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
+    dist.broadcast(size, group=group, group_src=0)
+    words = torch.frombuffer(bytearray(content or bytes(size.item())), dtype=torch.uint8)
+    dist.broadcast(words, group=group, group_src=0)
+    return words.numpy().tobytes()

@@ -1,0 +1,26 @@
+"""What injected faults do to a replica's worker, beside those that any process can do to itself."""
+
+from ft.faults.faults import Fault
+from ft.faults.flip import BIT_FLIP
+from ft.systems.hot_swap.faults import corrupt_tensor
+from ft.systems.hot_swap.session import Session
+from ft.systems.hot_swap.subject import Subject
+from ft.systems.hsdp.ring import Ring
+
+
+class ReplicaBreakage:
+    """``ft.faults.worker.Actions`` of a worker that keeps no snapshots."""
+
+    def __init__(self, subject: Subject, ring: Ring, session: Session):
+        self._subject, self._ring, self._session = subject, ring, session
+
+    def act(self, fault: Fault) -> None:
+        """A fault of a kind that has nothing to break here says so in the worker's log, and nothing happens."""
+        if fault.kind == "drop":
+            self._ring.cancel(f"injected: {fault}")
+        elif fault.kind == "corrupt-tensor":
+            corrupt_tensor(self._subject, fault)
+        elif fault.kind == BIT_FLIP and self._session.faulty_device is not None:
+            self._session.faulty_device(fault.number, fault.flip)
+        else:
+            print(f"injected fault {fault.number} ({fault}): a replica has nothing that it could break", flush=True)

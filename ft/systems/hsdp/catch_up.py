@@ -1,0 +1,129 @@
+"""A replica that is behind takes the state of the others while they compute (paper, sections 4.3 and 4.4)."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+
+from ft.base import events
+from ft.base.errors import FtError
+from ft.job.quorum import Quorum
+from ft.state import fetch
+from ft.systems.hot_swap.session import Session
+from ft.systems.hsdp.agreement import Agreed
+from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.retry import Retry
+from ft.systems.hsdp.state import ReplicaState
+
+_ENVELOPE_S = 10.0
+_BEGIN_S = 0.3
+"""Less than the shortest time for which a ring waits."""
+
+
+class CatchUp:
+    """One rank's part, for one step at a time.
+
+    A replica that has a state of its own, if an old one, keeps it until the new one is there on all of its ranks: what
+    is fetched lies in host memory meanwhile. One that has none has it written where it belongs.
+
+    Args:
+        votes: group of the replica's ranks. limit_s: for a fetch; the peers' update ends it earlier.
+    """
+
+    def __init__(
+        self, session: Session, place: Place, state: ReplicaState, votes: dist.ProcessGroup, limit_s: float = 600.0
+    ):
+        self._session, self._replica, self._token = session, place.replica, place.token
+        self._state, self._votes, self._limit_s = state, votes, limit_s
+        self._thread: threading.Thread | None = None
+        self._fetched: fetch.Fetched | None = None
+        self._aside: dict[str, torch.Tensor] | None = None
+        self._problem = ""
+        self._has_begun = threading.Event()
+
+    def begin(self, agreed: Agreed, *, keeps_state: bool) -> None:
+        """Begins to fetch the state that ``agreed`` names, in a thread.
+
+        Returns when every source knows of it, or shortly: the others do not end their step before this replica has
+        given its zeros, and one that knows of a fetch waits for it before it changes its state.
+        """
+        self._fetched, self._problem = None, ""
+        self._has_begun.clear()
+        live = self._state.tensors()
+        self._aside = {name: torch.empty_like(t, device="cpu") for name, t in live.items()} if keeps_state else None
+        into, sources = self._aside or live, self._sources(agreed)
+        self._thread = threading.Thread(
+            target=self._fetch, args=(agreed.quorum, sources, into), name="ft-hsdp-fetch", daemon=True
+        )
+        self._thread.start()
+        self._has_begun.wait(_BEGIN_S)
+
+    def end(self) -> None:
+        """Waits for the fetch and puts the state in place, if all ranks of the replica have theirs.
+
+        Raises:
+            Retry: one has not; on all ranks alike. A state that was kept is still there.
+        """
+        self._thread.join()
+        if not self._have_all(self._fetched is not None):
+            raise Retry(self._problem or "another rank of this replica could not fetch its state")
+        if self._aside is not None:
+            with torch.no_grad():
+                for name, tensor in self._state.tensors().items():
+                    tensor.copy_(self._aside[name])
+            self._aside = None
+        self._state.apply(self._fetched.envelope)
+
+    def settle(self, agreed: Agreed, step: int) -> None:
+        """After the commit of ``step``: generators and buffers, which a forward pass moves, as the others have them.
+
+        The step is committed here, so what fails now takes nothing back: where they cannot be had on all ranks, because
+        the others were lost or have not committed it, this replica's own are the ones.
+        """
+        sources, lineage = self._sources(agreed), agreed.quorum.number
+        envelope, problem = None, "another rank of this replica could not have it"
+        try:
+            envelope = fetch.fetch_envelope(sources, self._token, step, lineage, _ENVELOPE_S)
+        except FtError as error:
+            problem = str(error)
+        if self._have_all(envelope is not None):
+            self._state.apply(envelope)
+        else:
+            print(f"step {step} goes on with this replica's own generators and buffers: {problem}", flush=True)
+
+    def _have_all(self, has_mine: bool) -> bool:
+        """Whether it is true on every rank of the replica."""
+        word = torch.tensor([int(has_mine)], dtype=torch.int32, device="cpu")
+        dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self._votes)
+        return bool(word.item())
+
+    def tell(self, step: int) -> None:
+        """Puts it on record that this rank has caught up."""
+        done = self._fetched
+        self._session.observe(
+            events.CAUGHT_UP, replica=self._replica, step=step, fetch_s=round(done.seconds, 4), bytes=done.bytes
+        )
+
+    def _fetch(self, quorum: Quorum, sources: list[str], into: dict[str, torch.Tensor]) -> None:
+        rank = self._session.rank
+        try:
+            self._fetched = fetch.fetch(
+                sources,
+                self._token,
+                quorum.step,
+                quorum.lineage,
+                into,
+                self._limit_s,
+                rank=rank,
+                has_begun=self._has_begun,
+            )
+        except FtError as error:
+            self._problem = str(error)
+        finally:
+            self._has_begun.set()
+
+    def _sources(self, agreed: Agreed) -> list[str]:
+        """The same rank of the healthy replicas, from another one on for every rank, so that all serve alike."""
+        healthy, rank = agreed.quorum.healthy, self._session.rank
+        turned = [healthy[(rank + self._replica + i) % len(healthy)] for i in range(len(healthy))]
+        return [agreed.rows[replica][rank]["fetch"] for replica in turned]

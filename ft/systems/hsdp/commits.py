@@ -1,0 +1,178 @@
+"""``RUN_DIR/replica-K/commits.jsonl``: a line for every step that a replica committed, written by its leader.
+
+Every member of a quorum writes what all of them know of the step; only ``at`` is the writer's own: where its loader
+really stood. What the report proves about samples, it proves from these lines.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft.base.lines import Lines
+from ft.systems.hsdp.samples import Deal
+
+NAME = "commits.jsonl"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A committed step, as one replica saw it.
+
+    Attributes:
+        step: its number, from 1. quorum: of the step. before: the quorum of the step before it in this replica's
+            state, 0 before the first.
+        healthy: replicas whose gradients are in the step. behind: those that fetched their state during it.
+        batch: samples that each healthy one took. deal: who gets which samples in this step. positions: after it, in
+            that deal.
+        wall: seconds since 1970, when it was committed. step_s: seconds that the step took, retries and waits
+            included. wait_s: of these, what quorum and FTAR took beyond the replica's own work.
+        loss: mean over the tokens of all healthy replicas, None where the leader does not know it. tokens: that
+            contributed, of all of them, None where unknown.
+        digest: of the state of all ranks of the writer after the step, None where nobody asked for it. parameters: of
+            the model with which the writer computed its gradients, None where nobody asked or it computed none.
+        at: position of the writer's stream from which it read its samples, None where it read none (behind).
+        stack: of the groups in the step, where they have stacks (SPARe); every shard type was trained then, whoever was
+            there. owners: who has computed each type. patch: types that others than planned have, their groups being
+            lost. computed: types that the writer itself has computed, and from which position of its stream each was
+            read.
+    """
+
+    step: int
+    quorum: int
+    before: int
+    healthy: tuple[int, ...]
+    behind: tuple[int, ...]
+    batch: int
+    deal: Deal
+    positions: Mapping[int, int]
+    wall: float
+    step_s: float = 0.0
+    wait_s: float = 0.0
+    loss: float | None = None
+    tokens: int | None = None
+    at: int | None = None
+    digest: int | None = None
+    parameters: int | None = None
+    stack: int | None = None
+    owners: tuple[int, ...] = ()
+    patch: tuple[int, ...] = ()
+    computed: Mapping[int, int] | None = None
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Whose samples were trained: replicas, or shard types."""
+        return self.healthy if self.stack is None else tuple(range(self.deal.replicas))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.healthy, *self.behind}))
+
+    def as_values(self) -> dict[str, Any]:
+        """The commit as JSON values, those that are None left out."""
+        values = {
+            "step": self.step,
+            "quorum": self.quorum,
+            "before": self.before,
+            "healthy": list(self.healthy),
+            "behind": list(self.behind),
+            "batch": self.batch,
+            **self.deal.as_values(),
+            "positions": {str(replica): position for replica, position in sorted(self.positions.items())},
+            "wall": round(self.wall, 6),
+            "step_s": round(self.step_s, 6),
+            "wait_s": round(self.wait_s, 6),
+            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
+            "tokens": self.tokens,
+            "at": self.at,
+            "digest": self.digest,
+            "parameters": self.parameters,
+            "stack": self.stack,
+            "owners": list(self.owners) or None,
+            "patch": list(self.patch) or None,
+            "computed": None
+            if self.computed is None
+            else {str(kind): at for kind, at in sorted(self.computed.items())},
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class CommitLog:
+    """Appends commits to a replica's file; a full disk makes lines wait in memory and stops nothing.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, folder: Path):
+        self._lines = Lines(folder / NAME)
+
+    def write(self, commit: Commit) -> None:
+        self._lines.write(json.dumps(commit.as_values(), separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read(folder: Path, most: int | None = None) -> list[Commit]:
+    """The commits of a replica's folder in the order they were written; torn lines are left out, unknown keys ignored.
+
+    Args:
+        most: bytes to read from the end of the file; None: all of it.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        with open(folder / NAME, "rb") as stream:
+            if most is not None:
+                stream.seek(max(0, stream.seek(0, os.SEEK_END) - most))
+            lines = stream.read().splitlines()
+    except FileNotFoundError:
+        return []
+    deals: dict[str, Deal] = {}
+    return [commit for line in lines if (commit := _parse(line, deals)) is not None]
+
+
+def _parse(line: bytes, deals: dict[str, Deal]) -> Commit | None:
+    """``deals``: those met so far, so that all commits of one share what was worked out of it."""
+    try:
+        values = json.loads(line)
+        shape = {"replicas": len(values["positions"]), "block": values["batch"], "past": []}
+        deal = Deal.from_values({**shape, **values})
+        return Commit(
+            deal=deals.setdefault(repr(deal), deal),
+            positions={int(replica): _whole(position) for replica, position in values["positions"].items()},
+            healthy=tuple(_whole(replica) for replica in values["healthy"]),
+            behind=tuple(_whole(replica) for replica in values["behind"]),
+            computed=_places(values.get("computed")),
+            **{name: tuple(_whole(one) for one in values.get(name, ())) for name in ("owners", "patch")},
+            **{name: _whole(values[name]) for name in ("step", "quorum", "before", "batch")},
+            **{
+                name: _whole(values[name])
+                for name in ("tokens", "at", "digest", "parameters", "stack")
+                if values.get(name) is not None
+            },
+            **{name: _figure(values[name]) for name in ("wall", "step_s", "wait_s", "loss") if name in values},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _places(values: Any) -> dict[int, int] | None:
+    return None if values is None else {int(kind): _whole(at) for kind, at in values.items()}
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _figure(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is no figure")
+    return float(value)

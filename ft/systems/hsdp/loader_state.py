@@ -1,0 +1,143 @@
+"""``RUN_DIR/loader_state``: how far every replica has come in its samples, as of the last committed step.
+
+Paper, section 4.4: the position of the data "is very small, so FT-HSDP writes the dataloader state of all GPUs into a
+single loader_state file every step". Every replica's leader writes it; the newest committed step stays.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.systems.hsdp.samples import Deal
+
+NAME = "loader_state"
+_FORMAT = "megatron-ft loader_state 1"
+_LOCK_WAIT_S, _LOCK_PAUSE_S = 0.05, 0.002
+_FIX = "remove it: a persistent checkpoint holds the positions of its step as well"
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """The positions after a committed step.
+
+    Attributes:
+        step, quorum: the commit. batch: samples that a replica took in it. deal: who gets which samples.
+        positions: replica -> samples of its stream taken, for every replica of the deal.
+    """
+
+    step: int
+    quorum: int
+    batch: int
+    deal: Deal
+    positions: Mapping[int, int]
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Greater where newer. Quorum numbers only ever grow; a run that goes on from an older checkpoint takes steps
+        anew, in later quorums."""
+        return self.quorum, self.step
+
+
+def read(run_dir: Path) -> LoaderState | None:
+    """The state in ``run_dir``; None where there is none yet.
+
+    Raises:
+        UserError: the file is torn, damaged or something else.
+    """
+    path = run_dir / NAME
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}", "make it readable") from error
+    try:
+        return _decode(content)
+    except ValueError as error:
+        raise UserError(f"{path} ({len(content)} bytes): {error}", _FIX) from error
+
+
+def write(run_dir: Path, state: LoaderState) -> str:
+    """Puts ``state`` into ``run_dir`` atomically, unless a newer one is there.
+
+    It never waits for long and never fails: training does not depend on it. A replica that is killed or frozen while it
+    writes keeps the others from writing for as long as it is there, not from training.
+
+    Returns:
+        "" where it was written, else why it was not.
+    """
+    try:
+        with _alone(run_dir / f".{NAME}.lock") as is_alone:
+            if not is_alone:
+                return "another replica is writing"
+            with contextlib.suppress(UserError):  # what cannot be read has no age
+                there = read(run_dir)
+                if there is not None and there.age > state.age:
+                    return f"step {there.step} of quorum {there.quorum} is there already"
+            temporary = run_dir / f".{NAME}.tmp"
+            temporary.write_bytes(_encode(state))
+            os.replace(temporary, run_dir / NAME)
+            return ""
+    except OSError as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Whether no other process is inside; its death lets the next one in."""
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    with open(path, "ab") as stream:
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    yield False
+                    return
+                time.sleep(_LOCK_PAUSE_S)
+        yield True
+
+
+def _encode(state: LoaderState) -> bytes:
+    values: dict[str, Any] = {
+        "format": _FORMAT,
+        "step": state.step,
+        "quorum": state.quorum,
+        "batch": state.batch,
+        **state.deal.as_values(),
+        "positions": {str(replica): position for replica, position in sorted(state.positions.items())},
+    }
+    return json.dumps({**values, "checksum": _checksum(values)}).encode() + b"\n"
+
+
+def _decode(content: bytes) -> LoaderState:
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise ValueError("torn, or no loader_state: it is no JSON") from error
+    if not isinstance(values, dict) or values.get("format") != _FORMAT:
+        raise ValueError(f"no loader_state: its format is not {_FORMAT!r}")
+    if values.pop("checksum", None) != _checksum(values):
+        raise ValueError("damaged: the checksum is not that of its content")
+    try:
+        deal = Deal.from_values(values)
+        positions = {int(replica): position for replica, position in values["positions"].items()}
+        state = LoaderState(values["step"], values["quorum"], values["batch"], deal, positions)
+    except (KeyError, AttributeError) as error:
+        raise ValueError(f"no loader_state: {error!r}") from error
+    if sorted(positions) != list(range(deal.replicas)):
+        raise ValueError(f"positions of replicas {sorted(positions)}, of which there are {deal.replicas}")
+    return state
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

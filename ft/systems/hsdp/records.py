@@ -1,0 +1,116 @@
+"""What a replica's leader puts on record of every committed step (paper, section 4.4: the ``loader_state`` file)."""
+
+import threading
+import time
+from pathlib import Path
+
+from ft.job.quorum import Quorum
+from ft.systems.hsdp import loader_state
+from ft.systems.hsdp.commits import Commit, CommitLog
+from ft.systems.hsdp.loader_state import LoaderState
+from ft.systems.hsdp.position import ReplicaPosition
+from ft.systems.hsdp.work import Work
+
+
+class Records:
+    """Args: run_dir: of the whole run. folder: of the replica. batch: samples of a replica in a step."""
+
+    def __init__(self, run_dir: Path, folder: Path, replica: int, batch: int):
+        self._replica, self._batch = replica, batch
+        self._commits, self._positions = CommitLog(folder), _Positions(run_dir)
+
+    def committed(
+        self,
+        position: ReplicaPosition,
+        quorum: Quorum,
+        work: Work,
+        before: int,
+        at: int | None,
+        step_s: float,
+        wait_s: float,
+        digest: int | None,
+        parameters: int | None = None,
+    ) -> None:
+        """A step is committed in ``quorum``; ``position`` is that after it, ``before`` the quorum of the one before.
+
+        The smallest healthy replica writes ``loader_state`` for all.
+
+        Args:
+            at: position of this replica's stream that its samples began at, None if it took none.
+            digest: of the state after the step, if wanted. parameters: of the model that gradients were computed with.
+        """
+        self._commits.write(
+            Commit(
+                step=position.step,
+                quorum=quorum.number,
+                before=before,
+                healthy=quorum.healthy,
+                behind=quorum.behind,
+                batch=self._batch,
+                deal=position.deal,
+                positions=dict(position.positions),
+                wall=time.time(),
+                step_s=step_s,
+                wait_s=wait_s,
+                at=at if work.computed is None else None,
+                computed=work.computed,
+                digest=digest,
+                parameters=parameters,
+                stack=work.stack,
+                owners=work.owners,
+                patch=work.patch,
+            )
+        )
+        if self._replica == quorum.healthy[0]:
+            state = LoaderState(position.step, quorum.number, self._batch, position.deal, dict(position.positions))
+            self._positions.write(state)
+
+    def close(self) -> None:
+        self._commits.close()
+        self._positions.close()
+
+
+class _Positions:
+    """Writes ``loader_state`` in a thread: training waits neither for another replica that writes, nor for a disk.
+
+    Where writing takes longer than a step, only the newest one is written.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._changed = threading.Condition()
+        self._newest: LoaderState | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="ft-hsdp-positions", daemon=True)
+        self._thread.start()
+
+    def write(self, state: LoaderState) -> None:
+        with self._changed:
+            self._newest = state
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Returns when all is written."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._newest is not None or self._is_closing)
+                state, self._newest = self._newest, None
+            if state is None:
+                return
+            loader_state.write(self._run_dir, state)
+
+
+class NoRecords:
+    """On ranks other than the leader."""
+
+    def committed(self, *_) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

@@ -1,0 +1,7 @@
+"""The fault-tolerant all-reduce: see :class:`ft.systems.hsdp.ring.ring.Ring`."""
+
+from ft.systems.hsdp.ring.options import RingOptions
+from ft.systems.hsdp.ring.outcome import Outcome, Pending
+from ft.systems.hsdp.ring.ring import Ring
+
+__all__ = ["Outcome", "Pending", "Ring", "RingOptions"]

@@ -1,0 +1,155 @@
+"""Connecting to the right neighbour: a short-lived thread dials, the driver's poll loop does the talking."""
+
+import errno
+import secrets
+import socket
+import threading
+from dataclasses import replace
+
+from ft.base.errors import ReplaceNodeError
+from ft.net.streams import Network
+from ft.systems.hsdp.ring.control import BREAK, Control, Message
+from ft.systems.hsdp.ring.hello import (
+    ANSWER_BYTES,
+    GREETING_BYTES,
+    NONCE_BYTES,
+    TAKEN,
+    WHY,
+    Hello,
+    is_greeting,
+    read_answer,
+    write_hello,
+)
+from ft.systems.hsdp.ring.outcome import Broken
+from ft.systems.hsdp.ring.poller import READ, Poller
+
+_LOCAL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""What connecting can fail of that is this node's own fault."""
+
+
+class _Call:
+    """One connection that is being made."""
+
+    def __init__(self, connection: socket.socket, hello: Hello):
+        self.connection, self.hello = connection, replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
+        self.said, self.wanted = bytearray(), GREETING_BYTES
+        self.is_taken = False
+
+
+class Dialer:
+    """The connections of one quorum to the right neighbour; the driver's thread uses it.
+
+    Args:
+        address: of the neighbour. index: the neighbour's among the members. hello: what is said, but for stream and
+            nonce.
+    """
+
+    def __init__(self, poller: Poller, network: Network, address: str, index: int, hello: Hello, token: str):
+        self._poller, self._network, self._address = poller, network, address
+        self._index, self._hello, self._token = index, hello, token
+        self._lock = threading.Lock()
+        self._dialled: list[socket.socket | OSError] = []
+        self._is_over = False
+        self._calls: list[_Call] = []
+
+    def start(self, streams: int, limit_s: float) -> None:
+        """Begins to dial ``streams`` connections, the one for control counted, each within ``limit_s``."""
+        threading.Thread(target=self._dial, args=(streams, limit_s), name="ft-ring-dial", daemon=True).start()
+
+    def tend(self) -> None:
+        """Goes on with what has been dialled since.
+
+        Raises:
+            Broken: the neighbour cannot be reached. ReplaceNodeError: this node cannot connect to anybody.
+        """
+        with self._lock:
+            dialled, self._dialled = self._dialled, []
+        for connection in dialled:
+            if isinstance(connection, OSError):
+                raise self._failed(connection)
+            connection.setblocking(False)
+            call = _Call(connection, replace(self._hello, stream=len(self._calls)))
+            self._calls.append(call)
+            self._poller.watch(connection.fileno(), READ, lambda call=call: self._hear(call))
+
+    def taken(self, streams: int) -> list[socket.socket] | None:
+        """All connections, once the neighbour has taken them; they are the caller's then."""
+        if len(self._calls) < streams or not all(call.is_taken for call in self._calls):
+            return None
+        connections, self._calls = [call.connection for call in self._calls], []
+        return connections
+
+    def close(self, why: Broken | None) -> None:
+        """Drops what was not handed over, and tells the neighbour ``why``; the thread ends by itself."""
+        with self._lock:
+            self._is_over = True
+            dialled, self._dialled = self._dialled, []
+        for connection in dialled:
+            if not isinstance(connection, OSError):
+                connection.close()
+        for call in self._calls:
+            self._poller.forget(call.connection.fileno())
+            if call.is_taken and call.hello.stream == 0 and why is not None:
+                Control(call.connection).say(Message(BREAK, suspect=why.suspect, reason=why.reason))
+            call.connection.close()
+        self._calls = []
+
+    def _dial(self, streams: int, limit_s: float) -> None:
+        for _ in range(streams):
+            try:
+                connection: socket.socket | OSError = self._network.dial(self._address, limit_s)
+            except OSError as error:
+                connection = error
+            with self._lock:
+                if self._is_over:
+                    if not isinstance(connection, OSError):
+                        connection.close()
+                    return
+                self._dialled.append(connection)
+                self._poller.wake()
+            if isinstance(connection, OSError):
+                return
+
+    def _hear(self, call: _Call) -> None:
+        try:
+            said = call.connection.recv(call.wanted - len(call.said))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise self._failed(error) from error
+        if not said:
+            raise Broken(f"{self._name()} hung up: it is no member of this run, or has just ended", self._index)
+        call.said += said
+        if len(call.said) < call.wanted:
+            return
+        if call.wanted == GREETING_BYTES:
+            self._introduce(call)
+        else:
+            self._understand(call)
+
+    def _introduce(self, call: _Call) -> None:
+        if not is_greeting(call.said):
+            raise Broken(f"{self._name()} talks something else: another process has that port", self._index)
+        try:
+            call.connection.send(write_hello(call.hello, self._token, bytes(call.said)))
+        except OSError as error:
+            raise self._failed(error) from error
+        call.said, call.wanted = bytearray(), ANSWER_BYTES
+
+    def _understand(self, call: _Call) -> None:
+        answer = read_answer(bytes(call.said), self._token, call.hello.nonce)
+        if answer is None:
+            raise Broken(f"{self._name()} is no member of this run", self._index)
+        if answer.verdict != TAKEN:
+            why = f"{self._name()} {WHY.get(answer.verdict, 'refuses')}, it is at {answer.number}"
+            raise Broken(why, answer.suspect)
+        self._poller.forget(call.connection.fileno())
+        call.is_taken = True
+
+    def _failed(self, error: OSError) -> Exception:
+        if error.errno in _LOCAL:
+            return ReplaceNodeError(f"no connection to {self._name()}: {error.strerror}")
+        return Broken(f"{self._name()} cannot be reached: {error.strerror or error}", self._index)
+
+    def _name(self) -> str:
+        return f"the right neighbour, member {self._index} at {self._address},"

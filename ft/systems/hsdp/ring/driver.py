@@ -1,0 +1,314 @@
+"""The thread that drives a ring: connects it for a quorum, does its operations in order, never waits without an end."""
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ft.base.errors import RecoverableError
+from ft.net.streams import Network
+from ft.systems.hsdp.ring import hello, numbers
+from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, patience
+from ft.systems.hsdp.ring.dialer import Dialer
+from ft.systems.hsdp.ring.door import Door, Expected
+from ft.systems.hsdp.ring.flow import Flow, head
+from ft.systems.hsdp.ring.links import Links
+from ft.systems.hsdp.ring.options import RingOptions
+from ft.systems.hsdp.ring.outcome import Broken, Outcome, Pending
+from ft.systems.hsdp.ring.poller import Poller
+from ft.systems.hsdp.ring.schedule import items
+from ft.systems.hsdp.ring.staging import Staged, Staging
+from ft.systems.hsdp.ring.tuning import tuned
+
+_TEND_S = 1.0
+_NOBODY = "no quorum yet"
+
+
+@dataclass
+class Members:
+    """What to connect to: see :meth:`ft.systems.hsdp.ring.ring.Ring.reconfigure`."""
+
+    number: int
+    addresses: list[str]
+    me: int
+
+
+@dataclass
+class Operation:
+    """An all-reduce: see :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`."""
+
+    tensor: torch.Tensor
+    scale: float
+    after: Callable[[], None] | None
+    pending: Pending
+
+
+@dataclass
+class _Job:
+    what: Members | Operation
+    order: int
+    limit_s: float
+
+
+class Driver:
+    """See the module's head.
+
+    Methods without an underscore are for other threads.
+    """
+
+    def __init__(self, network: Network, listener: socket.socket, token: str, options: RingOptions):
+        self._network, self._token, self._options = network, token, options
+        self._poller = Poller()
+        self._door = Door(self._poller, listener, token)
+        self._buffers = numbers.Buffers(options.chunk_bytes // 4, options.chunks, options.streams)
+        self._stagings: dict[torch.device, Staging] = {}
+        self._links: Links | None = None
+        self._members = Members(-1, [], 0)
+        self._broken: Broken | BaseException | None = Broken(_NOBODY)
+        self._lock = threading.Lock()
+        self._jobs: deque[_Job] = deque()
+        self._submitted = self._order = 0
+        self._cancelled, self._why_cancelled = 0, "its thread has ended"
+        self._is_closing = False
+        self._last = self._limit = 0.0
+        self._thread = threading.Thread(target=self._run, name="ft-ring", daemon=True)
+        self._thread.start()
+
+    def submit(self, what: Members | Operation, limit_s: float) -> None:
+        with self._lock:
+            if not self._is_closing:
+                self._submitted += 1
+                self._jobs.append(_Job(what, self._submitted, limit_s))
+                self._poller.wake()
+                return
+        if isinstance(what, Operation):
+            what.pending.end(Outcome(False, "the ring is closed", skipped=True))
+
+    def cancel(self, reason: str) -> None:
+        with self._lock:
+            self._cancelled, self._why_cancelled = self._submitted, reason
+            if not self._is_closing:
+                self._poller.wake()
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._is_closing:
+                self._is_closing = True
+                self._cancelled, self._why_cancelled = self._submitted, "the ring is closed"
+                self._poller.wake()
+        self._thread.join()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                self._order, self._limit = job.order, job.limit_s
+                if isinstance(job.what, Members):
+                    self._connect(job.what)
+                else:
+                    self._do(job.what)
+                del job  # nothing is held while the thread waits
+        finally:
+            self._end()
+
+    def _next(self) -> _Job | None:
+        while True:
+            self._watch_over()
+            with self._lock:
+                if self._jobs:
+                    return self._jobs.popleft()
+                if self._is_closing:
+                    return None
+            self._poller.wait(_TEND_S)
+
+    def _watch_over(self) -> None:
+        """Between operations: drops a ring that has broken or is not wanted any more."""
+        self._door.tend()
+        if self._broken is not None:
+            return
+        if self._links is not None and (why := self._links.useless()):
+            self._break(why)
+        elif self._cancelled >= self._order and self._cancelled:
+            self._break(self._cancellation())
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_closing = True
+            jobs, self._jobs = list(self._jobs), deque()
+        for job in jobs:
+            if isinstance(job.what, Operation):
+                job.what.pending.end(Outcome(False, "the ring is closed", skipped=True))
+        self._break(self._cancellation())
+        self._door.close()
+        self._poller.close()
+
+    def _break(self, why: Broken | BaseException) -> None:
+        """The ring of this quorum is no more, and its neighbours hear of it at once."""
+        self._broken = why
+        told = why if isinstance(why, Broken) else Broken(f"member {self._members.me} failed", self._members.me)
+        if self._links is not None:
+            self._links.close(told)
+            self._links = None
+        if self._members.number >= 0:
+            self._door.give_up(self._members.number, told)
+
+    def _cancellation(self) -> Broken:
+        return Broken(self._why_cancelled, self._members.me if self._is_closing else None)
+
+    def _check(self) -> None:
+        if self._cancelled >= self._order:
+            raise self._cancellation()
+
+    def _moved(self) -> None:
+        self._last = time.monotonic()
+        if self._links.asked is not None:
+            self._links.asked = None
+        if self._cancelled >= self._order:
+            raise self._cancellation()
+
+    def _pause(self) -> None:
+        """Waits for anything to happen; asks the neighbours half-way to the limit, and gives up at it."""
+        now, links = time.monotonic(), self._links
+        knows = links.asked is not None and links.blame()[0] is not None
+        what, until = patience(now, self._last, links.asked, knows, self._limit)
+        if what == GIVE_UP:
+            raise links.nothing_moves(self._limit)
+        if what == ASK:
+            links.ask()
+        self._poller.wait(min(until - now, _TEND_S))
+        self._door.tend()
+        self._check()
+
+    # --- a quorum ----------------------------------------------------------------------------------------------------
+
+    def _connect(self, members: Members) -> None:
+        if self._links is not None:
+            self._links.close(Broken(f"a member has gone on to quorum {members.number}"))
+            self._links = None
+        self._members, self._broken = members, None
+        try:
+            self._check()
+            if len(members.addresses) > 1:
+                self._meet(members)
+        except Broken as why:
+            self._break(why)
+        except Exception as error:
+            self._break(error)
+
+    def _meet(self, members: Members) -> None:
+        options, count = self._options, len(members.addresses)
+        streams = options.streams + 1
+        agreed = hello.agreement(members.addresses, *options.shared())
+        left, right = (members.me - 1) % count, (members.me + 1) % count
+        links = self._links = Links(self._poller)
+        self._door.expect(Expected(members.number, agreed, left, streams))
+        said = hello.Hello(members.number, agreed, members.me, 0, b"")
+        dialer = Dialer(self._poller, self._network, members.addresses[right], right, said, self._token)
+        dialer.start(streams, self._limit)
+        until = time.monotonic() + self._limit
+        why = None
+        try:
+            while links.left is None or links.right is None:
+                dialer.tend()
+                if links.right is None and (connections := dialer.taken(streams)):
+                    links.join(RIGHT, right, tuned(connections, options))
+                if links.left is None and len(self._door.taken) == streams:
+                    came = [self._door.taken.pop(each) for each in range(streams)]
+                    links.join(LEFT, left, tuned(came, options))
+                if links.left is not None and links.right is not None:
+                    return
+                self._await_members(links, until)
+        except Broken as broken:
+            why = broken
+            raise
+        finally:
+            dialer.close(why)
+
+    def _await_members(self, links: Links, until: float) -> None:
+        if (remaining := until - time.monotonic()) <= 0:
+            members, count = self._members, len(self._members.addresses)
+            late = (members.me + 1) % count if links.right is None else (members.me - 1) % count
+            raise Broken(f"member {late} has not come to quorum {members.number} in {self._limit:g} s", late)
+        self._poller.wait(min(remaining, _TEND_S))
+        self._door.tend()
+        self._check()
+        if why := links.useless():
+            raise why
+
+    # --- an operation ------------------------------------------------------------------------------------------------
+
+    def _do(self, operation: Operation) -> None:
+        if self._cancelled >= self._order:
+            operation.pending.end(Outcome(False, self._why_cancelled, skipped=True))
+            if self._broken is None:
+                self._break(self._cancellation())
+            return
+        if self._broken is not None:
+            operation.pending.end(self._skipped())
+            return
+        try:
+            if operation.after is not None:
+                operation.after()
+            self._reduce(operation.tensor, operation.scale)
+        except Broken as why:
+            self._break(why)
+            operation.pending.end(Outcome(False, why.reason, why.suspect))
+        except RecoverableError as why:
+            self._break(Broken(str(why), self._members.me))
+            operation.pending.end(Outcome(False, str(why)))
+        except Exception as error:
+            self._break(Broken(f"member {self._members.me} failed: {error}", self._members.me))
+            operation.pending.end(error)
+        else:
+            operation.pending.end(Outcome(True))
+
+    def _skipped(self) -> Outcome | BaseException:
+        why = self._broken
+        return Outcome(False, why.reason, why.suspect, skipped=True) if isinstance(why, Broken) else why
+
+    def _reduce(self, tensor: torch.Tensor, scale: float) -> None:
+        links, count = self._links, len(self._members.addresses)
+        if links is None:
+            self._scale_alone(tensor, scale)
+            return
+        if why := links.useless():
+            raise why
+        links.operation, links.busy = links.operation + 1, True
+        self._last = time.monotonic()
+        links.asked = None
+        if tensor.numel():
+            chunk = self._options.chunk_bytes // 4
+            plan = items(tensor.numel(), count, self._members.me, chunk, self._options.chunks)
+            begin = head(links.operation, tensor.numel(), numbers.TYPES[tensor.dtype], scale)
+            flow = Flow(links, self._poller, self._pause, self._moved)
+            flow.run(begin, plan, self._numbers(tensor, scale, count))
+        links.busy = False
+
+    def _numbers(self, tensor: torch.Tensor, scale: float, count: int) -> numbers.Numbers:
+        wide = self._options.wide_sums
+        if tensor.device.type == "cpu":
+            return numbers.of(tensor, scale, count, wide, self._buffers)
+        return Staged(tensor, scale, count, wide, self._staging(tensor.device))
+
+    def _staging(self, device: torch.device) -> Staging:
+        """Of a device, when one of its tensors is to be worked on."""
+        if device not in self._stagings:
+            self._stagings[device] = Staging(device, self._buffers, self._options.streams)
+        self._stagings[device].follow()
+        return self._stagings[device]
+
+    def _scale_alone(self, tensor: torch.Tensor, scale: float) -> None:
+        if scale == 1:
+            return
+        if tensor.device.type == "cpu":
+            tensor.detach().mul_(scale)
+            return
+        staging = self._staging(tensor.device)
+        with staging.on_stream():
+            tensor.detach().mul_(scale)
+        staging.wait()

@@ -1,0 +1,205 @@
+"""One all-reduce over a ring's connections: a loop of one thread that sends and receives whatever can be."""
+
+import socket
+import struct
+from collections.abc import Callable
+
+from ft.base.errors import UserError
+from ft.systems.hsdp.ring.links import Link, Links
+from ft.systems.hsdp.ring.numbers import Numbers
+from ft.systems.hsdp.ring.poller import READ, WRITE, Poller
+from ft.systems.hsdp.ring.schedule import Item
+
+_HEAD = struct.Struct("!8sQQBd")
+_MAGIC = b"ftar-op1"
+
+
+def head(operation: int, elements: int, kind: int, scale: float) -> bytes:
+    """What goes before the data: the neighbours must mean the same operation."""
+    return _HEAD.pack(_MAGIC, operation, elements, kind, scale)
+
+
+class Lane:
+    """A connection from the left, the one to the right beside it, and what is under way on them."""
+
+    __slots__ = ("coming", "full", "going", "into", "least", "left", "next_in", "next_out", "out", "right")
+
+    def __init__(self, left: socket.socket, right: socket.socket, first: int):
+        self.left, self.right = left, right
+        self.next_in = self.next_out = first
+        self.coming = self.going = -1
+        self.into: memoryview | None = None
+        self.out: memoryview | None = None
+        self.full = False
+        self.least = 0
+
+    def wake_when_whole(self) -> None:
+        """Waiting for data is to end when the rest of an item has come: fewer turns of the loop, fewer calls."""
+        if len(self.into) != self.least:
+            self.least = len(self.into)
+            self.left.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self.least)
+
+
+class Flow:
+    """See the module's head. Lane k carries items k, k + K, ... of K lanes; lane 0 the head before them.
+
+    Args:
+        pause: waits until something can be done, or raises Broken; called only when nothing can.
+        moved: told that something has moved.
+    """
+
+    def __init__(self, links: Links, poller: Poller, pause: Callable[[], None], moved: Callable[[], None]):
+        self._links, self._poller, self._pause, self._moved = links, poller, pause, moved
+
+    def run(self, head: bytes, items: tuple[Item, ...], numbers: Numbers) -> None:
+        """Reduces.
+
+        Raises:
+            Broken: the ring is of no use any more. UserError: the left neighbour means another operation.
+        """
+        self._items, self._numbers, self._total = items, numbers, len(items)
+        self._have, self._gone = bytearray(self._total), bytearray(self._total + 1)
+        self._received = self._sent = self._sent_in_order = 0
+        self._head_out, self._head_in = head, bytearray(_HEAD.size)
+        pairs = zip(self._links.left.data, self._links.right.data, strict=True)
+        self._lanes = [Lane(left, right, first) for first, (left, right) in enumerate(pairs)]
+        self._lanes[0].out, self._lanes[0].into = memoryview(head), memoryview(self._head_in)
+        self._left = {lane.left.fileno(): READ for lane in self._lanes}
+        self._right = {lane.right.fileno(): 0 for lane in self._lanes}
+        for descriptor, events in self._left.items():
+            self._poller.watch(descriptor, events, _nothing)
+        try:
+            self._loop()
+        finally:
+            for descriptor in (*self._left, *self._right):
+                self._poller.forget(descriptor)
+
+    def _loop(self) -> None:
+        lanes, links = self._lanes, self._links
+        while self._received < self._total or self._sent < self._total or lanes[0].out or lanes[0].into:
+            if links.broken:
+                raise links.broken
+            moved = False
+            for lane in lanes:
+                moved |= self._send(lane)
+                moved |= self._receive(lane)
+            if moved:
+                self._moved()
+            else:
+                self._await()
+
+    def _send(self, lane: Lane) -> bool:
+        """Sends what is ready and the connection takes; whether anything."""
+        moved, lane.full = False, False
+        while True:
+            if lane.out is None and not self._next_out(lane):
+                return moved
+            try:
+                count = lane.right.send(lane.out) if lane.out else 0
+            except BlockingIOError:
+                lane.full = True
+                return moved
+            except OSError as error:
+                raise self._lost(self._links.right, error) from error
+            moved = True
+            if count < len(lane.out):
+                lane.out, lane.full = lane.out[count:], True
+                return moved
+            self._went(lane)
+
+    def _next_out(self, lane: Lane) -> bool:
+        index = lane.next_out
+        if index >= self._total:
+            return False
+        item = self._items[index]
+        if item.needs >= 0 and not self._have[item.needs]:
+            return False
+        lane.out, lane.going, lane.next_out = self._numbers.outgoing(index, item), index, index + len(self._lanes)
+        return True
+
+    def _went(self, lane: Lane) -> None:
+        lane.out = None
+        if lane.going < 0:
+            return
+        self._gone[lane.going] = 1
+        self._sent += 1
+        while self._gone[self._sent_in_order]:
+            self._sent_in_order += 1
+
+    def _receive(self, lane: Lane) -> bool:
+        """Receives what has come of one item; whether anything."""
+        if lane.into is None and not self._next_in(lane):
+            return False
+        if lane.into:
+            try:
+                count = lane.left.recv_into(lane.into)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise self._lost(self._links.left, error) from error
+            if not count:
+                raise self._links.lost(self._links.left, "it closed its connection")
+            if count < len(lane.into):
+                lane.into = lane.into[count:]
+                return True
+        self._came(lane)
+        return True
+
+    def _next_in(self, lane: Lane) -> bool:
+        index = lane.next_in
+        if index >= self._total or not self._numbers.has_room(index, self._items[index], self._sent_in_order):
+            return False
+        place = self._lanes.index(lane) if len(self._lanes) > 1 else 0
+        lane.into = self._numbers.incoming(self._items[index], place)
+        lane.coming, lane.next_in = index, index + len(self._lanes)
+        return True
+
+    def _came(self, lane: Lane) -> None:
+        lane.into = None
+        if lane.coming < 0:
+            self._check_head()
+            return
+        place = self._lanes.index(lane) if len(self._lanes) > 1 else 0
+        self._numbers.take(lane.coming, self._items[lane.coming], place)
+        self._have[lane.coming] = 1
+        self._received += 1
+
+    def _check_head(self) -> None:
+        if self._head_in == self._head_out:
+            return
+        own, other = _HEAD.unpack(self._head_out), _HEAD.unpack(self._head_in)
+        raise UserError(
+            f"the left neighbour, member {self._links.left.index}, reduces {_in_words(other)}, "
+            f"this member {_in_words(own)}",
+            "all members must reduce the same tensors in the same order",
+        )
+
+    def _await(self) -> None:
+        for lane in self._lanes:
+            if lane.into:
+                lane.wake_when_whole()
+            self._want(self._left, lane.left.fileno(), READ if lane.into else 0)
+            self._want(self._right, lane.right.fileno(), WRITE if lane.full else 0)
+        self._pause()
+
+    def _want(self, wanted: dict[int, int], descriptor: int, events: int) -> None:
+        """Descriptors of which nothing is wanted are not waited on at all: poll would report a hang-up all the time."""
+        if wanted[descriptor] == events:
+            return
+        if not events:
+            self._poller.forget(descriptor)
+        else:
+            self._poller.watch(descriptor, events, _nothing)
+        wanted[descriptor] = events
+
+    def _lost(self, link: Link, error: OSError) -> Exception:
+        return self._links.lost(link, error.strerror or str(error))
+
+
+def _in_words(fields: tuple) -> str:
+    _, operation, elements, kind, scale = fields
+    return f"{elements} elements of type {kind} times {scale:g} as operation {operation}"
+
+
+def _nothing() -> None:
+    pass

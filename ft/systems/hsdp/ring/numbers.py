@@ -1,0 +1,193 @@
+"""The sums: what a chunk is on the wire, and what is done with one that has come.
+
+All members get the same bits: each element is added up along the ring, beginning with the member whose index is that of
+its part, and its owner, who adds last, scales and rounds it once; the others copy that.
+"""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from ft.base.errors import UserError
+from ft.systems.hsdp.ring.schedule import Item
+
+_WIDE = 4
+"""Bytes of an element of the type that sums are kept in, fp32."""
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""What can be reduced, and its code on the wire."""
+
+
+def check(tensor: torch.Tensor) -> None:
+    """Raises UserError when ``tensor`` cannot be reduced in place."""
+    if tensor.dtype not in TYPES:
+        raise UserError(f"an all-reduce of {tensor.dtype}", "the ring reduces float32 and bfloat16")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UserError(f"an all-reduce of a tensor on {tensor.device}", "the ring reduces on cpu and cuda")
+    if not tensor.is_contiguous():
+        raise UserError(
+            f"an all-reduce of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}",
+            "give a contiguous one",
+        )
+
+
+class Buffers:
+    """Allocated once per ring: a chunk that is received for each stream, and the sums that wait to be sent.
+
+    Args:
+        chunk: S in elements of fp32. chunks: C.
+    """
+
+    def __init__(self, chunk: int, chunks: int, streams: int):
+        self.slots = 2 * chunks
+        self.received = torch.zeros(streams, chunk)
+        self._chunk = chunk
+        self._waiting: torch.Tensor | None = None
+        self._scratch: torch.Tensor | None = None
+
+    def waiting(self) -> torch.Tensor:
+        """Room for sums; (slots, S). Only what is kept in another type than fp32 needs it."""
+        if self._waiting is None:
+            self._waiting = torch.zeros(self.slots, self._chunk)
+        return self._waiting
+
+    def scratch(self) -> torch.Tensor:
+        """Room for one chunk of sums."""
+        if self._scratch is None:
+            self._scratch = torch.zeros(self._chunk)
+        return self._scratch
+
+
+class Numbers(ABC):
+    """One tensor during its all-reduce."""
+
+    @abstractmethod
+    def outgoing(self, index: int, item: Item) -> memoryview:
+        """The bytes of item ``index`` that go to the right."""
+
+    @abstractmethod
+    def incoming(self, item: Item, stream: int) -> memoryview:
+        """Where the bytes of ``item`` from the left belong."""
+
+    @abstractmethod
+    def take(self, index: int, item: Item, stream: int) -> None:
+        """Item ``index`` has come, whole: adds, or nothing if it has come to its place."""
+
+    def has_room(self, index: int, item: Item, sent: int) -> bool:
+        """Whether item ``index`` may be received when the first ``sent`` items have been sent."""
+        return True
+
+
+def of(tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, buffers: Buffers) -> Numbers:
+    if tensor.dtype == torch.float32:
+        return InPlace(tensor, scale, members, buffers)
+    return (Widened if wide_sums and members > 2 else Narrow)(tensor, scale, members, buffers)
+
+
+class InPlace(Numbers):
+    """fp32: sums are made where the tensor is, and sent from there."""
+
+    def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
+        self._elements = tensor.detach().view(-1).numpy()
+        self._bytes = memoryview(self._elements).cast("B")
+        self._received = buffers.received.numpy()
+        self._received_bytes = [memoryview(each).cast("B") for each in self._received]
+        self._scale = np.float32(scale)
+        self._last = members - 2
+
+    def outgoing(self, index: int, item: Item) -> memoryview:
+        first, behind = item.send
+        return self._bytes[first * _WIDE : behind * _WIDE]
+
+    def incoming(self, item: Item, stream: int) -> memoryview:
+        first, behind = item.receive
+        if item.step <= self._last:
+            return self._received_bytes[stream][: (behind - first) * _WIDE]
+        return self._bytes[first * _WIDE : behind * _WIDE]
+
+    def take(self, index: int, item: Item, stream: int) -> None:
+        if item.step > self._last:
+            return
+        first, behind = item.receive
+        own = self._elements[first:behind]
+        np.add(self._received[stream, : behind - first], own, out=own)
+        if item.step == self._last and self._scale != 1:
+            np.multiply(own, self._scale, out=own)
+
+
+class Narrow(Numbers):
+    """bf16: as fp32. Each sum of two is made in fp32 and rounded; the last one is scaled before that."""
+
+    def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
+        self._elements = tensor.detach().view(-1)
+        self._width = tensor.element_size()
+        self._bytes = memoryview(self._elements.view(torch.uint8).numpy())
+        self._received = buffers.received.view(tensor.dtype)
+        self._received_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in buffers.received]
+        self._scale, self._last = scale, members - 2
+        self._scratch = buffers.scratch()
+
+    def outgoing(self, index: int, item: Item) -> memoryview:
+        first, behind = item.send
+        return self._bytes[first * self._width : behind * self._width]
+
+    def incoming(self, item: Item, stream: int) -> memoryview:
+        first, behind = item.receive
+        if item.step <= self._last:
+            return self._received_bytes[stream][: (behind - first) * self._width]
+        return self._bytes[first * self._width : behind * self._width]
+
+    def take(self, index: int, item: Item, stream: int) -> None:
+        if item.step > self._last:
+            return
+        first, behind = item.receive
+        own, got = self._elements[first:behind], self._received[stream, : behind - first]
+        if item.step < self._last or self._scale == 1:
+            own.add_(got)
+        else:
+            own.copy_(self._scratch[: behind - first].copy_(own).add_(got).mul_(self._scale))
+
+
+class Widened(Numbers):
+    """bf16 of more than two members: what they begin with and what they end with travels as it is, sums in fp32."""
+
+    def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
+        self._elements = tensor.detach().view(-1)
+        self._width = tensor.element_size()
+        self._bytes = memoryview(self._elements.view(torch.uint8).numpy())
+        self._wide = buffers.received
+        self._narrow = buffers.received.view(tensor.dtype)
+        self._received_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in buffers.received]
+        self._scale, self._last, self._slots = scale, members - 2, buffers.slots
+        self._waiting = buffers.waiting()
+        self._waiting_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in self._waiting]
+
+    def outgoing(self, index: int, item: Item) -> memoryview:
+        first, behind = item.send
+        if 0 < item.step <= self._last:
+            return self._waiting_bytes[item.needs % self._slots][: (behind - first) * _WIDE]
+        return self._bytes[first * self._width : behind * self._width]
+
+    def incoming(self, item: Item, stream: int) -> memoryview:
+        first, behind = item.receive
+        if item.step <= self._last:
+            return self._received_bytes[stream][: (behind - first) * (_WIDE if item.step else self._width)]
+        return self._bytes[first * self._width : behind * self._width]
+
+    def has_room(self, index: int, item: Item, sent: int) -> bool:
+        # The slot held item index - 2C, which is sent as one of the C items after that.
+        return item.step >= self._last or sent > index - self._slots // 2
+
+    def take(self, index: int, item: Item, stream: int) -> None:
+        if item.step > self._last:
+            return
+        first, behind = item.receive
+        size = behind - first
+        own = self._elements[first:behind]
+        if item.step < self._last:
+            got = (self._wide if item.step else self._narrow)[stream, :size]
+            self._waiting[index % self._slots, :size].copy_(own).add_(got)
+            return
+        total = self._wide[stream, :size].add_(own)
+        own.copy_(total if self._scale == 1 else total.mul_(self._scale))

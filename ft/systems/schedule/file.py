@@ -1,0 +1,139 @@
+"""The file of an executable schedule: JSON that a runner can follow without knowing how it was found.
+
+``steps`` has a list for each physical stage, to be worked through in order:
+
+- ``{"do": "forward" | "backward", "microbatch": 3, "way": "swapped", "position": 1}``: run it; at position 0 of a way
+  the input is the embedding's, at the last the output is the head's. ``chunk`` is there where stages have several.
+- ``{"do": "transfer", "ops": [...]}``: one ``batch_isend_irecv`` of all ops in their order, waited for before the next
+  step. An op is ``{"op": "send" | "receive", "peer": 2, "microbatch": 3, "what": "activation" | "gradient"}``. It may
+  be some steps after the unit that made the result, and some before the one that needs it: it is kept between.
+- ``{"do": "flush"}``: wait for all stages.
+
+``ways`` has each way's stages by position, ``swapped`` the microbatches that take the swapped one.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.systems.schedule.program import FLUSH, Message, Program, Step
+from ft.systems.schedule.routes import NORMAL, SWAPPED, Place, Routes, straight
+from ft.systems.schedule.units import Unit
+
+_FORMAT, _VERSION = "ft-schedule", 1
+_WHAT = {False: "activation", True: "gradient"}
+
+
+def as_values(program: Program, kind: str) -> dict[str, Any]:
+    """The program as JSON values."""
+    routes = program.routes
+    chunks = 1 + max(place.chunk for place in routes.ways[0])
+    names = _way_names(routes, chunks)
+    steps = [[_step(program, names, chunks, stage, step) for step in one] for stage, one in enumerate(program.stages)]
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "kind": kind,
+        "stages": routes.stages,
+        "chunks": chunks,
+        "microbatches": len(routes.ways),
+        "ways": {name: [list(place) if chunks > 1 else place.stage for place in way] for way, name in names.items()},
+        "swapped": [i for i, way in enumerate(routes.ways) if names[way] == SWAPPED],
+        "steps": steps,
+    }
+
+
+def _way_names(routes: Routes, chunks: int) -> dict[tuple[Place, ...], str]:
+    normal = straight(routes.stages, chunks)
+    return {way: NORMAL if way == normal else SWAPPED for way in routes.ways}
+
+
+def _step(program: Program, names: Mapping, chunks: int, stage: int, step: Step) -> dict[str, Any]:
+    routes = program.routes
+    if not isinstance(step, Unit):
+        ops = [_op(chunks, stage, message) for message in step]
+        return {"do": "transfer", "ops": ops} if ops else {"do": "flush"}
+    value = {
+        "do": "backward" if step.backward else "forward",
+        "microbatch": step.microbatch,
+        "way": names[routes.ways[step.microbatch]],
+        "position": routes.position(step),
+    }
+    return value | ({"chunk": step.chunk} if chunks > 1 else {})
+
+
+def _op(chunks: int, stage: int, message: Message) -> dict[str, Any]:
+    sends = message.source == stage
+    value = {
+        "op": "send" if sends else "receive",
+        "peer": message.target if sends else message.source,
+        "microbatch": message.unit.microbatch,
+        "what": _WHAT[message.unit.backward],
+    }
+    return value | ({"chunk": message.unit.chunk} if chunks > 1 else {})
+
+
+def write(values: Mapping[str, Any], path: Path) -> None:
+    """Writes the file, one step on a line.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    head = {name: value for name, value in values.items() if name != "steps"}
+    stages = ["  [\n   " + ",\n   ".join(map(json.dumps, steps)) + "\n  ]" for steps in values["steps"]]
+    lines = [f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items()]
+    text = "{\n" + "".join(lines) + ' "steps": [\n' + ",\n".join(stages) + "\n ]\n}\n"
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"the schedule cannot be written: {error}", "give --out a path that can be") from error
+
+
+def read(path: Path) -> Program:
+    """The program of a file; ``ft.systems.schedule.check.check`` says whether it may run.
+
+    Raises:
+        UserError: it is no such file.
+    """
+    try:
+        return from_values(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        problem = f"{path} is no schedule ({type(error).__name__}: {error})"
+        raise UserError(problem, "write one with ft plan schedule --out") from error
+
+
+def from_values(values: Mapping[str, Any]) -> Program:
+    """The program that ``as_values`` was given.
+
+    Raises:
+        ValueError, KeyError, TypeError: these are no such values.
+    """
+    if (values["format"], values["version"]) != (_FORMAT, _VERSION):
+        raise ValueError(f"format {values['format']} {values['version']}, not {_FORMAT} {_VERSION}")
+    several = values["chunks"] > 1
+    ways = {
+        name: tuple(Place(*place) if several else Place(place, 0) for place in way)
+        for name, way in values["ways"].items()
+    }
+    swapped = set(values["swapped"])
+    routes = Routes([ways[SWAPPED if i in swapped else NORMAL] for i in range(values["microbatches"])])
+    return Program(
+        routes, tuple(tuple(_read_step(stage, step) for step in steps) for stage, steps in enumerate(values["steps"]))
+    )
+
+
+def _read_step(stage: int, step: Mapping[str, Any]) -> Step:
+    if step["do"] == "flush":
+        return FLUSH
+    if step["do"] == "transfer":
+        return tuple(_read_op(stage, op) for op in step["ops"])
+    if step["do"] not in ("forward", "backward"):
+        raise ValueError(f"a step that does {step['do']!r}")
+    return Unit(stage, step["microbatch"], step.get("chunk", 0), step["do"] == "backward")
+
+
+def _read_op(stage: int, op: Mapping[str, Any]) -> Message:
+    source, target = (stage, op["peer"]) if op["op"] == "send" else (op["peer"], stage)
+    return Message(source, target, Unit(source, op["microbatch"], op.get("chunk", 0), op["what"] == _WHAT[True]))

@@ -1,0 +1,128 @@
+"""The schedules that can be asked for by name, as programs."""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+
+from ft.base.errors import UserError
+from ft.systems.schedule import megatron
+from ft.systems.schedule.meet import meet
+from ft.systems.schedule.program import FLUSH, Program, beside_units
+from ft.systems.schedule.routes import NORMAL, SWAPPED, Routes, straight, swapped
+from ft.systems.schedule.units import Unit
+
+Duration = Callable[[Unit], float]
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Program:
+    """megatron-core's 1F1B, with its own batches; no microbatch is swapped."""
+    order = megatron.orders(megatron.Pipeline(stages, microbatches))
+    return beside_units(Routes([straight(stages)] * microbatches), order)
+
+
+def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration) -> Program:
+    """megatron-core's interleaved 1F1B, with messages as soon as both ends stand between units; none is swapped.
+
+    Raises:
+        UserError: no such schedule exists.
+    """
+    order = megatron.orders(megatron.Pipeline(stages, microbatches, chunks))
+    return meet(Routes([straight(stages, chunks)] * microbatches), order, duration)[0]
+
+
+def two_pass(stages: int, microbatches: int) -> Program:
+    """1F1B over the normal microbatches, a flush, and 1F1B over the swapped ones.
+
+    Raises:
+        UserError: too few stages or microbatches to swap.
+    """
+    routes = half_swapped(stages, microbatches)
+    first, second = (beside_units(routes, order).stages for order in _passes(stages, microbatches))
+    return Program(routes, tuple((*a, FLUSH, *b) for a, b in zip(first, second, strict=True)))
+
+
+def half_half(stages: int, microbatches: int, duration: Duration) -> Program:
+    """The same two passes without a flush: a stage that has run all its normal forwards fills with the swapped pass the
+    time in which it waits for normal backwards.
+
+    No stage holds more microbatches than in 1F1B the stage at the earlier of its two positions.
+
+    Raises:
+        UserError: too few stages or microbatches to swap.
+    """
+    routes = half_swapped(stages, microbatches)
+    return meet(routes, _merged(routes, _passes(stages, microbatches), duration), duration)[0]
+
+
+def alternate(stages: int, microbatches: int) -> Program:
+    """1F1B's own order on every stage, and every second microbatch swapped: what one would try first.
+
+    Raises:
+        UserError: too few stages or microbatches to swap.
+    """
+    order = megatron.orders(megatron.Pipeline(stages, microbatches))
+    return beside_units(half_swapped(stages, microbatches), order)
+
+
+def half_swapped(stages: int, microbatches: int) -> Routes:
+    """The ways of a half that is normal (even microbatches) and one that is swapped (odd ones).
+
+    Raises:
+        UserError: too few stages or microbatches to swap.
+    """
+    if microbatches < 2:
+        raise UserError("one microbatch has no half that could be swapped", "give at least 2 microbatches")
+    return Routes.of(stages, [SWAPPED if microbatch % 2 else NORMAL for microbatch in range(microbatches)])
+
+
+def _passes(stages: int, microbatches: int) -> list[list[list[Unit]]]:
+    """For the normal and for the swapped half: each stage's 1F1B order."""
+    passes = []
+    for first, way in ((0, straight(stages)), (1, swapped(stages))):
+        half = range(first, microbatches, 2)
+        mapped: list[list[Unit]] = [[] for _ in range(stages)]
+        for position, units in enumerate(megatron.orders(megatron.Pipeline(stages, len(half)))):
+            stage = way[position].stage
+            mapped[stage] = [unit._replace(stage=stage, microbatch=half[unit.microbatch]) for unit in units]
+        passes.append(mapped)
+    return passes
+
+
+def _merged(routes: Routes, passes: Sequence[Sequence[Sequence[Unit]]], duration: Duration) -> list[list[Unit]]:
+    """Both passes' units of each stage in the order in which they can run: the first pass goes before."""
+    stages = [_Merging(routes, [list(reversed(one[stage])) for one in passes]) for stage in range(routes.stages)]
+    ended: dict[Unit, float] = {}
+    moments = [0.0]
+    while moments:
+        now = heapq.heappop(moments)
+        for stage in stages:
+            unit = stage.take(ended, now) if stage.free <= now else None
+            if unit is not None:
+                stage.free = ended[unit] = now + duration(unit)
+                heapq.heappush(moments, stage.free)
+    return [stage.order for stage in stages]
+
+
+class _Merging:
+    """One stage: what is left of each pass (the next unit last), what it ran, and when it is free."""
+
+    def __init__(self, routes: Routes, left: list[list[Unit]]):
+        self.order: list[Unit] = []
+        self.free = 0.0
+        self._routes, self._left, self._held = routes, left, 0
+        self._most = routes.stages - min(routes.position(units[0]) for units in left)
+
+    def take(self, ended: Mapping[Unit, float], now: float) -> Unit | None:
+        """The next unit that has what it needs; None: there is none now."""
+        for units, may in zip(self._left, (True, self._second_may_begin()), strict=True):
+            if not units or not (may or units[-1].backward):
+                continue
+            source = self._routes.needs(units[-1])
+            if source is None or ended.get(source, now + 1) <= now:
+                self._held += -1 if units[-1].backward else 1
+                self.order.append(units.pop())
+                return self.order[-1]
+        return None
+
+    def _second_may_begin(self) -> bool:
+        """Whether a forward of the second pass may run: all of the first have, and there is memory."""
+        return self._held < self._most and all(unit.backward for unit in self._left[0])

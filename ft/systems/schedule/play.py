@@ -1,0 +1,75 @@
+"""Plays given orders of units through: when each unit runs if its stage only waits for what the unit needs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from ft.systems.schedule.units import Unit
+
+
+class Played(NamedTuple):
+    """``times``: unit -> (start, end). ``free``: unit -> when its stage could have gone on after it."""
+
+    times: Mapping[Unit, tuple[float, float]]
+    free: Mapping[Unit, float]
+
+
+class Stuck(Exception):
+    """The orders wait for each other. ``units``: the one at which each unfinished stage stands."""
+
+    def __init__(self, units: Sequence[Unit]):
+        self.units = tuple(units)
+        super().__init__(f"stages wait for each other: {', '.join(map(str, self.units))}")
+
+
+def play(
+    order: Sequence[Sequence[Unit]],
+    needs: Callable[[Unit], Unit | None],
+    duration: Callable[[Unit], float],
+    *,
+    comm_us: float = 0.0,
+    waits_until_sent: Callable[[Unit], bool] | None = None,
+    behind: Callable[[Unit], float] | None = None,
+) -> Played:
+    """Plays the orders through with buffered messages: a sender never waits for its receiver.
+
+    Args:
+        order: each stage's units, in the order in which it runs them.
+        needs: the unit whose result a unit waits for; None: nothing.
+        duration: a unit's own time; all times are in its unit.
+        comm_us: from a unit's end until its result is at another stage.
+        waits_until_sent: units whose stage waits ``comm_us`` before it goes on; None: no stage ever does.
+        behind: work a stage does after a unit and before its next one, while the unit's message already travels.
+
+    Raises:
+        Stuck: there is no way through.
+    """
+    times: dict[Unit, tuple[float, float]] = {}
+    free: dict[Unit, float] = {}
+    done = [0] * len(order)
+    left = sum(map(len, order))
+    while left:
+        before = left
+        for stage, units in enumerate(order):
+            while done[stage] < len(units):
+                unit = units[done[stage]]
+                source = needs(unit)
+                if source is not None and source not in times:
+                    break
+                ready = free[units[done[stage] - 1]] if done[stage] else 0.0
+                start = max(ready, _arrival(source, stage, times, comm_us))
+                end = start + duration(unit)
+                times[unit] = (start, end)
+                free[unit] = end + (behind(unit) if behind else 0.0)
+                if waits_until_sent is not None and waits_until_sent(unit):
+                    free[unit] = max(free[unit], end + comm_us)
+                done[stage] += 1
+                left -= 1
+        if left == before:
+            raise Stuck([units[at] for units, at in zip(order, done, strict=True) if at < len(units)])
+    return Played(times, free)
+
+
+def _arrival(source: Unit | None, stage: int, times: Mapping[Unit, tuple[float, float]], comm_us: float) -> float:
+    if source is None:
+        return 0.0
+    return times[source][1] + (comm_us if source.stage != stage else 0.0)

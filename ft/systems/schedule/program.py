@@ -1,0 +1,84 @@
+"""A schedule that can be executed: each stage's units, and the batches of messages between them.
+
+A stage works through its steps one after the other. A batch is what one ``batch_isend_irecv`` does, as megatron-core's
+``P2PCommunicator`` calls it: all its sends and receives are posted together, and the stage goes on when all are done.
+Messages have no tags: the k-th that one stage sends to another is the k-th that the other receives from it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ft.systems.schedule.routes import Routes
+from ft.systems.schedule.units import Unit
+
+
+class Message(NamedTuple):
+    """The result of ``unit`` (a forward's activation, a backward's gradient) on its way to another stage."""
+
+    source: int
+    target: int
+    unit: Unit
+
+
+Batch = tuple[Message, ...]
+"""A stage's own part: messages of which it is the source or the target, in the order in which they are posted.
+
+``FLUSH`` is the empty one: every stage waits there for all others.
+"""
+
+FLUSH: Batch = ()
+
+Step = Unit | Batch
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each stage does. ``stages``: by stage, its steps. ``routes``: what the units mean."""
+
+    routes: Routes
+    stages: tuple[tuple[Step, ...], ...]
+
+    def order(self, stage: int) -> list[Unit]:
+        """The stage's units alone."""
+        return [step for step in self.stages[stage] if isinstance(step, Unit)]
+
+    def batches(self, stage: int) -> Iterator[Batch]:
+        """The stage's batches alone."""
+        return (step for step in self.stages[stage] if not isinstance(step, Unit))
+
+
+def posted(program: Program) -> tuple[dict[tuple[int, int], list[Unit]], dict[tuple[int, int], list[Unit]]]:
+    """(source, target) -> units whose results are sent, in their order; the same of those that are received."""
+    sent: dict[tuple[int, int], list[Unit]] = {}
+    received: dict[tuple[int, int], list[Unit]] = {}
+    for stage in range(len(program.stages)):
+        for batch in program.batches(stage):
+            for source, target, unit in batch:
+                (sent if source == stage else received).setdefault((source, target), []).append(unit)
+    return sent, received
+
+
+def beside_units(routes: Routes, order: Sequence[Sequence[Unit]]) -> Program:
+    """Batches where megatron-core's schedules have them: a result leaves right after its unit, an input is received
+    right before, and what falls into the same gap between two units is one batch.
+    """
+    return Program(routes, tuple(tuple(_beside(routes, units)) for units in order))
+
+
+def _beside(routes: Routes, units: Sequence[Unit]) -> Iterator[Step]:
+    leaving: Batch = ()
+    for unit in units:
+        source = routes.needs(unit)
+        arriving = () if source is None else _message(source, unit)
+        if leaving or arriving:
+            yield (*leaving, *arriving)
+        yield unit
+        target = routes.receiver(unit)
+        leaving = () if target is None else _message(unit, target)
+    if leaving:
+        yield leaving
+
+
+def _message(unit: Unit, target: Unit) -> Batch:
+    return () if unit.stage == target.stage else (Message(unit.stage, target.stage, unit),)

@@ -1,0 +1,93 @@
+"""The way of each microbatch through the physical stages: normal, or with the first two and the last two swapped.
+
+CheckFree+ (paper, section 4.3; ``../shared/science/checkfree.md``) sends half of the microbatches through the blocks of
+stages 1, 0, 2, ..., P - 3, P - 1, P - 2, so that neighbours learn each other's work.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from ft.base.errors import UserError
+from ft.systems.schedule.units import Unit
+
+NORMAL, SWAPPED = "normal", "swapped"
+LEAST_STAGES = 4
+"""With fewer, the first two and the last two stages are not apart."""
+
+
+class Place(NamedTuple):
+    """A model chunk of a stage."""
+
+    stage: int
+    chunk: int
+
+
+def straight(stages: int, chunks: int = 1) -> tuple[Place, ...]:
+    """Stage after stage, as often as there are chunks."""
+    return tuple(Place(stage, chunk) for chunk in range(chunks) for stage in range(stages))
+
+
+def swapped(stages: int) -> tuple[Place, ...]:
+    """The first two stages in the other order, and the last two.
+
+    Raises:
+        UserError: there are too few stages.
+    """
+    if stages < LEAST_STAGES:
+        problem = f"{stages} stages have no first two and last two that are apart"
+        raise UserError(problem, f"give CheckFree+ at least {LEAST_STAGES} stages")
+    way = list(straight(stages))
+    way[:2], way[-2:] = way[1::-1], way[:-3:-1]
+    return tuple(way)
+
+
+class Routes:
+    """Each microbatch's way, forwards; it comes back by the same.
+
+    Args:
+        ways: by microbatch, its places in order.
+    """
+
+    def __init__(self, ways: Sequence[tuple[Place, ...]]):
+        self.ways = tuple(ways)
+        self.stages = 1 + max(place.stage for way in self.ways for place in way)
+
+    @classmethod
+    def of(cls, stages: int, kinds: Sequence[str]) -> "Routes":
+        """``kinds``: NORMAL or SWAPPED for each microbatch."""
+        ways = {kind: swapped(stages) if kind == SWAPPED else straight(stages) for kind in set(kinds)}
+        return cls([ways[kind] for kind in kinds])
+
+    @cached_property
+    def _position(self) -> list[dict[Place, int]]:
+        positions = {way: {place: i for i, place in enumerate(way)} for way in set(self.ways)}
+        return [positions[way] for way in self.ways]
+
+    def position(self, unit: Unit) -> int:
+        """How many places of its microbatch's way come before this one."""
+        return self._position[unit.microbatch][Place(unit.stage, unit.chunk)]
+
+    def units(self, microbatch: int) -> list[Unit]:
+        """All forwards and then all backwards of a microbatch."""
+        way = self.ways[microbatch]
+        forwards = [Unit(stage, microbatch, chunk, False) for stage, chunk in way]
+        return forwards + [unit._replace(backward=True) for unit in reversed(forwards)]
+
+    def needs(self, unit: Unit) -> Unit | None:
+        """The unit whose result this one waits for; None: the input data. It may be on the same stage."""
+        way, at = self.ways[unit.microbatch], self.position(unit)
+        if unit.backward:
+            return unit._replace(backward=False) if at == len(way) - 1 else _at(way[at + 1], unit)
+        return _at(way[at - 1], unit) if at > 0 else None
+
+    def receiver(self, unit: Unit) -> Unit | None:
+        """The unit that waits for this one's result; None: nothing does."""
+        way, at = self.ways[unit.microbatch], self.position(unit)
+        if unit.backward:
+            return _at(way[at - 1], unit) if at > 0 else None
+        return unit._replace(backward=True) if at == len(way) - 1 else _at(way[at + 1], unit)
+
+
+def _at(place: Place, unit: Unit) -> Unit:
+    return Unit(place.stage, unit.microbatch, place.chunk, unit.backward)

@@ -1,0 +1,172 @@
+"""Weaves normal and swapped microbatches: periodic orders in which no stage is ever idle between two units.
+
+One normal and one swapped microbatch are a pair, and every pair runs exactly one period T = 2 (f + b) after the one
+before. In a period each stage runs one forward and one backward of either kind, which is all it has time for: modulo T,
+the four must tile it. A *way* is one microbatch's times, with the delays between its units. What it takes, by position,
+is a set of moments modulo T. The swapped kind takes the same positions on other stages, so every way serves both kinds,
+and a tiling is a way whose complement is, shifted, the swap of another. Looking complements up makes the search exact
+and fast.
+
+Times are whole numbers; the orders that come out are then good for any forward and backward time.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from ft.systems.schedule.routes import swapped
+from ft.systems.schedule.units import Unit
+
+
+class Way(NamedTuple):
+    """Starts of one microbatch's units, by position in its route; the first forward starts at 0."""
+
+    forwards: tuple[int, ...]
+    backwards: tuple[int, ...]
+
+
+class Weave(NamedTuple):
+    """A normal way, a swapped way that starts ``offset`` later, and the times for which they tile the period."""
+
+    normal: Way
+    swapped: Way
+    offset: int
+    f: int
+    b: int
+
+    @property
+    def period(self) -> int:
+        return 2 * (self.f + self.b)
+
+    @property
+    def held(self) -> int:
+        """Summed over stages and kinds, from each forward until its backward: what is in flight, times the period."""
+        return sum(sum(way.backwards) - sum(way.forwards) for way in (self.normal, self.swapped))
+
+
+_SEARCHED = 8
+"""Stages up to which delays are searched; wider weaves grow out of narrower ones, two middle stages at a time."""
+_MOST_DELAY = 12
+
+
+@lru_cache(maxsize=64)
+def weaves(stages: int, f: int, b: int, more: int = 2) -> tuple[Weave, ...]:
+    """All weaves with the least delay per microbatch, and with up to ``more`` above it; those that hold least first.
+
+    Args:
+        stages: P >= 4. f, b: a forward's and a backward's time in whole numbers, small ones.
+    """
+    if stages > _SEARCHED:
+        found = [wider for weave in weaves(stages - 2, f, b, more) if (wider := _wider(weave)) is not None]
+    else:
+        least = next((delay for delay in range(_MOST_DELAY + 1) if any(_tilings(stages, f, b, delay))), None)
+        found = [] if least is None else list(_tilings(stages, f, b, least + more))
+    return tuple(sorted(found, key=lambda weave: (weave.held, weave)))
+
+
+def orders(weave: Weave, microbatches: int) -> list[list[Unit]]:
+    """Each stage's units by time: even microbatches normal, odd ones swapped."""
+    timed: list[list[tuple[int, Unit]]] = [[] for _ in weave.normal.forwards]
+    stages = len(timed)
+    routes = [list(range(stages)), [place.stage for place in swapped(stages)]]
+    for microbatch in range(microbatches):
+        pair, kind = divmod(microbatch, 2)
+        way, shift = (weave.swapped, weave.offset) if kind else (weave.normal, 0)
+        for position, stage in enumerate(routes[kind]):
+            for backward, starts in enumerate(way):
+                at = starts[position] + shift + pair * weave.period
+                timed[stage].append((at, Unit(stage, microbatch, 0, bool(backward))))
+    return [[unit for _, unit in sorted(units)] for units in timed]
+
+
+def _tilings(stages: int, f: int, b: int, delay: int) -> Iterator[Weave]:
+    """Pairs of ways with at most ``delay`` each that fill every stage's period."""
+    period = 2 * (f + b)
+    full = (1 << period) - 1
+    route = [place.stage for place in swapped(stages)]
+    by_taken: dict[tuple[int, ...], list[Way]] = {}
+    for way, taken in _ways(stages, f, b, delay):
+        by_taken.setdefault(taken, []).append(way)
+    for taken, offset in product(by_taken, range(period)):
+        # The way is the swapped one: on stage route[p] it takes what it takes at position p.
+        left = [0] * stages
+        for stage, moments in zip(route, taken, strict=True):
+            left[stage] = full & ~_shifted(moments, offset, period)
+        for normal, other in product(by_taken.get(tuple(left), ()), by_taken[taken]):
+            # Which pair goes first is another order, though the same tiling.
+            yield from (Weave(normal, other, shift, f, b) for shift in (offset, offset - period))
+
+
+def _ways(stages: int, f: int, b: int, delay: int) -> Iterator[tuple[Way, tuple[int, ...]]]:
+    """Every way with at most ``delay`` that never takes a stage twice at once, and what it takes, by position."""
+    period = 2 * (f + b)
+    for forwards, left in _chains(stages, f, 0, delay):
+        taken = [_shifted((1 << f) - 1, start, period) for start in forwards]
+        for backwards, moments in _back(taken, forwards[-1] + f, b, left, period):
+            yield Way(forwards, backwards), moments
+
+
+def _chains(length: int, step: int, start: int, delay: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Starts of a chain of units, delayed by at most ``delay`` between them, and the delay that is left."""
+    if length == 1:
+        yield (start,), delay
+        return
+    for waits in range(delay + 1):
+        for rest, left in _chains(length - 1, step, start + step + waits, delay - waits):
+            yield (start, *rest), left
+
+
+def _back(
+    taken: Sequence[int], earliest: int, b: int, delay: int, period: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The ways back through positions whose forwards took ``taken``: starts and all that is taken, by position."""
+    if not taken:
+        yield (), ()
+        return
+    for waits in range(delay + 1):
+        moments = _shifted((1 << b) - 1, earliest + waits, period)
+        if not moments & taken[-1]:
+            for starts, others in _back(taken[:-1], earliest + waits + b, b, delay - waits, period):
+                yield (*starts, earliest + waits), (*others, moments | taken[-1])
+
+
+def _shifted(moments: int, by: int, period: int) -> int:
+    """A set of moments, one bit each, ``by`` later modulo the period."""
+    moved = moments << by % period
+    return (moved | moved >> period) & ((1 << period) - 1)
+
+
+def _wider(weave: Weave) -> Weave | None:
+    """The weave with two more middle stages, where microbatches do not wait; None: nowhere do they fit.
+
+    Two stages take a forward 2 f on and a backward 2 b: what lies behind them moves by 2 f, what comes back by a whole
+    period, so that every other stage's tiling stays what it is.
+    """
+    stages = len(weave.normal.forwards)
+    for at in range(2, stages - 3 + 1):
+        wider = weave._replace(normal=_longer(weave.normal, at, weave), swapped=_longer(weave.swapped, at, weave))
+        if all(_tiled(wider, stage) for stage in (at, at + 1)):
+            return wider
+    return None
+
+
+def _longer(way: Way, at: int, weave: Weave) -> Way:
+    """``way`` with two positions more before position ``at``."""
+    f, b = weave.f, weave.b
+    last, back = way.forwards[at - 1], way.backwards[at - 1] + weave.period
+    forwards = (*way.forwards[:at], last + f, last + 2 * f, *(start + 2 * f for start in way.forwards[at:]))
+    earlier = (start + weave.period for start in way.backwards[:at])
+    return Way(forwards, (*earlier, back - b, back - 2 * b, *(start + 2 * f for start in way.backwards[at:])))
+
+
+def _tiled(weave: Weave, stage: int) -> bool:
+    """Whether a middle stage's units do not overlap, modulo the period."""
+    period, taken = weave.period, 0
+    for way, shift in ((weave.normal, 0), (weave.swapped, weave.offset)):
+        for starts, length in ((way.forwards, weave.f), (way.backwards, weave.b)):
+            moments = _shifted((1 << length) - 1, starts[stage] + shift, period)
+            if moments & taken:
+                return False
+            taken |= moments
+    return True

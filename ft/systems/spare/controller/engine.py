@@ -1,0 +1,108 @@
+"""The core as it is run: compiled where numba is installed and the state is large enough to pay, else interpreted."""
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ft.base.errors import UserError
+from ft.systems.spare.controller import core, search, state
+from ft.systems.spare.placement import Placement
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The functions of ``core`` and what they work on: ``numbers`` turns integers into their kind of sequence."""
+
+    name: str
+    lose: Callable
+    bring_back: Callable
+    trial: Callable
+    start: Callable
+    numbers: Callable[[Any], Any]
+
+
+def engine(accelerate: bool | None = None) -> Engine:
+    """The engine to use; the layouts are the same with either.
+
+    Args:
+        accelerate: whether to use numba. None: where it is installed. It takes seconds to compile for the first time,
+            and a good part of one to load ever after.
+
+    Raises:
+        UserError: numba is asked for and cannot be imported.
+    """
+    if accelerate is False:
+        return INTERPRETED
+    try:
+        return _compiled()
+    except ImportError as error:
+        if accelerate:
+            raise UserError(f"numba cannot be used: {error}", "pip install 'megatron-ft[fast]'") from error
+        return INTERPRETED
+
+
+def state_of(placement: Placement, chosen: Engine) -> state.State:
+    """A state at its start."""
+    n, r = placement.groups, placement.redundancy
+    mark = np.full(n, state.NONE)
+    mark[np.array(placement.ruler) % n] = np.arange(r)
+    lengths = {"orders": n * r, "depth": n * r, "moves": 4 * n, "later": n * r, "shifted": 2 * n}
+    given = {"size": [n, r, 1, n, *[0] * 9], "hosts": placement.host_table.ravel(), "mark": mark}
+    made = state.State(
+        **{
+            name: chosen.numbers(given[name] if name in given else np.zeros(lengths.get(name, n), dtype=np.int64))
+            for name in state.State._fields
+        }
+    )
+    chosen.start(made, initial(placement, chosen))
+    return made
+
+
+def initial(placement: Placement, chosen: Engine) -> Any:
+    """The orders of the start, as ``core.start`` takes them."""
+    return chosen.numbers(placement.orders().ravel())
+
+
+def _list(numbers: Any) -> list[int]:
+    return np.asarray(numbers).tolist()
+
+
+def _array(numbers: Any) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
+
+
+INTERPRETED = Engine("interpreted", core.lose, core.bring_back, core.trial, core.start, _list)
+
+_SOURCES = (__file__, core.__file__, search.__file__, state.__file__)
+
+
+@cache
+def _compiled() -> Engine:
+    import numba
+    from numba.extending import register_jitable
+
+    # Without reference counts: the caller holds the two dozen arrays of a state, and every call of a helper would count
+    # each of them up and down.
+    options = {"_nrt": False}
+    for module in (core, search):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ == module.__name__:
+                register_jitable(**options)(getattr(module, name))
+    # Numba looks for changes in the file of the compiled function alone, so the files have a folder by their contents.
+    digest = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _SOURCES)).hexdigest()[:16]
+    entries = (core.lose, core.bring_back, core.trial, core.start)
+    before = numba.config.CACHE_DIR
+    try:
+        numba.config.CACHE_DIR = str(Path(before or Path.home() / ".cache" / "megatron-ft") / f"spare-{digest}")
+        compiled = [numba.njit(cache=True, **options)(entry) for entry in entries]
+    except (RuntimeError, OSError):  # no folder can be written
+        compiled = [numba.njit(**options)(entry) for entry in entries]
+    finally:
+        numba.config.CACHE_DIR = before
+    return Engine("numba", *compiled, _array)

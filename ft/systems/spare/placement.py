@@ -1,0 +1,68 @@
+"""Which group hosts which shard types, and in which order it starts out (definition B.1)."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ft.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A cyclic placement: group w holds type ``(w + g_j) mod N`` at stack position j.
+
+    Attributes:
+        groups: N; there are as many types.
+        ruler: the marks g_0 .. g_(r-1), r the redundancy. With any distinct marks each stack holds every type once;
+            whether two types share at most one host is for ``ft.systems.spare.ruler.check`` to say.
+
+    Raises:
+        UserError: there are fewer than 2 groups or 2 marks, or two marks are the same mod N.
+    """
+
+    groups: int
+    ruler: tuple[int, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "ruler", tuple(int(mark) for mark in self.ruler))
+        if self.groups < 2 or len(self.ruler) < 2:
+            raise UserError(
+                f"{self.groups} groups and redundancy {len(self.ruler)}: no loss can be made up for",
+                "give 2 groups or more, and a redundancy of 2 or more",
+            )
+        if len({mark % self.groups for mark in self.ruler}) < len(self.ruler):
+            raise UserError(
+                f"ruler {list(self.ruler)}: a group of {self.groups} would hold one type twice",
+                f"give marks that differ mod {self.groups}",
+            )
+
+    @property
+    def redundancy(self) -> int:
+        return len(self.ruler)
+
+    def order(self, group: int) -> tuple[int, ...]:
+        """The types of a group, in the order of its stack before any reordering."""
+        return tuple(int(kind) for kind in self.orders()[group])
+
+    def hosts(self, kind: int) -> tuple[int, ...]:
+        """The groups that hold a type; the j-th has it at position j before any reordering."""
+        return tuple(int(group) for group in self.host_table[kind])
+
+    def orders(self) -> np.ndarray:
+        """Every group's initial order, int64 [N, r]; the caller's own."""
+        return (np.arange(self.groups)[:, None] + np.array(self.ruler)) % self.groups
+
+    @cached_property
+    def host_table(self) -> np.ndarray:
+        """The hosts of every type, int64 [N, r], read-only."""
+        table = (np.arange(self.groups)[:, None] - np.array(self.ruler)) % self.groups
+        table.setflags(write=False)
+        return table
+
+    @property
+    def max_overlap(self) -> int:
+        """The most groups that two types share."""
+        marks = np.array(self.ruler)
+        differences = (marks[:, None] - marks)[~np.eye(len(marks), dtype=bool)] % self.groups
+        return int(np.bincount(differences).max())

@@ -1,0 +1,235 @@
+"""SPARe in the trainer: FT-HSDP's replicas are the groups, and every step trains every shard type."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from ft.job.quorum import Quorum
+from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.position import ReplicaPosition
+from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.work import Work
+from ft.systems.spare.controller import Controller
+from ft.systems.spare.ledger import Ledger
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import ruler
+from ft.systems.spare.shares import Shares, divide
+from ft.systems.spare.stream import StackStream
+
+KEY = "spare"
+"""Of the controller's state in the trainer's extra state."""
+_WIPED_OUT_S = 0.5
+
+
+class StackLoaders:
+    """This rank's loaders, on the stream of its group's stack; takes the place of FT-HSDP's follower.
+
+    Args:
+        loaders: of a dataset that can ``follow`` a stream. shard: samples of a type in a step.
+    """
+
+    def __init__(self, loaders: Sequence[Any], shard: int):
+        self._loaders, self.shard = [loader for loader in loaders if loader is not None], shard
+        self._stream: StackStream | None = None
+        self._due: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def __call__(self, deal: Deal, position: int) -> None:
+        """The state is another one: where to read is known when the next step's types are."""
+        self.rest()
+
+    def rest(self) -> None:
+        """Nothing is read in the step under way."""
+        self._stream = self._due = None
+
+    def read(self, deal: Deal, types: Sequence[int], starts: Sequence[int]) -> None:
+        """The step under way reads these types from there on, and so do those after it until this is called again."""
+        if not self._loaders or not types or self._is_next(tuple(types), tuple(starts)):
+            return
+        self._stream = StackStream(deal, types, starts, self.shard)
+        self._due = tuple(types), tuple(starts)
+        for loader in self._loaders:
+            loader.dataset.follow(self._stream)
+            loader.seek(0)
+
+    @property
+    def position(self) -> int | None:
+        """Where the streams of the types stand that were read last; None where this rank reads nothing."""
+        return None if self._stream is None else self._stream.level(self._loaders[0].consumed_samples)
+
+    def _is_next(self, types: tuple[int, ...], starts: tuple[int, ...]) -> bool:
+        """Whether that is what the loaders come to anyway: what they have read ahead is of use."""
+        if self._stream is None or self._due is None or self._due[0] != types:
+            return False
+        steps, rest = divmod(self._loaders[0].consumed_samples, self._stream.step_samples)
+        return rest == 0 and starts == tuple(first + steps * self.shard for first in self._due[1])
+
+
+class StackedWork(Work):
+    """One group's part, in its committed order; the same decisions in all groups, from the state that all share.
+
+    Each type has one owner, so slots that the paper computes twice are not computed at all, and on a loss only the
+    lost group's types are: see :mod:`ft.systems.spare.shares` and :mod:`ft.systems.spare.ledger`.
+
+    Args:
+        group: this one. controller: as it is at the beginning of a run. position: of the trainer. extra: of its state,
+            the live mapping. loaders: of this rank. per_token: core divides by tokens, not by samples.
+        reseed: gives the generators the seeds of a step: groups draw differently often from them, and what they are
+            after a step is part of the state that all share.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        controller: Controller,
+        position: ReplicaPosition,
+        extra: Callable[[], dict[str, Any]],
+        loaders: StackLoaders,
+        per_token: bool,
+        reseed: Callable[[int], None],
+    ):
+        self._group, self._controller, self._position, self._extra = group, controller, position, extra
+        self._loaders, self._per_token, self._reseed = loaders, per_token, reseed
+        self._ledger = Ledger()
+        self._of: tuple[int, int] | None = None  # the (step, lineage) that the ledger is of
+        self._todo: tuple[int, ...] = ()
+        self._read_from: dict[int, int] = {}
+        self._noted: dict[str, Any] | None = None
+        self._answers: dict[tuple[int, ...] | None, Shares] = {}  # of the layout as it is
+        self.restart()
+
+    def restart(self) -> None:
+        """A checkpoint was loaded, or the run begins: the stacks are those of the beginning."""
+        self._controller.reset()
+        self._note()
+
+    def plan(self, quorum: Quorum | None) -> None:
+        shares = self._divided(quorum)
+        of = (self._position.step, self._position.lineage)
+        if of != self._of:
+            self._ledger.clear()
+            self._read_from.clear()
+            self._of = of
+        mine = () if shares.lost else shares.types.get(self._group, ())
+        if not shares.lost and not set(self._ledger.types) <= set(mine):
+            self._ledger.clear()  # others have some of it since, and one sum cannot be taken apart
+        self._todo = tuple(kind for kind in mine if kind not in self._ledger.types)
+        if not mine:
+            self._loaders.rest()
+        self._ledger.begin(self._todo, 1.0 if self._per_token else float(len(self._todo)))
+        positions = self._position.positions
+        self._loaders.read(self._position.deal, self._todo, [positions.get(kind, 0) for kind in self._todo])
+        self.units = float(max(1, shares.most))
+
+    def share(self, samples: int) -> int:
+        return len(self._todo) * (samples // self._controller.groups)
+
+    def problem(self, quorum: Quorum, is_planned: bool) -> str:
+        shares = self._divided(quorum)
+        self.pause_s = _WIPED_OUT_S if shares.lost else 0.0
+        if not is_planned:
+            self.units = float(max(1, shares.most))
+        if shares.lost:
+            return f"wipe-out: no group that is here hosts the shard types {_listed(shares.lost)}"
+        if is_planned and shares.patch:
+            return f"groups are lost, others compute the shard types {_listed(shares.patch)}"
+        return ""
+
+    def scale(self, quorum: Quorum) -> float:
+        return 1.0 / self._controller.groups
+
+    def lr_factor(self, quorum: Quorum) -> float:
+        return 1.0
+
+    def streams(self, quorum: Quorum) -> Sequence[int]:
+        return range(self._controller.groups)
+
+    def kept(self, place: int, parts: list[torch.Tensor], reduced: Callable[[], None] | None):
+        return self._ledger.entering(place, parts, reduced)
+
+    def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
+        return self._ledger.add_sums(sums)
+
+    def reduced(self, tokens: torch.Tensor | None) -> None:
+        self._ledger.take_all()
+        if self._todo and (read_to := self._loaders.position) is not None:
+            self._read_from |= dict.fromkeys(self._todo, read_to - self._loaders.shard)
+        if tokens is not None:
+            self._ledger.add_tokens(tokens)
+
+    def failed(self) -> None:
+        self._ledger.settle()
+
+    def committed(self, quorum: Quorum) -> None:
+        mine = self._ledger.all_types if self._group in quorum.healthy else ()
+        self.computed = {kind: at for kind, at in self._read_from.items() if kind in mine}
+        self._ledger.clear()
+        shares = self._divided(quorum)
+        self.stack, self.owners, self.patch = self._controller.stack, shares.owners, shares.patch
+        rearrange(self._controller, quorum.healthy)
+        self._note()
+        self._reseed(self._position.step + 1)
+
+    def _divided(self, quorum: Quorum | None) -> Shares:
+        """Asked for several times in a step, and in many steps with the same answer."""
+        self._follow_state()
+        healthy = None if quorum is None else quorum.healthy
+        if healthy not in self._answers:
+            planned = numpy.flatnonzero(self._controller.alive).tolist()
+            here = planned if healthy is None else healthy
+            self._answers[healthy] = divide(self._controller.orders.tolist(), self._controller.stack, planned, here)
+        return self._answers[healthy]
+
+    def _follow_state(self) -> None:
+        """The state may have become another replica's, or a checkpoint's."""
+        there = self._extra().get(KEY)
+        if there is not None and there != self._noted:
+            self._controller, self._noted = Controller.restore(there), there
+            self._answers = {}
+
+    def _note(self) -> None:
+        state = self._controller.state()
+        if state != self._noted:
+            self._answers = {}
+        self._noted = self._extra()[KEY] = state
+
+
+def work(
+    place: Place,
+    position: ReplicaPosition,
+    extra: Callable[[], dict[str, Any]],
+    loaders: StackLoaders,
+    per_token: bool,
+    reseed: Callable[[int], None],
+) -> StackedWork:
+    """The work of the replica at ``place``, as one of the groups.
+
+    Raises:
+        UserError: types cannot be placed with that redundancy.
+    """
+    placement = Placement(place.replicas, ruler(place.replicas, place.redundancy))
+    return StackedWork(place.replica, Controller(placement), position, extra, loaders, per_token, reseed)
+
+
+def rearrange(controller: Controller, healthy: Sequence[int]) -> None:
+    """The controller's answer to who gave gradients in the step that is committed; pure but for its state.
+
+    Who was behind in it is planned with once it has given some: a state that takes several steps to fetch would have
+    each of them tried twice otherwise.
+
+    Raises:
+        UserError: one of them is no group.
+    """
+    planned = set(numpy.flatnonzero(controller.alive).tolist())
+    if len(healthy) == controller.groups and len(planned) < controller.groups:
+        controller.reset()
+        return
+    for group in sorted(set(healthy) - planned):
+        controller.bring_back(group)
+    if lost := sorted(planned - set(healthy)):
+        controller.lose(lost)
+
+
+def _listed(types: Sequence[int]) -> str:
+    return ", ".join(map(str, types[:20])) + (" ..." if len(types) > 20 else "")

@@ -1,0 +1,152 @@
+"""The closed forms of the SPARe paper, sections 2.2 and 4; the number in front of each is the paper's.
+
+N groups hold N shard types, each type hosted by r groups (the redundancy); k groups have been lost so far; m is the
+mean time between two group failures of the whole system. Times are in seconds, or all in any other unit.
+"""
+
+import math
+
+from ft.base.errors import UserError
+
+EULER_GAMMA = 0.57721566490153286
+
+
+def checkpoint_period(save: float, failure: float, restart: float) -> float:
+    """(1): the time between two checkpoints at which availability is highest.
+
+    Args:
+        save: T_s, of one checkpoint. failure: T_f, mean time between two global restarts. restart: T_r, of one.
+
+    Raises:
+        UserError: a time is negative, or ``save`` or ``failure`` is zero.
+    """
+    _check_times(save=save, failure=failure, restart=restart)
+    return save + math.sqrt(save**2 + 2 * save * (failure + restart))
+
+
+def availability(period: float, save: float, failure: float, restart: float) -> float:
+    """(2): share of the time on the clock in which training gets on, with a checkpoint each ``period``.
+
+    Raises:
+        UserError: as :func:`checkpoint_period`, or the period is shorter than the checkpoint.
+    """
+    _check_times(save=save, failure=failure, restart=restart)
+    if period < save:
+        raise UserError(f"a checkpoint each {period:g} s, and one takes {save:g} s", "give a longer period")
+    return (1 - save / period) * failure / (failure + restart + period / 2)
+
+
+def best_availability(save: float, failure: float, restart: float) -> float:
+    """(2) at the period of (1): 2 T_s T_f / T_c^2."""
+    return 2 * save * failure / checkpoint_period(save, failure, restart) ** 2
+
+
+def mu(groups: int, redundancy: int) -> float:
+    """(3): mean number of group failures up to the first wipe-out.
+
+    Raises:
+        UserError: there are fewer than 2 groups, or the redundancy is not in 2..groups.
+    """
+    check_size(groups, redundancy)
+    return math.gamma(1 + 1 / redundancy) * groups ** (1 - 1 / redundancy)
+
+
+def capacity(groups: int, failures: int) -> int:
+    """c(k): the stack below which the survivors' slots are fewer than the types; ceil(N / (N - k)).
+
+    Raises:
+        UserError: ``failures`` is not in 0..groups - 1.
+    """
+    if not 0 <= failures < groups:
+        raise UserError(
+            f"{failures} failures among {groups} groups leave no stack to speak of", f"give 0 to {groups - 1} failures"
+        )
+    return -(-groups // (groups - failures))
+
+
+def rho(groups: int, failures: int) -> float:
+    """rho_k of (5): estimated probability that the failure after the first ``failures`` needs a patch compute.
+
+    The share of slots whose type nobody else computes. Lower than what is measured at high redundancy.
+
+    Raises:
+        UserError: as :func:`capacity`.
+    """
+    stack = capacity(groups, failures)
+    return 2 * groups / ((groups - failures) * stack) - 1
+
+
+def stack_mean(groups: int, redundancy: int) -> float:
+    """(5): mean stacks per step up to the first wipe-out, patch computes with them; errors as :func:`mu`."""
+    mean = mu(groups, redundancy)
+    return sum(capacity(groups, k) + rho(groups, k) for k in range(math.floor(mean))) / mean
+
+
+def stack_lower_bound(groups: int, redundancy: int) -> float:
+    """(6): the same without patch computes; errors as :func:`mu`."""
+    mean = mu(groups, redundancy)
+    return sum(capacity(groups, k) for k in range(math.floor(mean))) / mean
+
+
+def restart_interval(groups: int, redundancy: int, mtbf: float) -> float:
+    """T_f = mu m: mean time between two global restarts.
+
+    Args:
+        mtbf: m.
+
+    Raises:
+        UserError: as :func:`mu`, or the time is not positive.
+    """
+    _check_times(mtbf=mtbf)
+    return mu(groups, redundancy) * mtbf
+
+
+def time_to_train(groups: int, redundancy: int, mtbf: float, save: float, restart: float) -> float:
+    """(7): time to train over that of plain data parallelism without failures, checkpoints at the period of (1).
+
+    Raises:
+        UserError: as :func:`mu` and :func:`checkpoint_period`.
+    """
+    interval = restart_interval(groups, redundancy, mtbf)
+    return stack_mean(groups, redundancy) / best_availability(save, interval, restart)
+
+
+def r_star(groups: int) -> int:
+    """(8): the rule of thumb for the best redundancy, floor(log2 N + gamma / ln 2).
+
+    It is the r at which mu reaches N / 2 for large r, not where (7) is least.
+
+    Raises:
+        UserError: there are fewer than 2 groups.
+    """
+    check_size(groups)
+    return math.floor(math.log2(groups) + EULER_GAMMA / math.log(2))
+
+
+def check_size(groups: int, redundancy: int | None = None) -> None:
+    """Raises UserError where no SPARe has that many groups, or that redundancy with them."""
+    if groups < 2:
+        raise UserError(f"{groups} groups: nobody survives the loss of one", "give 2 groups or more")
+    if redundancy is not None and redundancy < 2:
+        raise UserError(f"redundancy {redundancy}: every type that is lost is lost for good", "give 2 or more")
+    if redundancy is not None and redundancy > groups:
+        raise UserError(
+            f"redundancy {redundancy} with {groups} groups: a type has at most one host in each group",
+            f"give a redundancy of at most {groups}",
+        )
+
+
+_POSITIVE = {"save", "failure", "mtbf"}
+_NAMES = {
+    "save": "the time of a checkpoint",
+    "failure": "the time between global restarts",
+    "restart": "the time of a global restart",
+    "mtbf": "the time between failures",
+}
+
+
+def _check_times(**times: float) -> None:
+    for name, value in times.items():
+        if not math.isfinite(value) or value < 0 or (value == 0 and name in _POSITIVE):
+            least = "above 0" if name in _POSITIVE else "of 0 or more"
+            raise UserError(f"{_NAMES[name]} is {value:g} s", f"give a time {least}")
