@@ -12,7 +12,7 @@ ALWAYS, ON_CPU = "always", "cpu"
 WITH_REPLICAS, WITH_DMR, WITH_CHECKFREE, WITH_SWAPPED_ENDS = "replicas", "dmr", "checkfree", "swapped ends"
 
 _CORE_CHECKED = ("0.16.1", "0.19.2")
-_TORCH_CHECKED = ("2.13.0", "2.14.1")
+_TORCH_CHECKED = ("2.13.0", "2.15.0")
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,16 @@ Everything else is written as if there were one core. Each difference names the 
 ``CORE`` is what ``python -m megatron.patches`` reads to know which call is for which release.
 """
 
+from pathlib import Path
+
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ft.base.errors import UserError
 from megatron.core import package_info, parallel_state
 from megatron.core import utils as core_utils
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.pipeline_parallel import schedules
 
 # (major, minor) of the installed megatron-core.
@@ -39,6 +44,26 @@ def backward_step(taken, output, gradient, kind, config):
     if CORE >= (0, 17):
         return schedules.backward_step(taken, output, gradient, config)
     return schedules.backward_step(taken, output, gradient, kind, config)
+
+
+def load_strategy(path: Path):
+    """Core's strategy for reading the sharded checkpoint in the folder ``path``.
+
+    Torch from 2.15 on lists strides among the properties of a stored tensor; core up to 0.19 hands all properties to
+    ``torch.empty``, which takes no strides. They are left out here: core reads shapes and types alone.
+    """
+    strategy = get_default_load_sharded_strategy(str(path))
+    describe = strategy.load_tensors_metadata
+
+    def describe_without_strides(folder, metadata=None):
+        metadata = metadata or FileSystemReader(folder).read_metadata()
+        for stored in metadata.state_dict_metadata.values():
+            if isinstance(stored, TensorStorageMetadata):
+                vars(stored.properties).pop("strides", None)
+        return describe(folder, metadata)
+
+    strategy.load_tensors_metadata = describe_without_strides
+    return strategy
 
 
 def forget_answers_agreed_on_once(optimizer) -> None:

@@ -93,6 +93,7 @@ class Groups:
             groups._builder = Builder(meeting, prefix, groups._connection)
         if _BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(_BACKEND, _make_default, extended_api=True, devices=["cpu", "cuda"])
+            _leave_recording_to_connections()
         dist.init_process_group(
             _BACKEND,
             store=groups._store,
@@ -292,6 +293,17 @@ class Groups:
     def waiting(self) -> tuple[str, float] | None:
         """The group in whose operation the training thread is blocked, and since when (monotonic), or None."""
         return self._state.waiting
+
+
+def _leave_recording_to_connections() -> None:
+    """Tells torch's flight recorder that this backend records its operations itself.
+
+    The connections below a group (gloo's, NCCL's) do. The recorder of torch 2.15 would otherwise attach itself to the
+    group and ask for the name of a backend that is registered on it, and there is none.
+    """
+    recorded = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recorded is not None:
+        recorded.add(_BACKEND)
 
 
 def _make_default(options, groups: Groups) -> Group:

@@ -8,8 +8,9 @@ from typing import Any
 
 from ft.base.errors import FallbackError, UserError
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.patches.releases import load_strategy
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.checkpointing import content, naming, rng, verify
 from megatron.training.checkpointing.channel import Channel
@@ -184,7 +185,7 @@ class Loader:
 
     def _read(self, path: Path, wanted: dict, manifest: Manifest) -> dict:
         """Reads ``wanted`` from the checkpoint, after making sure that it is there in these shapes."""
-        strategy = get_default_load_sharded_strategy(str(path))
+        strategy = load_strategy(path)
         vocabulary_known = all("vocab_size" in r.get("model", {}) for r in (manifest.run, self._run))
         stored = load_sharded_metadata(str(path), strategy)
         different = self._channel.share(tensor_differences(wanted, stored, vocabulary_known))
