@@ -1,15 +1,10 @@
-"""Fixtures for every test: `ranks` runs a function on forked ranks (see tests/harness)."""
-
-import sys
-from pathlib import Path
+"""Fixtures for every test: `ranks` runs a function on forked ranks (see tests/helpers/harness)."""
 
 import pytest
 from harness import Ranks
 
 pytest_plugins = ["hot_swap_fixtures", "snapshot_fixtures"]
 
-# The checkout under test comes first, whatever is installed.
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 @pytest.fixture(scope="session")

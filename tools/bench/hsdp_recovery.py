@@ -29,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 from ft.base import events  # noqa: E402
 from ft.observe.hsdp import record, story  # noqa: E402

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 from ft.base import events  # noqa: E402
 from ft.record.recoveries import PHASES, recoveries  # noqa: E402

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
 
 STAGES, STEPS, FIRST, REST = 4, 240, 40, 30
 """Failures come after step ``FIRST`` and leave the last ``REST`` steps alone, over the last of which is averaged."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from dmr_detection_lab import PLAN, Case, Lab, flips_of
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
 
 _FOLDER = "DETECTION_FOLDER"
 TINY = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 "

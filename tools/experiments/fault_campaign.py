@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
 
 from ft.faults import parse, schedule  # noqa: E402
 from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES  # noqa: E402

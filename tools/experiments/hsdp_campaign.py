@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
 
 from fault_campaign import corpus, read  # noqa: E402
 

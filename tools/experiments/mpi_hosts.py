@@ -3,9 +3,9 @@
     python tools/experiments/mpi_hosts.py srun
     python tools/experiments/mpi_hosts.py mpirun
 
-The hosts are network namespaces with a real Slurm (tests/slurm/cluster.py: needs root, slurm-wlm, munge; libpmix-dev
-for srun). Two nodes train, the third carries standbys; n2's power is cut in mid-run: its agent, its workers, its MPI
-process and the daemon of mpirun or Slurm are gone, and no packet comes to say so. Prints one JSON line: whether the run
+The hosts are network namespaces with a real Slurm (tests/helpers/slurm/cluster.py: needs root, slurm-wlm, munge;
+libpmix-dev for srun). Two nodes train, the third carries standbys; n2's power is cut in mid-run: its agent, its
+workers, its MPI process and the daemon of mpirun or Slurm are gone, and no packet comes to say so. Prints one JSON line: whether the run
 has finished, how often it was restarted, who ends up where, whether the losses are those of a run without faults.
 """
 
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 import small_runs as runs  # noqa: E402
 from slurm.cluster import Cluster  # noqa: E402

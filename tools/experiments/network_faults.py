@@ -1,8 +1,8 @@
 """Every way in which a node or its network can fail, to every node of a small run, one run each.
 
-Three hosts in network namespaces (tests/nodes): two that train (two workers each, tensor parallel inside, data parallel
-across), one standby node. Needs root. ``python tools/experiments/network_faults.py [WORDS...] [--seeds N]``: only cases
-whose name holds one of the words.
+Three hosts in network namespaces (tests/helpers/nodes): two that train (two workers each, tensor parallel inside, data
+parallel across), one standby node. Needs root. ``python tools/experiments/network_faults.py [WORDS...] [--seeds N]``:
+only cases whose name holds one of the words.
 
 Columns: seconds from the fault until it was noticed, until training went on everywhere, and until none of the workers
 was left that the node had; epochs opened because of it; warm restarts; how the agents ended, whether every loss is that
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 import psutil  # noqa: E402
 import small_runs as runs  # noqa: E402

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SEQ, MICRO_BATCH, VOCAB, LAYERS, HIDDEN, HEADS = 32, 2, 512, 4, 32, 4
-"""As in tests/small_runs.py."""
+"""As in tests/helpers/small_runs.py."""
 START_S, STALL_S, BACK_S = 180.0, 90.0, 120.0
 _SETTLED_STEPS = 25
 

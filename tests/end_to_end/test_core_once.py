@@ -1,0 +1,96 @@
+"""Collectives that core does once per process: found in its sources, and counted after a recovery, group by group."""
+
+import ast
+import json
+
+import pytest
+from core_wheels import newest_wheel
+from counted_gpt import COUNTS
+from ft_runs import flags, ft_run
+
+from megatron.patches import once
+from megatron.patches.sources import CoreSources, archived_core, installed_core
+
+ZERO = "--use-distributed-optimizer"
+LAYOUTS = {
+    "tp2 pp2, experts, interleaved": (
+        4,
+        f"{ZERO} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+        "--num-experts 4 --disable-bias-linear --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "dp2 pp2": (4, f"{ZERO} --pipeline-model-parallel-size 2"),
+    "dp2 tp2, overlapped": (4, f"{ZERO} --tensor-model-parallel-size 2 --overlap-grad-reduce --overlap-param-gather"),
+    "dp4, experts": (4, f"{ZERO} --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"),
+    "dp4, replicated optimizer": (4, ""),
+}
+ALSO_ELSEWHERE = ("dp2 pp2", "dp4, experts", "dp4, replicated optimizer")
+
+
+@pytest.mark.newest
+def test_every_one_of_the_installed_core_is_known():
+    assert once.unknown(installed_core()) == []
+
+
+def test_every_one_of_the_newest_release_is_known(request, tmp_path):
+    assert once.unknown(archived_core(newest_wheel(request, tmp_path))) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "state"),
+    [
+        (
+            "class A:\n def f(self):\n  if self.answer is None:\n   self.answer = agree()\n"
+            "def agree():\n dist.all_reduce(x)",
+            ("answer",),
+        ),
+        ("def f():\n global seen\n if seen:\n  return\n seen = True\n dist.barrier()", ("seen",)),
+        ("class A:\n def f(self, k):\n  c = self.kept\n  if k not in c:\n   c[k] = dist.new_group([0])", ("c",)),
+        ("@lru_cache(maxsize=None)\ndef f(n):\n return dist.new_group(range(n))", ("lru_cache(maxsize=None)",)),
+        ("def f(x):\n if x.is_cuda:\n  dist.all_reduce(x)", None),
+        ("class A:\n def f(self):\n  self.calls += 1\n  dist.all_reduce(x)", None),
+    ],
+)
+def test_what_counts_as_once(source, state):
+    ast.parse(source)
+    files = {"new.py": source.encode()}
+    found = once.once_only(CoreSources("planted", files.get, lambda: files))
+    assert [each.state for each in found] == ([] if state is None else [state])
+    assert all(each.why is None for each in found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in ALSO_ELSEWHERE else pytest.mark.newest) for name in LAYOUTS],
+)
+def test_a_joiner_has_counted_what_the_survivors_have(name, corpus, tmp_path):
+    """At the end of the first step after a recovery, and of the next, all members of a group say the same."""
+    nproc, layout = LAYOUTS[name]
+    script = flags(corpus, f"{layout} --clip-grad 1.0", steps=6)
+    options = "--inject kill@step=4:rank=1:phase=backward"
+    done = ft_run(tmp_path / "run", script, script="tests/helpers/counted_gpt.py", nproc=nproc, options=options)
+    assert done.code == 0, done.explain()
+    assert len(done.named("resumed")) == 2 and not done.named("restarted"), done.explain()
+    lines = [
+        json.loads(line)
+        for file in sorted((tmp_path / "run").glob(COUNTS.format(worker="*")))
+        for line in file.read_text().splitlines()
+    ]
+    last = max(line["epoch"] for line in lines)
+    assert last > min(line["epoch"] for line in lines)
+    for step in (4, 5):
+        counted = {line["rank"]: line for line in lines if line["step"] == step and line["epoch"] == last}
+        assert sorted(counted) == list(range(nproc)), f"step {step}: {sorted(counted)}\n{done.explain()}"
+        groups = {group["name"] for line in counted.values() for group in line["groups"]}
+        for group in sorted(groups):
+            compare(group, {r: g for r, line in counted.items() for g in line["groups"] if g["name"] == group}, step)
+
+
+def compare(name: str, said: dict[int, dict], step: int) -> None:
+    """All members of a group have begun equally many collectives, and every message sent has arrived."""
+    ranks = next(iter(said.values()))["ranks"]
+    collectives = {rank: report["collectives"] for rank, report in said.items()}
+    assert len(set(collectives.values())) == 1, f"step {step}, group {name} of {ranks}: {collectives}"
+    for source, report in said.items():
+        for to, sent in report["sent"].items():
+            received = said[int(to)]["received"].get(str(source), 0)
+            assert received == sent, f"step {step}, group {name}: rank {source} sent {sent} to {to}, {received} came"

@@ -1,0 +1,298 @@
+"""Bit flips on purpose: what they are asked for with, what they do to memory, and that DMR makes them good."""
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import small_runs as runs
+import torch
+from ft_runs import flags, ft_run
+
+from ft.base.errors import UserError
+from ft.faults import flip as flips
+from ft.faults import from_json, parse, schedule, to_json
+from ft.faults.flip import CHECKER, ONCE, PRIMARY, REPEAT, STUCK, Flip
+from ft.systems.dmr.plan import trace
+from ft.systems.dmr.runtime import mode
+from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.falsify import Falsifier, bits_of, flip_bit, force_bit
+from ft.systems.dmr.runtime.injection import planned_flips
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools" / "experiments"))
+
+
+def planned(text: str, seed: int = 0):
+    return schedule(parse(text), 4, ["n0", "n1"], seed)
+
+
+# --- what is asked for -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "flip"),
+    [
+        ("", Flip()),
+        ("operator=mm:phase=backward:execution=checker", Flip("mm", "backward", CHECKER)),
+        ("bit=30:mode=repeat:probability=0.1", Flip(bit=30, mode=REPEAT, probability=0.1)),
+        ("bit=any:mode=stuck:nth=3", Flip(mode=STUCK, nth=3)),
+        ("operator=all-reduce:mode=once", Flip("all-reduce", mode=ONCE)),
+        ("phase=recompute", Flip(phase="recompute")),
+    ],
+)
+def test_specs(keys, flip):
+    (fault,) = planned(f"bit-flip@step=3:rank=1:{keys}".rstrip(":"))
+    assert (fault.kind, fault.step, fault.rank, fault.phase) == ("bit-flip", 3, 1, "between")
+    assert replace(fault.flip, seed=0) == flip
+    assert from_json(to_json([fault])) == [fault]
+    assert str(flip) in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bit-flip", ["when"]),
+        ("bit-flip@step=3:phase=save", ["phase=save", "recompute"]),
+        ("bit-flip@step=3:execution=third", ["execution=third", "checker"]),
+        ("bit-flip@step=3:bit=64", ["bit=64", "from 0"]),
+        ("bit-flip@step=3:mode=often", ["mode=often", "stuck"]),
+        ("bit-flip@step=3:nth=0", ["nth=0", "from 1"]),
+        ("bit-flip@step=3:probability=0", ["probability=0", "above 0"]),
+        ("bit-flip@step=3:operator=p2p:execution=primary", ["p2p", "leave execution out"]),
+        ("bit-flip@step=3:mode=stuck:execution=primary", ["stuck", "mode=repeat"]),
+        ("bit-flip@step=3:mode=stuck:probability=0.5", ["stuck", "mode=repeat"]),
+        ("kill@step=3:operator=mm", ["operator means nothing for kill", "bit-flip"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(text, words):
+    with pytest.raises(UserError) as raised:
+        planned(text)
+    for word in ("fix: ", *words):
+        assert word in str(raised.value)
+
+
+def test_a_flip_can_come_by_the_clock_from_a_trace_and_from_a_distribution(tmp_path):
+    (fault,) = planned("bit-flip@time=9s:rank=1:operator=mm")
+    assert (fault.time, fault.flip.operator) == (9.0, "mm")
+    (tmp_path / "trace").write_text("3 bit-flip 2\n4\n")
+    faults = planned(f"bit-flip@trace={tmp_path}/trace:operator=mm:bit=3:phase=backward")
+    assert [(f.time, f.flip.operator, f.flip.bit, f.flip.phase) for f in faults] == [
+        (3.0, "mm", 3, "backward"),
+        (4.0, "mm", 3, "backward"),
+    ]
+    assert len(planned("bit-flip@every=exponential(mean=1s):count=3:rank=random")) == 3
+
+
+def test_what_is_drawn_follows_the_seed():
+    text = "bit-flip@step=1:rank=random,bit-flip@step=2:rank=random"
+    assert planned(text, 5) == planned(text, 5)
+    assert planned(text, 5) != planned(text, 6)
+    first, second = planned(text, 5)
+    assert first.flip.seed != second.flip.seed
+
+
+@pytest.mark.parametrize("text", ["kill@step=1:rank=0", "bit-flip@time=1s:rank=0", "bit-flip@step=1:node=n0"])
+def test_the_trainers_flag_takes_bit_flips_at_steps_only(text):
+    assert planned_flips(["bit-flip@step=1:rank=0"], 2, 0)
+    with pytest.raises(UserError, match="ft run --inject"):
+        planned_flips([text], 2, 0)
+
+
+def test_names_are_those_of_the_runtime():
+    assert flips.PHASES == trace.PHASES
+    assert (PRIMARY, CHECKER) == (mode.PRIMARY, mode.CHECKER)
+
+
+def test_which_results_fit():
+    def fits(flip, operator="add_.Tensor", phase="forward", execution=PRIMARY):
+        return flip.fits(operator, phase, execution)
+
+    assert fits(Flip()) and fits(Flip("add_")) and fits(Flip("add_.Tensor")) and fits(Flip("ad*"))
+    assert not fits(Flip("add")) and not fits(Flip("add_.Scalar"))
+    assert not fits(Flip(phase="backward")) and not fits(Flip(execution=CHECKER))
+    assert fits(Flip("p2p"), "p2p", "backward", None)
+    assert not fits(Flip(), "p2p", "backward", None), "what is sent is no operator"
+    assert not fits(Flip("p2p"), "all-reduce", "backward", None)
+
+
+# --- what it does ----------------------------------------------------------------------------------------------------
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def layouts(dtype: torch.dtype):
+    tensor = (torch.arange(48) % 2).to(dtype)
+    yield "contiguous", tensor.clone().view(6, 8)
+    yield "transposed", tensor.clone().view(6, 8).t()
+    yield "sliced", tensor.clone().view(6, 8)[1:5:2, 3:]
+    yield "a number", tensor.clone()[5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exactly_one_bit_of_one_element_changes(dtype):
+    draw = random.Random(f"{dtype}")
+    for name, tensor in layouts(dtype):
+        element, bit = draw.randrange(tensor.numel()), draw.randrange(bits_of(dtype))
+        before = tensor.clone()
+        version = tensor._version
+        flip_bit(tensor, element, bit)
+        a, b = (bytes(t.contiguous().view(-1).view(torch.uint8).tolist()) for t in (before, tensor))
+        differing = [(i, x ^ y) for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+        place, mask = divmod(bit, 8)
+        assert differing == [(element * dtype.itemsize + place, 1 << mask)], name
+        assert tensor._version == version, "autograd takes no notice"
+        assert not force_bit(tensor, element, bit, int(bool(differing and b[differing[0][0]] & 1 << mask)))
+        flip_bit(tensor, element, bit)
+        assert torch.equal(tensor, before)
+
+
+def hits_of(flip: Flip, executions: int = 40, values=(0,) * 8):
+    """(pair, execution) that were hit, where every operator is executed twice at once."""
+    told, values = [], torch.tensor(values, dtype=torch.int32)
+    falsifier, course, found = Falsifier(told.append), Course(), []
+    falsifier.arm(1, flip)
+    for number in range(executions):
+        course.executed += 1
+        for execution in (PRIMARY, CHECKER):
+            result = values.clone()
+            falsifier.falsify(execution, "mm", course, [result])
+            if not torch.equal(result, values):
+                found.append((number, execution))
+    assert len(told) == len(found)
+    return found
+
+
+def test_how_often_it_hits():
+    assert hits_of(Flip()) == [(0, PRIMARY)]
+    assert hits_of(Flip(nth=4)) == [(1, CHECKER)]
+    assert hits_of(Flip(execution=CHECKER, nth=3)) == [(2, CHECKER)]
+    assert hits_of(Flip("add")) == [] == hits_of(Flip(), values=())
+    assert hits_of(Flip(mode=REPEAT), 3) == [(n, e) for n in range(3) for e in (PRIMARY, CHECKER)]
+    assert 20 < len(hits_of(Flip(mode=REPEAT, probability=0.5))) < 60
+    assert len(hits_of(Flip(probability=0.05, seed=3), 400)) == 1
+
+
+def test_a_stuck_bit_is_met_by_one_of_two_executions_and_may_be_right():
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    zeros = hits_of(Flip(mode=STUCK, seed=seed), 60)
+    ones = hits_of(Flip(mode=STUCK, seed=seed), 60, values=(-1,) * 8)
+    found = zeros or ones
+    assert not (zeros and ones), "the bit is 0 or 1, not both"
+    assert [number for number, _ in found] == list(range(60))
+    assert {execution for _, execution in found} == {PRIMARY, CHECKER}
+
+
+# --- end to end ------------------------------------------------------------------------------------------------------
+
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def train_twice(given: str) -> dict:
+    """Trains with DMR; what was flipped and found here, and the steps that came out clean after that."""
+    from ft.systems.dmr.runtime import injection, witness
+    from megatron import patches
+    from megatron.patches.manifest import WITH_DMR
+
+    patches.apply(WITH_DMR)
+    told = {"hits": [], "wrong": [], "clean": []}
+
+    class Hits(injection.Teller):
+        def tell(self, hit):
+            told["hits"].append((self._step(), hit.operator, hit.phase, hit.execution))
+
+    class Witness(witness.Teller):
+        def mismatch(self, step, attempt, reports, outcome):
+            told["wrong"].append((step, attempt, sorted(reports), outcome.action))
+
+        def clean(self, step, attempt):
+            told["clean"].append((step, attempt))
+
+    from ft.systems.dmr.runtime import install
+
+    injection.Teller, install.Teller = Hits, Witness
+    runs.run(given)
+    return told
+
+
+def test_one_flip_makes_all_ranks_take_the_step_again(ranks, corpus, tmp_path):
+    base = (
+        f"{runs.BASE} --data-path {corpus} --train-iters 6 --attention-dropout 0.1 --hidden-dropout 0.1 {RECOMPUTED} "
+    )
+    base += "--pipeline-model-parallel-size 2 --metrics-file"
+    ranks(runs.run, 2, f"{base} {tmp_path}/clean.jsonl", timeout=120)
+    specs = (
+        "bit-flip@step=2:rank=1:operator=mm:phase=forward bit-flip@step=3:rank=0:operator=p2p "
+        "bit-flip@step=4:rank=0:phase=recompute:operator=native_layer_norm,"
+        "bit-flip@step=5:rank=1:phase=backward:execution=checker "
+        "--ft-dmr-inject bit-flip@step=6:rank=0:phase=optimizer:operator=*mul*:execution=primary"
+    )
+    flipped = f"{base} {tmp_path}/flipped.jsonl --ft-dmr piggyback --ft-dmr-inject {specs}"
+    first, second = ranks(train_twice, 2, flipped, timeout=120)
+    assert runs.losses(tmp_path / "flipped.jsonl") == runs.losses(tmp_path / "clean.jsonl")
+    assert first["wrong"] == second["wrong"]
+    assert first["wrong"] == [(2, 1, [1], "retry"), *((step, 1, [int(step == 5)], "retry") for step in (3, 4, 5, 6))]
+    assert first["clean"] == [(step, 2) for step in (2, 3, 4, 5, 6)]
+    hits = {hit[0]: hit[1:] for hit in (*first["hits"], *second["hits"])}
+    assert len(first["hits"]) == 3 and len(second["hits"]) == 2
+    assert hits[2] == ("mm", "forward", "primary")
+    assert hits[3] == ("p2p", "backward", None)
+    assert hits[4] == ("native_layer_norm", "recompute", "checker")
+    assert hits[5][1:] == ("backward", "checker")
+    assert hits[6][1:] == ("optimizer", "primary")
+
+
+def flips_everywhere(flags: str, count: int) -> dict[str, int]:
+    """Outcomes of flips of random results of an iteration, each from the same state."""
+    from collections import Counter
+
+    import dmr_jobs
+    from dmr_detection_lab import Case, Lab, flips_of
+
+    case = Case(1, "piggyback", flags)
+    result = flips_of(Lab(dmr_jobs.assemble(flags), case.way), case, count, seed=count)
+    return {"false alarms": result["false_alarms"], **Counter(flip["outcome"] for flip in result["flips"])}
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_flips_of_every_operator_are_found(precision, ranks, corpus):
+    import dmr_detection
+
+    flags = f"{runs.BASE} {dmr_detection.TINY} --attention-dropout 0.1 {RECOMPUTED} {precision} --data-path {corpus}"
+    (found,) = ranks(flips_everywhere, 1, flags, 60, timeout=120)
+    assert found.pop("false alarms") == 0
+    assert sum(found.values()) == 60
+    assert set(found) <= {"found", "error"}
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(REPEAT, marks=pytest.mark.long), pytest.param(STUCK, marks=pytest.mark.newest)]
+)
+def test_a_device_that_computes_wrongly_again_and_again_is_replaced(mode, corpus, reference, tmp_path):
+    layout, which = f"--use-distributed-optimizer {RECOMPUTED}", "operator=mm:bit=20"
+    done = ft_run(
+        tmp_path / "run",
+        flags(corpus, f"{layout} --ft-dmr piggyback", 14),
+        nproc=2,
+        options=f"--inject bit-flip@step=5:rank=1:{which}:mode={mode}",
+    )
+    assert done.code == 0, done.explain()
+    (detected,) = [event for event in done.named("fault_detected") if event.rank is not None]
+    assert (detected.rank, detected.detail["action"]) == (1, "replace"), done.explain()
+    flipped = done.named("bit_flipped")
+    assert {(event.rank, event.worker) for event in flipped} == {(1, detected.worker)}, (
+        "its successor is another device"
+    )
+    assert [event.detail["number"] for event in done.named("fault_injected")] == [1]
+    assert done.losses == reference(2, layout, 14), done.explain()

@@ -1,0 +1,111 @@
+"""Every kind of fault of the table, in real runs: it ends as the table says, and the losses are those without it."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from fault_bundles import BUNDLES
+from ft_runs import ROOT, flags, ft_run
+from test_hot_swap_nodes import Node, free_port
+
+from ft.faults.kinds import HARMLESS, IN_PLACE, REPLACED, RESTARTED, UNNOTICED
+from ft.faults.table import TABLE
+from ft.faults.verdict import of_error
+from ft.record.recoveries import recoveries
+
+LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
+OUTCOMES = {IN_PLACE: "in place", REPLACED: "replaced", RESTARTED: "restart"}
+ROWS = {row.name: row for row in TABLE}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "waited for" else ()) for name in BUNDLES]
+)
+def test_every_kind_ends_as_the_table_says(name, corpus, reference, tmp_path):
+    bundle = BUNDLES[name]
+    layout = f"{LAYOUT} {bundle.extra}"
+    saving = f"{layout} --save {tmp_path}/save --save-interval {bundle.save}" if bundle.save else layout
+    faults = ",".join(ROWS[row].spec(when) for row, when in bundle.faults)
+    options = f"--inject {faults} --max-restarts 5"
+    done = ft_run(tmp_path / "run", flags(corpus, saving, bundle.steps), options=options)
+    assert done.code == 0, done.explain()
+    injected = {event.detail["number"] for event in done.named("fault_injected")}
+    assert injected == set(range(1, len(bundle.faults) + 1)), done.explain()
+    led_to = {event.detail["number"]: r for r in recoveries(done.events) for event in r.injected}
+    for number, (row, _) in enumerate(bundle.faults, 1):
+        check(ROWS[row], led_to.get(number), done)
+    same = done.losses == reference(4, layout, bundle.steps)
+    assert same == (name != "not noticed"), done.explain()
+
+
+def check(row, recovery, done) -> None:
+    if row.outcome in (HARMLESS, UNNOTICED):
+        assert recovery is None, f"{row.name}: {recovery}\n{done.explain()}"
+        return
+    assert recovery is not None, f"{row.name} led to nothing\n{done.explain()}"
+    found = (recovery.outcome, recovery.category, recovery.signal)
+    assert found == (OUTCOMES[row.outcome], row.sign.category, row.sign.signal), f"{row.name}\n{done.explain()}"
+
+
+def test_what_a_full_disk_leads_to_is_said(corpus, tmp_path):
+    saving = f"{LAYOUT} --save {tmp_path}/save --save-interval 4"
+    done = ft_run(tmp_path / "run", flags(corpus, saving, 12), options="--inject disk-full@step=6:rank=2:for=300s")
+    assert done.code == 0, done.explain()
+    assert "FAILED: rank 2: " in done.output and "too big" in done.output, done.explain()
+    assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == ["iter_0000004"]
+
+
+def test_a_stray_sigterm_saves_and_ends_the_run(corpus, tmp_path):
+    saving = f"{LAYOUT} --save {tmp_path}/save"
+    done = ft_run(tmp_path / "run", flags(corpus, saving, 2000), options="--inject terminate@step=8:rank=1")
+    assert done.code == 0, done.explain()
+    assert "SIGTERM received" in done.output and "saved" in done.output, done.explain()
+    assert len(done.losses) < 2000
+
+
+def test_a_node_with_other_flags_is_found_before_training(corpus, tmp_path):
+    port, script = free_port(), flags(corpus, LAYOUT, 20)
+    nodes = [
+        Node(tmp_path, rank, port, script + (" --lr 2e-2" if rank == 1 else ""), nnodes=2, standby_nodes=0)
+        for rank in (0, 1)
+    ]
+    try:
+        done = nodes[0].wait(60)
+        assert nodes[1].process.wait(20) == 2
+    finally:
+        for node in nodes:
+            node.stop()
+    assert done.code == 2, done.explain()
+    assert "--lr: " in done.output and "0.02" in done.output and "fix: " in done.output, done.explain()
+    assert not done.named("epoch_opened") and not (done.folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.long
+def test_a_node_that_loses_its_power_is_replaced(corpus, reference, tmp_path):
+    # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
+    layout, port = f"{LAYOUT} --use-tp-pp-dp-mapping", free_port()
+    script = flags(corpus, layout, 60)
+    nodes = [Node(tmp_path, rank, port, script, options="--inject kill@step=6:node=n1") for rank in range(3)]
+    try:
+        done = nodes[0].wait(60)
+    finally:
+        for node in nodes:
+            node.stop()
+    assert done.code == 0 and not done.named("restarted"), done.explain()
+    assert "node lost" in [event.detail["signal"] for event in done.named("fault_detected")], done.explain()
+    assert done.losses == reference(4, layout, 60)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_a_lost_cuda_context_says_is_what_the_table_says():
+    code = "from ft.faults.acts import break_cuda; break_cuda(None)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT, check=False
+    )
+    said = [line for line in done.stderr.splitlines() if "device-side assert" in line]
+    assert said, done.stderr
+    kind, _, message = said[0].partition(": ")
+    found = of_error([kind.rpartition(".")[2], "RuntimeError"], message)
+    row = ROWS["cuda-fault"]
+    assert (found.category, found.signal) == (row.sign.category, row.sign.signal)

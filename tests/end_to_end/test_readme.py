@@ -1,0 +1,124 @@
+"""Every command of the README and of the documents beside it runs, scaled down, ends, and prints what it should."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import readme_commands
+import readme_walk
+from agent_jobs import ROOT, Command
+from readme_walk import Walk
+
+COMMANDS = [command.text for command in readme_commands.documented()]
+PROGRAMS = {
+    "ft": [sys.executable, "-m", "ft"],
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+SHOWN = ("examples", "tools", "tests", "pretrain_gpt.py")
+
+
+class Walker:
+    """Runs commands in one folder, which looks like the repository's; a command that others need runs once.
+
+    Attributes:
+        folder: begins without the folders that commands of the documents make.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self._ended = folder, {}
+        for name in SHOWN:
+            (folder / name).symlink_to(ROOT / name)
+        sources = folder / "sources"
+        sources.mkdir()
+        for source in sorted((ROOT / "ft").rglob("*.py"))[:60]:
+            (sources / f"{len(list(sources.iterdir()))}.txt").write_text(source.read_text())
+
+    def run(self, command: str) -> str:
+        """The output of a command that has ended as its entry says; AssertionError otherwise."""
+        if command not in self._ended:
+            try:
+                self._ended[command] = self._run(command, readme_walk.entry_for(command))
+            except AssertionError as error:
+                self._ended[command] = error
+        if isinstance(self._ended[command], AssertionError):
+            raise self._ended[command]
+        return self._ended[command]
+
+    def _run(self, command: str, walk: Walk) -> str:
+        for earlier in COMMANDS:
+            if readme_walk.entry_for(earlier).name in walk.after:
+                self.run(earlier)
+        if walk.before:
+            subprocess.run(walk.before, shell=True, cwd=self.folder, check=True, timeout=30)
+        code, said = start(self.folder, walk.scaled(command), walk.limit_s)
+        assert code == walk.code, f"ended with {code}: {said[-6000:]}"
+        for words in walk.says:
+            assert words in said, f"it does not say {words!r}: {said[-6000:]}"
+        for file in walk.makes:
+            assert (self.folder / file).stat().st_size > 0, f"{file} is empty: {said[-6000:]}"
+        return said
+
+
+def start(folder: Path, command: str, limit_s: float) -> tuple[int, str]:
+    """Runs a command in a folder to its end; its exit code and output. It leaves no process behind."""
+    program, *words = shlex.split(command)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = Command(folder, [*PROGRAMS[program], *words], OMP_NUM_THREADS="1", PATH=path)
+    try:
+        code = job.wait(limit_s)
+    finally:
+        job.close()
+    return code, f"{command}\n{job.text()}"
+
+
+def id_of(command: str) -> str:
+    """The name of its entry, and the number of the command among those of that entry."""
+    name = readme_walk.entry_for(command).name
+    same = [other for other in COMMANDS if readme_walk.entry_for(other) is readme_walk.entry_for(command)]
+    return name if len(same) == 1 else f"{name}-{same.index(command) + 1}"
+
+
+def walked() -> list:
+    """A parameter for each command that an entry runs."""
+    entries = [(command, readme_walk.entry_for(command)) for command in COMMANDS]
+    return [
+        pytest.param(command, id=id_of(command), marks=[pytest.mark.long] if walk.long else [])
+        for command, walk in entries
+        if walk and not walk.not_run
+    ]
+
+
+@pytest.fixture(scope="module")
+def walker(tmp_path_factory):
+    return Walker(tmp_path_factory.mktemp("readme"))
+
+
+def test_the_walk_knows_every_command():
+    unknown = [command for command in COMMANDS if not readme_walk.entry_for(command)]
+    assert not unknown, f"say in tests/helpers/readme_walk.py how the walk runs it, or why it does not: {unknown}"
+
+
+def test_every_entry_is_for_a_command():
+    assert not readme_walk.unused(COMMANDS), "remove the entry, or mend its pattern"
+
+
+def test_every_entry_fits_the_command_as_it_is_written():
+    for command in COMMANDS:
+        walk = readme_walk.entry_for(command)
+        if walk and not walk.not_run:
+            scaled = walk.scaled(command)
+            assert not set(scaled) & set("<>") and "..." not in scaled.split(), f"a placeholder is left: {scaled}"
+
+
+def test_what_the_documents_name_is_there():
+    missing = [(document, path) for document, path in readme_commands.paths() if not readme_commands.is_there(path)]
+    assert not missing
+
+
+@pytest.mark.parametrize("command", walked())
+def test_a_command_does_what_is_said(walker, command):
+    walker.run(command)

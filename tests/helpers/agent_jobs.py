@@ -1,0 +1,91 @@
+"""Commands as a user starts them, ``ft run`` above all: each has a deadline and leaves nothing behind."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from harness import processes
+
+ROOT = Path(__file__).parent.parent.parent
+DEADLINE_S = 60
+
+
+class Command:
+    """A command in a session of its own, begun in ``folder``, and whatever it starts."""
+
+    def __init__(self, folder: Path, words: list[str], **environ: str):
+        self.mark, self.output, self.folder = uuid.uuid4().hex, folder / f"{uuid.uuid4().hex[:6]}.out", folder
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "FT_TEST_MARK": self.mark, **environ}
+        with open(self.output, "wb") as out:
+            self.process = subprocess.Popen(
+                words, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def wait(self, timeout: float = DEADLINE_S) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end after {timeout} s:\n{self.text()}") from None
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, true, what: str):
+        """Waits until ``true()`` is; returns that."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not (found := true()):
+            assert self.process.poll() is None, f"ended before {what}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"{what} did not come:\n{self.text()}"
+            time.sleep(0.01)
+        return found
+
+    def wait_for_log(self, worker: str, text: str) -> None:
+        log = self.folder / "run" / "logs" / f"{worker}.log"
+        self.wait_for(lambda: log.exists() and text in log.read_text(), f"{text!r} in {worker}.log")
+
+    def left(self) -> list[int]:
+        """The living processes that it has started, however far they got away."""
+        found = []
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            try:
+                marked = self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            except (OSError, ProcessLookupError):
+                continue
+            if marked and processes.runs(pid):
+                found.append(pid)
+        return found
+
+    def named(self, name: str) -> list[int]:
+        """The processes of it that call themselves ``name``."""
+        names = {}
+        for pid in self.left():
+            with contextlib.suppress(OSError):
+                names[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
+        return [pid for pid, found in names.items() if found == name]
+
+    def pid_of(self, name: str) -> int:
+        """The one process of it that calls itself ``name``."""
+        (pid,) = self.named(name)
+        return pid
+
+    def close(self) -> None:
+        """Nothing may be left a moment after the end; whatever is, is killed and complained about."""
+        deadline = time.monotonic() + 5
+        while (left := self.left()) and self.process.poll() is not None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        described = [processes.describe(pid) for pid in left]
+        still_runs = self.process.poll() is None
+        processes.end(left)
+        self.process.wait()
+        assert not described or still_runs, f"left behind: {described}"
+
+
+class Job(Command):
+    """One ``ft run``; ``command`` is everything behind ``ft run``; ``entry``: how Python starts ``ft``."""
+
+    def __init__(self, folder: Path, command: list, entry: tuple[str, ...] = ("-m", "ft"), **environ: str):
+        super().__init__(folder, [sys.executable, *entry, "run", *map(str, command)], **environ)

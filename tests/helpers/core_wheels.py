@@ -1,0 +1,28 @@
+"""The wheel of the newest megatron-core that is supported, for tests that read its sources."""
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def newest_wheel(request, tmp_path):
+    """The newest release before 0.20, for Python 3.12; kept in pytest's cache, skipped where neither
+    the package index nor the cache has it."""
+    cache = getattr(request.config, "cache", None)
+    folder = Path(cache.mkdir("megatron_core_wheels")) if cache else tmp_path
+    systems = [f"manylinux_2_{minor}_{platform.machine()}" for minor in (34, 31, 28, 24, 17)]
+    command = [sys.executable, "-m", "pip", "download", "megatron-core>=0.16.1,<0.20", "--dest", str(folder)]
+    command += ["--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    command += ["--retries", "0", "--timeout", "15", "--quiet", "--disable-pip-version-check"]
+    command += [word for system in systems for word in ("--platform", system)]
+    try:
+        reason = subprocess.run(command, check=False, capture_output=True, text=True, timeout=180).stderr.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    wheels = sorted(folder.glob("megatron_core-*.whl"), key=lambda file: file.stat().st_mtime)
+    if not wheels:
+        pytest.skip(f"no wheel of megatron-core: {reason.splitlines()[-1] if reason else 'pip fetched none'}")
+    return wheels[-1]

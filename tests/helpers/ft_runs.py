@@ -1,0 +1,141 @@
+"""Runs of `ft run` in processes of their own, for the end-to-end tests of the fault path."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import small_runs as runs
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 150.0
+
+
+@dataclass
+class Finished:
+    """A run that has ended."""
+
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def events(self) -> list:
+        from ft.base import events
+
+        return events.read(self.folder / "events.jsonl")
+
+    def named(self, name: str) -> list:
+        return [event for event in self.events if event.name == name]
+
+    @property
+    def metrics(self) -> list[dict]:
+        return runs.metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def losses(self) -> list[float]:
+        steps = self.metrics
+        assert [m["step"] for m in steps] == list(range(1, len(steps) + 1)), "a step is missing or there twice"
+        return [m["loss"] for m in steps]
+
+    def explain(self) -> str:
+        logs = sorted((self.folder / "logs").glob("*.log"))
+        tails = "".join(f"\n--- {log.name}\n{log.read_text()[-1500:]}" for log in logs)
+        journal = self.folder / "journal.jsonl"
+        decisions = journal.read_text()[-3000:] if journal.exists() else ""
+        return f"exit code {self.code}\n{self.output[-4000:]}\n--- journal\n{decisions}{tails}"
+
+
+class Running:
+    """An `ft run` under way; `wait` ends it one way or the other and checks that no process of it is left."""
+
+    def __init__(self, folder: Path, script: str, flags: str, *, nproc: int = 4, standby: int = 1, options: str = ""):
+        self.folder = folder
+        command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(nproc), "--standby", str(standby)]
+        command += ["--run-dir", str(folder), *options.split(), script, *flags.split()]
+        self._log = folder.with_name(folder.name + ".out")
+        with open(self._log, "w") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            )
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_for(self, true, limit_s: float = 60.0) -> None:
+        """Waits until `true()`; fails with all logs when the run ends or the time is up before."""
+        deadline = time.monotonic() + limit_s
+        while not true():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"did not come about: {self.stop().explain()}")
+            time.sleep(0.02)
+
+    def step(self) -> int:
+        """The newest step in the metrics file, 0 before there is one."""
+        try:
+            return json.loads((self.folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+        except (OSError, ValueError, IndexError, KeyError):
+            return 0
+
+    def wait(self, limit_s: float = LIMIT_S) -> Finished:
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"hangs after {limit_s} s: {self.stop().explain()}") from None
+        done = Finished(code, self.output(), self.folder)
+        left = leftovers(self.folder)
+        for process in left:
+            process.kill()
+        assert not left, f"left behind: {left}\n{done.explain()}"
+        return done
+
+    def stop(self) -> Finished:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        for process in leftovers(self.folder):
+            process.kill()
+        return Finished(self.process.returncode, self.output(), self.folder)
+
+
+def ft_run(folder: Path, flags: str, *, script: str = "pretrain_gpt.py", limit_s: float = LIMIT_S, **how) -> Finished:
+    """A run from start to end."""
+    return Running(folder, script, flags, **how).wait(limit_s)
+
+
+def flags(corpus: str, extra: str = "", steps: int = 12) -> str:
+    """A tiny protected run's flags."""
+    return f"{runs.BASE} --train-iters {steps} --data-path {corpus} --ft-hot-swap {extra}"
+
+
+def leftovers(folder: Path, patience_s: float = 3.0) -> list[psutil.Process]:
+    """Processes that still belong to the run after `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while (found := _of_run(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _of_run(folder: Path) -> list[psutil.Process]:
+    """The agent by its command line, everyone else by the log that it writes."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            output = os.readlink(f"/proc/{process.pid}/fd/1")
+            if output.startswith(f"{folder}/") or str(folder) in process.cmdline():
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found

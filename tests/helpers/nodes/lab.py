@@ -1,0 +1,184 @@
+"""The laboratory: some hosts, what goes wrong between them, and no trace of it afterwards."""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nodes import kernel
+from nodes.router import INTERFACE, NETWORK
+
+_FOLDER = Path(__file__).parent.parent
+_ROOT = _FOLDER.parent.parent
+_LOOK_S = 0.005
+
+
+@functools.cache
+def why_not() -> str:
+    """Why there can be no hosts here, "" if there can."""
+    try:
+        with Lab(1):
+            return ""
+    except (OSError, RuntimeError) as error:
+        return f"network namespaces with a tun device cannot be made here: {error}"
+
+
+class Host:
+    """One host: an address of its own, a hostname of its own, and what runs there.
+
+    Attributes:
+        address: IPv4, reachable from the other hosts of its lab and from nowhere else.
+    """
+
+    def __init__(self, lab: "Lab", index: int, namespace: int):
+        self._lab, self._namespace = lab, namespace
+        self.index, self.name, self.address = index, f"host{index}", f"{NETWORK}.{index + 1}"
+        self._inode = os.fstat(namespace).st_ino
+
+    def start(self, command: list[str], **how: Any) -> subprocess.Popen:
+        """As ``Popen``; the process dies with the thread that has called this, if it has not ended before."""
+        enter = [sys.executable, "-S", kernel.__file__, str(self._namespace), self.name, str(os.getpid())]
+        return subprocess.Popen([*enter, *command], pass_fds=[self._namespace], **how)
+
+    def run(self, *command: str, timeout_s: float = 20.0) -> str:
+        """What a command has written, started in this checkout; raises CalledProcessError where it fails."""
+        done = self.start(list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=_ROOT)
+        out, _ = done.communicate(timeout=timeout_s)
+        if done.returncode:
+            raise subprocess.CalledProcessError(done.returncode, command, out)
+        return out
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run here, whoever started them."""
+        found = []
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.stat(f"/proc/{pid}/ns/net").st_ino == self._inode:
+                    found.append(psutil.Process(pid))
+        return found
+
+    def kill_all(self) -> None:
+        """Ends every process at once; the kernel still says goodbye on their connections, if the network lets it."""
+        while self._signal(signal.SIGSTOP):  # first: who sees another die must not tell of it
+            self._signal(signal.SIGKILL)
+            time.sleep(_LOOK_S)
+
+    def lose_power(self) -> None:
+        """The host is gone from one moment to the next: no connection of it is ever closed."""
+        self.cut()
+        self.kill_all()
+
+    def pause(self) -> None:
+        """Time stands still here, as in a virtual machine that is moved; ``go_on`` ends that."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> bool:
+        """Whether there was anybody to send it to."""
+        living = [process for process in self.processes() if _lives(process)]
+        for process in living:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+        return bool(living)
+
+    # --- its cable ---------------------------------------------------------------------------------------------------
+
+    def cut(self, out: bool = True, into: bool = True) -> None:
+        """Packets vanish on the way, in one direction or both; nobody is told."""
+        self._impair(out, into, blocked=True)
+
+    def mend(self) -> None:
+        """The cable is as new: nothing is blocked, lost, delayed or throttled."""
+        self._impair(True, True, blocked=False, loss=0.0, delay_s=0.0, rate=0.0)
+
+    def degrade(self, *, loss: float = 0.0, delay_s: float = 0.0, rate: float = 0.0) -> None:
+        """In both directions: the share of packets lost, seconds added to each, bytes per second (0: no limit)."""
+        self._impair(True, True, loss=loss, delay_s=delay_s, rate=rate)
+
+    def interface(self, up: bool) -> None:
+        """Takes the host's own interface down, of which its kernel knows, or up."""
+        self.run("ip", "link", "set", INTERFACE, "up" if up else "down")
+
+    def _impair(self, out: bool, into: bool, **settings: Any) -> None:
+        if out:
+            self._lab.impair([self], self._lab.hosts, **settings)
+        if into:
+            self._lab.impair(self._lab.hosts, [self], **settings)
+
+
+class Lab:
+    """``count`` hosts that reach each other; use as a context manager.
+
+    Args:
+        mtu: bytes of the largest packet. seed: of the packets' loss.
+
+    Raises:
+        RuntimeError: this machine or user has no means for it; says what is missing.
+    """
+
+    def __init__(self, count: int, *, mtu: int = 9000, seed: int = 0):
+        self._router = subprocess.Popen(
+            [sys.executable, "-m", "nodes.router", str(count), str(mtu), str(seed)],
+            cwd=_FOLDER,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        first = self._router.stdout.readline()
+        if not first:
+            raise RuntimeError(self._router.communicate()[1].strip().splitlines()[-1])
+        paths = [f"/proc/{self._router.pid}/fd/{descriptor}" for descriptor in json.loads(first)]
+        self._namespaces = [os.open(path, os.O_RDONLY) for path in paths]
+        self.hosts = [Host(self, index, namespace) for index, namespace in enumerate(self._namespaces)]
+
+    def impair(self, sources: Iterable[Host], targets: Iterable[Host], **settings: Any) -> None:
+        """Changes ``nodes.router.Way`` from each source to each target; in force when this returns."""
+        order = {"from": [h.index for h in sources], "to": [h.index for h in targets], "set": settings}
+        self._router.stdin.write(json.dumps(order) + "\n")
+        self._router.stdin.flush()
+        if not self._router.stdout.readline():
+            raise RuntimeError(f"the router has ended: {self._router.stderr.read()}")
+
+    def part(self, one_side: Iterable[Host], both_ways: bool = True) -> None:
+        """Cuts these hosts off from all others; not ``both_ways``: they are still heard, and hear nothing."""
+        inside = list(one_side)
+        outside = [host for host in self.hosts if host not in inside]
+        self.impair(outside, inside, blocked=True)
+        if both_ways:
+            self.impair(inside, outside, blocked=True)
+
+    def close(self) -> None:
+        """Ends whatever runs on the hosts, and the hosts."""
+        for host in self.hosts:
+            host.kill_all()
+        self._router.stdin.close()
+        self._router.wait(10)
+        for stream in (self._router.stdout, self._router.stderr):
+            stream.close()
+        for namespace in self._namespaces:
+            os.close(namespace)
+        self._namespaces, self.hosts = [], []
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False

@@ -1,0 +1,379 @@
+"""How the tests run each command of the documents: the table of `test_readme.py`."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import small_runs
+
+TINY = small_runs.BASE.replace("--train-iters 4", "--train-iters 8").replace("size 8", "size 12")
+MEGATRON = f"{TINY} --data-path data/corpus"
+LAST_STEP = "iteration        8/       8"
+NO_SLURM = "it needs Slurm: tests/end_to_end/test_slurm.py runs the job scripts in a cluster of its own"
+MENTION = "it is named, not shown; another command has it in full"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How to run the commands that fit a pattern, or why they are not run here.
+
+    Attributes:
+        name: of the test. pattern: of whole commands; * stands for anything.
+        swaps: what stands in a command -> what is run instead; each has to occur.
+        says: words of what it prints. makes: files that it makes.
+        after: names of what has to have run before. before: shell commands that make the place ready.
+        code: how it ends. long: whether it runs with -m long only. limit_s: it is killed after that.
+        only_help: with --help in the place of what follows the script. not_run: why it does not run here.
+    """
+
+    name: str
+    pattern: str
+    swaps: dict[str, str] = field(default_factory=dict)
+    says: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    before: str = ""
+    code: int = 0
+    long: bool = False
+    limit_s: float = 150.0
+    only_help: bool = False
+    not_run: str = ""
+
+    def fits(self, command: str) -> bool:
+        return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), command) is not None
+
+    def scaled(self, command: str) -> str:
+        """What is run for a command."""
+        if self.only_help:
+            return " ".join([*command.split()[:2], "--help"])
+        for shown, run in self.swaps.items():
+            assert shown in command, f"{self.name}: {shown!r} is not in {command!r} any more"
+            command = command.replace(shown, run)
+        return command
+
+
+def training(name: str, pattern: str, nproc: str, swaps: dict[str, str], says: tuple[str, ...], **how) -> Walk:
+    """A run of the trainer: so many processes, and a tiny model on the corpus."""
+    flags = next((shown for shown in ("<Megatron flags>", "<flags>") if shown in pattern), "")
+    swaps = {**nproc_swap(nproc), **({flags: MEGATRON} if flags else {}), **swaps}
+    return Walk(name, pattern, swaps, says, after=("preprocess", *how.pop("after", ())), **how)
+
+
+def nproc_swap(nproc: str) -> dict[str, str]:
+    """From "6 -> 3": its flag as shown, and as run."""
+    shown, run = (f"--nproc-per-node {number}" for number in nproc.split(" -> "))
+    return {shown: run}
+
+
+def only_help(name: str, pattern: str, **how) -> Walk:
+    """A measurement that takes too long: only its options are shown."""
+    return Walk(name, pattern, says=("usage:", "--help"), only_help=True, long=True, **how)
+
+
+HOT_SWAP = (
+    training(
+        "hot-swap",
+        "ft run * --run-dir runs/a --inject * pretrain_gpt.py <Megatron flags> --ft-hot-swap",
+        "4 -> 2",
+        {"kill@step=20:rank=3": "kill@step=4:rank=1"},
+        ("recovery 1: replaced in", "SIGKILL", "PCIe / host / kernel fault -> replace", "detect", LAST_STEP),
+        makes=("runs/a/events.jsonl", "runs/a/journal.jsonl", "runs/a/metrics.jsonl", "runs/a/status.json"),
+    ),
+    Walk("status", "ft status runs/a", says=("rank", "finished"), after=("hot-swap",)),
+    Walk("report", "ft report runs/a", makes=("runs/a/timeline.png", "runs/a/report.html"), after=("hot-swap",)),
+    Walk(
+        "own-loop",
+        "ft run * examples/own_trainer.py",
+        {"--nproc-per-node 4": "--nproc-per-node 2", "rank=2": "rank=1"},
+        ("recovery 1: replaced in", "step 5: loss"),
+        long=True,
+    ),
+    Walk("faults", "ft faults", says=("SIGKILL", "corrupt-checkpoint", "phase")),
+    Walk("faults-markdown", "ft faults --markdown", says=("# What happens when X fails",)),
+)
+
+BENCHES = (
+    only_help("bench-recovery", "python tools/bench/recovery.py *"),
+    only_help("bench-protection", "python tools/bench/protection.py"),
+    only_help("bench-control", "python tools/bench/control.py"),
+    only_help("bench-hsdp", "python tools/bench/hsdp_recovery.py *"),
+    only_help("bench-hsdp-step", "python tools/bench/hsdp_step.py"),
+    Walk(
+        "bench-ftar",
+        "python tools/bench/ftar.py",
+        {"ftar.py": "ftar.py --processes 2 --mib 1 --types fp32"},
+        ('"bench": "ftar"',),
+        long=True,
+    ),
+    Walk(
+        "bench-fetch",
+        "python tools/bench/hsdp_fetch.py",
+        {"fetch.py": "fetch.py --mib 4 --rounds 1"},
+        ('"bench": "hsdp_fetch"',),
+        long=True,
+    ),
+    Walk("bench-quorum", "python tools/bench/quorum.py", {"quorum.py": "quorum.py --rounds 5"}, ('"quorum_ms"',)),
+    only_help("bench-step", "python tools/bench/step_time.py"),
+    only_help("fault-campaign", "python tools/experiments/fault_campaign.py *"),
+    only_help("hsdp-campaign", "python tools/experiments/hsdp_campaign.py *"),
+    only_help("convergence", "python tools/experiments/checkfree_convergence.py *"),
+    only_help("network-faults", "python tools/experiments/network_faults.py"),
+)
+
+REPLICAS = (
+    training(
+        "hsdp",
+        "ft run * --ft-hsdp-replicas 3 --run-dir runs/h * pretrain_gpt.py <Megatron flags>",
+        "6 -> 3",
+        {"kill@replica=1:step=10:rank=1": "kill@replica=1:step=4:rank=0"},
+        ("replica 1",),
+        makes=("runs/h/replica-0/commits.jsonl",),
+    ),
+    Walk(
+        "hsdp-report",
+        "ft report runs/h",
+        makes=("runs/h/timeline.png", "runs/h/report.html"),
+        after=("hsdp",),
+        long=True,
+    ),
+    Walk(
+        "simulate-hsdp",
+        "ft simulate hsdp *",
+        {"--replicas 12": "--replicas 12 --time 20d --no-sweep"},
+        ("98,304 GPUs in 12 replicas", "44", "80"),
+    ),
+    Walk(
+        "simulate-quorum",
+        "ft simulate quorum *",
+        {"98304": "96", "12": "4 --rounds 5"},
+        ("96 logical ranks in 4 replicas",),
+        long=True,
+    ),
+    Walk("simulate-protocol", "ft simulate hsdp-protocol *", {"1000": "10"}, ("10 histories", "quorums")),
+)
+
+SPARE = (
+    training(
+        "spare",
+        "ft run * --ft-spare-redundancy 2 --run-dir runs/s * pretrain_gpt.py <Megatron flags>",
+        "6 -> 3",
+        {"kill@replica=1:step=10:rank=1": "kill@replica=1:step=4:rank=0"},
+        ("replica 1",),
+        long=True,
+    ),
+    Walk("spare-report", "ft report runs/s", makes=("runs/s/report.html",), after=("spare",), long=True),
+    Walk("spare-theory", "ft plan spare theory *", {"2..20": "2..9"}, ("stacks per step", "r*")),
+    Walk("spare-place", "ft plan spare place *", says=("ruler",), long=True),
+    Walk("spare-reorder", "ft plan spare reorder *", says=("stack", "phase", "types were moved"), long=True),
+    Walk("spare-montecarlo", "ft plan spare montecarlo *", {"--trials 1000": "--trials 5"}, ("patch rate",), long=True),
+    Walk("spare-simulate", "ft plan spare simulate *", {"table1_n1000": "small"}, ("groups",), long=True),
+    Walk(
+        "spare-optimize",
+        "ft plan spare optimize *",
+        {"--groups 1000": "--groups 20 --steps 50 --seeds 1 --redundancy 2..3"},
+        ("rule of thumb (8)", "recommended: R ="),
+        makes=("optimum.png",),
+    ),
+    Walk(
+        "spare-cross-check",
+        "ft plan spare cross-check *",
+        not_run="it needs SimGrid: tests/pure/test_spare_cross_check.py, which also covers what is said without it",
+    ),
+)
+
+DMR = (
+    Walk(
+        "dmr-profile",
+        "ft dmr profile --out prof.json -- torchrun --nproc-per-node 4 pretrain_gpt.py <Megatron flags>",
+        {"torchrun --nproc-per-node 4": "torchrun --standalone --nproc-per-node 2", "<Megatron flags>": MEGATRON},
+        ("operators", "windows"),
+        makes=("prof.json",),
+        after=("preprocess",),
+    ),
+    Walk(
+        "dmr-plan",
+        "ft dmr plan prof.json *",
+        makes=("plan.json", "plan.png"),
+        after=("dmr-profile",),
+    ),
+    Walk("dmr-explain", "ft dmr explain plan.json", says=("operators",), after=("dmr-plan",)),
+    training(
+        "dmr-run",
+        "ft run * pretrain_gpt.py <flags> --ft-hot-swap --ft-dmr-plan plan.json",
+        "4 -> 2",
+        {},
+        (LAST_STEP,),
+        after=("dmr-plan",),
+        long=True,
+    ),
+    training(
+        "dmr-piggyback",
+        "torchrun * pretrain_gpt.py <flags> --ft-dmr piggyback",
+        "2 -> 2",
+        {"torchrun": "torchrun --standalone"},
+        (LAST_STEP,),
+        long=True,
+    ),
+    Walk(
+        "dmr-selftest",
+        "ft dmr selftest",
+        {"selftest": f"selftest --runs 1 --layers 1 --flags '{small_runs.BASE}'"},
+        ("operators",),
+        long=True,
+    ),
+    Walk(
+        "dmr-estimate",
+        "ft dmr estimate *",
+        {"80GB": "80GB --batch 6"},
+        ("llama3-70b", "memory: 80.0 GB budget"),
+        long=True,
+    ),
+)
+
+CHECKFREE = (
+    training(
+        "checkfree",
+        "ft run * pretrain_gpt.py <flags> --pipeline-model-parallel-size 6 --ft-hot-swap --ft-checkfree",
+        "6 -> 4",
+        {"--standby 2": "--standby 1", "--pipeline-model-parallel-size 6": "--pipeline-model-parallel-size 4"},
+        (LAST_STEP,),
+        long=True,
+    ),
+    Walk(
+        "checkfree-plus",
+        "ft run ... --ft-hot-swap --ft-checkfree-plus",
+        {"...": f"--nproc-per-node 4 pretrain_gpt.py {MEGATRON} --pipeline-model-parallel-size 4"},
+        (LAST_STEP,),
+        after=("preprocess",),
+        long=True,
+    ),
+    Walk(
+        "schedule",
+        "ft plan schedule *",
+        says=("6 stages, 24 microbatches", "bubbles 17.2 %"),
+        makes=("s.png",),
+        long=True,
+    ),
+    Walk("policy", "ft plan policy", says=("rung", "--ft-checkfree")),
+    Walk("churn", "ft simulate churn *", says=("6 stages that can fail", "paper"), long=True),
+)
+
+DIAGNOSE = (
+    Walk(
+        "diagnose",
+        "ft diagnose compare runs/a runs/b runs/c",
+        {"runs/a runs/b runs/c": "runs/mine runs/mine-b runs/mine-c"},
+        ("equal",),
+        after=("train",),
+        before="cp -r runs/mine runs/mine-b && cp -r runs/mine runs/mine-c",
+    ),
+)
+
+CLUSTER = (
+    Walk("srun", "srun *", not_run=NO_SLURM),
+    Walk("sbatch", "sbatch *", not_run=NO_SLURM),
+    Walk("salloc", "salloc *", not_run=NO_SLURM),
+    Walk("scancel", "scancel *", not_run=NO_SLURM),
+    Walk("scontrol", "scontrol *", not_run=NO_SLURM),
+    Walk("later-replica", "ft run * --ft-hsdp-replica 2 --run-dir DIR ...", not_run=NO_SLURM),
+    Walk("etcd", "ft run --control etcd://*", not_run="it needs etcd's servers: test_control_etcd_run.py"),
+    Walk("mpirun", "mpirun *", not_run="it needs an MPI with fault tolerance: tests/end_to_end/test_mpi_run.py"),
+    Walk(
+        "topology",
+        "ft run --topology racks.txt ...",
+        {"...": f"--nproc-per-node 2 pretrain_gpt.py {MEGATRON} --ft-hot-swap"},
+        (LAST_STEP,),
+        after=("preprocess",),
+        before='for host in $(hostname) $(hostname -s); do echo "$host rack=a"; done | sort -u > racks.txt',
+        long=True,
+    ),
+)
+
+PLANS = (
+    Walk("plan-snapshot", "ft plan snapshot *", says=("64 nodes, 512 ranks: TP8 x DP16 x PP4", "copies")),
+    Walk("plan-disruption", "ft plan disruption *", says=("1,024 GPUs on 128 nodes", "hot-swap")),
+    Walk(
+        "simulate-recovery", "ft simulate recovery *", {"8..4096": "8"}, ("Groups to rebuild", "connections"), long=True
+    ),
+    Walk(
+        "simulate-control",
+        "ft simulate control *",
+        {"--seeds 10000 --jobs 2": "--seeds 10 --jobs 2"},
+        ("10 histories", "epochs", "histories by outcome"),
+        long=True,
+    ),
+)
+
+TRAINING = (
+    Walk(
+        "train",
+        "torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 *",
+        {
+            "torchrun": "torchrun --standalone",
+            "--nproc-per-node 4": "--nproc-per-node 2",
+            "--tensor-model-parallel-size 2": "--tensor-model-parallel-size 1",
+            "--num-layers 4 --hidden-size 128": "--num-layers 2 --hidden-size 32",
+            "--seq-length 128": "--seq-length 32",
+            "--micro-batch-size 8 --global-batch-size 32 --train-iters 100": "--micro-batch-size 2 "
+            "--global-batch-size 8 --train-iters 4 --log-interval 1",
+            "runs/quickstart/data/stdlib": "data/corpus",
+            "--eval-iters 8": "--eval-iters 1",
+            "--save-interval 50": "--save-interval 2",
+        },
+        ("iteration        4/       4", "pipeline", "megatron-core"),
+        makes=("runs/mine/latest_checkpointed_iteration.txt", "runs/mine.jsonl"),
+        after=("preprocess",),
+    ),
+    Walk("help", "python pretrain_gpt.py --help", says=("--hidden-size", "--ft-hot-swap"), long=True),
+    Walk(
+        "preprocess",
+        "python tools/preprocess_data.py --input *",
+        {"FILE_OR_FOLDER [...]": "sources"},
+        ("documents", "tokens", "unigram entropy"),
+        makes=("data/corpus.bin", "data/corpus.idx", "data/corpus.meta.json"),
+    ),
+    Walk(
+        "verify",
+        "python -m megatron.training.checkpointing verify runs/mine",
+        says=("iter_0000004: ok", "newest"),
+        after=("train",),
+    ),
+    Walk(
+        "generate",
+        "python tools/generate_text.py *",
+        {"'def '": "'def ' --tokens 5"},
+        ("def ",),
+        after=("train",),
+        long=True,
+    ),
+    Walk("plot", "python tools/plot_loss.py *", makes=("loss.png",), after=("train",), long=True),
+    Walk("patches", "python -m megatron.patches", says=("megatron-core", "supported")),
+    Walk("patches-wheel", "python -m megatron.patches --wheel FILE", not_run="it needs a wheel: test_patches.py"),
+)
+
+REST = (
+    Walk("quickstart", "./examples/quickstart.sh", not_run="it installs and trains for minutes"),
+    Walk("suite", "./tests/run.sh", not_run="it is what runs this"),
+    Walk("pip", "pip install *", not_run="a test installs nothing"),
+    Walk("mention-inject", "ft run --inject", not_run=MENTION),
+    Walk("mention-status", "ft status DIR", not_run=MENTION),
+    Walk("mention-report", "ft report DIR", not_run=MENTION),
+    Walk("mention-run", "ft run", not_run=MENTION),
+    Walk("mention-status-alone", "ft status", not_run=MENTION),
+    Walk("mention-report-alone", "ft report", not_run=MENTION),
+)
+
+TABLE: tuple[Walk, ...] = (
+    *HOT_SWAP, *BENCHES, *REPLICAS, *SPARE, *DMR, *CHECKFREE, *DIAGNOSE, *CLUSTER, *PLANS, *TRAINING, *REST
+)  # fmt: skip
+
+
+def entry_for(command: str) -> Walk | None:
+    """The first that fits."""
+    return next((walk for walk in TABLE if walk.fits(command)), None)
+
+
+def unused(commands: Iterable[str]) -> list[str]:
+    """Names of the entries that are for no command."""
+    used = {walk.name for command in commands if (walk := entry_for(command))}
+    return [walk.name for walk in TABLE if walk.name not in used]

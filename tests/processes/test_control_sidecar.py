@@ -1,0 +1,280 @@
+"""The control plane's I/O: the board between real processes, the journal, the side-car's process."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from queue import Queue
+
+import psutil
+import pytest
+from control_world import World
+
+from ft.base import events
+from ft.base.errors import UserError
+from ft.job import messages as m
+from ft.job.control import board as boards
+from ft.job.control import journal
+from ft.job.control.journal import Journal, recall
+from ft.job.control.sidecar import parse_options
+from ft.job.control.state import RUNNING
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 30.0
+TOKEN = "of the test"
+
+
+def follow(board, seen):
+    with contextlib.suppress(ConnectionError):  # the end of the control plane, with that of the test
+        board.follow(lambda number, order: seen.put(order), 0)
+
+
+# --- journal ---------------------------------------------------------------------------------------------------------
+
+
+def without_beats(state):
+    for agent in state.agents.values():
+        agent.beats, agent.heard_at = {}, 0.0
+    return state
+
+
+def test_the_state_can_be_derived_from_the_journal(tmp_path):
+    world = World(standbys=2)
+    world.journal = Journal(tmp_path / "journal.jsonl", world.options)
+    world.run()
+    world.wait(3)
+    world.beat(6, r1={"doing": "wait", "since_s": 12.0}, r2={"since_s": 11.0})
+    world.wait(1)
+    world.recover(6)
+    world.kill(0)
+    world.release(1)
+    assert without_beats(recall(tmp_path / "journal.jsonl").state) == without_beats(world.state)
+    entries = journal.read(tmp_path / "journal.jsonl")
+    beats = [entry for entry in entries if (entry.get("report") or {}).get("kind") == "AgentBeat"]
+    assert 0 < len(beats) < 10
+
+
+def test_what_a_control_plane_that_has_died_wrote_is_over(tmp_path):
+    for restarts in (0, 1):
+        world = World(restarts=restarts)
+        world.journal = Journal(tmp_path / "journal.jsonl", world.options)
+        world.run()
+        assert len(world.events("run_started")) == 1 - restarts
+    state = recall(tmp_path / "journal.jsonl").state
+    assert state.restarts == 1 and without_beats(state) == without_beats(world.state)
+
+
+def test_a_torn_line_is_left_out(tmp_path):
+    world = World()
+    world.journal = Journal(tmp_path / "journal.jsonl", world.options)
+    world.run()
+    with open(tmp_path / "journal.jsonl", "a") as file:
+        file.write('{"now": 5, "repo')
+    assert recall(tmp_path / "journal.jsonl").state.phase == RUNNING
+    (tmp_path / "other").write_text("{}\n")
+    with pytest.raises(ValueError, match="is no journal"):
+        recall(tmp_path / "other")
+
+
+def test_what_a_control_plane_that_was_succeeded_writes_late_is_no_part_of_the_history(tmp_path):
+    """It was paused, and finds its successor only when it has written once more."""
+    path, worlds = tmp_path / "journal.jsonl", {}
+    for name in ("all", "known"):
+        worlds[name] = World(standbys=2)
+        worlds[name].journal = Journal(tmp_path / f"{name}.jsonl", worlds[name].options)
+        worlds[name].run()
+    first = worlds["all"]
+    path.write_bytes((tmp_path / "all.jsonl").read_bytes())
+    memory = recall(path)
+    first.kill(3)  # written by the first one after its successor has read
+    path.write_bytes((tmp_path / "all.jsonl").read_bytes())
+    second = Journal(path, None, term=1, known=memory.bytes)
+    second.enter(memory.now + 1.0, memory.wall + 1.0, None, [])
+    assert without_beats(recall(path).state) == without_beats(worlds["known"].state)
+    with open(path, "ab") as file:  # and after it has written
+        file.write((tmp_path / "all.jsonl").read_bytes()[memory.bytes :])
+    assert without_beats(recall(path).state) == without_beats(worlds["known"].state)
+
+
+# --- side-car --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "cannot be read"),
+        ("{}", "world_size"),
+        ('{"world_size": 2, "timeouts": {"silent_s": 0.1}}', "silent_s"),
+        ('{"world_size": 2, "timeouts": {"patience": 1}}', "patience"),
+    ],
+)
+def test_options_that_cannot_work(text, words):
+    with pytest.raises(UserError, match=words):
+        parse_options(text)
+
+
+def test_options():
+    options = parse_options('{"world_size": 2, "run_id": "x", "timeouts": {"join_s": 900.0}, "hot_swap": false}')
+    assert (options.world_size, options.nodes, options.hot_swap, options.timeouts.join_s) == (2, 1, False, 900.0)
+
+
+class Played:
+    """A side-car, and an agent with its workers played by the test."""
+
+    def __init__(self, folder, world_size=2):
+        self.folder = folder
+        self.log = open(folder / "control.log", "wb")  # noqa: SIM115 - closed with the side-car
+        options = {"world_size": world_size, "nodes": 1, "command": ["train.py"]}
+        command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(folder)]
+        self.process = subprocess.Popen(
+            [*command, "--where", "tcp://127.0.0.1:0", "--options", json.dumps(options)],
+            env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=self.log,
+            stderr=self.log,
+        )
+        where = self.await_file("control.json")["where"]
+        self.board = boards.connect(where, "n0", TOKEN, LIMIT_S)
+        self.orders, self.number = Queue(), 0
+        threading.Thread(target=follow, args=(self.board, self.orders), daemon=True).start()
+
+    def await_file(self, name):
+        deadline = time.monotonic() + LIMIT_S
+        while not (self.folder / name).exists():
+            assert self.process.poll() is None, (self.folder / "control.log").read_text()
+            assert time.monotonic() < deadline, f"no {name}"
+            time.sleep(0.01)
+        return json.loads((self.folder / name).read_text())
+
+    def say(self, *reports):
+        for report in reports:
+            self.number += 1
+            self.board.post(self.number, report)
+
+    def hear(self, kind):
+        order = self.orders.get(timeout=LIMIT_S)
+        assert isinstance(order, kind), order
+        return order
+
+    def start(self):
+        self.say(m.AgentJoined("n0", 0, "127.0.0.1", 2, 1))
+        for rank in range(2):
+            self.say(m.WorkerStarted(f"n0.w{rank}", "n0", 10 + rank, rank), m.WorkerReady(f"n0.w{rank}", "n0", "a:1"))
+        assert self.hear(m.Open).fresh
+        for rank in range(2):
+            layout = {"dp_peers": {str(rank): [0, 1]}, "shards": {str(rank): [f"shard {rank}"]}}
+            self.say(m.Observed("layout", layout), m.WorkerResumed(f"n0.w{rank}", 0, 0))
+        assert self.hear(m.Spawn) == m.Spawn("n0", 1)
+        self.say(m.WorkerStarted("n0.w2", "n0", 12, None), m.WorkerReady("n0.w2", "n0", "a:2"))
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+@pytest.fixture
+def played(tmp_path):
+    playing = Played(tmp_path)
+    yield playing
+    playing.close()
+
+
+def repaired(worker, rank, how):
+    shards, sources = [f"shard {rank}"], {"owned": how, "replicated": how}
+    return m.WorkerRepaired(worker, 1, rank, 7, "topology", shards, 1, 0, 0, sources, 0.01, 0.01)
+
+
+def test_a_whole_recovery_and_what_is_on_record_of_it(played, tmp_path):
+    played.start()
+    beats = {f"n0.w{rank}": m.Beat(0.0, 0, 7, "compute", 0.1, "step 8", 0.1, 1) for rank in range(2)}
+    played.say(m.AgentBeat("n0", beats), m.Observed("fault_injected", {"node": "n0", "number": 1, "kind": "kill"}))
+    played.say(m.WorkerExited("n0.w1", "n0", -9, True))
+    assert played.hear(m.Close).epoch == 0
+    opened = played.hear(m.Open)
+    assert opened.joiners == [1] and opened.seats["1"].worker == "n0.w2" and opened.fired == [1]
+    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {"1": [7]})), m.WorkerArrived("n0.w2", 1))
+    assert played.hear(m.Repair).sources["1"] == m.Source(0, 0)
+    played.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
+    assert played.hear(m.Resume) == m.Resume(1, 7)
+    played.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))
+    assert played.hear(m.Spawn) == m.Spawn("n0", 1)
+    played.say(m.Observed("nonsense", {}), m.WorkerDone("n0.w0", 1, 9), m.WorkerDone("n0.w2", 1, 9))
+    played.hear(m.Finish)
+    played.say(m.AgentLeaving("n0", 0))
+    assert played.process.wait(LIMIT_S) == 0
+    check_record(tmp_path)
+
+
+def check_record(folder):
+    found = events.read(folder / "events.jsonl")
+    names = [event.name for event in found]
+    recovery = ["fault_injected", "fault_detected", "worker_lost", "epoch_closed", "epoch_opened", "released"]
+    recovery += [
+        "joiner_arrived",
+        "repair_ordered",
+        "groups_rebuilt",
+        "state_restored",
+        "invariants_checked",
+        "resumed",
+    ]
+    first = names.index("fault_injected")
+    assert names[first : first + len(recovery)] == recovery
+    assert names[0] == "run_started" and names[-1] == "finished"
+    assert [event.monotonic for event in found[first:]] == sorted(event.monotonic for event in found[first:])
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["phase"], status["epoch"], status["step"], status["restarts"]) == ("ended", 1, 9, 0)
+    assert status["seats"]["1"]["worker"] == "n0.w2" and status["last_recovery"]["closed"] == 0
+    entries = journal.read(folder / "journal.jsonl")
+    decisions = [decision for entry in entries for decision in entry.get("decisions", [])]
+    assert all(decision["reason"] for decision in decisions)
+    ordered = [order["kind"] for decision in decisions for order in decision.get("orders", [])]
+    assert ordered == ["Open", "Spawn", "Close", "Open", "Repair", "Resume", "Spawn", "Finish"]
+    assert any("no event is named 'nonsense'" in entry.get("remark", "") for entry in entries)
+    assert recall(folder / "journal.jsonl").state.epoch == 1
+    assert (folder / "control.log").read_text() == ""
+
+
+def test_the_side_car_notices_by_itself_that_time_has_passed(played):
+    played.start()
+    played.say(m.WorkerSuspects("n0.w0", 0, "world", "Connection reset"))
+    assert played.hear(m.Close).reason.endswith("nobody has died")
+    assert played.hear(m.Open).joiners == []
+
+
+def test_the_side_car_dies_with_its_parent(tmp_path):
+    options = json.dumps({"world_size": 1})
+    code = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-m", "ft.job.control", "--run-dir", {str(tmp_path)!r}, "--where",
+                  "tcp://127.0.0.1:0", "--options", {options!r}])
+time.sleep(100)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
+    )
+    deadline = time.monotonic() + LIMIT_S
+    while not (tmp_path / "control.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child = psutil.Process(json.loads((tmp_path / "control.json").read_text())["pid"])
+    parent.kill()
+    parent.wait()
+    psutil.wait_procs([child], timeout=LIMIT_S)
+    assert not child.is_running()
+
+
+def test_a_port_that_is_taken_ends_the_side_car_with_a_message(tmp_path):
+    board = boards.host("tcp://127.0.0.1:0", "", TOKEN)
+    command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--where", board.where, "--options", '{"world_size": 1}'],
+        env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 2 and "cannot be listened on" in done.stderr and done.stdout == ""

@@ -1,0 +1,95 @@
+"""Data on several ranks: one builds, all read, and what is wrong is heard by all."""
+
+# ruff: noqa: E402 - megatron-core is imported after the patches
+
+import pytest
+
+from ft.base.errors import FtError, UserError
+from megatron import patches
+
+patches.apply()
+
+import torch.distributed as dist
+from small_datasets import SEQ, write_dataset
+
+from megatron.training.arguments.data import DataOptions
+from megatron.training.data.datasets import build_datasets
+from megatron.training.data.loader import MicrobatchLoader
+from megatron.training.data.share import from_rank_0
+from megatron.training.data.tokenizer import ByteLevelTokenizer
+
+
+def build(words, samples=(200, 20, 0), built=(0, 1, 2, 3), **options):
+    data = DataOptions(data_path=words, split="8,1,1", seq_length=SEQ, **options)
+    return build_datasets(data, ByteLevelTokenizer(), 3, samples, lambda: dist.get_rank() in built)
+
+
+def read(words, built):
+    """(samples of train, sums of their tokens) on a rank, or None where nothing is built."""
+    train, valid, test = build(words, built=built)
+    assert test is None and (valid is None) == (train is None)
+    return train and (len(train), [int(train[i]["tokens"].sum()) for i in range(200)])
+
+
+@pytest.mark.parametrize("blend", [False, True])
+def test_all_ranks_read_what_rank_0_indexed(ranks, tmp_path, blend):
+    a, b = write_dataset(tmp_path / "a", 60), write_dataset(tmp_path / "b", 90, seed=1)
+    words = ["1", a, "2", b] if blend else [a]
+    everywhere = ranks(read, 4, words, (0, 1, 2, 3))
+    assert everywhere[0] and all(answer == everywhere[0] for answer in everywhere)
+    # Rank 0 need not read samples itself.
+    assert ranks(read, 4, words, (1, 3)) == [None, everywhere[0], None, everywhere[0]]
+
+
+def error_of(words, **options):
+    try:
+        build(words, **options)
+    except UserError as error:
+        return error.problem, error.fix
+    return None
+
+
+def test_every_rank_hears_what_is_wrong(ranks, tmp_path):
+    prefix = write_dataset(tmp_path / "tiny", 1)
+    answers = ranks(error_of, 3, [prefix], timeout=30)
+    assert "valid part" in answers[0][0] and answers == [answers[0]] * 3
+    (tmp_path / "file").write_text("")
+    answers = ranks(error_of, 2, [write_dataset(tmp_path / "a", 60)], data_cache_path=str(tmp_path / "file" / "c"))
+    assert "can't write the index cache" in answers[0][0] and answers == [answers[0]] * 2
+
+
+def hear():
+    def fail():
+        raise RuntimeError("a bug")
+
+    heard = [from_rank_0(lambda: {"rank": dist.get_rank(), "list": [1, None]})]
+    try:
+        from_rank_0(fail)
+    except RuntimeError as error:
+        heard.append(repr(error))
+    except FtError as error:
+        heard.append(str(error))
+    return heard
+
+
+def test_other_failures_are_heard_too(ranks):
+    answers = ranks(hear, 2)
+    assert [answer[0] for answer in answers] == [{"rank": 0, "list": [1, None]}] * 2
+    assert [answer[1] for answer in answers] == ["RuntimeError('a bug')", "rank 0 failed: RuntimeError('a bug')"]
+
+
+def draw(words, steps):
+    train = build(words)[0]
+    everything = [int(train[i]["tokens"].sum()) for i in range(200)]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with MicrobatchLoader(
+        train, micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=size, num_workers=2
+    ) as loader:
+        mine = [next(loader)["tokens"].sum(dim=1).tolist() for _ in range(steps)]
+    return mine, everything
+
+
+def test_ranks_share_the_samples_out(ranks, tmp_path):
+    answers = ranks(draw, 4, [write_dataset(tmp_path / "a", 60)], 10)
+    drawn = [value for step in range(10) for mine, _ in answers for value in mine[step]]
+    assert drawn == answers[0][1][:80]

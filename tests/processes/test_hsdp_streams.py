@@ -1,0 +1,187 @@
+"""Replicas' streams under the real loaders: without faults the same samples on the same ranks as ordinary DP."""
+
+# ruff: noqa: E402 - megatron-core is imported after the patches
+
+import random
+
+import pytest
+import small_runs as runs
+import torch
+
+from ft.base.errors import UserError
+from ft.systems.hsdp.samples import Deal, Past
+from megatron import patches
+
+patches.apply()
+
+from small_datasets import SEQ, write_dataset
+
+from megatron.training.arguments.data import DataOptions
+from megatron.training.data.datasets import build_datasets
+from megatron.training.data.loader import MicrobatchLoader
+from megatron.training.data.streams import Cyclic, Share, StreamView, follower
+from megatron.training.data.tokenizer import ByteLevelTokenizer
+
+SEED = 5
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        assert 0 <= i < self.size
+        return {"tokens": torch.tensor([i])}
+
+
+def loader(dataset, rows, rank, size, **options):
+    return MicrobatchLoader(dataset, micro_batch_size=rows, data_parallel_rank=rank, data_parallel_size=size, **options)
+
+
+def take(loader, count=1):
+    return [next(loader)["tokens"][:, 0].tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cyclic", [False, True])
+@pytest.mark.parametrize(("replicas", "size", "rows", "microbatches"), [(2, 1, 2, 1), (3, 2, 2, 4), (4, 1, 1, 3)])
+def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(
+    replicas, size, rows, microbatches, cyclic, workers
+):
+    steps, block = 4, rows * size
+    data = Numbers(37 if cyclic else replicas * block * microbatches * steps)
+    share = Share(0, Deal(replicas, block), {})
+    for replica in range(replicas):
+        view = Share(replica, share.deal, {}).view(data, SEED if cyclic else None)
+        for rank in range(size):
+            ordinary = loader(data, rows, replica * size + rank, replicas * size, cyclic=cyclic, seed=SEED)
+            with loader(view, rows, rank, size, num_workers=workers) as ours:
+                assert take(ours, steps * microbatches) == take(ordinary, steps * microbatches)
+
+
+def test_steps_with_replicas_away_and_a_change_of_their_number_take_every_sample_once():
+    """The trainer's part of it: the deal and the positions alone say where every loader stands."""
+    for seed in range(5):
+        rng = random.Random(seed)
+        data, seen, step = Numbers(4000), [], 0
+        deal, positions = Deal(3, 4), {}
+        for replicas in (3, 2, 4):
+            deal, positions = deal.after(positions, step, replicas, 4)
+            shares = [Share(replica, deal, positions) for replica in range(replicas)]
+            loaders = [
+                [loader(share.view(data), 2, rank, 2, consumed_samples=share.position) for rank in range(2)]
+                for share in shares
+            ]
+            for _ in range(15):
+                step += 1
+                for replica in rng.sample(range(replicas), rng.randint(1, replicas)):
+                    parts = loaders[replica]
+                    if rng.random() < 0.3:  # a step that was not committed: its samples are read again
+                        take(parts[0], 2)
+                    for part in parts:
+                        part.seek(positions[replica])
+                        seen += [sample for batch in take(part, 2) for sample in batch]
+                    positions = {**positions, replica: positions[replica] + 8}
+        assert len(set(seen)) == len(seen), f"seed {seed}"
+        taken = {sample for first, end in deal.taken(positions).tolist() for sample in range(first, end)}
+        assert taken == set(seen), f"seed {seed}"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_over_to_another_stream(workers):
+    deal = Deal(2, 2)
+    view = Share(1, deal, {}).view(Numbers(40))
+    with loader(view, 2, 0, 1, num_workers=workers) as ours:
+        follow = follower([None, ours], 1)
+        assert take(ours, 2) == [[2, 3], [6, 7]]
+        follow(deal, 2)
+        assert follow.position == 2
+        assert take(ours) == [[6, 7]]
+        later, positions = deal.after({0: 8, 1: 4}, 4, 3, 2)
+        follow(later, positions[1])
+        assert take(ours, 2) == [[14, 15], [20, 21]]
+        assert follow.position == 4
+        rest = take(ours, 3)
+        assert rest == [[26, 27], [32, 33], [38, 39]]
+        with pytest.raises(UserError, match="the dataset has 10 samples; after 10"):
+            next(ours)
+    assert follower([None], 0).position is None
+
+
+def test_the_view_ends_where_the_data_do():
+    view = StreamView(Numbers(11), Deal(3, 2).stream(1))
+    assert len(view) == 4
+    assert view[3]["tokens"].item() == 9
+    for position in (-1, 4):
+        with pytest.raises(IndexError, match=f"sample {position} of 4 in the stream of replica 1"):
+            view[position]
+    assert len(Cyclic(Numbers(0), 1)) == 0
+
+
+def test_passes_through_real_data_are_dealt_as_one_order(tmp_path):
+    """Several passes: the data reach as far as the furthest stream, and every stream has its samples."""
+    prefix = write_dataset(tmp_path / "a", 60)
+    data = DataOptions(data_path=[prefix], split="8,1,1", seq_length=SEQ)
+    deal = Deal(3, 4)
+    steps, batch = 60, 8
+    wanted = deal.needed(steps, batch)
+    train, *_ = build_datasets(data, ByteLevelTokenizer(), 3, (wanted, 0, 0))
+    assert len(train.one_pass) < wanted == 3 * steps * batch
+    ordinary = [train[i]["tokens"] for i in range(wanted)]
+    for replica in range(3):
+        view = Share(replica, deal, {}).view(train)
+        assert len(view) >= steps * batch
+        assert all(torch.equal(view[p]["tokens"], ordinary[view.stream.index(p)]) for p in range(0, steps * batch, 7))
+
+
+def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0, steps: int = 3) -> dict:
+    """The samples that a world's own trainer loaders give on this rank, for each replica that it could be."""
+    import torch.distributed as dist
+
+    from megatron.core import parallel_state
+    from megatron.training import model
+    from megatron.training.arguments import check, parse
+    from megatron.training.checkpointing import TrainState
+    from megatron.training.data.tokenizer import build_tokenizer, padded_vocab_size
+    from megatron.training.initialize import init_model_parallel, seed_everything
+    from megatron.training.loaders import make_loaders
+
+    options = parse(flags)
+    layout = check(options, dist.get_world_size(), has_te=False)
+    init_model_parallel(options.parallel, layout)
+    seed_everything(options.training)
+    tokenizer = build_tokenizer(options.tokenizer)
+    chunks = model.build(options, layout, padded_vocab_size(options.tokenizer, tokenizer.vocab_size, layout.tp)).chunks
+    block = options.training.micro_batch_size * layout.dp
+    found = {}
+    for replica in range(replicas):
+        share = Share(replica, Deal(replicas, block, past), {replica: position}) if replicas > 1 else None
+        train, *_ = make_loaders(options, layout, tokenizer, chunks, TrainState(), share)
+        count = steps * options.training.global_batch_size // (replicas * block)
+        rank = parallel_state.get_data_parallel_rank()
+        found[replica, rank] = [next(train[0])["tokens"] for _ in range(count)]
+        train[0].close()
+    return found
+
+
+def test_the_trainers_own_loaders(ranks, tmp_path):
+    """Two replicas of two ranks read what four ranks of one world do; 3 steps of 2 microbatches."""
+    corpus = runs.make_corpus(tmp_path)
+    flags = f"{runs.BASE} --data-path {corpus}"
+    ordinary = ranks(samples_read, 4, f"{flags} --global-batch-size 16", 1, timeout=60)
+    replicas = ranks(samples_read, 2, f"{flags} --global-batch-size 16", 2, timeout=60)
+    expected = {rank: batches for found in ordinary for (_, rank), batches in found.items()}
+    for found in replicas:
+        for (replica, rank), batches in found.items():
+            assert len(batches) == 6
+            assert all(map(torch.equal, batches, expected[2 * replica + rank]))
+    # After a change of their number: one replica of three had been away for two steps.
+    past = (Past(3, 4, (16, 0, 16), 2),)
+    later = ranks(samples_read, 2, f"{flags} --global-batch-size 16", 2, past, 4, 2, timeout=60)
+    stream = Deal(2, 4, past).streams()
+    assert [stream[0].index(p) for p in (0, 4, 8)] == [4, 28, 48]
+    everything = torch.cat([expected[rank][m] for m in range(6) for rank in range(4)])
+    assert torch.equal(later[1][0, 1][0], everything[30:32])

@@ -1,0 +1,390 @@
+"""The agent's pure parts: flags, Slurm's node lists, liveness, environments, what the pool imports."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ft.base.errors import UserError
+from ft.base.flags import Parser
+from ft.commands import arguments, protection
+from ft.commands.run import plan_faults
+from ft.job import messages
+from ft.job.agent import environment, preload
+from ft.job.agent.carry_out import first_ranks
+from ft.job.agent.console import Console, last_lines, last_words
+from ft.job.agent.liveness import Limits, Watch, silent
+from ft.job.agent.options import resolve
+from ft.job.agent.script import search_path
+from ft.net.channel import Channel
+from ft.platform import network, slurm
+
+
+def options(line: str, environ: dict | None = None):
+    parser = Parser(allow_abbrev=False, is_launcher=True)
+    arguments.add_flags(parser)
+    return resolve(parser.parse_args(line.split()), environ or {})
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import json\n")
+    return "train.py"
+
+
+def test_flags_in_both_spellings_and_the_scripts_own_after_it(script):
+    dashes = options(f"--nproc-per-node 4 --standby 1 --max-restarts 7 --run-dir r {script} --lr 1 --standby 9")
+    underscores = options(f"--nproc_per_node=4 --standby 1 --max_restarts=7 --run_dir r {script} --lr 1 --standby 9")
+    assert dashes == underscores
+    assert (dashes.nproc, dashes.standby, dashes.max_restarts, dashes.world_size) == (4, 1, 7, 4)
+    assert dashes.script.args == ["--lr", "1", "--standby", "9"]
+    assert (dashes.cluster.host, dashes.cluster.port) == ("127.0.0.1", 0)
+    assert dashes.run_id == "r"
+
+
+def test_master_address_and_port_are_the_endpoint(script):
+    given = options(f"--nnodes 2 --node-rank 1 --master_addr h --master-port 1234 --run-dir r {script}")
+    assert given.cluster == options(f"--nnodes 2 --node-rank 1 --rdzv-endpoint h:1234 --run-dir r {script}").cluster
+    assert options(f"--nnodes 2 --node-rank 1 --rdzv_endpoint h --run-dir r {script}").cluster.port == 29400
+
+
+def test_standby_nodes_are_the_last_ones(script):
+    line = "--nnodes 3 --standby-nodes 1 --nproc-per-node 2 --rdzv-endpoint h:1 --run-dir r --node-rank"
+    nodes = [options(f"{line} {rank} {script}") for rank in range(3)]
+    assert [first_ranks(node) for node in nodes] == [[0, 1], [2, 3], []]
+    assert [node.standbys_here for node in nodes] == [0, 0, 2]
+    assert {node.world_size for node in nodes} == {4}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("missing.py", "missing.py does not exist"),
+        ("--standby -1 train.py", "--standby -1 is negative"),
+        ("--max-restarts -2 train.py", "--max-restarts -2 is negative"),
+        ("--nnodes 1:4 train.py", "--nnodes 1:4: a run has a fixed number"),
+        ("--nnodes 0 train.py", "--nnodes 0 is no number"),
+        ("--nnodes 2 train.py", "needs this node's number"),
+        ("--nnodes 2 --node-rank 2 train.py", "--node-rank 2 is not between 0 and 1"),
+        ("--nnodes 2 --node-rank 0 train.py", "2 nodes need a place to meet"),
+        ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:1 train.py", "agree on the run's directory"),
+        ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:0 train.py", "any free port"),
+        ("--nnodes 2 --node-rank 0 --standby-nodes 2 --rdzv-endpoint h:1 train.py", "--standby-nodes 2 leaves none"),
+        ("--rdzv-endpoint h:70000 train.py", "70000 is no port"),
+        ("--rdzv-endpoint h:1 --master-addr g train.py", "say the same thing"),
+        ("--standalone --nnodes 2 train.py", "--standalone is for one node"),
+        ("--nproc-per-node many train.py", "--nproc-per-node many is neither"),
+        ("--nproc-per-node 0 train.py", "--nproc-per-node 0 is neither"),
+        ("--no-python train.py", "--no-python is not supported"),
+        ("--preload none --preload json train.py", "--preload none and"),
+        ("--run-dir train.py train.py", "train.py is not a directory"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_fix(line, says, script):
+    with pytest.raises(UserError, match=r"(?s).") as caught:
+        options(line)
+    assert says in caught.value.problem
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--nproc 2 --standby -1 train.py", ["unknown flag --nproc", "--standby -1 is negative"]),
+        ("--standby --seed x missing.py", ["--standby is given without a value", "--seed: invalid int", "missing.py"]),
+        ("--standby train.py", ["--standby is given without a value"]),
+        ("--hidden-size 8 train.py", ["unknown flag --hidden-size"]),
+        ("--nnodes 2 --control x", ["no script is given", "needs this node's number", "--control x is neither"]),
+        ("-m no_such_module", ["there is no module no_such_module"]),
+        (
+            "--rdzv-backend etcd --quiet --preload none --preload json train.py",
+            ["--rdzv-backend: invalid", "--preload"],
+        ),
+    ],
+)
+def test_everything_that_is_wrong_is_refused_in_one_list(line, says, script):
+    with pytest.raises(UserError) as caught:
+        options(line)
+    found = [problem for problem, _ in caught.value.problems]
+    assert len(found) == len(says) and all(part in problem for part, problem in zip(says, found, strict=True)), found
+    assert all(fix for _, fix in caught.value.problems)
+
+
+def test_a_flag_in_the_wrong_place_is_told_where_it_belongs():
+    parser = Parser(is_launcher=True, scripts_flags=protection.trainers_flags)
+    arguments.add_flags(parser)
+    given = parser.parse_args(["--ft-hot-swap", "--nproc-per-node", "2", "pretrain_gpt.py", "--lr", "1"])
+    assert given.problems == [
+        ("unknown flag --ft-hot-swap", "it is a flag of the script: give it behind the script's name")
+    ]
+    assert (given.script, given.script_args, given.nproc_per_node) == ("pretrain_gpt.py", ["--lr", "1"], "2")
+
+
+def test_a_directory_with_events_of_an_earlier_run_is_refused_on_node_0_only(script, tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "events.jsonl").write_text("")
+    with pytest.raises(UserError, match="earlier run"):
+        options(f"--run-dir r {script}")
+    options(f"--run-dir r --nnodes 2 --node-rank 1 --rdzv-endpoint h:1 {script}")
+
+
+def test_faults_are_planned_alike_on_every_node(script):
+    line = (
+        f"--nproc-per-node 8 --run-dir r --inject kill@step=3:rank=random --inject hang@step=5:rank=1 --seed 3 {script}"
+    )
+    plans = [plan_faults(options(line)) for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert [fault.kind for fault in plans[0]] == ["kill", "hang"]
+    with pytest.raises(UserError):
+        plan_faults(options(f"--run-dir r --inject kill@step=3:rank=9 {script}"))
+
+
+BATCH = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "12007", "SLURM_JOB_NODELIST": "gpu[03-05,11]"}
+SLURM = {**BATCH, "SLURM_STEP_ID": "0"}
+
+
+def test_slurm_fills_in_what_is_not_given(script):
+    given = options(script, SLURM)
+    assert (given.cluster.nnodes, given.cluster.node_rank) == (4, 2)
+    assert (given.cluster.host, given.cluster.port) == ("gpu03", 29407)
+    assert given.run_dir.name == "12007"
+    assert options(script, {**SLURM, "SLURM_RESTART_COUNT": "1"}).run_dir.name == "12007-1"
+    flags = options(f"--nnodes 2 --node-rank 1 --rdzv-endpoint h:5 {script}", SLURM).cluster
+    assert (flags.nnodes, flags.node_rank, flags.host, flags.port) == (2, 1, "h", 5)
+    assert options(f"--standalone {script}", SLURM).cluster.nnodes == 1
+
+
+def test_a_step_on_some_of_the_jobs_nodes_is_a_run_of_these(script):
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[04-05]", "SLURM_NODEID": "1"}
+    given = options(script, {**SLURM, **step}).cluster
+    assert (given.nnodes, given.node_rank, given.host) == (2, 1, "gpu04")
+
+
+def test_a_batch_script_that_forgets_srun_is_told_so(script):
+    with pytest.raises(UserError, match=r"one process for the 4 nodes[^$]*srun"):
+        options(script, BATCH)
+    assert options(script, {**BATCH, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}).cluster.nnodes == 1
+    assert options(f"--standalone {script}", BATCH).cluster.nnodes == 1
+
+
+def test_several_slurm_tasks_per_node_are_refused(script):
+    with pytest.raises(UserError, match="not alone on its node"):
+        options(script, {**SLURM, "SLURM_LOCALID": "1", "SLURM_PROCID": "5"})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "names"),
+    [
+        ("a", ["a"]),
+        ("a,b", ["a", "b"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-11],m", ["n08", "n09", "n10", "n11", "m"]),
+        ("a,n[1-2,007]-ib,z", ["a", "n1-ib", "n2-ib", "n007-ib", "z"]),
+        ("r[0-1]n[4-5]", ["r0n4", "r0n5", "r1n4", "r1n5"]),
+    ],
+)
+def test_slurm_node_lists(nodelist, names):
+    assert slurm.hosts(nodelist) == names
+
+
+@pytest.mark.parametrize("nodelist", ["", "n[1-2", "n1]", "n[a]", "n[1-]"])
+def test_broken_node_lists_are_refused(nodelist):
+    with pytest.raises(UserError):
+        slurm.hosts(nodelist)
+
+
+def test_who_is_silent_and_why():
+    limits = Limits(stopped_s=0.25, silent_s=1.0, unsettled_s=30.0)
+    watches = {
+        "fresh": Watch(9.9, "S", True),
+        "stopped a moment ago": Watch(9.8, "T", True),
+        "stopped": Watch(9.7, "T", False),
+        "busy": Watch(9.1, "R", True),
+        "hung": Watch(8.9, "R", True),
+        "in the kernel": Watch(8.0, "D", True),
+        "compiling": Watch(-15.0, "R", False),
+        "never began": Watch(-21.0, "S", False),
+    }
+    found = silent(10.0, watches, limits)
+    assert [s.worker for s in found] == ["stopped", "hung", "in the kernel", "never began"]
+    assert "stopped" in found[0].reason and "limit 1 s" in found[1].reason and "limit 30 s" in found[3].reason
+    assert found[2].state == "D" and found[2].silent_s == pytest.approx(2.0)
+    assert silent(10.0, {}, limits) == []
+
+
+PLACE = environment.Place(
+    node="n1", node_rank=1, host="10.0.0.2", socket="@s", run_dir="/r", run_id="r",
+    world_size=8, nproc=4, max_restarts=3, faults="/r/faults.n1.json",
+)  # fmt: skip
+
+
+def test_a_workers_environment():
+    env = environment.worker_environment(PLACE, "n1.w2", 1, 6, 2, ("10.0.0.1", 4711))
+    ours = ("FT_AGENT", "FT_WORKER", "FT_NODE", "FT_HOST", "FT_RUN_DIR", "FT_RESTART", "FT_STANDBY")
+    assert [env[name] for name in ours] == ["@s", "n1.w2", "n1", "10.0.0.2", "/r", "1", ""]
+    assert env["FT_FAULTS"] == "/r/faults.n1.json"
+    torchruns = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [env[name] for name in torchruns] == ["6", "2", "8", "4", "1", "10.0.0.1", "4711"]
+    assert env["TORCHELASTIC_RUN_ID"] == "r"
+
+
+def test_a_standbys_environment_has_a_rank_that_no_check_refuses_and_that_does_not_speak():
+    env = environment.worker_environment(PLACE, "n1.w9", 0, None, 0, ("h", 1))
+    assert env["FT_STANDBY"] == "1" and env["RANK"] == "7"
+
+
+def test_one_thread_unless_the_user_says_otherwise():
+    assert environment.defaults({}) == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {"OPENBLAS_NUM_THREADS": "1"}
+    assert environment.defaults({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "2"}) == {}
+
+
+def test_numpy_starts_no_threads_in_the_pool():
+    given = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "4"}
+    count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
+    done = subprocess.run(
+        [sys.executable, "-c", count],
+        env={**given, **environment.defaults(given)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "1\n"
+
+
+SOURCE = """
+import a.b, c as d
+from e import f
+def later():
+    try:
+        from g.h import *
+        from . import i
+        from .j import k
+    except ImportError:
+        import l
+"""
+
+
+def test_the_imports_of_a_script_at_every_level():
+    found = preload.imports_of(SOURCE, "pack.sub")
+    assert set(found) == {"a.b", "c", "e", "e.f", "l", "g.h", "pack.sub", "pack.sub.i", "pack.sub.j", "pack.sub.j.k"}
+
+
+def test_what_the_pool_imports(tmp_path):
+    plain, trainer = tmp_path / "plain.py", tmp_path / "trainer.py"
+    plain.write_text("import json")
+    trainer.write_text("from megatron.training import launch")
+    assert preload.plan(str(plain), False, []) == ["torch", "torch.distributed", "json"]
+    assert "megatron.core.optimizer" in preload.plan(str(trainer), False, [])
+    assert "megatron.core.optimizer" not in preload.plan(str(plain), False, ["csv"])
+    example = Path(__file__).parent.parent.parent / "examples" / "own_trainer.py"
+    own = preload.plan(str(example), False, [])
+    late = {"torch._dynamo", "ft.systems.hot_swap.protect"}
+    assert late <= set(own), "what a joiner would import while the others wait"
+    assert preload.plan(str(plain), False, ["csv"])[-1] == "csv"
+    assert preload.plan(str(trainer), False, ["none"]) == []
+    assert preload.plan(str(tmp_path / "absent.py"), False, []) == ["torch", "torch.distributed"]
+
+
+def test_the_search_path_is_pythons(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert search_path("x/y.py", False, ["p"]) == [str(tmp_path / "x"), "p"]
+    assert search_path("x.y", True, ["p"]) == [str(tmp_path), "p"]
+
+
+def test_a_port_that_is_taken_or_a_host_that_is_not_ours_is_said_before_anything_starts():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match=r"cannot listen at 127\.0\.0\.1"):
+            network.check_port("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match=r"cannot listen at 192\.0\.2\.1"):
+        network.check_port("192.0.2.1", 29400)
+    network.check_port("127.0.0.1", network.free_port())
+    assert network.own_address("127.0.0.1", 29400, True) == "127.0.0.1"
+
+
+def test_a_channel_gives_whole_lines_and_then_the_end():
+    import socket
+
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    theirs.sendall(b"hello\none\ntw")
+    assert channel.receive_line() == b"hello"
+    assert channel.receive() == [b"one"]
+    theirs.sendall(b"o\n")
+    theirs.close()
+    assert channel.receive() == [b"two"]
+    assert channel.receive() is None and channel.gone
+    channel.close()
+
+
+def test_a_channel_keeps_what_the_other_side_does_not_take_yet():
+    import socket
+
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    line = messages.encode(messages.Stop(1, "x" * 1000))
+    for _ in range(1000):
+        channel.send(line)
+    assert channel.wants_write
+    taken = b""
+    theirs.settimeout(5)
+    while taken.count(b"\n") < 1000:
+        taken += theirs.recv(1 << 20)
+        channel.flush()
+    assert not channel.wants_write
+    assert {messages.decode(text) for text in taken.splitlines()} == {messages.Stop(1, "x" * 1000)}
+    channel.close()
+    theirs.close()
+
+
+def test_the_console_shows_logs_as_they_grow(tmp_path, capsys):
+    first, last = tmp_path / "0.log", tmp_path / "1.log"
+    console = Console(quiet=True)
+    console.follow([first, last], fresh=True)
+    console.say("not in quiet mode")
+    first.write_text("one\ntwo\nthr")
+    console.poll()
+    assert capsys.readouterr().out == "one\ntwo\n"
+    with open(first, "a") as file:
+        file.write("ee\n")
+    last.write_text("other\n")
+    console.poll()
+    assert capsys.readouterr().out == "three\nother\n"
+    successor = tmp_path / "2.log"
+    successor.write_text("of its time as a standby\n")
+    console.follow([first, successor], fresh=False)
+    with open(successor, "a") as file:
+        file.write("seated\n")
+    console.poll()
+    assert capsys.readouterr().out == "seated\n"
+    assert last_lines(first, 2) == ["two", "three"]
+    assert last_lines(tmp_path / "absent") == []
+
+
+WARNING = "/lib/config.py:1705: UserWarning: full scope is deprecated.\n  warnings.warn(\n"
+TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in <module>\nKeyError: 'which'\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "shown"),
+    [
+        ("step 3\n" + WARNING, -9, []),
+        ("step 3\n" + WARNING, -15, []),
+        (WARNING + "step 3\n  indented\n" + WARNING, 1, ["step 3", "  indented"]),
+        ("step 3\n" + TRACE + WARNING, 1, TRACE.splitlines()),
+        ("old\n" + TRACE + "between\nerror: no data\n  fix: give some\n", 2, ["error: no data", "  fix: give some"]),
+        ("step 3\nFatal Python error: Aborted\n", -6, ["Fatal Python error: Aborted"]),
+        ("[rank0]:[W1122 05:59:54.12 ProcessGroup.cpp:1] leaked\n", 1, []),
+    ],
+)
+def test_only_lines_that_may_say_why_a_worker_ended_are_shown(log, code, shown, tmp_path):
+    (tmp_path / "w.log").write_text(log)
+    assert last_words(tmp_path / "w.log", code) == shown

@@ -1,0 +1,220 @@
+"""``ft dmr estimate``: traces that can have happened, the paper's configurations, and input that cannot work."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from ft import cli
+from ft.lab.estimate.answer import cluster_of, estimate
+from ft.lab.estimate.calibrate import calibrated, shares
+from ft.lab.estimate.clusters import DEVICES, Cluster
+from ft.lab.estimate.layout import fitted
+from ft.lab.estimate.models import MODELS
+from ft.lab.estimate.profile import profile
+from ft.lab.estimate.scenario import FIELDS, question, read_file
+from ft.systems.dmr.plan.check import problems
+from ft.systems.dmr.plan.predict import Clock
+from ft.systems.dmr.plan.trace import OPTIMIZER
+from ft.systems.dmr.plan.trace_file import read_trace, write_trace
+
+SCENARIOS = sorted((Path(__file__).parent.parent.parent / "examples" / "dmr").glob("*.toml"))
+SMALL = "--model llama3-8b --gpus 4 --tp 2 --pp 2 --batch 2"
+
+
+def said(words: str, capsys) -> str:
+    assert cli.main(["dmr", "estimate", *words.split()]) == 0
+    return capsys.readouterr().out
+
+
+def refused(words: str, capsys) -> str:
+    """What is said about it; the exit code is 2, whoever finds the fault."""
+    try:
+        code = cli.main(["dmr", "estimate", *words.split()])
+    except SystemExit as end:
+        code = end.code
+    found = capsys.readouterr()
+    assert code == 2 and not found.out
+    return found.err
+
+
+def test_there_are_the_paper_s_eight_configurations():
+    assert len(SCENARIOS) == 8
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_every_configuration_gets_a_plan_whose_phases_never_make_it_worse(path):
+    values = read_file(path)
+    # With fewer microbatches four stages idle for more than the share that is asked for.
+    asked = question(values | {"batch": (2 if values["pp"] == 4 else 1,)})
+    found = estimate(asked, asked.layouts[0], cluster_of(asked)).plan
+    assert not list(problems(found))
+    overheads = [phase.overhead for phase in found.phases]
+    assert len(overheads) == 4 and overheads == sorted(overheads, reverse=True)
+    assert 0 < overheads[3] < overheads[1] < overheads[0]
+    assert found.predicted.peak_bytes <= asked.budget
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "printed", "batches"),
+    [
+        ("llama3-70b_80gb", 0.033, (16,)),
+        ("mistral-large-123b_80gb", 0.061, (16,)),
+        ("llama4-scout_94gb", 0.098, (16,)),
+        ("llama4-scout_141gb", 0.081, (16, 32, 64)),
+    ],
+)
+def test_the_overhead_is_at_or_below_the_paper_s(name, printed, batches):
+    """One of each model, and as the paper has it, the mean of three batches, where that is the closest."""
+    asked = question(read_file(SCENARIOS[0].with_name(f"{name}.toml")) | {"batch": batches})
+    cluster = cluster_of(asked)
+    assert fmean(estimate(asked, each, cluster).plan.predicted.overhead for each in asked.layouts) <= printed
+
+
+@pytest.mark.parametrize(
+    ("model", "pp", "others"),
+    [
+        ("llama3-8b", 1, {}),
+        ("llama3-8b", 3, {"early_stop": True}),
+        ("llama3-8b", 2, {"recompute": "none", "micro": 2, "batch": 4}),
+        ("llama3-8b", 2, {"chunks": 4, "early_stop": True}),
+        ("llama4-scout", 2, {"early_stop": True}),
+        ("llama4-scout", 2, {"tp": 4, "ep": 2}),
+    ],
+)
+def test_a_trace_is_one_that_can_have_happened(model, pp, others, tmp_path):
+    cluster = Cluster(DEVICES["h200"], 8 * pp)
+    layout = fitted(MODELS[model], cluster, pp, **({"batch": 2, "dp": 1} | others))
+    trace = profile(MODELS[model], layout, cluster)
+    write_trace(tmp_path / "prof.json", trace)
+    again = read_trace(tmp_path / "prof.json")
+    assert len(again.ops) == len(trace.ops) and again.windows == trace.windows
+    assert Clock(trace).none_us() == pytest.approx(max(op.end_us for op in trace.ops), rel=1e-9)
+    names = [op.name for op in trace.ops]
+    for once in ("embedding", "embedding.backward", "logits", "loss.backward"):
+        assert names.count(once) == layout.microbatches
+    assert {op.place.layer for op in trace.ops} == set(range(MODELS[model].layers + 2))
+    for stage in range(pp):
+        _nothing_overlaps_and_nothing_is_left_out(trace, stage)
+
+
+def _nothing_overlaps_and_nothing_is_left_out(trace, stage):
+    """Operators and windows of a stage follow one another without gaps, up to the optimizer."""
+    spans = [(op.start_us, op.end_us) for op in trace.ops if op.place.stage == stage and op.place.phase != OPTIMIZER]
+    spans += [(window.start_us, window.end_us) for window in trace.windows if window.stage == stage]
+    spans.sort()
+    [optimizer] = [op for op in trace.ops if op.place.stage == stage and op.place.phase == OPTIMIZER]
+    assert spans[0][0] == 0 and spans[-1][1] == pytest.approx(optimizer.start_us)
+    for (_, end), (start, _) in pairwise(spans):
+        assert start == pytest.approx(end, abs=1e-3)
+
+
+def test_early_stop_recomputes_up_to_the_last_product_and_marks_it():
+    cluster = Cluster(DEVICES["h200"], 8)
+    layout = fitted(MODELS["llama3-8b"], cluster, 1, dp=1, batch=1, early_stop=True)
+    trace = profile(MODELS["llama3-8b"], layout, cluster)
+    layer = [op for op in trace.ops if op.place.layer == 1]
+    recomputed = [op.name for op in layer if op.place.phase == "recompute"]
+    assert recomputed[-1] == "mlp_act" and "mlp_down" not in recomputed
+    [last] = [op for op in layer if op.checking.segment is not None and op.checking.segment.last]
+    assert (last.name, last.checking.segment.comm_tail) == ("mlp_down", True)
+
+
+@pytest.mark.parametrize(("target", "share"), [("idle", 0.68), ("idle", 0.5), ("naive_overhead", 0.36)])
+def test_calibration_hits_its_target(target, share):
+    model, cluster = MODELS["llama3-70b"], Cluster(DEVICES["h200"], 24)
+    layout = fitted(model, cluster, 3, batch=16)
+    found = calibrated(model, layout, cluster, target, share)
+    assert getattr(shares(model, layout, found), target) == pytest.approx(share, abs=1e-6)
+
+
+def test_slower_transfers_and_more_memory_never_make_dmr_dearer():
+    def overhead(slowdown: float, budget: float) -> float:
+        asked = question({"model": "llama3-8b", "gpus": 8, "tp": 4, "pp": 2, "batch": (2,), "memory": budget})
+        return estimate(asked, asked.layouts[0], Cluster(DEVICES["h200"], 8, slowdown=slowdown)).plan.predicted.overhead
+
+    assert overhead(1.0, 60e9) >= overhead(3.0, 60e9) >= overhead(9.0, 60e9)
+    assert overhead(3.0, 36e9) >= overhead(3.0, 40e9) >= overhead(3.0, 140e9)
+
+
+def test_the_table_tells_what_is_assumed_and_how_operators_are_verified(capsys):
+    text = said(f"{SMALL} --idle 0.5", capsys)
+    for words in ("TP 2 x PP 2 x DP 1", "documented:", "assumed:", "calibrated:", "1+2+3", "D_intra", "naive"):
+        assert words in text
+    assert "30 of 32 h200 GPUs" not in text
+    assert "24 of 32 h200 GPUs" in said("--model llama3-70b --gpus 32 --pp 3 --memory 80GB --batch 1", capsys)
+
+
+def test_programs_get_these_keys(capsys):
+    found = json.loads(said(f"{SMALL},4 --json", capsys))
+    assert {"model", "gpus", "slowdown", "overhead", "gain", "batches", "assumed"} <= set(found)
+    assert [one["batch"] for one in found["batches"]] == [2, 4]
+    one = found["batches"][0]
+    assert sum(one["sets"].values()) == pytest.approx(1)
+    assert one["training_bytes"] <= one["peak_bytes"] <= found["memory_budget"]
+
+
+def test_the_profile_can_be_written_for_the_planner(capsys, tmp_path):
+    said(f"{SMALL} --out {tmp_path}/prof.json", capsys)
+    assert read_trace(tmp_path / "prof.json").fingerprint["model"] == "llama3-8b"
+
+
+def test_flags_override_a_scenario(capsys, tmp_path):
+    path = tmp_path / "one.toml"
+    path.write_text(
+        '[model]\nmodel = "llama3-8b"\n[cluster]\ngpus = 2\n[layout]\nbatch = 1\n[calibration]\nidle = 0.9\n'
+    )
+    found = json.loads(said(f"{path} --gpus 4 --pp 2 --naive-overhead 0.4 --json", capsys))
+    assert (found["gpus"], found["pp"]) == (4, 2) and found["slowdown"] != 1
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--gpus 8", "model is not given"),
+        ("--model llama3-70b", "gpus is not given"),
+        ("--model llama5 --gpus 8", "no model is called 'llama5'"),
+        (f"{SMALL} --device tpu", "no device is called 'tpu'"),
+        (f"{SMALL} --memory lots", "no size like"),
+        (f"{SMALL} --memory 10GB", "needs"),
+        (f"{SMALL} --batch 0", "no whole number from 1 to"),
+        (f"{SMALL} --batch 1,x", "x"),
+        (f"{SMALL} --idle 1.5", "no number from 1e-06 to 0.999"),
+        (f"{SMALL} --idle nan", "no number from 1e-06 to 0.999"),
+        (f"{SMALL} --idle 0.1", "cannot be reached"),
+        (f"{SMALL} --idle 0.5 --naive-overhead 0.5", "at once"),
+        (f"{SMALL} --bubbles maybe", "true or false"),
+        ("--model llama3-70b --gpus 8 --pp 2 --tp 8", "take 16 GPUs"),
+        (f"{SMALL},4 --out x.json", "several"),
+        ("nowhere.toml", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, problem, capsys):
+    assert problem in refused(words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[models]\n", "'models' is no section"),
+        ("model = 3\n", "'model' is no section"),
+        ("[layout]\npipeline = 3\n", "has no 'pipeline'"),
+        ("[layout]\npp = 0\n", "no whole number from 1 to"),
+        ("[layout]\npp = true\n", "no whole number"),
+        ("[layout\n", "cannot be read"),
+    ],
+)
+def test_a_scenario_file_that_cannot_be_is_refused(text, problem, capsys, tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    assert problem in refused(str(path), capsys)
+
+
+def test_every_field_is_a_flag_with_a_word_about_it(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["dmr", "estimate", "--help"])
+    text = capsys.readouterr().out
+    assert all(f"--{name}" in text for name in FIELDS)

@@ -1,0 +1,203 @@
+"""The table of faults: policy, injection, page and command say the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+from control_world import World, only
+from fault_bundles import BUNDLES, ELSEWHERE
+
+from ft.cli import main
+from ft.faults import Fault, keys, parse, read_scenario, schedule
+from ft.faults.acts import ACTS, IN_TRAINING
+from ft.faults.faults import OF_CONTROL, OF_NODE
+from ft.faults.kinds import DMR, FILES, GPU, HARMLESS, MEANING, OF_ACTION, ROOT, START, STOPPED, UNNOTICED, WORKER
+from ft.faults.messages import Frames, Reports
+from ft.faults.page import PAGE, page, read_times
+from ft.faults.spec import KEYS
+from ft.faults.table import NAMES, TABLE, row_of
+from ft.job import messages as m
+from ft.job.control.state import RUNNING
+from ft.systems.hot_swap.faults import _ACTS as SESSION_ACTS
+from ft.systems.hot_swap.settings import surroundings
+from megatron.training.arguments import parse as parse_flags
+
+ROOT_FOLDER = Path(__file__).parent.parent.parent
+ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+INJECTED = pytest.mark.parametrize("row", [row for row in TABLE if row.where != START], ids=lambda row: row.name)
+
+
+@ROWS
+def test_what_the_table_says_of_a_kind_is_what_the_policy_decides(row):
+    assert row.outcome in MEANING and row.does and row.seen
+    if row.sign is None:
+        assert row.outcome in (HARMLESS, UNNOTICED) or row.kind == "terminate"
+        return
+    found = row.sign.judge()
+    assert (found.category, found.signal) == (row.sign.category, row.sign.signal)
+    assert OF_ACTION[found.action] == row.outcome
+
+
+@INJECTED
+def test_each_kind_can_be_asked_for_and_is_carried_out_by_somebody(row):
+    when = "step=4" if row.kind in OF_CONTROL or "node=" in row.how else "step=4:rank=1"
+    (fault,) = schedule(parse(row.spec(when)), 4, ["n0", "n1"], 0)
+    assert (fault.kind, fault.step) == (row.kind, 4)
+    assert fault.is_agents == (row.where not in (WORKER, FILES))
+    carried_out = {*ACTS, *SESSION_ACTS, *OF_NODE, *OF_CONTROL, "slow"}
+    assert row.kind in carried_out
+    assert row_of(fault) is row
+
+
+def test_no_kind_is_carried_out_that_the_table_does_not_know():
+    assert {*ACTS, *SESSION_ACTS, *IN_TRAINING} <= set(NAMES)
+    assert len({row.name for row in TABLE}) == len(TABLE)
+
+
+@ROWS
+def test_each_kind_is_tested_end_to_end(row):
+    tested = {name for bundle in BUNDLES.values() for name, _ in bundle.faults}
+    assert (row.name in tested) != (row.name in ELSEWHERE), "a kind is tested in one bundle, or says where else"
+    assert not row.needs or row.name in ELSEWHERE
+    assert row.needs in ("", ROOT, GPU, DMR)
+    if row.outcome == STOPPED:
+        assert row.name in ELSEWHERE
+
+
+def test_the_page_is_what_the_command_makes():
+    assert (ROOT_FOLDER / PAGE).read_text() == page(read_times(ROOT_FOLDER)), "run: python -m ft.faults.page"
+
+
+def test_every_key_that_is_read_is_on_the_page_and_no_other():
+    told = [key for sayings in keys.MEANING.values() for key in sayings]
+    assert sorted(told) == sorted(KEYS)
+    text = (ROOT_FOLDER / PAGE).read_text()
+    for key in KEYS:
+        assert re.search(rf"^\| `{key}` \| \S.*\. \|$", text, re.MULTILINE)
+
+
+def test_the_scenario_on_the_page_can_be_run(tmp_path):
+    (tmp_path / "s.yaml").write_text(keys.SCENARIO)
+    (tmp_path / "failures.txt").write_text("12.5\n")
+    scenario = read_scenario(tmp_path / "s.yaml")
+    assert scenario.seed == 7
+    faults = schedule(scenario.specs, 4, ["n0"], scenario.seed)
+    assert [fault.kind for fault in faults].count("slow") == 4
+    assert all(fault.step for fault in faults if fault.kind == "slow") and faults[-1].time == 12.5
+
+
+def test_the_command_prints_every_kind_and_key(capsys):
+    assert main(["faults"]) == 0
+    printed = capsys.readouterr().out
+    for row in TABLE:
+        assert re.search(rf"^  {re.escape(row.name)} +{row.outcome}", printed, re.MULTILINE)
+    for key in KEYS:
+        assert re.search(rf"^  {key} +[^ ].*\.$", printed, re.MULTILINE), f"ft faults does not say what {key} is"
+    assert main(["faults", "--markdown"]) == 0
+    assert capsys.readouterr().out == (ROOT_FOLDER / PAGE).read_text()
+
+
+# --- disturbed messages ----------------------------------------------------------------------------------------------
+
+
+def sent(kind: str, chunks: int) -> list[tuple[bytes, bytes]]:
+    disturb = Frames(kind, 0.0)
+    pieces = [[bytes([index]), bytes([index, index])] for index in range(chunks)]
+    return [tuple(map(bytes, one)) for index in range(chunks) for one in disturb(index, chunks, pieces[index])]
+
+
+def test_frames_on_their_way():
+    plain = [(bytes([i]), bytes([i, i])) for i in range(3)]
+    assert sent("delay-frames", 3) == plain
+    assert sent("lose-frame", 3) == plain[1:]
+    assert sent("duplicate-frame", 3) == [plain[0], *plain]
+    assert sent("reorder-frames", 3) == [plain[1], plain[0], plain[2]]
+    assert sent("reorder-frames", 1) == plain[:1]
+    assert sent("corrupt-frame", 3) == [(b"\0", b"\0\1"), *plain[1:]]
+
+
+def test_reports_on_their_way_and_afterwards():
+    now = 0.0
+    for kind, expected in (
+        ("lose-reports", [[], [], [], [4]]),
+        ("duplicate-reports", [[1, 1], [2, 2], [3, 3], [4]]),
+        ("reorder-reports", [[], [2, 1], [], [4, 3]]),
+    ):
+        now = 0.0
+        disturb = Reports(kind, 1.0, clock=lambda: now)  # noqa: B023 - called before the next one is made
+        found = [disturb(number) for number in (1, 2, 3)]
+        now = 1.5
+        assert [*found, disturb(4)] == expected
+
+
+def test_a_fault_in_a_recovery_waits_for_one_and_reaches_whoever_has_just_joined():
+    from ft.faults.worker import Injector
+
+    class Actions:
+        def act(self, fault: Fault) -> None:
+            done.append(fault.number)
+
+    done: list[int] = []
+    faults = [
+        Fault(1, "kill", step=7, rank=0),
+        Fault(2, "drop", step=7, rank=1, phase="restore"),
+        Fault(3, "drop", step=20, rank=1, phase="restore"),
+    ]
+    survivor = Injector(faults, 1, "n0", [], lambda fault: None, Actions())
+    for phase in ("between", "forward", "transfer"):
+        survivor.at(phase, 7)
+    survivor.at("restore", 6)
+    assert done == []
+    survivor.at("restore", 8)
+    survivor.at("restore", 8)
+    assert done == [2]
+    joiner = Injector(faults, 1, "n0", [1], lambda fault: None, Actions())
+    joiner.at("restore", 1)
+    joiner.at("restore", 1)
+    assert done == [2, 2]
+
+
+# --- configuration drift ---------------------------------------------------------------------------------------------
+
+
+def settings(world: World, name: str, **values: str):
+    return world.say(m.Observed("settings", {"worker": name, "settings": {"--lr": "0.01", **values}}))
+
+
+def test_settings_that_differ_end_the_run_before_training_and_are_named():
+    world = World().join()
+    first, second = world.start_worker("n0", 0), world.start_worker("n0", 1)
+    assert settings(world, first) == []
+    orders = settings(world, second, **{"--lr": "0.02", "environment NCCL_ALGO": "Ring"})
+    stop = only(orders, m.Stop)
+    assert stop.code == 2
+    for words in ("--lr: 0.02 (n0.w1), 0.01 (n0.w0)", "environment NCCL_ALGO: Ring (n0.w1), not set (n0.w0)", "fix: "):
+        assert words in stop.message
+    (detected,) = world.events("fault_detected")
+    assert (detected["category"], detected["signal"], detected["rank"]) == ("user error", "drift", 1)
+
+
+def test_a_standby_that_differs_from_the_running_workers_gets_no_seat():
+    world = World(standbys=0).join()
+    orders = []
+    for rank in range(4):
+        name = world.start_worker("n0", rank)
+        assert settings(world, name) == []
+        orders += world.ready(name)
+    world.begin(orders)
+    newcomer = world.start_worker("n0")
+    assert only(settings(world, newcomer, torch="2.14"), m.Kill).worker == newcomer
+    assert world.ready(newcomer) == [] and world.exit(newcomer) == []
+    assert world.state.phase == RUNNING and not world.state.standbys()
+
+
+def test_settings_are_what_changes_the_result_and_not_what_a_node_calls_its_own():
+    own = {"CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_MPS_PIPE_DIRECTORY": "/p", "HOME": "/root"}
+    found = surroundings({"NCCL_ALGO": "Ring", **own})
+    assert [name for name in found if name.startswith("environment")] == ["environment NCCL_ALGO"]
+    assert {"torch", "python", "megatron-core", "code of ft and megatron"} <= found.keys()
+    flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    options = parse_flags(flags + "--train-iters 9 --lr 1e-2 --metrics-file /a/b --no-save-rng")
+    given = options.given()
+    assert given["--lr"] == "0.01" and given["--train-iters"] == "9" and given["--no-save-rng"] == "True"
+    assert "--metrics-file" not in given and "--min-lr" not in given
