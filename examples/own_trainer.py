@@ -44,16 +44,16 @@ def main() -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, use_distributed_optimizer=True, clip_grad=1.0), [model])
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
     counter = ft.StepCounter()  # ft
-    guard = ft.protect(session, [model], optimizer, None, counter)  # ft
+    protected = ft.protect(session, [model], optimizer, None, counter)  # ft
 
     def work() -> None:
         while counter.step < options.steps:
             loss = train_step(model, optimizer, counter.step)
             counter.step += 1
             report(options, counter.step, loss)
-            guard.committed()  # ft
+            protected.committed()  # ft
 
-    guard.carry_through(work)  # ft
+    protected.run_with_recovery(work)  # ft
     session.close()  # ft
 
 

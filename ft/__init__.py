@@ -6,25 +6,25 @@ A training script that has its own loop over megatron-core joins a run of ``ft r
     session.init_process_group("nccl")          # instead of torch.distributed's
     ...                                         # model, optimizer and data as ever
     counter = ft.StepCounter()
-    guard = ft.protect(session, model_chunks, optimizer, scheduler, counter)
+    protected = ft.protect(session, model_chunks, optimizer, scheduler, counter)
 
     def work():
         while counter.step < steps:
             train_step(counter.step)            # data by the number of the step: a step may be asked for again
             counter.step += 1
-            guard.committed()
+            protected.committed()
 
-    guard.carry_through(work)
+    protected.run_with_recovery(work)
     session.close()
 """
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "attach": "ft.systems.hot_swap.session",
-    "is_attachable": "ft.systems.hot_swap.session",
+    "attach": "ft.worker.session",
+    "is_attachable": "ft.worker.session",
     "protect": "ft.systems.hot_swap.protect",
-    "StepCounter": "ft.systems.hot_swap.position",
+    "StepCounter": "ft.protection.position",
 }
 
 

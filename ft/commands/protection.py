@@ -1,7 +1,7 @@
 """What protects a run, as far as its command line tells, and what it asks for that could never act.
 
 Of the fork's trainer the flags tell. A script of another kind joins the run by itself (``ft.attach``, ``ft.protect``),
-or never does, which is found when it has ended (:mod:`ft.job.control.ends`).
+or never does, which is found when it has ended (:mod:`ft.job.control.run_ends`).
 """
 
 import importlib.util

@@ -16,7 +16,7 @@ from ft.commands.protection import Asked, Protection
 from ft.job.agent import options
 from ft.job.agent.mpirun import MpiJob
 from ft.job.agent.options import Cluster, RunOptions
-from ft.job.quorum import standing
+from ft.job.quorum import lease as standing
 from ft.job.quorum.wire import parse_where
 from ft.job.replicas import faults, flags
 from ft.job.replicas.console import MergedConsole
@@ -26,7 +26,7 @@ from ft.job.replicas.launcher import Launcher
 from ft.job.replicas.member import Member, Setup
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.platform import allocation, network
-from ft.platform import election as tenure
+from ft.platform import election as election
 from ft.platform.slurm import SlurmJob
 from ft.systems.spare.ruler import ruler
 
@@ -155,7 +155,7 @@ def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
 
 def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list) -> Setup:
     own = replica_options(part, whole)
-    if asked.only is not None and not part.node_rank and tenure.is_kept(own.run_dir):
+    if asked.only is not None and not part.node_rank and election.is_kept(own.run_dir):
         raise UserError(f"replica {part.replica} is at work already in {own.run_dir}", "choose another one, or end it")
     environment = _environment(part, whole, asked, os.environ)
     return Setup(part, own, planned, environment, is_late=asked.only is not None)

@@ -13,7 +13,7 @@ import psutil
 from ft.faults import network
 from ft.faults.alarm import Alarm
 from ft.faults.faults import Fault
-from ft.platform import election as tenure
+from ft.platform import election as election
 
 
 class AgentInjector:
@@ -92,13 +92,13 @@ def agents_faults(faults: Sequence[Fault], node: str) -> list[Fault]:
 
 def controls(run_dir: Path, node: str) -> bool:
     """Whether the control plane runs beside the agent of ``node``."""
-    standing = tenure.read(run_dir)
+    standing = election.read(run_dir)
     return standing is not None and standing.node == node
 
 
 def kill_control(run_dir: Path) -> bool:
     """SIGKILL for the control plane, which runs on this host; False where there is none."""
-    standing = tenure.read(run_dir)
+    standing = election.read(run_dir)
     if standing is None or not standing.where:
         return False
     try:

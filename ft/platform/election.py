@@ -18,7 +18,7 @@ SUCCEEDED = 75
 
 
 @dataclass(frozen=True)
-class Standing:
+class LeaseRecord:
     """What ``control.json`` says.
 
     Attributes:
@@ -63,16 +63,16 @@ def is_over(run_dir: Path, term: int) -> bool:
     return os.path.exists(run_dir / _FOLDER / str(term + 1))
 
 
-def read(run_dir: Path) -> Standing | None:
+def read(run_dir: Path) -> LeaseRecord | None:
     """The standing, None where there is none, or none that can be read."""
     try:
         values = json.loads((run_dir / _FILE).read_text())
-        return Standing(**{f.name: values[f.name] for f in fields(Standing) if f.name in values})
+        return LeaseRecord(**{f.name: values[f.name] for f in fields(LeaseRecord) if f.name in values})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def renew(run_dir: Path, standing: Standing) -> None:
+def renew(run_dir: Path, standing: LeaseRecord) -> None:
     """Writes ``control.json``, for whoever reads it the old or the new one, never half of one.
 
     Raises:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ft.systems.hot_swap.plain import Unguarded
+from ft.protection.unprotected import Unprotected
 from megatron.core.timers import Timers
 from megatron.training.arguments import Layout, Options
 from megatron.training.checkpointing import Checkpointer, TrainState
@@ -23,7 +23,7 @@ class Job:
 
     Attributes:
         ending: why the run ends after the step it stands at, None while it goes on.
-        guard: what carries the run through faults (``ft.systems.hot_swap.guard.Guard``).
+        guard: what carries the run through faults (``ft.systems.hot_swap.recovery_manager.RecoveryManager``).
         dmr: what has every operator executed twice, or profiled; None where nobody asked for it.
     """
 
@@ -40,7 +40,7 @@ class Job:
     exits: Exits
     timers: Timers | None = None
     ending: str | None = None
-    guard: Unguarded = field(default_factory=Unguarded)
+    guard: Unprotected = field(default_factory=Unprotected)
     dmr: "Protection | Profiling | None" = None
 
     def microbatches(self, samples: int) -> int:

@@ -62,8 +62,8 @@ def write_nothing(options: Options) -> None:
 
 def launch_protected(options: Options, layout: Layout, place: Launch) -> int:
     """A worker of ``ft run``; its faults are the control plane's business, which also ends the others."""
-    from ft.systems.hot_swap.session import attach
     from ft.systems.hsdp.place import Place
+    from ft.worker.session import attach
 
     settings = options.given()
     replica = Place.from_environment()

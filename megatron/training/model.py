@@ -20,7 +20,7 @@ from megatron.training.config import transformer_config, uses_te
 from megatron.training.optimizer import build_optimizer, build_scheduler
 
 if TYPE_CHECKING:
-    from ft.systems.checkfree.plus.doubles import Doubles
+    from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
     from ft.systems.checkfree.plus.roles import Roles
     from ft.systems.schedule.program import Program
 
@@ -34,7 +34,7 @@ class Trainee:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    doubles: "Doubles | None" = None
+    doubles: "ReplicatedEnds | None" = None
 
     @contextmanager
     def whole_params(self):
@@ -64,7 +64,7 @@ def build(options: Options, layout: Layout, padded_vocab_size: int, *, initializ
     Args:
         initialize: draw weights; without it they are whatever memory holds, for who is about to be given others.
     """
-    doubles = make_doubles() if options.fault_tolerance.ft_checkfree_plus else None
+    doubles = make_replicated_ends() if options.fault_tolerance.ft_checkfree_plus else None
     roles = None if doubles is None else doubles.roles
     config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize, roles=roles)
     if doubles is not None:
@@ -78,14 +78,16 @@ def build(options: Options, layout: Layout, padded_vocab_size: int, *, initializ
     return Trainee(config, chunks, optimizer, build_scheduler(options, optimizer), doubles)
 
 
-def make_doubles() -> "Doubles":
+def make_replicated_ends() -> "ReplicatedEnds":
     """Who has embedding and head twice (CheckFree+). Collective."""
-    from ft.systems.checkfree.plus.doubles import Doubles
+    from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
 
-    return Doubles()
+    return ReplicatedEnds()
 
 
-def swap_ends(layout: Layout, chunk: DistributedDataParallel, doubles: "Doubles", most_in_flight: int | None) -> None:
+def swap_ends(
+    layout: Layout, chunk: DistributedDataParallel, doubles: "ReplicatedEnds", most_in_flight: int | None
+) -> None:
     """Has the pipeline run the cheapest schedule of CheckFree+ that may run.
 
     Args:

@@ -35,16 +35,16 @@ from megatron.training.step import rehearse
 
 if TYPE_CHECKING:
     from ft.job.quorum import QuorumClient
-    from ft.systems.checkfree.keeper import StageKeeper
-    from ft.systems.checkfree.plus.doubles import Doubles
+    from ft.protection.training_state import TrainingState
+    from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
+    from ft.systems.checkfree.rebuilder import CheckFreeRebuilder
     from ft.systems.checkfree.settings import Settings as CheckFree
     from ft.systems.dmr.profile.session import Profiling
     from ft.systems.dmr.runtime.protection import Protection
-    from ft.systems.hot_swap.guard import Guard
-    from ft.systems.hot_swap.session import Session
-    from ft.systems.hot_swap.subject import Subject
-    from ft.systems.hsdp.guard import ReplicaGuard
+    from ft.systems.hot_swap.recovery_manager import RecoveryManager
     from ft.systems.hsdp.place import Place
+    from ft.systems.hsdp.replica_manager import ReplicaManager
+    from ft.worker.session import Session
 
 
 def pretrain(
@@ -71,7 +71,7 @@ def pretrain(
     if options.fault_tolerance.follows_operators:
         job.dmr = double_execution(job, session)
     with job.log, job.exits:
-        job.guard.carry_through(lambda: run(job))
+        job.guard.run_with_recovery(lambda: run(job))
     for loaders in (job.train_loaders, job.valid_loaders, job.test_loaders):
         for loader in filter(None, loaders or []):
             loader.close()
@@ -132,7 +132,7 @@ def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, s
     return loaded is not None
 
 
-def hot_swap(job: Job, session: "Session") -> "Guard":
+def hot_swap(job: Job, session: "Session") -> "RecoveryManager":
     """A guard that snapshots every step of ``job`` and carries it through the deaths of workers."""
     from ft.systems.hot_swap.protect import protect
 
@@ -150,18 +150,18 @@ def hot_swap(job: Job, session: "Session") -> "Guard":
     )
 
 
-def stage_rebuilder(job: Job) -> "Callable[[Session, Subject], StageKeeper] | None":
+def stage_rebuilder(job: Job) -> "Callable[[Session, TrainingState], CheckFreeRebuilder] | None":
     """Makes what rebuilds a lost pipeline stage; None: none is rebuilt."""
     settings = checkfree(job.options, job.layout, job.state, job.trainee.doubles)
     if settings is None:
         return None
-    from ft.systems.checkfree.keeper import StageKeeper
+    from ft.systems.checkfree.rebuilder import CheckFreeRebuilder
 
-    return lambda session, subject: StageKeeper(session, subject, settings)
+    return lambda session, subject: CheckFreeRebuilder(session, subject, settings)
 
 
 def checkfree(
-    options: Options, layout: Layout, state: TrainState, doubles: "Doubles | None" = None
+    options: Options, layout: Layout, state: TrainState, doubles: "ReplicatedEnds | None" = None
 ) -> "CheckFree | None":
     """How a lost pipeline stage is rebuilt; None: it is not."""
     asked = options.fault_tolerance
@@ -261,12 +261,12 @@ def own_share(options: Options, layout: Layout, place: "Place", state: TrainStat
     return Share(place.replica, deal, positions)
 
 
-def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient | None") -> "ReplicaGuard":
+def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient | None") -> "ReplicaManager":
     """A guard that takes ``job`` through the quorums of all replicas. ``client``: on the replica's rank 0."""
-    from ft.systems.hsdp.guard import ReplicaGuard
+    from ft.systems.hsdp.components import build
     from ft.systems.hsdp.last_save import LastSave
-    from ft.systems.hsdp.parts import put_together
     from ft.systems.hsdp.position import KEY, ReplicaPosition
+    from ft.systems.hsdp.replica_manager import ReplicaManager
     from ft.systems.hsdp.work import OwnStream
     from ft.systems.spare import stacked
 
@@ -280,7 +280,7 @@ def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient 
     per_token = trainee.chunks[0].config.calculate_per_token_loss
     reseed = partial(seed_everything, options.training)
     work = stacked.work(place, position, lambda: state.extra, follow, per_token, reseed) if stacks else OwnStream(place)
-    parts = put_together(
+    parts = build(
         session,
         place,
         trainee.chunks,
@@ -304,7 +304,7 @@ def replica(job: Job, session: "Session", place: "Place", client: "QuorumClient 
         return is_loaded
 
     last_save = LastSave(partial(is_saved, options.checkpoint.save), partial(save, job, blocking=True))
-    return ReplicaGuard(
+    return ReplicaManager(
         parts, load_last, lambda: rehearse(job, batch), last_save if options.checkpoint.save is not None else None
     )
 

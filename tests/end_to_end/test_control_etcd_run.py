@@ -6,7 +6,7 @@ import signal
 from etcd_servers import etcd  # noqa: F401 - a fixture
 from ft_runs import Running, flags
 
-from ft.platform import election as tenure
+from ft.platform import election as election
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 STEPS = 90
@@ -30,15 +30,15 @@ def test_training_goes_on_when_a_worker_an_etcd_server_and_the_control_plane_are
         run.wait_for(lambda: run.step() >= 20)
         servers.kill(servers.leader())
         run.wait_for(lambda: run.step() >= 30)
-        run.wait_for(lambda: tenure.read(run.folder).where)
-        first = tenure.read(run.folder)
+        run.wait_for(lambda: election.read(run.folder).where)
+        first = election.read(run.folder)
         os.kill(first.pid, signal.SIGKILL)
         run.wait_for(lambda: run.step() >= 40)
         done = run.wait(90)
     finally:
         run.stop()
     assert done.code == 0, done.explain()
-    last = tenure.read(run.folder)
+    last = election.read(run.folder)
     assert last.term > first.term and last.where == first.where and last.where.startswith(servers.url)
     assert len(done.named("worker_lost")) == 2 and not done.named("restarted"), done.explain()
     assert done.named("control_back"), done.explain()

@@ -16,7 +16,7 @@ from ft.faults import from_json, parse, schedule, to_json
 from ft.faults.flip import CHECKER, ONCE, PRIMARY, REPEAT, STUCK, Flip
 from ft.systems.dmr.plan import trace
 from ft.systems.dmr.runtime import mode
-from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.falsify import Falsifier, bits_of, flip_bit, force_bit
 from ft.systems.dmr.runtime.injection import planned_flips
 
@@ -159,7 +159,7 @@ def test_exactly_one_bit_of_one_element_changes(dtype):
 def hits_of(flip: Flip, executions: int = 40, values=(0,) * 8):
     """(pair, execution) that were hit, where every operator is executed twice at once."""
     told, values = [], torch.tensor(values, dtype=torch.int32)
-    falsifier, course, found = Falsifier(told.append), Course(), []
+    falsifier, course, found = Falsifier(told.append), ExecutionCursor(), []
     falsifier.arm(1, flip)
     for number in range(executions):
         course.executed += 1

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from ft.job import messages as m
-from ft.job.control.board import Posted
+from ft.job.control.channel import Posted
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.state import Options, State
 from ft.job.control.timeouts import Timeouts

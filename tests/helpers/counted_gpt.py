@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pretrain_gpt
-from ft.systems.hot_swap.guard import Guard
+from ft.systems.hot_swap.recovery_manager import RecoveryManager
 
 COUNTS = "counts-{worker}.jsonl"
-_committed = Guard.committed
+
+_committed = RecoveryManager.committed
 
 
 def committed(self) -> None:
@@ -23,5 +24,5 @@ def committed(self) -> None:
 
 
 if __name__ == "__main__":
-    Guard.committed = committed
+    RecoveryManager.committed = committed
     sys.exit(pretrain_gpt.main(sys.argv[1:]))

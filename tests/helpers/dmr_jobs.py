@@ -67,12 +67,12 @@ class Again:
     """Takes a step of a job, tells what it has left behind, and goes back."""
 
     def __init__(self, job):
+        from ft.protection.training_state import TrainingState
         from ft.systems.dmr.runtime.undo import Undo
-        from ft.systems.hot_swap.subject import Subject
         from megatron.training.position import JobPosition
 
         self._job, self._position = job, JobPosition(job)
-        self._subject = Subject(job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
+        self._subject = TrainingState(job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
         self._undo = Undo(self._subject, self._position)
 
     def step(self) -> SimpleNamespace:

@@ -9,8 +9,8 @@ import pytest
 from etcd_servers import etcd  # noqa: F401 - a fixture
 
 from ft.base.errors import UserError
-from ft.job.control import board as boards
-from ft.job.control.board import KEPT_ORDERS, AgentBoard, ControlBoard, Posted, Record
+from ft.job.control import channel as boards
+from ft.job.control.channel import KEPT_ORDERS, AgentChannel, ControlChannel, Posted, Record
 from ft.job.messages import AgentBeat, Close, Observed
 
 LIMIT_S = 20.0
@@ -22,7 +22,7 @@ TOKEN = "a token"
 def board(request):
     """Boards of one kind; all their ends are closed after the test."""
     if request.param == "tcp":
-        pytest.importorskip("ft.job.control.board.tcp")
+        pytest.importorskip("ft.job.control.channel.tcp")
         where = "tcp://127.0.0.1:0"
     else:
         where = request.getfixturevalue("etcd")(1).url
@@ -37,14 +37,14 @@ class Boards:
     def __init__(self, where: str):
         self._where, self._ends = where, []
 
-    def host(self, record: Record | None = Record(), run: str = "run-0") -> ControlBoard:  # noqa: B008 - frozen
+    def host(self, record: Record | None = Record(), run: str = "run-0") -> ControlChannel:  # noqa: B008 - frozen
         control = boards.host(self._where, run, TOKEN)
         self._ends.append(control)
         if record is not None:
             control.resume(record)
         return control
 
-    def connect(self, control: ControlBoard, node: str = "n0", token: str = TOKEN) -> AgentBoard:
+    def connect(self, control: ControlChannel, node: str = "n0", token: str = TOKEN) -> AgentChannel:
         agent = boards.connect(control.where, node, token, LIMIT_S if token == TOKEN else 1.0)
         self._ends.append(agent)
         return agent
@@ -58,14 +58,14 @@ class Boards:
 class Follower:
     """Follows orders in a thread; ``seen`` is what has come, ``error`` how it ended."""
 
-    def __init__(self, agent: AgentBoard, start: int = 0):
+    def __init__(self, agent: AgentChannel, start: int = 0):
         self.seen: list[tuple[int, int]] = []
         self.error: Exception | None = None
         self._news = threading.Condition()
         self._thread = threading.Thread(target=self._follow, args=(agent, start), daemon=True)
         self._thread.start()
 
-    def _follow(self, agent: AgentBoard, start: int) -> None:
+    def _follow(self, agent: AgentChannel, start: int) -> None:
         try:
             agent.follow(self._take, start)
         except Exception as error:
@@ -101,7 +101,7 @@ def numbered(first: int, last: int) -> list[tuple[int, int]]:
     return [(number, number) for number in range(first, last + 1)]
 
 
-def receive(control: ControlBoard, count: int) -> list[Posted]:
+def receive(control: ControlChannel, count: int) -> list[Posted]:
     """That many reports; heartbeats are left out."""
     found: list[Posted] = []
     deadline = time.monotonic() + LIMIT_S
@@ -188,7 +188,7 @@ def test_two_agents_report_at_once_and_each_in_its_order(board):
     control = board.host()
     agents = [board.connect(control, node) for node in ("n0", "n1")]
 
-    def say(agent: AgentBoard) -> None:
+    def say(agent: AgentChannel) -> None:
         for number in range(1, 41):
             agent.post(number, report(number))
 

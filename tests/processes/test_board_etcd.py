@@ -8,13 +8,13 @@ from etcd_servers import Servers, etcd  # noqa: F401 - a fixture
 from test_board import LIMIT_S, TOKEN, Boards, Follower, eventually, numbered, numbers, order, receive, report
 
 from ft.base.errors import UserError
-from ft.job.control import board as boards
-from ft.job.control.board import Posted, Record, etcd_agent, etcd_control, etcd_ledger
-from ft.job.control.board.etcd_address import Address
-from ft.job.control.board.etcd_arrivals import Arrivals
-from ft.job.control.board.etcd_client import Etcd
-from ft.job.control.board.etcd_keys import Keys, pack
-from ft.job.control.board.etcd_wire import Compacted, Entry, below, one, shut
+from ft.job.control import channel as boards
+from ft.job.control.channel import Posted, Record, etcd_agent, etcd_control, etcd_ledger
+from ft.job.control.channel.etcd_address import Address
+from ft.job.control.channel.etcd_arrivals import Arrivals
+from ft.job.control.channel.etcd_client import Etcd
+from ft.job.control.channel.etcd_keys import Keys, pack
+from ft.job.control.channel.etcd_wire import Compacted, Entry, below, one, shut
 from ft.job.messages import AgentBeat, encode
 
 

@@ -18,8 +18,8 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     import torch.distributed as dist
 
     from ft.job.messages import Neighbours, Repair
-    from ft.systems.checkfree.keeper import KeptPosition, StageKeeper
-    from ft.systems.hot_swap.subject import Subject
+    from ft.protection.training_state import TrainingState
+    from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
     from megatron import patches
     from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
     from megatron.training import pretrain
@@ -35,10 +35,10 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     job = pretrain.assemble(options, layout, 0.0)
     trainee, rank = job.trainee, dist.get_rank()
     doubles = trainee.doubles
-    subject = Subject(trainee.chunks, trainee.optimizer, trainee.scheduler)
+    subject = TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler)
     session = SimpleNamespace(rank=rank, observe=lambda name, **detail: None)
-    keeper = StageKeeper(session, subject, pretrain.checkfree(options, layout, job.state, doubles))
-    position, seen = KeptPosition(JobPosition(job), keeper), []
+    keeper = CheckFreeRebuilder(session, subject, pretrain.checkfree(options, layout, job.state, doubles))
+    position, seen = PositionWithNorms(JobPosition(job), keeper), []
 
     def note(when: str) -> None:
         ends = {name: p.detach().float().numpy().tobytes() for name, p in doubles.params(trainee.chunks[0])}

@@ -18,8 +18,8 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     import torch.distributed as dist
 
     from ft.job.messages import Neighbours, Repair
-    from ft.systems.checkfree.keeper import KeptPosition, StageKeeper
-    from ft.systems.hot_swap.subject import Subject
+    from ft.protection.training_state import TrainingState
+    from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
     from megatron import patches
     from megatron.core import parallel_state
     from megatron.patches.manifest import WITH_CHECKFREE
@@ -36,9 +36,9 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     job = pretrain.assemble(options, layout, 0.0)
     trainee, told = job.trainee, []
     session = SimpleNamespace(rank=dist.get_rank(), observe=lambda name, **detail: told.append((name, detail)))
-    subject = Subject(trainee.chunks, trainee.optimizer, trainee.scheduler)
-    keeper = StageKeeper(session, subject, pretrain.checkfree(options, layout, job.state))
-    position = KeptPosition(JobPosition(job), keeper)
+    subject = TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler)
+    keeper = CheckFreeRebuilder(session, subject, pretrain.checkfree(options, layout, job.state))
+    position = PositionWithNorms(JobPosition(job), keeper)
     for _ in range(STEPS):
         report = train_step(job)
         keeper.committed(job.state.step)
@@ -82,7 +82,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     seen["loss"] = train_step(job).loss
     seen["after"] = blocks()
     group["max_lr"] = trainee.scheduler.max_lr  # as rank 0's, which a checkpoint has for all
-    StageKeeper(session, subject, pretrain.checkfree(options, layout, job.state)).begins(job.state.step)
+    CheckFreeRebuilder(session, subject, pretrain.checkfree(options, layout, job.state)).begins(job.state.step)
     seen["resumed"] = group["max_lr"] / trainee.scheduler.max_lr
     return seen
 
@@ -151,15 +151,15 @@ def _lend_and_borrow(seed: int) -> bool:
     import torch
     import torch.distributed as dist
 
-    from ft.systems.checkfree.lending import borrow, lend
+    from ft.systems.checkfree.transfer import borrow, lend
 
     def made(rank):
-        lots = torch.Generator().manual_seed(seed + rank)
+        rng = torch.Generator().manual_seed(seed + rank)
         return [
             {
-                "a": torch.randn(3, 5, generator=lots).to(torch.bfloat16),
-                "b": torch.randn(7, generator=lots),
-                "c": torch.randint(9, (1,), generator=lots),
+                "a": torch.randn(3, 5, generator=rng).to(torch.bfloat16),
+                "b": torch.randn(7, generator=rng),
+                "c": torch.randint(9, (1,), generator=rng),
                 "none": torch.empty(0),
             }
             for _ in range(2)

@@ -16,10 +16,10 @@ from test_control_sidecar import LIMIT_S, ROOT, TOKEN, Played, repaired
 
 from ft.job import messages as m
 from ft.job.agent.uplink import Linked, Refused, Uplink
-from ft.job.control import board as boards
+from ft.job.control import channel as boards
 from ft.job.control import journal
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
-from ft.platform import election as tenure
+from ft.platform import election as election
 
 
 class OnEtcd(Played):
@@ -37,7 +37,7 @@ class OnEtcd(Played):
     def begin(self):
         """Starts the control plane, for the next term, and connects to it."""
         self._term += 1
-        tenure.claim(self.folder, self._term, "n0")
+        election.claim(self.folder, self._term, "n0")
         options = {"world_size": 2, "nodes": 1, "command": ["train.py"], "timeouts": BEHIND_ETCD}
         command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(self.folder), "--term", str(self._term)]
         self.process = subprocess.Popen(
@@ -47,7 +47,7 @@ class OnEtcd(Played):
             stderr=self.log,
         )
         deadline = time.monotonic() + LIMIT_S
-        while (standing := tenure.read(self.folder)) is None or standing.term < self._term:
+        while (standing := election.read(self.folder)) is None or standing.term < self._term:
             assert self.process.poll() is None and time.monotonic() < deadline, (
                 self.folder / "control.log"
             ).read_text()

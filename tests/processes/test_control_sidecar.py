@@ -17,7 +17,7 @@ from control_world import World
 from ft.base import events
 from ft.base.errors import UserError
 from ft.job import messages as m
-from ft.job.control import board as boards
+from ft.job.control import channel as boards
 from ft.job.control import journal
 from ft.job.control.journal import Journal, recall
 from ft.job.control.sidecar import parse_options

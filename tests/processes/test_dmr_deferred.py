@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from ft.systems.dmr.plan.assign import D_INTER, NAIVE, PIGGYBACK, UNCHECKED
-from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.cursor import At
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.operators import nature
 from ft.systems.dmr.runtime.queue import Queue
+from ft.systems.dmr.runtime.redundant import state_before
 from ft.systems.dmr.runtime.segments import Scripts, Segment
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
 from ft.systems.dmr.runtime.strategy import Segment as Replayed
-from ft.systems.dmr.runtime.twice import state_before
 
 aten = torch.ops.aten
 MM, RELU, DROPOUT = aten.mm.default, aten.relu.default, aten.native_dropout.default

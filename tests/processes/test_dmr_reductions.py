@@ -17,7 +17,7 @@ def reduced(wrong: dict) -> dict:
     import torch.distributed as dist
 
     from ft.systems.dmr.plan.trace import BACKWARD
-    from ft.systems.dmr.runtime.course import At
+    from ft.systems.dmr.runtime.cursor import At
     from ft.systems.dmr.runtime.findings import Findings
     from ft.systems.dmr.runtime.reductions import Reductions
 

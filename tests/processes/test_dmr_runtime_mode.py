@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK, UNCHECKED
-from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import AT_ONCE, RECOMPUTATION, Findings
 from ft.systems.dmr.runtime.mode import CHECKER, PRIMARY, DoubleExecution
@@ -40,7 +40,7 @@ class NoMessages:
 
 
 def engine_of(strategy, disturbance=None) -> Engine:
-    course, findings = Course(), Findings(torch.device("cpu"), 99)
+    course, findings = ExecutionCursor(), Findings(torch.device("cpu"), 99)
     queue = Queue(findings)
     mode = DoubleExecution(course, strategy, findings, queue, disturbance=disturbance)
     return Engine(course, findings, queue, mode, NoMessages())

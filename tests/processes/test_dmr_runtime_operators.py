@@ -5,7 +5,7 @@ import torch
 
 from ft.systems.dmr.digest import same
 from ft.systems.dmr.runtime.operators import is_counted, nature, tensors_in
-from ft.systems.dmr.runtime.twice import (
+from ft.systems.dmr.runtime.redundant import (
     check_in_place,
     checked_by_looking,
     execute_again,

@@ -6,7 +6,7 @@ import torch
 from ft.state.snapshot.state import RankState
 from ft.systems.dmr.digest import digest
 from ft.systems.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
-from ft.systems.dmr.runtime.course import At, Course, operator_id
+from ft.systems.dmr.runtime.cursor import At, ExecutionCursor, operator_id
 from ft.systems.dmr.runtime.findings import AT_ONCE, MESSAGE, Findings, Mismatch
 from ft.systems.dmr.runtime.segments import Scripts, Segment
 from ft.systems.dmr.runtime.undo import Undo
@@ -14,7 +14,7 @@ from ft.systems.dmr.runtime.undo import Undo
 SEED = 1234567
 
 
-def counted(course: Course, times: int = 1) -> tuple:
+def counted(course: ExecutionCursor, times: int = 1) -> tuple:
     """(phase, chunk, microbatch, index) of the last of so many operators."""
     for _ in range(times):
         unit, index = course.count()
@@ -22,7 +22,7 @@ def counted(course: Course, times: int = 1) -> tuple:
 
 
 def test_operators_are_numbered_within_their_unit():
-    course = Course()
+    course = ExecutionCursor()
     assert counted(course) == (BETWEEN, 0, 0, 0)
     assert course.forward(0) == 0
     assert counted(course, 3) == (FORWARD, 0, 0, 2)
@@ -37,7 +37,7 @@ def test_operators_are_numbered_within_their_unit():
 
 
 def test_interleaved_chunks_count_their_own_microbatches():
-    course, outputs = Course(), {}
+    course, outputs = ExecutionCursor(), {}
     order = [0, 0, 1, 1, 0, 1]
     for chunk in order:
         microbatch = course.forward(chunk)
@@ -55,7 +55,7 @@ def test_interleaved_chunks_count_their_own_microbatches():
 
 
 def test_recomputation_is_a_unit_of_its_own_within_a_backward():
-    course = Course()
+    course = ExecutionCursor()
     output = object()
     course.made(output, 1, course.forward(1))
     course.backward(output)
@@ -68,7 +68,7 @@ def test_recomputation_is_a_unit_of_its_own_within_a_backward():
 
 
 def test_a_place_names_the_layer():
-    course = Course()
+    course = ExecutionCursor()
     course.forward(0)
     course.layer = 5
     assert course.at("mm", 3) == At("mm", FORWARD, 0, 0, 5, 3)
@@ -198,7 +198,7 @@ def test_after_an_unchecked_operator_nothing_is_compared(findings):
 
 
 class Trainee:
-    """Parameters that an update changes, and a step count beside them, as in ``ft.systems.hot_swap.subject``."""
+    """Parameters that an update changes, and a step count beside them, as in ``ft.protection.training_state``."""
 
     def __init__(self):
         self.owned = {"moment": torch.randn(64)}

@@ -16,7 +16,7 @@ from ft.lab.selftest.text import Outcome, as_text, as_values
 from ft.systems.dmr.plan.file import read_plan
 from ft.systems.dmr.plan.schedule import Pipeline
 from ft.systems.dmr.plan.trace_file import write_trace
-from ft.systems.dmr.runtime.course import Unit
+from ft.systems.dmr.runtime.cursor import Unit
 from ft.systems.dmr.runtime.strategy import SKIPPED, Naive, Piggyback
 from ft.systems.dmr.runtime.unstable import Sparing
 from ft.systems.dmr.unstable import Unstable, read_unstable, write_unstable

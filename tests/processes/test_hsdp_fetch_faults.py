@@ -25,7 +25,8 @@ from fetch_sources import (
     state,
 )
 
-from ft.state.fetch import BadState, Limits, Refused, StateServer, door, fetch, wire
+from ft.state.fetch import BadState, Limits, Refused, StateServer, fetch, wire
+from ft.state.fetch import listener as door
 
 HEADS = 4096
 """Bytes by which a connection has surely begun to carry the state: more than all heads and the table."""

@@ -11,9 +11,9 @@ from ft.job.quorum import Quorum
 from ft.state.fetch import Fetched, Refused
 from ft.systems.hsdp import catch_up, votes
 from ft.systems.hsdp.agreement import Agreed
-from ft.systems.hsdp.guard import ReplicaGuard
 from ft.systems.hsdp.last_save import LastSave, Turns
 from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.replica_manager import ReplicaManager
 from ft.systems.hsdp.retry import Retry
 from ft.systems.hsdp.work import OwnStream
 
@@ -62,7 +62,7 @@ class Made:
             ("ring", "reconfigure"),
         ):
             self.note_calls(part, name)
-        self.guard = ReplicaGuard(self.parts, lambda: False, lambda: None, last_save)
+        self.guard = ReplicaManager(self.parts, lambda: False, lambda: None, last_save)
 
     def note(self, what):
         self.told.append(what)
@@ -86,7 +86,7 @@ class Made:
         def attempt():
             left.pop(0)()
 
-        self.guard.carry_through(attempt)
+        self.guard.run_with_recovery(attempt)
         assert not left
 
     def catch_up(self):

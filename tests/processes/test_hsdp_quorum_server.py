@@ -16,7 +16,8 @@ import pytest
 
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, UserError
-from ft.job.quorum import Limits, NoQuorum, Obituary, QuorumClient, Report, standing, wire
+from ft.job.quorum import FailureNotice, Limits, NoQuorum, QuorumClient, Report, wire
+from ft.job.quorum import lease as standing
 from ft.platform.election import SUCCEEDED
 
 ROOT = Path(__file__).parent.parent.parent
@@ -235,7 +236,7 @@ def test_one_that_is_given_up_is_waited_for_no_more(service):
     quorum = both(clients, [(0, 0)] * 2)
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 0.2).done
-    service.ends.append(Obituary(service.folder, 1, 0, "its input cannot work", TOKEN))
+    service.ends.append(FailureNotice(service.folder, 1, 0, "its input cannot work", TOKEN))
     assert "replica 1 is offline: its input cannot work" in waits.result(LIMIT_S).reason
     with pytest.raises(NoQuorum, match="life 0"):
         ask(clients[1], after(quorum)).result(LIMIT_S)

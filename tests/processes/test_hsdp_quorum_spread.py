@@ -11,7 +11,7 @@ import pytest
 
 from ft import cli
 from ft.job.quorum import wire
-from ft.job.quorum.guests import Guests
+from ft.job.quorum.connections import Guests
 from ft.job.quorum.spread import Relay, Tree
 from ft.lab.simulate.quorum.run import Round, rounds
 from ft.lab.simulate.quorum.shape import WARM_UP, Job, processes

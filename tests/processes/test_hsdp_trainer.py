@@ -8,8 +8,8 @@ import torch
 
 from ft.base.errors import UserError
 from ft.job.quorum import Quorum
-from ft.job.replicas.patience import LONGEST_S, fetch_wait
-from ft.systems.hot_swap.position import StepCounter
+from ft.job.replicas.deadlines import LONGEST_S, fetch_wait
+from ft.protection.position import StepCounter
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.position import KEY, ReplicaPosition

@@ -15,7 +15,7 @@ from ft.base.errors import RecoverableError, ReplaceNodeError, UserError
 from ft.faults import Fault, write
 from ft.faults.agent import AgentInjector, agents_faults, kill_control
 from ft.faults.worker import MOST_SLEEP_S, Injector
-from ft.platform import election as tenure
+from ft.platform import election as election
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
@@ -239,7 +239,7 @@ def test_which_faults_are_an_agents():
 
 def test_the_control_plane_is_killed_by_step_once(tmp_path):
     control = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    tenure.renew(tmp_path, tenure.Standing(0, 0, "tcp://h:1", "n0", control.pid))
+    election.renew(tmp_path, election.LeaseRecord(0, 0, "tcp://h:1", "n0", control.pid))
     announced = []
     elsewhere = AgentInjector([Fault(1, "kill-control", step=5)], "n1", tmp_path, announced.append)
     elsewhere.progressed(5)
@@ -256,7 +256,7 @@ def test_the_control_plane_is_killed_by_step_once(tmp_path):
 
 def test_the_control_plane_is_killed_by_the_clock_unless_it_has_been(tmp_path):
     announced = []
-    tenure.renew(tmp_path, tenure.Standing(0, 0, "", "n0", 0))
+    election.renew(tmp_path, election.LeaseRecord(0, 0, "", "n0", 0))
     faults = [Fault(1, "kill-control", time=0.0), Fault(2, "kill-control", time=0.01)]
     agent = AgentInjector(faults, "n0", tmp_path, announced.append)
     agent.update([1])
@@ -276,7 +276,7 @@ def test_no_control_plane_to_kill(content, tmp_path):
 NODE = """
 import subprocess, sys, time
 from ft.faults import Fault
-from ft.job.control import tenure
+from ft.job.control import election
 from ft.faults.agent import AgentInjector
 below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(below.pid, flush=True)

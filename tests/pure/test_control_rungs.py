@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ft.job.control.rungs import COPIES, MIDDLE, PLUS, REBUILD, RESTART, Memory, Stages, decide
+from ft.job.control.recovery_plan import COPIES, MIDDLE, PLUS, REBUILD, RESTART, Memory, Stages, decide
 from ft.job.control.state import Place
 from ft.job.messages import Holdings, Neighbours, Source
 
@@ -146,15 +146,15 @@ def test_before_all_have_said_where_they_are_nothing_is_rebuilt():
 def test_whatever_is_lost_every_rank_has_one_origin_of_one_step_or_all_restart():
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    lots = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(300):
         stages = pipeline(
-            lots.randint(2, 5), lots.randint(1, 2), lots.randint(1, 2), checkfree=lots.choice((MIDDLE, PLUS))
+            rng.randint(2, 5), rng.randint(1, 2), rng.randint(1, 2), checkfree=rng.choice((MIDDLE, PLUS))
         )
         ranks = list(stages.places)
-        alive = [rank for rank in ranks if lots.random() < 0.75]
-        held = {rank: sorted(lots.sample((5, 6, 7), lots.randint(1, 2)), reverse=True) for rank in alive}
-        copies = {rank: {lots.choice([r for r in ranks if r != rank]): [lots.choice((6, 7))]} for rank in alive}
+        alive = [rank for rank in ranks if rng.random() < 0.75]
+        held = {rank: sorted(rng.sample((5, 6, 7), rng.randint(1, 2)), reverse=True) for rank in alive}
+        copies = {rank: {rng.choice([r for r in ranks if r != rank]): [rng.choice((6, 7))]} for rank in alive}
         found = memory(stages, held, copies)
         rung = decide(found, stages)
         if rung.name == RESTART:

@@ -8,14 +8,14 @@ import pytest
 
 from ft.base import token
 from ft.base.errors import UserError
+from ft.job.agent.control_supervisor import ControlPlaneSupervisor
 from ft.job.agent.membership import claim_name
 from ft.job.agent.sidecar import Sidecar
-from ft.job.agent.steward import Steward
 from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
-from ft.job.control.solitude import Solitude
+from ft.job.control.isolation import Solitude
 from ft.job.control.timeouts import Timeouts
-from ft.platform import election as tenure
-from ft.platform.election import Standing
+from ft.platform import election as election
+from ft.platform.election import LeaseRecord
 
 LIMITS = Timeouts()
 
@@ -23,32 +23,32 @@ LIMITS = Timeouts()
 def test_a_term_is_claimed_once(tmp_path):
     won = []
     claimants = [
-        threading.Thread(target=lambda n=n: tenure.claim(tmp_path, 3, f"n{n}") and won.append(n)) for n in range(16)
+        threading.Thread(target=lambda n=n: election.claim(tmp_path, 3, f"n{n}") and won.append(n)) for n in range(16)
     ]
     for claimant in claimants:
         claimant.start()
     for claimant in claimants:
         claimant.join()
-    assert len(won) == 1 and tenure.newest(tmp_path) == 3
-    assert tenure.is_over(tmp_path, 2) and not tenure.is_over(tmp_path, 3)
+    assert len(won) == 1 and election.newest(tmp_path) == 3
+    assert election.is_over(tmp_path, 2) and not election.is_over(tmp_path, 3)
 
 
 def test_a_standing_is_read_whole_or_not_at_all(tmp_path):
-    assert tenure.read(tmp_path) is None and tenure.newest(tmp_path) == -1
-    standing = Standing(2, 0, "tcp://h:1", "n1", 77, 5)
-    tenure.renew(tmp_path, standing)
-    assert tenure.read(tmp_path) == standing and os.listdir(tmp_path) == ["control.json"]
+    assert election.read(tmp_path) is None and election.newest(tmp_path) == -1
+    standing = LeaseRecord(2, 0, "tcp://h:1", "n1", 77, 5)
+    election.renew(tmp_path, standing)
+    assert election.read(tmp_path) == standing and os.listdir(tmp_path) == ["control.json"]
     for broken in ("", "{", "[]", '{"term": 1}'):
         (tmp_path / "control.json").write_text(broken)
-        assert tenure.read(tmp_path) is None
+        assert election.read(tmp_path) is None
 
 
 def test_a_lease_that_is_renewed_is_told_from_one_that_was_left(tmp_path):
-    assert not tenure.is_kept(tmp_path, 0.1)
-    tenure.renew(tmp_path, Standing(0, 0, "", "n0", 1))
-    assert not tenure.is_kept(tmp_path, 0.2)
-    threading.Timer(0.1, lambda: tenure.renew(tmp_path, Standing(0, 0, "", "n0", 1, 1))).start()
-    assert tenure.is_kept(tmp_path, 20.0)
+    assert not election.is_kept(tmp_path, 0.1)
+    election.renew(tmp_path, LeaseRecord(0, 0, "", "n0", 1))
+    assert not election.is_kept(tmp_path, 0.2)
+    threading.Timer(0.1, lambda: election.renew(tmp_path, LeaseRecord(0, 0, "", "n0", 1, 1))).start()
+    assert election.is_kept(tmp_path, 20.0)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,8 @@ def test_no_token(tmp_path):
 
 def test_a_node_that_starts_before_the_control_plane_waits_for_it_and_one_that_has_lost_it_is_fenced(tmp_path):
     began = time.monotonic() - 60.0
-    early, late = (Steward(tmp_path, 1, Sidecar(tmp_path, "tcp://127.0.0.1:1", {}), LIMITS) for _ in range(2))
+    sidecars = (Sidecar(tmp_path, "tcp://127.0.0.1:1", {}) for _ in range(2))
+    early, late = (ControlPlaneSupervisor(tmp_path, 1, sidecar, LIMITS) for sidecar in sidecars)
     assert early.look(began, began)[0] == late.look(began, began)[0] == WAIT
     deadline = time.monotonic() + 20.0
     while late.look(began + 60.0, began + 30.0)[0] != FENCE:  # once it has looked for a lease, and there is none

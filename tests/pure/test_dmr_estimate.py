@@ -178,7 +178,7 @@ def test_flags_override_a_scenario(capsys, tmp_path):
         ("--model llama3-70b", "gpus is not given"),
         ("--model llama5 --gpus 8", "no model is called 'llama5'"),
         (f"{SMALL} --device tpu", "no device is called 'tpu'"),
-        (f"{SMALL} --memory lots", "no size like"),
+        (f"{SMALL} --memory rng", "no size like"),
         (f"{SMALL} --memory 10GB", "needs"),
         (f"{SMALL} --batch 0", "no whole number from 1 to"),
         (f"{SMALL} --batch 1,x", "x"),

@@ -7,8 +7,8 @@ import pytest
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.assign import D_INTER, NAIVE, PIGGYBACK, AgcSegment, Assignment, Plan, Predicted
 from ft.systems.dmr.plan.trace import Memory, Operator, Place, Tensor, Trace, Window
-from ft.systems.dmr.runtime.abreast import Abreast
-from ft.systems.dmr.runtime.course import Unit, operator_id
+from ft.systems.dmr.runtime.alignment import Abreast
+from ft.systems.dmr.runtime.cursor import Unit, operator_id
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Planned
 
 NAMES = ("mm", "add", "relu", "mm", "mul", "sum")

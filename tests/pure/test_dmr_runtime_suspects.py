@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from ft.systems.dmr.plan.trace import FORWARD
-from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.cursor import At
 from ft.systems.dmr.runtime.findings import AT_ONCE, DISPUTED, MESSAGE, RECOMPUTATION, REDUCTION, WINDOW, Mismatch
 from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, RETRY, Limits, Memory, decide, own_mismatches
 

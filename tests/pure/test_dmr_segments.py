@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.cursor import At
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.segments import Scripts, Segment
 

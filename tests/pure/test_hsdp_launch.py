@@ -11,7 +11,7 @@ from ft.base.errors import UserError
 from ft.commands import arguments
 from ft.commands import replicas as run
 from ft.job.agent.options import Cluster, RunOptions, Script
-from ft.job.quorum import standing
+from ft.job.quorum import lease as standing
 from ft.job.quorum.limits import Limits
 from ft.job.replicas import faults, flags, marks, policy, replica
 from ft.job.replicas.member import next_life
@@ -304,6 +304,6 @@ def test_a_replica_that_comes_alone_is_reached_where_the_quorum_server_sees_it(t
     whole = RunOptions(script, here, 2, 0, tmp_path, "r", 9, [], None, 1, True, None)
     alone = flags.Replicas(3, only=2)
     assert run.reachable(whole, alone) == whole, "nobody is there yet"
-    standing.write(tmp_path, standing.Standing("tcp://127.0.0.1:4000", 0))
+    standing.write(tmp_path, standing.LeaseRecord("tcp://127.0.0.1:4000", 0))
     assert run.reachable(whole, alone).local_addr == "127.0.0.1"
     assert run.reachable(whole, flags.Replicas(3)) == whole

@@ -11,7 +11,7 @@ from test_report_files import report
 
 from ft import cli
 from ft.observe.report import presence
-from ft.platform import election as tenure
+from ft.platform import election as election
 from ft.platform import processes
 from ft.systems.hsdp import commits
 
@@ -136,10 +136,11 @@ def test_status_ends_with_1_where_the_launcher_is_dead(tmp_path, capsys, monkeyp
     run = small(tmp_path)
     run.close()
     (tmp_path / "launchers").mkdir()
-    tenure.renew(tmp_path / "launchers", tenure.Standing(0, 0, "", "n0", 1, launcher=processes.identity(os.getpid())))
+    record = election.LeaseRecord(0, 0, "", "n0", 1, launcher=processes.identity(os.getpid()))
+    election.renew(tmp_path / "launchers", record)
     assert cli.main(["status", str(tmp_path)]) == 0
     gone = processes.identity(os.getpid()) + "0"  # a process of this host that began at another time
-    tenure.renew(tmp_path / "launchers", tenure.Standing(0, 0, "", "n0", 1, launcher=gone))
+    election.renew(tmp_path / "launchers", election.LeaseRecord(0, 0, "", "n0", 1, launcher=gone))
     assert cli.main(["status", str(tmp_path), "--watch"]) == 1
     said = capsys.readouterr().out
     assert "gone (it was training)" in said and "its ft run on this host is gone" in said

@@ -13,7 +13,7 @@ from ft import cli
 from ft.base import events
 from ft.observe.report import presence
 from ft.observe.report.lanes import tenures
-from ft.platform import election as tenure
+from ft.platform import election as election
 from ft.platform import processes
 from ft.record.recoveries import recoveries
 from ft.record.run import load
@@ -310,9 +310,9 @@ def dead_process() -> str:
 def test_status_ends_with_1_where_the_launcher_is_dead(extra, tmp_path, capsys):
     folder = write(tmp_path / "a", History(), steps=3)
     control_says(folder, nodes={"n0": "up"})
-    tenure.renew(folder, tenure.Standing(0, 0, "", "n0", 1, launcher=processes.identity(os.getpid())))
+    election.renew(folder, election.LeaseRecord(0, 0, "", "n0", 1, launcher=processes.identity(os.getpid())))
     assert cli.main(["status", str(folder)]) == 0
-    tenure.renew(folder, tenure.Standing(0, 0, "", "n0", 1, launcher=dead_process()))
+    election.renew(folder, election.LeaseRecord(0, 0, "", "n0", 1, launcher=dead_process()))
     assert cli.main(["status", str(folder), *extra]) == 1
     assert "its ft run on this host is gone" in capsys.readouterr().out
 
@@ -320,7 +320,7 @@ def test_status_ends_with_1_where_the_launcher_is_dead(extra, tmp_path, capsys):
 def test_who_has_the_lease_elsewhere_is_gone_after_a_while_without_a_renewal(tmp_path, monkeypatch):
     monkeypatch.setattr(presence, "_SUCCESSION_S", 0.1)
     elsewhere = "another-boot 7 99"
-    tenure.renew(tmp_path, tenure.Standing(0, 0, "", "n0", 1, launcher=elsewhere))
+    election.renew(tmp_path, election.LeaseRecord(0, 0, "", "n0", 1, launcher=elsewhere))
     assert presence.gone(tmp_path, 10.0, 2) == "", "another one may be taking over"
     assert "nobody renews its lease" in presence.gone(tmp_path, presence.GONE_S + 1, 2)
     assert "nobody renews its lease" in presence.gone(tmp_path, None, 2, is_steady=True)

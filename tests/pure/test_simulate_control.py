@@ -10,7 +10,7 @@ import pytest
 
 from ft.cli import main
 from ft.lab.simulate.control.faults import BY_NAME, HARMLESS
-from ft.lab.simulate.control.plants import PLANTS, planted
+from ft.lab.simulate.control.mutants import PLANTS, planted
 from ft.lab.simulate.control.run import Wish, simulate
 
 FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]

@@ -9,7 +9,7 @@ import pytest
 
 from ft.cli import main
 from ft.lab.simulate.hsdp_protocol.faults import BY_NAME
-from ft.lab.simulate.hsdp_protocol.plants import PLANTS, planted
+from ft.lab.simulate.hsdp_protocol.mutants import PLANTS, planted
 from ft.lab.simulate.hsdp_protocol.run import Wish, simulate
 
 FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]

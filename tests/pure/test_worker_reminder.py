@@ -1,10 +1,10 @@
-"""Reports that are said again until they are answered."""
+"""Reports that are send_until_acknowledged again until they are answered."""
 
 import time
 
 import pytest
 
-from ft.systems.hot_swap.reminder import said
+from ft.worker.acknowledged import send_until_acknowledged
 
 
 class Link:
@@ -17,7 +17,7 @@ class Link:
 
 def test_a_report_is_said_again_until_the_block_ends():
     link = Link()
-    with said(link, "left", period_s=0.01):
+    with send_until_acknowledged(link, "left", period_s=0.01):
         assert link.sent[0] == "left"
         deadline = time.monotonic() + 10
         while len(link.sent) < 3:
@@ -32,14 +32,14 @@ def test_a_report_is_said_again_until_the_block_ends():
 def test_what_is_answered_at_once_is_said_once():
     link = Link()
     for _ in range(3):
-        with said(link, "repaired"):
+        with send_until_acknowledged(link, "repaired"):
             pass
     assert link.sent == ["repaired"] * 3
 
 
 def test_an_end_by_an_error_ends_the_reminders():
     link = Link()
-    with pytest.raises(ValueError), said(link, "failed", period_s=0.01):
+    with pytest.raises(ValueError), send_until_acknowledged(link, "failed", period_s=0.01):
         raise ValueError
     time.sleep(0.05)
     count = len(link.sent)

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ft.base.errors import UserError  # noqa: E402
-from ft.job.control import board as boards  # noqa: E402
-from ft.job.control.board import Record  # noqa: E402
+from ft.job.control import channel as boards  # noqa: E402
+from ft.job.control.channel import Record  # noqa: E402
 from ft.job.messages import Close, WorkerStarted  # noqa: E402
 
 TOKEN = "bench"
@@ -81,13 +81,13 @@ def measure(where: str, messages: int) -> dict[str, float]:
     return {**figures("report", reports), **figures("order", orders)}
 
 
-def receive(control: boards.ControlBoard, came: SimpleQueue, messages: int) -> None:
+def receive(control: boards.ControlChannel, came: SimpleQueue, messages: int) -> None:
     for _ in range(messages):
         control.receive(LIMIT_S)
         came.put(time.perf_counter())
 
 
-def follow(agent: boards.AgentBoard, came: SimpleQueue) -> None:
+def follow(agent: boards.AgentChannel, came: SimpleQueue) -> None:
     try:
         agent.follow(lambda number, order: came.put(time.perf_counter()), 0)
     except ConnectionError:

@@ -83,12 +83,12 @@ def keeper(job, settings):
     """What keeps the norms of ``job``, without a control plane to talk to."""
     import torch.distributed as dist
 
-    from ft.systems.checkfree.keeper import StageKeeper
-    from ft.systems.hot_swap.subject import Subject
+    from ft.protection.training_state import TrainingState
+    from ft.systems.checkfree.rebuilder import CheckFreeRebuilder
 
     trainee = job.trainee
     session = SimpleNamespace(rank=dist.get_rank(), observe=lambda name, **detail: None)
-    return StageKeeper(session, Subject(trainee.chunks, trainee.optimizer, trainee.scheduler), settings)
+    return CheckFreeRebuilder(session, TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler), settings)
 
 
 def alternate(arguments: argparse.Namespace, plain, plus, kept) -> dict[str, list[float]]:

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).paren
 
 import in_replicas  # noqa: E402
 
-from ft.systems.hot_swap.plain import Unguarded  # noqa: E402
+from ft.protection.unprotected import Unprotected  # noqa: E402
 
 WARM_UP = 2
 
@@ -77,7 +77,7 @@ class GlooExchange:
             part.mul_(1.0 / self._replicas)
 
 
-class PlainReplica(Unguarded):
+class PlainReplica(Unprotected):
     """Data parallelism over replicas that nothing happens to."""
 
     def __init__(self, exchange: GlooExchange, replicas: int):
@@ -140,8 +140,8 @@ def measure(arguments: argparse.Namespace) -> None:
     from megatron.patches.manifest import WITH_REPLICAS
 
     patches.apply(WITH_REPLICAS)
-    from ft.systems.hot_swap.session import attach
     from ft.systems.hsdp.place import Place
+    from ft.worker.session import attach
     from megatron.patches import replicas
     from megatron.training.initialize import init_model_parallel
     from megatron.training.pretrain import assemble, replica
@@ -163,7 +163,7 @@ def measure(arguments: argparse.Namespace) -> None:
     }
     watch = watched(guard, parts, gloo)
     times = {name: [] for name in sides}
-    guard.carry_through(lambda: alternate(arguments, job, session, cross, sides, times, watch))
+    guard.run_with_recovery(lambda: alternate(arguments, job, session, cross, sides, times, watch))
     if place.replica == 0 and session.rank == 0:
         in_replicas.publish(result(arguments, job, times, watch))
     session.close()

@@ -99,7 +99,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 if number >= 1:  # the first pair warms up
                     times[side].append((time.perf_counter() - began) / arguments.block_steps)
 
-    guard.carry_through(work)
+    guard.run_with_recovery(work)
     if session.rank == 0:
         found = result(arguments, times, stats, count_parameters(job.trainee.chunks), guard)
         (Path(os.environ["BENCH_FOLDER"]) / "result.json").write_text(json.dumps(found))

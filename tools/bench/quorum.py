@@ -82,7 +82,7 @@ def quorum(replicas: int, rounds: int) -> dict:
 
 def board(replicas: int, rounds: int) -> dict:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its client makes a page of each connection that ends
-    from ft.job.control import board as boards
+    from ft.job.control import channel as boards
     from ft.job.messages import Observed
 
     began = time.perf_counter()

@@ -50,9 +50,9 @@ def measure(arguments: argparse.Namespace) -> None:
     from megatron.patches.manifest import WITH_REPLICAS
 
     patches.apply(WITH_REPLICAS)
-    from ft.systems.hot_swap.session import attach
     from ft.systems.hsdp.place import Place
     from ft.systems.hsdp.work import OwnStream
+    from ft.worker.session import attach
     from megatron.training.initialize import init_model_parallel
     from megatron.training.pretrain import assemble, replica
 
@@ -65,7 +65,7 @@ def measure(arguments: argparse.Namespace) -> None:
     cross = gloo_group(in_replicas.folder(), place, session.rank)
     sides = {"spare": guard._work, "plain": OwnStream(place)}
     times = {name: [] for name in sides}
-    found = guard.carry_through(lambda: alternate(arguments, job, guard, session, cross, sides, times))
+    found = guard.run_with_recovery(lambda: alternate(arguments, job, guard, session, cross, sides, times))
     if place.replica == 0:
         in_replicas.publish(found)
     session.close()

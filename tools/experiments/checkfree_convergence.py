@@ -86,9 +86,9 @@ def failures(at_risk: Sequence[int], rate: float, steps: int, seed: int) -> list
 
     The same whatever the strategy; a stage that would be lost together with another is so a step later.
     """
-    lots, found, late = random.Random(f"{seed} {rate} {list(at_risk)}"), [], []
+    rng, found, late = random.Random(f"{seed} {rate} {list(at_risk)}"), [], []
     for step in range(min(FIRST, steps // 3), steps - min(REST, steps // 4) + 1):
-        late += [stage for stage in lots.sample(at_risk, len(at_risk)) if lots.random() < rate / 100]
+        late += [stage for stage in rng.sample(at_risk, len(at_risk)) if rng.random() < rate / 100]
         if late:
             found.append((step, late.pop(0)))
     return found

@@ -76,8 +76,8 @@ class Life:
     def __init__(self, flags: str, straight: bool, equal: bool):
         import torch.distributed as dist
 
-        from ft.systems.checkfree.keeper import KeptPosition, StageKeeper
-        from ft.systems.hot_swap.subject import Subject
+        from ft.protection.training_state import TrainingState
+        from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
         from megatron.training import pretrain
         from megatron.training.position import JobPosition
 
@@ -88,10 +88,10 @@ class Life:
         self._rank, self._stages = dist.get_rank(), dist.get_world_size()
         self._told: list[dict] = []
         session = SimpleNamespace(rank=self._rank, observe=lambda name, **detail: self._told.append(detail))
-        self._subject = Subject(trainee.chunks, trainee.optimizer, trainee.scheduler)
+        self._subject = TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler)
         settings = pretrain.checkfree(self.job.options, self.job.layout, self.job.state, trainee.doubles)
-        self._keeper = StageKeeper(session, self._subject, settings)
-        self._position = KeptPosition(JobPosition(self.job), self._keeper)
+        self._keeper = CheckFreeRebuilder(session, self._subject, settings)
+        self._position = PositionWithNorms(JobPosition(self.job), self._keeper)
         self._held_out = None
 
     def step(self) -> float:

@@ -99,12 +99,12 @@ def read(path: Path) -> list[dict]:
 
 def failures(setting: Setting, seed: int) -> list[tuple[int, frozenset[int]]]:
     """(first step, who is away) of each; the same for all learning rates, and the one replica is one of the three."""
-    lots = random.Random(f"{seed} {setting.count} {setting.length}")
+    rng = random.Random(f"{seed} {setting.count} {setting.length}")
     stretch = (STEPS - FIRST) // max(setting.count, 1)
     found = []
     for number in range(setting.count):
-        first = FIRST + number * stretch + lots.randrange(max(1, stretch - setting.length))
-        found.append((first, frozenset(lots.sample(range(REPLICAS), 3)[: setting.replicas])))
+        first = FIRST + number * stretch + rng.randrange(max(1, stretch - setting.length))
+        found.append((first, frozenset(rng.sample(range(REPLICAS), 3)[: setting.replicas])))
     return found
 
 

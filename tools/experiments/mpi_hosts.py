@@ -5,8 +5,9 @@
 
 The hosts are network namespaces with a real Slurm (tests/helpers/slurm/cluster.py: needs root, slurm-wlm, munge;
 libpmix-dev for srun). Two nodes train, the third carries standbys; n2's power is cut in mid-run: its agent, its
-workers, its MPI process and the daemon of mpirun or Slurm are gone, and no packet comes to say so. Prints one JSON line: whether the run
-has finished, how often it was restarted, who ends up where, whether the losses are those of a run without faults.
+workers, its MPI process and the daemon of mpirun or Slurm are gone, and no packet comes to say so. Prints one
+JSON line: whether the run has finished, how often it was restarted, who ends up where, whether the losses are those
+of a run without faults.
 """
 
 import json

@@ -11,10 +11,10 @@ from typing import Any
 from ft.base import events
 from ft.base.errors import UserError
 from ft.job.agent import succession
+from ft.job.agent.components import Components
 from ft.job.agent.console import last_lines, last_words
-from ft.job.agent.parts import Parts
+from ft.job.agent.listener import unwatch
 from ft.job.agent.pool import PoolBroken
-from ft.job.agent.reception import unwatch
 from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked
 from ft.job.agent.workforce import Worker
 from ft.job.control.timeouts import Timeouts
@@ -72,7 +72,7 @@ class Agent:
         joined: what to say once a worker of this node trains under a guard.
     """
 
-    def __init__(self, parts: Parts, ranks: list[int], life: int = 0, joined: str = ""):
+    def __init__(self, parts: Components, ranks: list[int], life: int = 0, joined: str = ""):
         self._parts, self._membership, self._steward = parts, parts.membership, parts.steward
         self._console, self._uplink = parts.console, parts.uplink
         self._workforce, self._masters = parts.workforce, parts.masters

@@ -32,7 +32,7 @@ def carry_out(
         token.make(options.run_dir)
 
     from ft.job.agent.agent import Agent
-    from ft.job.agent.parts import assemble
+    from ft.job.agent.components import assemble
 
     parts = assemble(options, port, faults)
     parts.workforce.training_since = began

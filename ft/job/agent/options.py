@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ft.base.errors import Problem, Problems, UserError
 from ft.job.agent import mpirun
-from ft.platform import election as tenure
+from ft.platform import election as election
 from ft.platform import slurm
 from ft.platform.topology import read_topology
 
@@ -311,6 +311,6 @@ def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease
     path = path.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(f"--run-dir {path} is not a directory", "choose another one")
-    if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not tenure.is_kept(path / lease):
+    if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not election.is_kept(path / lease):
         raise UserError(f"{path} holds the events of an earlier run", "choose another --run-dir, or remove that one")
     return path

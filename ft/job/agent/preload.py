@@ -27,8 +27,8 @@ _TRAINER = (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.helpers",
 )
-_REPLICAS = ("ft.systems.hsdp.parts", "ft.systems.hsdp.resume")
-_FAULT_TOLERANCE = ("ft.systems.hot_swap.session", "ft.systems.hot_swap.protect", "ft.systems.checkfree.keeper")
+_REPLICAS = ("ft.systems.hsdp.components", "ft.systems.hsdp.resume")
+_FAULT_TOLERANCE = ("ft.worker.session", "ft.systems.hot_swap.protect", "ft.systems.checkfree.rebuilder")
 
 
 class UnfitForForking(Exception):

@@ -18,7 +18,7 @@ from ft.base import token
 from ft.base.errors import FtError
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentJoined
-from ft.platform import election as tenure
+from ft.platform import election as election
 
 _RECORD_S = 2.0
 _LOOK_S = 0.05
@@ -203,7 +203,7 @@ class _Conversation:
         Raises:
             ConnectionError: its end.
         """
-        from ft.job.control import board as boards  # brings torch, which the agent's loop does not wait for
+        from ft.job.control import channel as boards
 
         standing = self._find()
         if standing is None:
@@ -225,14 +225,14 @@ class _Conversation:
         finally:
             board.close()
 
-    def _find(self) -> tenure.Standing | None:
+    def _find(self) -> election.LeaseRecord | None:
         unshared = time.monotonic() + _UNSHARED_S
         while not self._ended:
-            standing = tenure.read(self._run_dir)
+            standing = election.read(self._run_dir)
             if standing is not None and standing.life >= self._life and standing.where:
                 return standing
             if standing is None and self._endpoint and time.monotonic() >= unshared:
-                return tenure.Standing(0, self._life, self._endpoint, "", 0)
+                return election.LeaseRecord(0, self._life, self._endpoint, "", 0)
             time.sleep(_LOOK_S)
         return None
 

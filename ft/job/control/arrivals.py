@@ -3,7 +3,8 @@
 from ft.base import events
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
-from ft.job.control import drift, ends
+from ft.job.control import drift
+from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import lose_agent
 from ft.job.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, Place, State, Worker

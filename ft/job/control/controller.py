@@ -1,6 +1,6 @@
 """The control plane's decisions: ``decide(state, now, report)`` is the only function that changes the state.
 
-It reads no clock, draws no lots and does no I/O: the same code runs in production, in simulation and in a replay of the
+It reads no clock, draws no rng and does no I/O: the same code runs in production, in simulation and in a replay of the
 journal. Everything that depends on time alone is decided when ``decide`` is called without a report, and such a call
 that decides nothing leaves the state as it was.
 """

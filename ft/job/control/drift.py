@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from ft.base import events
 from ft.faults import verdict
 from ft.job import messages as m
-from ft.job.control import ends, epochs
+from ft.job.control import epochs
+from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.state import GATHERING, State, Worker
 

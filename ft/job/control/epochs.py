@@ -2,7 +2,9 @@
 
 from ft.base import events
 from ft.job import messages as m
-from ft.job.control import ends, history, invariants, membership, rungs
+from ft.job.control import history, invariants, membership
+from ft.job.control import recovery_plan as rungs
+from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.rebuilds import plan_rebuild
 from ft.job.control.state import (

@@ -6,7 +6,8 @@ from ft.base import events
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, Verdict
 from ft.job import messages as m
-from ft.job.control import ends, epochs, history
+from ft.job.control import epochs, history
+from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Suspicion, Worker
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.lines import Lines
-from ft.job.control.board import KEPT_ORDERS, Posted, Record
+from ft.job.control.channel import KEPT_ORDERS, Posted, Record
 from ft.job.control.controller import decide
 from ft.job.control.decision import Decision, Note
 from ft.job.control.state import Options, State

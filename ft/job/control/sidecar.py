@@ -11,19 +11,19 @@ from pathlib import Path
 
 from ft.base import events, token
 from ft.base.errors import UserError
-from ft.job.control import board as boards
+from ft.job.control import channel as boards
 from ft.job.control import status
-from ft.job.control.board import ControlBoard, Posted
+from ft.job.control.channel import ControlChannel, Posted
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.decision import Note
+from ft.job.control.isolation import Solitude
 from ft.job.control.journal import Journal, Memory, lives, recall
-from ft.job.control.solitude import Solitude
 from ft.job.control.state import ENDED, Options, State
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentLeaving, ControlBack
-from ft.platform import election as tenure
+from ft.platform import election as election
 from ft.platform import processes
-from ft.platform.election import SUCCEEDED, Standing
+from ft.platform.election import SUCCEEDED, LeaseRecord
 
 _STATUS_S = 0.5
 _LEAVE_S = 5.0
@@ -39,7 +39,7 @@ class Sidecar:
         standing: of this process.
     """
 
-    def __init__(self, folder: Path, board: ControlBoard, begins: Options | Memory, standing: Standing):
+    def __init__(self, folder: Path, board: ControlChannel, begins: Options | Memory, standing: LeaseRecord):
         self._folder, self._board, self._standing = folder, board, standing
         self._events = events.EventLog(folder / "events.jsonl")
         self._due = self._status_at = self._renewed_at = 0.0
@@ -62,12 +62,12 @@ class Sidecar:
         """Until the run has ended and all agents have left, or a while after that; returns the exit code."""
         self._resume()
         while not self._is_over():
-            if tenure.is_over(self._folder, self._standing.term):  # before renewing, too: it may have been paused
+            if election.is_over(self._folder, self._standing.term):  # before renewing, too: it may have been paused
                 return SUCCEEDED
             self._renew()
             wait = min(self._due - self._now(), self._state.options.timeouts.lease_beat_s)
             posted = self._board.receive(wait)
-            if tenure.is_over(self._folder, self._standing.term):
+            if election.is_over(self._folder, self._standing.term):
                 return SUCCEEDED
             if self._board.absences != self._absences:
                 self._absences = self._board.absences
@@ -147,7 +147,7 @@ class Sidecar:
             self._renewed_at = now
             self._standing = replace(self._standing, count=self._standing.count + 1)
             with contextlib.suppress(OSError):  # a full disk; who is connected does not look at the lease
-                tenure.renew(self._folder, self._standing)
+                election.renew(self._folder, self._standing)
 
     def _is_over(self) -> bool:
         if self._ended_at is None:
@@ -209,6 +209,6 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         parser.exit(UserError.exit_code, f"{parser.prog}: {error}\n")
     launcher = processes.identity(os.getppid())
-    standing = Standing(given.term, options.restarts, board.where, given.node, os.getpid(), launcher=launcher)
+    standing = LeaseRecord(given.term, options.restarts, board.where, given.node, os.getpid(), launcher=launcher)
     code = Sidecar(given.run_dir, board, begins, standing).run()
     os._exit(code)  # threads may be inside torch's store: the interpreter's orderly end would abort the process

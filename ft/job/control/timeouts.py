@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ft.base import ladder
+from ft.base import timeout_order as ladder
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 ``client`` a leader's end of the wire, ``spread`` the way from a leader to the ranks of its replica.
 """
 
-from ft.job.quorum.client import Obituary, QuorumClient
+from ft.job.quorum.client import FailureNotice, QuorumClient
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.values import NoQuorum, Quorum, Report
 
-__all__ = ["Limits", "NoQuorum", "Obituary", "Quorum", "QuorumClient", "Report"]
+__all__ = ["FailureNotice", "Limits", "NoQuorum", "Quorum", "QuorumClient", "Report"]

@@ -160,7 +160,7 @@ class QuorumClient:
             asked[1].set_exception(error)
 
 
-class Obituary:
+class FailureNotice:
     """Says that a replica is given up, to every server of the run: nobody should wait for another life of it.
 
     Args:

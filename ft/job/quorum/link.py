@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import FtError, UserError
-from ft.job.quorum import standing, wire
+from ft.job.quorum import lease as standing
+from ft.job.quorum import wire
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.wire import Broken, Channel
 

@@ -21,11 +21,12 @@ from typing import Any
 
 from ft.base import events, token
 from ft.base.errors import FtError, UserError
-from ft.job.quorum import reactions, standing, wire
+from ft.job.quorum import lease as standing
+from ft.job.quorum import reactions, wire
+from ft.job.quorum.connections import Connection, Guests
 from ft.job.quorum.decide import Decision, decide
-from ft.job.quorum.guests import Guest, Guests
+from ft.job.quorum.lease import LeaseRecord
 from ft.job.quorum.limits import Limits
-from ft.job.quorum.standing import Standing
 from ft.job.quorum.state import Note, Options, State
 from ft.job.quorum.values import BadMessage, NoQuorum, Quorum, Report
 from ft.net.codec import to_json
@@ -99,7 +100,7 @@ class Server:
 
     # --- what comes in ----------------------------------------------------------------------------------------------
 
-    def _serve(self, guest: Guest, mask: int) -> None:
+    def _serve(self, guest: Connection, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
                 guest.channel.flush()
@@ -110,7 +111,7 @@ class Server:
         except FtError as error:
             self._drop(guest, str(error))
 
-    def _take(self, guest: Guest, message: dict[str, Any]) -> None:
+    def _take(self, guest: Connection, message: dict[str, Any]) -> None:
         """One message of a member's. Raises: FtError: none that a sound one sends."""
         now, kind = time.monotonic(), message.pop("kind")
         if kind == "beat":
@@ -135,7 +136,7 @@ class Server:
         if guest.replica is not None and self._guests.leaders.get(guest.replica) is guest:
             reactions.beat(self._state, now, guest.replica)
 
-    def _welcome(self, guest: Guest, now: float, message: dict[str, Any]) -> None:
+    def _welcome(self, guest: Connection, now: float, message: dict[str, Any]) -> None:
         replica, life, rows, known = (message.get(name) for name in ("replica", "life", "rows", "known"))
         if not _is_count(replica) or not _is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
             raise BadMessage("a hello without replica, life, rows or known")
@@ -155,7 +156,7 @@ class Server:
         self._rows[replica] = (life, wire.pack({"kind": "rows", "replica": replica, "life": life, "rows": rows}))
         self._write(notes)
 
-    def _asked(self, guest: Guest, now: float, message: dict[str, Any]) -> None:
+    def _asked(self, guest: Connection, now: float, message: dict[str, Any]) -> None:
         report = Report.parse(message.get("report"))
         if (report.replica, report.life) != (guest.replica, guest.life):
             raise BadMessage(f"a report of life {report.life} of replica {report.replica} from another's connection")
@@ -175,7 +176,7 @@ class Server:
         else:
             self._write(reactions.arriving(self._state, now, replica, life))
 
-    def _drop(self, guest: Guest, reason: str) -> None:
+    def _drop(self, guest: Connection, reason: str) -> None:
         self._guests.drop(guest, reason)
         if guest.replica is not None and self._guests.leaders.get(guest.replica) is guest:
             del self._guests.leaders[guest.replica]
@@ -217,7 +218,7 @@ class Server:
         else:
             self._write(reactions.formed(self._state, now, decision.quorum, dict(decision.excluded)))
 
-    def _give(self, guest: Guest, quorum: Quorum, frame: bytes) -> None:
+    def _give(self, guest: Connection, quorum: Quorum, frame: bytes) -> None:
         """The quorum, behind the rows of members that this one has not got yet."""
         try:
             for member, life in quorum.lives.items():
@@ -230,7 +231,7 @@ class Server:
         except FtError as error:
             self._drop(guest, str(error))
 
-    def _refuse(self, guest: Guest, reason: str) -> None:
+    def _refuse(self, guest: Connection, reason: str) -> None:
         try:
             guest.channel.send(wire.pack({"kind": "none", "reason": reason}))
             self._guests.attend(guest)
@@ -270,8 +271,8 @@ class Server:
         self._stand()
         return True
 
-    def _standing(self) -> Standing:
-        return Standing(self._where, self._state.term, os.getpid(), self._state.end)
+    def _standing(self) -> LeaseRecord:
+        return LeaseRecord(self._where, self._state.term, os.getpid(), self._state.end)
 
     def _write(self, notes: list[Note]) -> None:
         for note in notes:

@@ -8,7 +8,7 @@ from typing import Any
 from ft.base.errors import Problem, Problems
 from ft.base.quantities import duration
 from ft.job.quorum.limits import Limits
-from ft.job.replicas.patience import LONGEST_S
+from ft.job.replicas.deadlines import LONGEST_S
 
 LR_SCALING = ("none", "linear", "sqrt")
 _DEFAULT_LR_SCALING = "sqrt"

@@ -15,9 +15,9 @@ from ft.job.agent import succession
 from ft.job.agent.console import last_lines
 from ft.job.control.timeouts import Timeouts
 from ft.job.replicas import child
-from ft.platform import election as tenure
+from ft.platform import election as election
 from ft.platform import processes
-from ft.platform.election import SUCCEEDED, Standing
+from ft.platform.election import SUCCEEDED, LeaseRecord
 
 FOLDER = "launchers"
 """In the run's: the launchers' own terms and lease; those in the run's folder are the servers'."""
@@ -57,7 +57,7 @@ class QuorumHost:
         Raises:
             OSError: the folder cannot be written.
         """
-        if not self._turn and tenure.newest(self._folder) < 0:
+        if not self._turn and election.newest(self._folder) < 0:
             self._claim()
         self._lease.start()
 
@@ -90,7 +90,7 @@ class QuorumHost:
 
     def first_is_lost(self) -> bool:
         """Whether another launcher has succeeded that of node 0, which had not said that it leaves."""
-        standing = tenure.read(self._folder)
+        standing = election.read(self._folder)
         is_succeeded = standing is not None and standing.term > 0 and standing.node != _FIRST
         return is_succeeded and not (self._folder / f"{_LEFT}{_FIRST}").exists()
 
@@ -103,12 +103,12 @@ class QuorumHost:
 
     def _claim(self) -> bool:
         """Takes the lease and starts the server; False if another launcher was faster, or the folder is not there."""
-        term = tenure.newest(self._folder) + 1
+        term = election.newest(self._folder) + 1
         try:
-            is_mine = tenure.claim(self._folder, term, self._name)
+            is_mine = election.claim(self._folder, term, self._name)
             if is_mine:
                 self._lease.hold(
-                    Standing(term, 0, "", self._name, os.getpid(), launcher=processes.identity(os.getpid()))
+                    LeaseRecord(term, 0, "", self._name, os.getpid(), launcher=processes.identity(os.getpid()))
                 )
         except OSError as error:
             self._say(f"the quorum server's lease cannot be taken: {error}")
@@ -158,8 +158,8 @@ class _Lease:
     def __init__(self, run_dir: Path, period_s: float):
         self._run_dir, self._period_s = run_dir, period_s
         self._lock = threading.Lock()
-        self._mine: Standing | None = None
-        self._seen: Standing | None = None
+        self._mine: LeaseRecord | None = None
+        self._seen: LeaseRecord | None = None
         self._changed_at: float | None = None
         self._closed = threading.Event()
         self.lost = False
@@ -168,7 +168,7 @@ class _Lease:
     def holds(self) -> bool:
         return self._mine is not None
 
-    def hold(self, standing: Standing) -> None:
+    def hold(self, standing: LeaseRecord) -> None:
         """This launcher has claimed the term of ``standing``.
 
         Raises:
@@ -176,7 +176,7 @@ class _Lease:
         """
         with self._lock:
             self._mine, self.lost = standing, False
-            tenure.renew(self._run_dir, standing)
+            election.renew(self._run_dir, standing)
 
     def drop(self) -> None:
         """Another one has it."""
@@ -201,11 +201,11 @@ class _Lease:
 
     def _look(self) -> None:
         if self._mine is None:
-            found = tenure.read(self._run_dir)
+            found = election.read(self._run_dir)
             if self._changed_at is None or found != self._seen:
                 self._seen, self._changed_at = found, time.monotonic()
-        elif tenure.is_over(self._run_dir, self._mine.term):
+        elif election.is_over(self._run_dir, self._mine.term):
             self.lost = True
         else:
             self._mine = replace(self._mine, count=self._mine.count + 1)
-            tenure.renew(self._run_dir, self._mine)
+            election.renew(self._run_dir, self._mine)

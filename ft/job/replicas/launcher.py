@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from ft.base import token
-from ft.job.agent.parts import Wake
-from ft.job.quorum import Obituary
+from ft.job.agent.components import Wake
+from ft.job.quorum import FailureNotice
 from ft.job.replicas import marks, policy
 from ft.job.replicas.console import MergedConsole
 from ft.job.replicas.host import QuorumHost
@@ -50,7 +50,7 @@ class Launcher:
         self._have_trained: set[int] = set()
         self._strangers_since: float | None = None
         self._verdict: policy.Verdict | None = None
-        self._obituaries: list[Obituary] = []
+        self._obituaries: list[FailureNotice] = []
 
     def run(self) -> int:
         """Runs to the end of the run; returns the exit code. No process of it is left then."""
@@ -137,10 +137,10 @@ class Launcher:
             self._mark(member.replica, marks.GIVEN_UP)
             self._obituaries.append(self._obituary(member, answer.reason))
 
-    def _obituary(self, member: Member, reason: str) -> Obituary:
+    def _obituary(self, member: Member, reason: str) -> FailureNotice:
         """Who waits for all replicas, at the beginning, waits for this one no more."""
         life = next_life(member.setup.folder, 0) - 1
-        return Obituary(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
+        return FailureNotice(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
 
     def _mark(self, replica: int, mark: str) -> None:
         try:

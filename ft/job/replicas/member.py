@@ -12,7 +12,7 @@ from ft.base import events
 from ft.job.agent.options import RunOptions
 from ft.job.replicas import child, faults, policy, replica
 from ft.job.replicas.places import Part
-from ft.platform import election as tenure
+from ft.platform import election as election
 from ft.platform import processes
 
 
@@ -123,7 +123,7 @@ def next_life(folder: Path, node_rank: int) -> int:
     It is the agent of the replica's node 0 that begins it; others join the latest one, and are told if there is a newer
     one.
     """
-    standing = tenure.read(folder)
+    standing = election.read(folder)
     if node_rank:
         return standing.life if standing is not None else 0
     numbers = [

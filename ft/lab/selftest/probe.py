@@ -2,7 +2,7 @@
 
 Nothing is recorded for later: the inputs are there, with their strides and aliases, at the moment of the call. What an
 operator draws is drawn anew from the same state of the generator, what it writes in place is computed beside
-(``ft.systems.dmr.runtime.twice``), as DMR itself does at run time.
+(``ft.systems.dmr.runtime.redundant``), as DMR itself does at run time.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.systems.dmr.digest import compare, differing
 from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
-from ft.systems.dmr.runtime.twice import check_in_place, execute_again, state_before, written
+from ft.systems.dmr.runtime.redundant import check_in_place, execute_again, state_before, written
 
 STABLE, UNSTABLE, REFUSED, NOT_TRIED = "stable", "unstable", "refused", "not tried"
 """What becomes of an unstable operator with torch's deterministic algorithms. REFUSED: torch has none for it.

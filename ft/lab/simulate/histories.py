@@ -39,7 +39,7 @@ class Summary(Protocol):
         """``took_s``: real seconds."""
 
 
-class Plant(Protocol):
+class Mutant(Protocol):
     """A bug that can be planted."""
 
     title: str
@@ -58,8 +58,8 @@ class Simulation:
 
     name: str
     kinds: Collection[str]
-    play: Callable[[int, Any, Plant | None, bool], History]
-    find: Callable[[str], list[Plant]]
+    play: Callable[[int, Any, Mutant | None, bool], History]
+    find: Callable[[str], list[Mutant]]
     summary: Callable[[], Summary]
     columns: tuple[int, int]
 
@@ -111,7 +111,7 @@ def run(simulation: Simulation, arguments: argparse.Namespace, wish: Any) -> int
     return _sum_up(simulation, seeds, wish, jobs)
 
 
-def _tell(simulation: Simulation, seed: int, wish: Any, plant: Plant | None) -> int:
+def _tell(simulation: Simulation, seed: int, wish: Any, plant: Mutant | None) -> int:
     history = simulation.play(seed, wish, plant, True)
     print(_of_failure(simulation, history) if history.violation else "\n".join(history.lines))
     return 1 if history.violation else 0
@@ -131,7 +131,7 @@ def _sum_up(simulation: Simulation, seeds: range, wish: Any, jobs: int) -> int:
     return 1 if summary.failed else 0
 
 
-def _search(simulation: Simulation, seeds: range, wish: Any, jobs: int, plants: list[Plant]) -> int:
+def _search(simulation: Simulation, seeds: range, wish: Any, jobs: int, plants: list[Mutant]) -> int:
     found = []
     for plant in plants:
         histories = _histories(simulation, seeds, wish, jobs, plant.title)

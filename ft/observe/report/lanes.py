@@ -30,7 +30,7 @@ def origin(history: Sequence[Event]) -> float:
 
 
 def tenures(history: Sequence[Event], found: Sequence[Recovery]) -> list[Tenure]:
-    """Every tenure in the order of its end. One that a fault ended, ends at the fault and not at the next epoch."""
+    """Every election in the order of its end. One that a fault ended, ends at the fault and not at the next epoch."""
     zero = origin(history)
     held: dict[int, tuple[str, float, bool]] = {}
     done = []

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ft.platform import election as tenure
+from ft.platform import election as election
 from ft.platform import processes
 
 GONE_S = 60.0
@@ -20,11 +20,11 @@ def gone(folder: Path, age: float | None, nodes: int, *, is_steady: bool = False
         folder: of the lease. age: seconds since anything was written, None: nothing was. nodes: of the run.
         is_steady: whoever has the lease renews it without a pause from the moment that it is taken over.
     """
-    standing = tenure.read(folder)
+    standing = election.read(folder)
     if standing is None:
         return ""
     lives = processes.lives(standing.launcher) if standing.launcher else None
-    if lives or tenure.is_kept(folder, _RENEWAL_S if nodes == 1 and lives is False else _SUCCESSION_S):
+    if lives or election.is_kept(folder, _RENEWAL_S if nodes == 1 and lives is False else _SUCCESSION_S):
         return ""
     if lives is False:
         return "its ft run on this host is gone, and it has not said that it ends: killed, perhaps"

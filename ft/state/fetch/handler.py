@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ft.state.fetch import wire
-from ft.state.fetch.door import HELLO_S, Deadline, Door
+from ft.state.fetch.listener import HELLO_S, Deadline, Listener
 from ft.state.fetch.offer import NotHeld, Offer, Shelf, Visit, Withdrawn
 from ft.state.snapshot.layout import FORMAT, checksum
 
@@ -47,9 +47,9 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "ft-fetch/1", ""
-    server: Door
+    server: Listener
 
-    def __init__(self, host: Host, connection: socket.socket, address, door: Door):
+    def __init__(self, host: Host, connection: socket.socket, address, door: Listener):
         self._host, self._nonce = host, secrets.token_hex(16)
         self._count, self._strange = 0, 0
         self._words: tuple[str | int, ...] = ()

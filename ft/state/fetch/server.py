@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ft.state.fetch.door import Door
 from ft.state.fetch.handler import Handler, Host
+from ft.state.fetch.listener import Listener
 from ft.state.fetch.memory import table_of
 from ft.state.fetch.offer import Cut, Envelope, Offer, Shelf
 from ft.state.fetch.staging import prepare
@@ -32,7 +32,7 @@ class StateServer:
     def __init__(self, host: str, token: str, *, replica: int = 0, rank: int = 0):
         self._shelf = Shelf()
         self._known: tuple[dict[str, torch.Tensor], Table] | None = None
-        self._door = Door(host, functools.partial(Handler, Host(self._shelf, token, replica, rank)))
+        self._door = Listener(host, functools.partial(Handler, Host(self._shelf, token, replica, rank)))
         self.address = self._door.where
 
     def offer(self, step: int, lineage: int, tensors: Mapping[str, torch.Tensor], envelope: Mapping[str, Any]) -> None:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft.base.errors import FallbackError
+from ft.state.snapshot.copy_store import CopyStore
 from ft.state.snapshot.layout import Table, checksum, digest
 from ft.state.snapshot.state import OWNED, REPLICATED
-from ft.state.snapshot.stock import Stock
 from ft.state.snapshot.wire import Wire
 
 _STEP_ASIDE_S = 10.0
@@ -26,14 +26,14 @@ class _Arrival:
     ended: threading.Event = field(default_factory=threading.Event)
 
 
-class Desk:
+class RequestHandler:
     """Takes peer copies in and serves snapshots; called by the threads of connections.
 
     For each owner one copy comes in at a time: a newer connection of the same owner takes the place of an older one,
     whose sender is gone or has lost it.
     """
 
-    def __init__(self, stock: Stock, max_bytes: int):
+    def __init__(self, stock: CopyStore, max_bytes: int):
         self._stock, self._max_bytes = stock, max_bytes
         self._arrivals: dict[int, _Arrival] = {}
         self._newest, self._closed = -1, -1

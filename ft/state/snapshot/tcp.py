@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 
 from ft.net.streams import Network, TcpNetwork
 from ft.state.snapshot.buffers import Part
+from ft.state.snapshot.copy_store import CopyStore
 from ft.state.snapshot.layout import checksum
-from ft.state.snapshot.receive import Desk
-from ft.state.snapshot.stock import Stock
+from ft.state.snapshot.receive import RequestHandler
 from ft.state.snapshot.tcp_sender import Sender
 from ft.state.snapshot.transport import Cancelled, CopyUnusable, Outgoing, PeerLost, Transport, Wanted, check_table
 from ft.state.snapshot.wire import BadFrame, Wire
@@ -43,9 +43,9 @@ class SnapshotServer(Transport):
         self, network: Network | str, *, token: str = "", patience_s: float = 60.0, max_bytes: int | None = None
     ):
         self._network = TcpNetwork(network) if isinstance(network, str) else network
-        self.stock = Stock()
+        self.stock = CopyStore()
         self._token, self._patience = token, patience_s
-        self._desk = Desk(self.stock, max_bytes or _physical_memory() // 4)
+        self._desk = RequestHandler(self.stock, max_bytes or _physical_memory() // 4)
         self._lock = threading.Lock()
         self._addresses: dict[int, str] = {}
         self._senders: dict[int, Sender] = {}

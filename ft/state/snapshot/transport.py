@@ -1,7 +1,7 @@
 """What carries snapshots between workers: the contract that every transport fulfils (:mod:`ft.state.snapshot.tcp`).
 
 A transport is one end of it: it delivers this worker's snapshots to peers, takes peers' copies into the
-:class:`ft.state.snapshot.stock.Stock`, and answers whoever fetches from that stock. It
+:class:`ft.state.snapshot.copy_store.CopyStore`, and answers whoever fetches from that stock. It
 
 * keeps nothing of its own: buffers are the stock's, allocated once;
 * commits a copy only when every chunk has arrived and its checksum is right, so that a transfer that ends in any other
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from ft.base.errors import FallbackError, RecoverableError
 from ft.state.snapshot.buffers import Part
 from ft.state.snapshot.copier import Progress
+from ft.state.snapshot.copy_store import CopyStore
 from ft.state.snapshot.layout import Table
-from ft.state.snapshot.stock import Stock
 
 
 class PeerLost(RecoverableError):
@@ -70,7 +70,7 @@ class Transport(ABC):
     """
 
     address: str
-    stock: Stock
+    stock: CopyStore
 
     @abstractmethod
     def place(self, addresses: Mapping[int, str]) -> None:

@@ -8,7 +8,7 @@ from ft.systems.checkfree.rate import Boost
 from ft.systems.checkfree.rebuild import WEIGHTED
 
 if TYPE_CHECKING:
-    from ft.systems.checkfree.plus.doubles import Doubles
+    from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
 
 
 def _own_mapping() -> Callable[[], dict[str, int]]:
@@ -36,4 +36,4 @@ class Settings:
     reseed: Callable[[int], None] = lambda step: None
     seed: int = 0
     rebuilt_at: Callable[[], dict[str, int]] = field(default_factory=_own_mapping)
-    doubles: "Doubles | None" = None
+    doubles: "ReplicatedEnds | None" = None

@@ -1,6 +1,5 @@
-"""The worker's side of the fault path: a seat in the run, groups that follow the epochs, steps that survive faults.
+"""Hot-swap (DEADPOOL): a dead worker's logical rank is taken over in mid-run, from a copy of its state in memory.
 
-``session.attach()`` gives a :class:`session.Session`, the process's place in the run; ``protect()`` gives a
-:class:`guard.Guard`, which carries a training run through faults, and for which :class:`plain.Unguarded` stands in
-where there is no fault tolerance.
+:func:`protect.protect` gives a :class:`recovery_manager.RecoveryManager`, which repeats a training loop after every
+recovery until it ends.
 """

@@ -1,4 +1,4 @@
-"""Planned faults, connected to the parts of a worker that they break."""
+"""What an injected fault breaks in a worker that hot-swap protects: its state, its snapshots, its messages."""
 
 import random
 from collections.abc import Callable
@@ -7,21 +7,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ft.base import events
 from ft.base.errors import FallbackError
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP
 from ft.faults.messages import Frames, Reports
-from ft.faults.phases import middle_module, plant
-from ft.faults.worker import Actions, Injector
+from ft.protection.injection import corrupt_tensor
+from ft.protection.position import Position
+from ft.protection.training_state import TrainingState
 from ft.state.snapshot import Snapshots
-from ft.systems.hot_swap.position import Position
-from ft.systems.hot_swap.session import Session
-from ft.systems.hot_swap.subject import Subject
+from ft.worker.session import Session
 from megatron.core import parallel_state
-
-_TOP_MANTISSA_BIT = {torch.float32: (torch.int32, 1 << 22), torch.bfloat16: (torch.int16, 1 << 6)}
-_TOP_MANTISSA_BIT[torch.float16] = (torch.int16, 1 << 9)
 
 
 class Breakage:
@@ -35,7 +30,7 @@ class Breakage:
         self,
         session: Session,
         snapshots: Snapshots,
-        subject: Subject,
+        subject: TrainingState,
         position: Position,
         newest_checkpoint: Callable[[], Path | None],
     ):
@@ -92,19 +87,6 @@ class Breakage:
         print(f"injected fault {fault.number} ({fault}): {file or 'there is no checkpoint'}", flush=True)
 
 
-@torch.no_grad()
-def corrupt_tensor(subject: Subject, fault: Fault) -> None:
-    """Changes one element in the middle of the largest weight of the model's middle."""
-    module = middle_module(subject.chunks[0])
-    weight = max(module.parameters(), key=torch.numel).data.view(-1)
-    place = weight[weight.numel() // 2 : weight.numel() // 2 + 1]
-    if fault.value == "nan":
-        place.fill_(float("nan"))
-    else:
-        kind, bit = _TOP_MANTISSA_BIT[weight.dtype]
-        place.view(kind).bitwise_xor_(bit)
-
-
 _FRAMES = ("lose-frame", "duplicate-frame", "reorder-frames", "delay-frames", "corrupt-frame")
 _REPORTS = ("lose-reports", "duplicate-reports", "reorder-reports", "delay-reports")
 _CHECKPOINTS = ("corrupt-checkpoint", "truncate-checkpoint", "remove-checkpoint")
@@ -120,28 +102,3 @@ _ACTS = {
     **dict.fromkeys(_REPORTS, Breakage._disturb_reports),
     **dict.fromkeys(_CHECKPOINTS, Breakage._damage_checkpoint),
 }
-
-
-def make_injector(session: Session, actions: Actions) -> Injector:
-    """The faults that are planned for this worker's logical rank and have not happened."""
-
-    def announce(fault: Fault) -> None:
-        where = fault.phase if fault.step is not None else "time"
-        session.observe(events.FAULT_INJECTED, number=fault.number, kind=fault.kind, where=where, fault=str(fault))
-
-    return Injector.from_environment(session.rank, session.node, session.fired, announce, actions)
-
-
-def plant_phases(injector: Injector, subject: Subject, step: Callable[[], int]) -> None:
-    """Puts the points inside forward, backward and gradient reduction in place, where a fault is planned there."""
-    plant(injector, subject.chunks, step)
-    if not injector.has("reduce"):
-        return
-    config = subject.chunks[0].config
-    finalize = config.finalize_model_grads_func
-
-    def finalize_with_faults(*args, **kwargs):
-        injector.at("reduce", step())
-        return finalize(*args, **kwargs)
-
-    config.finalize_model_grads_func = finalize_with_faults

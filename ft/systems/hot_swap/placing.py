@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from ft.base import events
 from ft.base.errors import UserError
+from ft.protection.training_state import TrainingState
 from ft.state.placement.assign import Holders, place
 from ft.state.placement.problems import find_problems
-from ft.systems.hot_swap.session import Session
-from ft.systems.hot_swap.subject import Subject
+from ft.worker.session import Session
 
 
 class Placing:
@@ -18,7 +18,7 @@ class Placing:
         k: copies of each state. strict: failure domains that cannot be respected at the start end the run.
     """
 
-    def __init__(self, session: Session, subject: Subject, k: int, strict: bool = False):
+    def __init__(self, session: Session, subject: TrainingState, k: int, strict: bool = False):
         self._session, self._subject, self._k, self._strict = session, subject, k, strict
         self._training_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self._told: list[str] = []

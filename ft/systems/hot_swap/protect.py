@@ -4,14 +4,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ft.protection.injection import make_injector
+from ft.protection.position import Position
+from ft.protection.training_state import TrainingState
 from ft.state.snapshot import Snapshots
-from ft.systems.hot_swap.faults import Breakage, make_injector
-from ft.systems.hot_swap.guard import Guard
+from ft.systems.hot_swap.faults import Breakage
 from ft.systems.hot_swap.placing import Placing
-from ft.systems.hot_swap.position import Position
 from ft.systems.hot_swap.rebuilder import StageRebuilder
-from ft.systems.hot_swap.session import Session
-from ft.systems.hot_swap.subject import Subject
+from ft.systems.hot_swap.recovery_manager import RecoveryManager
+from ft.worker.session import Session
 
 
 def protect(
@@ -24,8 +25,8 @@ def protect(
     peers: int = 1,
     strict: bool = False,
     newest_checkpoint: Callable[[], Path | None] = lambda: None,
-    rebuilder: Callable[[Session, Subject], StageRebuilder] | None = None,
-) -> Guard:
+    rebuilder: Callable[[Session, TrainingState], StageRebuilder] | None = None,
+) -> RecoveryManager:
     """A guard for a training run of megatron-core; on all workers alike, after model and optimizer are built.
 
     Args:
@@ -40,7 +41,7 @@ def protect(
     Raises:
         UserError: ``strict``, and peer copies cannot be placed as asked; or the model's stages cannot be rebuilt.
     """
-    subject = Subject(chunks, optimizer, scheduler)
+    subject = TrainingState(chunks, optimizer, scheduler)
     keeper = None
     if rebuilder is not None:
         keeper = rebuilder(session, subject)
@@ -55,4 +56,4 @@ def protect(
         on_failure=session.suspect,
     )
     injector = make_injector(session, Breakage(session, snapshots, subject, position, newest_checkpoint))
-    return Guard(session, subject, position, snapshots, injector, placing, keeper)
+    return RecoveryManager(session, subject, position, snapshots, injector, placing, keeper)

@@ -3,7 +3,7 @@
 from typing import Any, Protocol
 
 from ft.job.messages import Neighbours, Repair
-from ft.systems.hot_swap.position import Position
+from ft.protection.position import Position
 
 
 class StageRebuilder(Protocol):

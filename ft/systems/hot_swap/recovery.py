@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from ft.base.errors import EpochClosed
 from ft.job.messages import Repair, Resume, WorkerArrived, WorkerReleased, WorkerRepaired
-from ft.systems.hot_swap.reminder import said
+from ft.worker.acknowledged import send_until_acknowledged
 
 if TYPE_CHECKING:
-    from ft.systems.hot_swap.guard import Guard
+    from ft.systems.hot_swap.recovery_manager import RecoveryManager
+    pass
 
 
-def recover(guard: "Guard") -> None:
+def recover(guard: "RecoveryManager") -> None:
     """Brings this worker to the first step of an open epoch."""
     session = guard.session
     while True:
@@ -28,7 +29,7 @@ def recover(guard: "Guard") -> None:
             if session.closed:
                 _leave(guard)
             repaired = _repair(guard, _enter(guard))
-            with said(session.link, repaired):
+            with send_until_acknowledged(session.link, repaired):
                 session.orders.wait(Resume, session.epoch)
             guard.at("resume")
         except EpochClosed:
@@ -40,7 +41,7 @@ def recover(guard: "Guard") -> None:
         return
 
 
-def _leave(guard: "Guard") -> None:
+def _leave(guard: "RecoveryManager") -> None:
     session = guard.session
     try:
         guard.snapshots.settle()
@@ -52,21 +53,22 @@ def _leave(guard: "Guard") -> None:
         session.link.send(guard.failure(error))
         raise
     left = WorkerReleased(session.worker, session.epoch, guard.step, groups, guard.snapshots.holdings())
-    with said(session.link, left):
+    with send_until_acknowledged(session.link, left):
         rank, opened = session.orders.wait_open(session.worker, newer_than=session.epoch)
     session.enter(rank, opened)
 
 
-def _enter(guard: "Guard") -> Repair:
+def _enter(guard: "RecoveryManager") -> Repair:
     session = guard.session
     if guard.is_empty:
         guard.at("assemble")
-        with said(session.link, WorkerArrived(session.worker, session.epoch, session.groups.reports())):
+        arrived = WorkerArrived(session.worker, session.epoch, session.groups.reports())
+        with send_until_acknowledged(session.link, arrived):
             return session.orders.wait(Repair, session.epoch)
     return session.orders.wait(Repair, session.epoch)
 
 
-def _repair(guard: "Guard", order: Repair) -> WorkerRepaired:
+def _repair(guard: "RecoveryManager", order: Repair) -> WorkerRepaired:
     session = guard.session
     guard.at("rebuild")
     meeting = session.meeting_place()

@@ -2,16 +2,16 @@
 
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP
-from ft.systems.hot_swap.faults import corrupt_tensor
-from ft.systems.hot_swap.session import Session
-from ft.systems.hot_swap.subject import Subject
+from ft.protection.injection import corrupt_tensor
+from ft.protection.training_state import TrainingState
 from ft.systems.hsdp.ring import Ring
+from ft.worker.session import Session
 
 
 class ReplicaBreakage:
     """``ft.faults.worker.Actions`` of a worker that keeps no snapshots."""
 
-    def __init__(self, subject: Subject, ring: Ring, session: Session):
+    def __init__(self, subject: TrainingState, ring: Ring, session: Session):
         self._subject, self._ring, self._session = subject, ring, session
 
     def act(self, fault: Fault) -> None:

@@ -9,11 +9,11 @@ from ft.base import events
 from ft.base.errors import FtError
 from ft.job.quorum import Quorum
 from ft.state import fetch
-from ft.systems.hot_swap.session import Session
 from ft.systems.hsdp.agreement import Agreed
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.retry import Retry
 from ft.systems.hsdp.state import ReplicaState
+from ft.worker.session import Session
 
 _ENVELOPE_S = 10.0
 _BEGIN_S = 0.3

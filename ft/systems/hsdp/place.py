@@ -18,7 +18,7 @@ class Place:
     """``replica`` of ``replicas``; ``run_dir``: folder of the whole run. ``host``: address of this node.
 
     ``lr_scaling``: how the learning rate follows the healthy replicas. ``wait_s``: for so long a replica that is
-    fetching state is waited for before an update makes its fetch void (:func:`ft.job.replicas.patience.fetch_wait`).
+    fetching state is waited for before an update makes its fetch void (:func:`ft.job.replicas.deadlines.fetch_wait`).
     ``comes_back``: it was there before, or comes late, so its state is to be had from the others. ``life``: number of
     this world of workers of it. ``digests``: of the state, into the record of every step. ``redundancy``: of the shard
     types that replicas stack as groups (SPARe), None: each trains a part of its own. ``streams``: connections between

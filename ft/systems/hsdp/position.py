@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ft.systems.hot_swap.position import Position
+from ft.protection.position import Position
 from ft.systems.hsdp.samples import Deal
 
 KEY = "replicas"

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from ft.protection.position import Position
+from ft.protection.training_state import TrainingState
 from ft.state.snapshot.state import OWNED, REPLICATED, RankState
-from ft.systems.hot_swap.position import Position
-from ft.systems.hot_swap.subject import Subject
 
 
 class ReplicaState:
@@ -17,7 +17,7 @@ class ReplicaState:
         subject: model, optimizer and schedule. position: the trainer's own state, with the samples of all replicas.
     """
 
-    def __init__(self, subject: Subject, position: Position):
+    def __init__(self, subject: TrainingState, position: Position):
         self._subject, self._position = subject, position
 
     def tensors(self) -> dict[str, torch.Tensor]:

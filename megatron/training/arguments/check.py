@@ -18,7 +18,7 @@ REQUIRED = {
 }
 
 NEED_TE_TO_RECOMPUTE = ("layernorm", "moe_act", "mla_up_proj")
-"""Parts whose recomputation megatron-core implements with Transformer Engine's checkpointing."""
+"""Components whose recomputation megatron-core implements with Transformer Engine's checkpointing."""
 
 
 def check(options, world_size: int, *, has_te: bool) -> Layout:

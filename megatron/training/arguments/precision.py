@@ -70,7 +70,7 @@ class RecomputeOptions:
     """See --recompute-method."""
 
     recompute_modules: list[str] | None = flag(None, on="--recompute-modules")
-    """Parts to recompute under selective: core_attn, moe_act, layernorm, mlp, moe, shared_experts."""
+    """Components to recompute under selective: core_attn, moe_act, layernorm, mlp, moe, shared_experts."""
 
     distribute_saved_activations: bool = False
     """Spread the saved inputs over the TP ranks."""

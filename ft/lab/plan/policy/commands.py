@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.job.control.rungs import AGAINST, COPIES, MIDDLE, PLUS, REBUILD, RESTART, Rung, decide
+from ft.job.control.recovery_plan import AGAINST, COPIES, MIDDLE, PLUS, REBUILD, RESTART, Rung, decide
 from ft.lab.plan.policy.failure import failure
 from ft.show.text import table
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from ft.job.control.rungs import Memory, Stages
+from ft.job.control.recovery_plan import Memory, Stages
 from ft.job.control.state import Place
 from ft.job.messages import Holdings
 
@@ -10,7 +10,7 @@ STEP = 0
 
 
 def failure(blocks: Sequence[int], lost: Collection[int], checkfree: str) -> tuple[Memory, Stages]:
-    """What ``ft.job.control.rungs.decide`` is told when nobody holds the state of the stages ``lost`` any more.
+    """What ``ft.job.control.recovery_plan.decide`` is told when nobody holds the state of the stages ``lost`` any more.
 
     Args:
         blocks: by stage, its transformer blocks. checkfree: as of ``Stages``.

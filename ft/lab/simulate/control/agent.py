@@ -125,7 +125,7 @@ class Agent:
         self._started += 1
         worker = self.workers[name] = Worker(self.cluster, self, name, rank, self._restart)
         self.cluster.born(worker)
-        self.cluster.time.after(self.cluster.lots.uniform(*_FORK_S), self._exists, worker)
+        self.cluster.time.after(self.cluster.rng.uniform(*_FORK_S), self._exists, worker)
 
     def _exists(self, worker: Worker) -> None:
         if not self.alive:
@@ -140,8 +140,8 @@ class Agent:
             return
         worker.alive = False
         self.cluster.mesh.lost(worker, noticed=0.6)
-        delay = _FORK_S[1] + self.cluster.lots.uniform(*_REAP_S) if worker.since == 0.0 else 0.0
-        delay += self.cluster.lots.uniform(*_REAP_S)
+        delay = _FORK_S[1] + self.cluster.rng.uniform(*_REAP_S) if worker.since == 0.0 else 0.0
+        delay += self.cluster.rng.uniform(*_REAP_S)
         self.cluster.time.after(delay, self.when_awake, self._reap, worker, code)
 
     def _reap(self, worker: Worker, code: int) -> None:
@@ -153,7 +153,7 @@ class Agent:
         """The worker has just fallen silent, its process is in ``state``: reports it, if it lasts."""
         limits, since = self.cluster.timeouts, worker.quiet_since
         limit = limits.stopped_s if state == "T" else limits.silent_s if worker.step_s else limits.silent_start_s
-        wait = self.host.clock.true(limit) + self.cluster.lots.uniform(0.0, _TICK_S)
+        wait = self.host.clock.true(limit) + self.cluster.rng.uniform(0.0, _TICK_S)
         self.cluster.time.after(wait, self.when_awake, self._judge, worker, since, state)
 
     def _judge(self, worker: Worker, since: float, state: str) -> None:

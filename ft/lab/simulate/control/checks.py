@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
-from ft.job.control.rungs import PLUS
+from ft.job.control.recovery_plan import PLUS
 from ft.job.control.state import ENDED
-from ft.lab.simulate.control.legitimacy import Legitimacy
+from ft.lab.simulate.control.restart_oracle import Legitimacy
 from ft.net.codec import to_json
 
 if TYPE_CHECKING:

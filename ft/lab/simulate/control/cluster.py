@@ -25,7 +25,7 @@ class Cluster:
     """Everything of one history.
 
     Args:
-        lots: all chance comes from it. journal: where the control plane may write one, None if it will not die.
+        rng: all chance comes from it. journal: where the control plane may write one, None if it will not die.
 
     Attributes:
         history: lines for people, None where nobody will read them. agents: by node, all that ever were.
@@ -36,11 +36,11 @@ class Cluster:
         on_order: called with every order that is published.
     """
 
-    def __init__(self, lots: random.Random, shape: Shape, journal: Path | None, history: list[str] | None):
-        self.lots, self.shape, self.history = lots, shape, history
+    def __init__(self, rng: random.Random, shape: Shape, journal: Path | None, history: list[str] | None):
+        self.rng, self.shape, self.history = rng, shape, history
         self.time, self.timeouts, self.habits = Timeline(), TIMEOUTS, Habits()
-        clocks = [HostClock(lots.uniform(0.0, 1e5), lots.uniform(0.97, 1.03)) for _ in shape.nodes]
-        self.hosts = [Host(i, clock, lots.uniform(*_SKEW_S)) for i, clock in enumerate(clocks)]
+        clocks = [HostClock(rng.uniform(0.0, 1e5), rng.uniform(0.97, 1.03)) for _ in shape.nodes]
+        self.hosts = [Host(i, clock, rng.uniform(*_SKEW_S)) for i, clock in enumerate(clocks)]
         self.checks, self.mesh = Checks(self), Mesh(self)
         self.agents: dict[str, Agent] = {}
         self.everyone: dict[str, Worker] = {}
@@ -60,7 +60,7 @@ class Cluster:
         first = 0
         for host, (seats, standbys) in zip(self.hosts, self.shape.nodes, strict=True):
             agent = Agent(self, host, seats, standbys)
-            delay = self.lots.uniform(*_JOIN_S)
+            delay = self.rng.uniform(*_JOIN_S)
             self.time.after(delay, agent.join)
             self.time.after(delay + 0.1, agent.start_first, list(range(first, first + seats)))
             first += seats
@@ -105,7 +105,7 @@ class Cluster:
         agent = Agent(self, host, 0, max(1, room))
         self.note("host {} is back as {}", host.number, agent.node)
         self.returning += 1
-        self.time.after(self.lots.uniform(*_RETURN_S), self._joins, agent)
+        self.time.after(self.rng.uniform(*_RETURN_S), self._joins, agent)
 
     def _joins(self, agent: Agent) -> None:
         self.returning -= 1
@@ -151,17 +151,17 @@ class Cluster:
         for agent in self.living():
             agent.link.control_ended()
         homes = [agent.host for agent in self.living() if not agent.paused and not agent.host.is_cut(self.time.now)]
-        if self.plane.host in homes and self.lots.random() < 0.6:
-            self.time.after(self.lots.uniform(*_RESTARTED_S), self._control_back, self.plane.host)
+        if self.plane.host in homes and self.rng.random() < 0.6:
+            self.time.after(self.rng.uniform(*_RESTARTED_S), self._control_back, self.plane.host)
         elif homes:
-            self.time.after(self.lots.uniform(*_MOVED_S), self._control_back, self.lots.choice(homes))
+            self.time.after(self.rng.uniform(*_MOVED_S), self._control_back, self.rng.choice(homes))
         else:
             self.time.after(1.0, self.control_waits)
 
     def control_waits(self) -> None:
         homes = [agent.host for agent in self.living() if not agent.paused]
         if homes:
-            self._control_back(self.lots.choice(homes))
+            self._control_back(self.rng.choice(homes))
         else:
             self.time.after(1.0, self.control_waits)
 

@@ -5,7 +5,7 @@ import argparse
 from ft.base.errors import UserError
 from ft.lab.simulate import histories
 from ft.lab.simulate.control.faults import BY_NAME
-from ft.lab.simulate.control.plants import Plant, find, planted
+from ft.lab.simulate.control.mutants import Mutant, find, planted
 from ft.lab.simulate.control.report import Summary
 from ft.lab.simulate.control.run import History, Wish, simulate
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     return histories.run(_SIMULATION, arguments, Wish(arguments.faults, arguments.ranks, kinds))
 
 
-def _play(seed: int, wish: Wish, plant: Plant | None, with_lines: bool) -> History:
+def _play(seed: int, wish: Wish, plant: Mutant | None, with_lines: bool) -> History:
     with planted(plant):
         return simulate(seed, wish, with_lines=with_lines)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ft.job import messages as m
 from ft.job.control.state import ENDED, RUNNING
 from ft.lab.simulate.control import strikes
-from ft.lab.simulate.control.legitimacy import ANYTHING, HOT_SWAP, IN_PLACE, NOTHING
+from ft.lab.simulate.control.restart_oracle import ANYTHING, HOT_SWAP, IN_PLACE, NOTHING
 
 if TYPE_CHECKING:
     from ft.lab.simulate.control.cluster import Cluster
@@ -100,11 +100,11 @@ class Schedule:
             of them may lead to, whom it has struck, and when an epoch that it ends is closed.
     """
 
-    def __init__(self, lots: random.Random, most: int, names: tuple[str, ...] | None = None):
+    def __init__(self, rng: random.Random, most: int, names: tuple[str, ...] | None = None):
         kinds = [kind for kind in KINDS if names is None or kind.name in names]
-        count = lots.choice([n for n in (0, 1, 1, 1, 2, 2, 3, 4, 6, 9, *range(10, most + 1)) if n <= most])
-        self.kinds = lots.choices(kinds, [kind.weight for kind in kinds], k=count)
-        self._ambushes = [kind for kind in self.kinds if lots.random() < 0.45] if count > 1 else []
+        count = rng.choice([n for n in (0, 1, 1, 1, 2, 2, 3, 4, 6, 9, *range(10, most + 1)) if n <= most])
+        self.kinds = rng.choices(kinds, [kind.weight for kind in kinds], k=count)
+        self._ambushes = [kind for kind in self.kinds if rng.random() < 0.45] if count > 1 else []
         self._timed = [kind for kind in self.kinds if kind not in self._ambushes]
         self.struck: list[tuple[str, str]] = []
         self.alone = (ANYTHING, "", 0.0)
@@ -114,9 +114,9 @@ class Schedule:
         return any(kind.may_end_control for kind in self.kinds)
 
     def begin(self, cluster: "Cluster") -> None:
-        when = cluster.lots.choice(_BEGIN_S)
+        when = cluster.rng.choice(_BEGIN_S)
         for kind in self._timed:
-            when += cluster.lots.choice(_PAUSES_S) * cluster.lots.uniform(0.5, 1.5)
+            when += cluster.rng.choice(_PAUSES_S) * cluster.rng.uniform(0.5, 1.5)
             cluster.time.after(when, self._strike, cluster, kind)
         cluster.calm_at = max(cluster.calm_at, when)
         cluster.lengthen(when + _AFTERWARDS_S)
@@ -125,9 +125,9 @@ class Schedule:
 
     def _lie_in_wait(self, cluster: "Cluster", order: Any) -> None:
         interesting = isinstance(order, m.Close | m.Open | m.Repair | m.Resume | m.Restart | m.Spawn)
-        if self._ambushes and interesting and cluster.struck and cluster.lots.random() < 0.4:
+        if self._ambushes and interesting and cluster.struck and cluster.rng.random() < 0.4:
             kind = self._ambushes.pop()
-            cluster.time.after(cluster.lots.choice(_AMBUSH_S), self._strike, cluster, kind)
+            cluster.time.after(cluster.rng.choice(_AMBUSH_S), self._strike, cluster, kind)
 
     def _strike(self, cluster: "Cluster", kind: Kind, tries: int = 8) -> None:
         if cluster.plane.state.phase == ENDED:

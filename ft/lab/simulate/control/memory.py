@@ -49,7 +49,7 @@ class PingPong:
 
 
 @dataclass(slots=True)
-class Stock:
+class CopyStore:
     """Own snapshots, and the copies held for others by owner's logical rank."""
 
     own: PingPong = field(default_factory=PingPong)

@@ -49,18 +49,18 @@ class Mesh:
     def lost(self, worker: "Worker", noticed: float) -> None:
         """The worker's connections have ended: each peer notices with probability ``noticed``, and operations under way
         end for some and not for others."""
-        lots = self._cluster.lots
+        rng = self._cluster.rng
         for operation in list(self._pending.values()):
             if operation.epoch != worker.epoch or operation.members.get(worker.rank, (None,))[0] is not worker:
                 continue
             if operation.under_way:
-                operation.ended |= {rank for rank in sorted(operation.members) if lots.random() < 0.5}
+                operation.ended |= {rank for rank in sorted(operation.members) if rng.random() < 0.5}
                 self._end(operation)
             else:
                 del operation.members[worker.rank]
         for peer in self._cluster.workers_of(worker.epoch):
-            if peer is not worker and not peer.closed and lots.random() < noticed:
-                self._cluster.time.after(lots.uniform(*_NOTICED_S), self._notice, peer, worker.epoch)
+            if peer is not worker and not peer.closed and rng.random() < noticed:
+                self._cluster.time.after(rng.uniform(*_NOTICED_S), self._notice, peer, worker.epoch)
 
     def _notice(self, peer: "Worker", epoch: int) -> None:
         if peer.epoch == epoch and not peer.closed:
@@ -83,7 +83,7 @@ class Mesh:
         if operation.epoch in self.stuck or not self._is_connected(operation):
             return
         operation.under_way = True
-        self._cluster.time.after(self._cluster.lots.uniform(*_LATENCY_S), self._complete, operation)
+        self._cluster.time.after(self._cluster.rng.uniform(*_LATENCY_S), self._complete, operation)
 
     def _is_connected(self, operation: Operation) -> bool:
         if any(worker.stopped for worker, _ in operation.members.values()):

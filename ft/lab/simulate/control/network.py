@@ -44,7 +44,7 @@ class Link:
 
     def taken(self, number: int) -> None:
         """The control plane has everything up to ``number`` in its journal; the answer may be lost."""
-        if self._cluster.lots.random() < _LOST_ANSWERS:
+        if self._cluster.rng.random() < _LOST_ANSWERS:
             return
         while self._kept and self._kept[0][0] <= number:
             self._kept.popleft()
@@ -65,13 +65,13 @@ class Link:
 
     def _break_up(self) -> None:
         self._up, self._up_works = self._up + 1, False
-        self._cluster.time.after(self._cluster.lots.uniform(*_RETRY_S), self._connect_up)
+        self._cluster.time.after(self._cluster.rng.uniform(*_RETRY_S), self._connect_up)
 
     def _connect_up(self) -> None:
         if not self._agent.alive or self._up_works:
             return
         if not self._passes("up"):
-            self._cluster.time.after(self._cluster.lots.uniform(*_RETRY_S), self._connect_up)
+            self._cluster.time.after(self._cluster.rng.uniform(*_RETRY_S), self._connect_up)
             return
         self._up_works = True
         for number, report in self._kept:
@@ -98,13 +98,13 @@ class Link:
 
     def _break_down(self) -> None:
         self._down, self._down_works = self._down + 1, False
-        self._cluster.time.after(self._cluster.lots.uniform(*_RETRY_S), self._connect_down)
+        self._cluster.time.after(self._cluster.rng.uniform(*_RETRY_S), self._connect_down)
 
     def _connect_down(self) -> None:
         if not self._agent.alive or self._down_works:
             return
         if not self._passes("down"):
-            self._cluster.time.after(self._cluster.lots.uniform(*_RETRY_S), self._connect_down)
+            self._cluster.time.after(self._cluster.rng.uniform(*_RETRY_S), self._connect_down)
             return
         self._down_works, self._asked = True, self.position
         self.pump()
@@ -122,4 +122,4 @@ class Link:
         return self._cluster.plane.is_up and self._cluster.can_talk(self._agent.host, direction)
 
     def _latency(self) -> float:
-        return self._cluster.lots.uniform(*_LATENCY_S) + self._agent.host.lag_s(self._cluster.time.now)
+        return self._cluster.rng.uniform(*_LATENCY_S) + self._agent.host.lag_s(self._cluster.time.now)

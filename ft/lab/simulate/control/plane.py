@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
 from ft.job.control import controller, journal
-from ft.job.control.board import Posted
+from ft.job.control.channel import Posted
 from ft.job.control.state import ENDED, Options, State
 from ft.net.codec import to_json
 
@@ -169,7 +169,7 @@ class Plane:
         """The last line of the journal is only begun."""
         whole = self._path.read_bytes()
         last = whole.rstrip(b"\n").rfind(b"\n") + 1
-        self._path.write_bytes(whole[: self._cluster.lots.randrange(last, len(whole) - 1)])
+        self._path.write_bytes(whole[: self._cluster.rng.randrange(last, len(whole) - 1)])
 
     def restart(self, host: "Host") -> None:
         """Another process takes over, with the journal and nothing else."""

@@ -32,7 +32,7 @@ def recover(worker: "Worker") -> Generator[float | None, None, Any]:
 
 def _leave(worker: "Worker") -> Generator[float | None, None, Any]:
     cluster = worker.cluster
-    yield max(0.0, worker.snapshots.copied_at - cluster.time.now) + cluster.lots.uniform(*cluster.habits.leave_s)
+    yield max(0.0, worker.snapshots.copied_at - cluster.time.now) + cluster.rng.uniform(*cluster.habits.leave_s)
     if worker.fence is not None and worker.rank not in worker.fence.ended:
         worker.leave(worker.fence)
     worker.fence = None
@@ -61,7 +61,7 @@ def _groups(worker: "Worker") -> list[m.GroupReport]:
 def _repair(worker: "Worker", order: m.Repair) -> Generator[float | None, None, Any]:
     cluster = worker.cluster
     began, worker.inside = cluster.time.now, True
-    yield cluster.lots.uniform(*cluster.habits.rebuild_s) * worker.slow
+    yield cluster.rng.uniform(*cluster.habits.rebuild_s) * worker.slow
     worker.slow = 1.0
     yield from worker.wait_for(cluster.mesh.join(worker, "rebuild", None), "rebuild")
     for name in (*order.rebuild, *order.defer):
@@ -91,7 +91,7 @@ def _repair(worker: "Worker", order: m.Repair) -> Generator[float | None, None, 
 
 
 def _restore(worker: "Worker", order: m.Repair) -> Generator[float | None, None, dict[str, str]]:
-    """``Guard.restore``: whose stage was lost gets its state from a neighbour, which has its own in place by then."""
+    """``RecoveryManager.restore``: a lost stage gets its state from a neighbour, which has its own by then."""
     beside = order.rebuilt.get(str(worker.rank))
     if beside is None:
         sources = yield from worker.snapshots.restore(order.step, order.sources[str(worker.rank)])

@@ -14,7 +14,7 @@ from ft.job.control.state import ENDED
 from ft.lab.simulate.control.checks import Violation
 from ft.lab.simulate.control.cluster import Cluster
 from ft.lab.simulate.control.faults import Schedule
-from ft.lab.simulate.control.legitimacy import check_alone
+from ft.lab.simulate.control.restart_oracle import check_alone
 from ft.lab.simulate.control.shape import draw_shape
 
 STUCK_S = 90.0
@@ -66,14 +66,14 @@ class History:
 
 def simulate(seed: int, wish: Wish, with_lines: bool = False) -> History:
     """The history of ``seed``; the same for the same arguments."""
-    history, lots = History(seed), random.Random(seed)
-    shape, schedule = draw_shape(lots, wish.ranks), Schedule(lots, wish.faults, wish.kinds)
+    history, rng = History(seed), random.Random(seed)
+    shape, schedule = draw_shape(rng, wish.ranks), Schedule(rng, wish.faults, wish.kinds)
     lines = history.lines if with_lines else None
     if lines is not None:
         lines.append(f"seed {seed}: {shape}")
         lines.append("faults to come: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
     with _journal(needed=schedule.may_end_control) as path:
-        cluster = Cluster(lots, shape, path, lines)
+        cluster = Cluster(rng, shape, path, lines)
         try:
             _play(cluster, schedule)
             check_alone(cluster, *schedule.alone)

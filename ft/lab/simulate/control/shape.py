@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from ft.job.control.rungs import MIDDLE, PLUS
+from ft.job.control.recovery_plan import MIDDLE, PLUS
 from ft.job.control.state import Place
 from ft.job.control.timeouts import Timeouts
 from ft.state.snapshot.peers import peers_of
@@ -35,7 +35,7 @@ class Shape:
         dp: logical ranks that hold the same part of the model; 1: no data parallelism. near: they are neighbours, most
             often on one node; otherwise far apart. copies: of each logical rank's snapshot.
         nodes: (seats, standbys) of each. checkfree: parts of the model are pipeline stages, and those that are lost may
-            be rebuilt from their neighbours: "" (none), or as of ``ft.job.control.rungs.Stages``.
+            be rebuilt from their neighbours: "" (none), or as of ``ft.job.control.recovery_plan.Stages``.
     """
 
     world_size: int
@@ -99,21 +99,21 @@ class Habits:
         return self.compute_s[1] + self.update_s[1]
 
 
-def draw_shape(lots: random.Random, world_size: int | None = None) -> Shape:
+def draw_shape(rng: random.Random, world_size: int | None = None) -> Shape:
     """A run of ``world_size`` logical ranks (None: any), on one node or several."""
-    world = lots.choice([2, 4, 4, 4, 8]) if world_size is None else world_size
-    dp = lots.choice([d for d in (1, 2, 2, 4) if world % d == 0])
-    count = lots.choice([n for n in (1, 2, 2, 4) if world % n == 0 and n <= world])
-    nodes = [(world // count, lots.choice([0, 1, 1, 2])) for _ in range(count)]
-    nodes += [(0, world // count) for _ in range(lots.choice([0, 0, 0, 1, 2]))]
+    world = rng.choice([2, 4, 4, 4, 8]) if world_size is None else world_size
+    dp = rng.choice([d for d in (1, 2, 2, 4) if world % d == 0])
+    count = rng.choice([n for n in (1, 2, 2, 4) if world % n == 0 and n <= world])
+    nodes = [(world // count, rng.choice([0, 1, 1, 2])) for _ in range(count)]
+    nodes += [(0, world // count) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
     shape = Shape(
         world,
         dp,
-        lots.random() < 0.5,
-        lots.choice([1, 1, 2]),
+        rng.random() < 0.5,
+        rng.choice([1, 1, 2]),
         tuple(nodes),
-        lots.choice([0, 1, 3, 3, 9]),
-        lots.random() < 0.97,
+        rng.choice([0, 1, 3, 3, 9]),
+        rng.random() < 0.97,
     )
     if world // dp >= 3:
         shape = replace(shape, checkfree=random.Random(repr(shape)).choice(["", MIDDLE, PLUS]))

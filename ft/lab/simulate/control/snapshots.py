@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
 from ft.lab.simulate.control.errors import Broken, EpochClosed
-from ft.lab.simulate.control.memory import COMPLETE, EMPTY, STAGING, Slot, Stock
+from ft.lab.simulate.control.memory import COMPLETE, EMPTY, STAGING, CopyStore, Slot
 
 if TYPE_CHECKING:
     from ft.lab.simulate.control.worker import Worker
@@ -19,7 +19,7 @@ class Snapshots:
 
     def __init__(self, worker: "Worker"):
         self._worker, self._cluster = worker, worker.cluster
-        self.stock, self.copied_at = Stock(), 0.0
+        self.stock, self.copied_at = CopyStore(), 0.0
         self._pending: set[int] = set()
         self._refused = False
         self._taken = (-1, -1)
@@ -30,13 +30,13 @@ class Snapshots:
         self._taken = place = (worker.step, worker.epoch)
         value = (worker.owned, worker.replicated)
         slot = self.stock.own.begin(*place, value, own=True)
-        copy_s = cluster.lots.uniform(*cluster.habits.copy_s)
+        copy_s = cluster.rng.uniform(*cluster.habits.copy_s)
         self.copied_at = cluster.time.now + copy_s
         cluster.time.after(copy_s, self._copied, slot, place)
         self._pending, self._refused = set(), False
         for peer in cluster.shape.copies_at(worker.rank):
             self._pending.add(peer)
-            send_s = copy_s + cluster.lots.uniform(*cluster.habits.send_s)
+            send_s = copy_s + cluster.rng.uniform(*cluster.habits.send_s)
             other = cluster.worker_in(worker.seats[peer].worker, worker)
             if other is not None and other.closed_epoch >= worker.epoch:
                 other = None
@@ -84,7 +84,7 @@ class Snapshots:
     # --- restore -----------------------------------------------------------------------------------------------------
 
     def restore(self, step: int, source: m.Source) -> Generator[float | None, None, dict[str, str]]:
-        """Puts the state of ``step`` in place (``Guard.restore``); returns how it came.
+        """Puts the state of ``step`` in place (``RecoveryManager.restore``); returns how it came.
 
         Raises:
             Broken: no source is usable. EpochClosed: interrupted.
@@ -106,7 +106,7 @@ class Snapshots:
         return how
 
     def rebuild(self, step: int, lent: Any) -> None:
-        """Puts a state in place that is made from a neighbour's (``Guard.restore`` of a rebuilt stage)."""
+        """Puts a state in place that is made from a neighbour's (``RecoveryManager.restore`` of a rebuilt stage)."""
         worker = self._worker
         history = lent[0][2]
         worker.owned = (worker.rank, step, history)
@@ -118,7 +118,7 @@ class Snapshots:
     def _fetch(self, step: int, source: m.Source) -> Generator[float | None, None, tuple[Slot, dict[str, str]]]:
         worker, cluster = self._worker, self._cluster
         staging = self.stock.own.begin(step, worker.epoch, None)
-        yield cluster.lots.uniform(*cluster.habits.fetch_s)
+        yield cluster.rng.uniform(*cluster.habits.fetch_s)
         try:
             if worker.closed:
                 raise EpochClosed

@@ -34,10 +34,10 @@ def on_worker(do: "Callable[[Cluster, Worker], str | None]", early: bool = False
     def strike(cluster: "Cluster") -> str:
         everyone = [w for w in cluster.workers() if early or w.attached or cluster.plane.state.attached]
         seated = [w for w in everyone if w.rank >= 0]
-        chosen = seated if seated and cluster.lots.random() < 0.75 else everyone
+        chosen = seated if seated and cluster.rng.random() < 0.75 else everyone
         if not chosen:
             return ""
-        worker = cluster.lots.choice(chosen)
+        worker = cluster.rng.choice(chosen)
         return (do(cluster, worker) or "") + f"{worker.name} (rank {worker.rank})"
 
     return strike
@@ -50,7 +50,7 @@ def on_training(do: "Callable[[Cluster, Worker], str | None]") -> Strike:
         chosen = [w for w in cluster.workers() if w.inside]
         if not chosen:
             return ""
-        worker = cluster.lots.choice(chosen)
+        worker = cluster.rng.choice(chosen)
         return (do(cluster, worker) or "") + f"{worker.name} (rank {worker.rank})"
 
     return strike
@@ -63,7 +63,7 @@ def on_agent(do: "Callable[[Cluster, Agent], str | None]") -> Strike:
         chosen = cluster.living()
         if not chosen:
             return ""
-        agent = cluster.lots.choice(chosen)
+        agent = cluster.rng.choice(chosen)
         return (do(cluster, agent) or "") + agent.node
 
     return strike
@@ -73,12 +73,12 @@ def on_agent(do: "Callable[[Cluster, Agent], str | None]") -> Strike:
 
 
 def kill(cluster: "Cluster", worker: "Worker") -> None:
-    worker.agent.ended(worker, cluster.lots.choice(_SIGNALS))
+    worker.agent.ended(worker, cluster.rng.choice(_SIGNALS))
 
 
 def kill_two(cluster: "Cluster") -> str:
     everyone = cluster.workers()
-    chosen = cluster.lots.sample(everyone, min(2, len(everyone)))
+    chosen = cluster.rng.sample(everyone, min(2, len(everyone)))
     for worker in chosen:
         kill(cluster, worker)
     return ", ".join(worker.name for worker in chosen)
@@ -89,7 +89,7 @@ def kill_copies(cluster: "Cluster") -> str:
     seated = [w for w in cluster.workers() if w.inside]
     if not seated:
         return ""
-    worker = cluster.lots.choice(seated)
+    worker = cluster.rng.choice(seated)
     ranks = [worker.rank, *cluster.shape.copies_at(worker.rank)]
     chosen = [w for w in seated if w.rank in ranks]
     for other in chosen:
@@ -112,7 +112,7 @@ def stop(cluster: "Cluster", worker: "Worker") -> None:
 
 
 def pause(cluster: "Cluster", worker: "Worker") -> str:
-    seconds = cluster.lots.choice(_PAUSE_S)
+    seconds = cluster.rng.choice(_PAUSE_S)
     stop(cluster, worker)
     cluster.time.after(seconds, worker.go_on_after_stop)
     cluster.calm_at = max(cluster.calm_at, cluster.time.now + seconds)
@@ -123,7 +123,7 @@ def fall_deaf(cluster: "Cluster", worker: "Worker") -> None:
     """The interpreter is held: no thread of it runs."""
     if not worker.deaf and not worker.stopped:
         worker.deaf, worker.quiet_since = True, cluster.time.now
-        worker.agent.watch(worker, cluster.lots.choice("DRS"))
+        worker.agent.watch(worker, cluster.rng.choice("DRS"))
 
 
 def spin(cluster: "Cluster", worker: "Worker") -> None:
@@ -131,7 +131,7 @@ def spin(cluster: "Cluster", worker: "Worker") -> None:
 
 
 def straggle(cluster: "Cluster", worker: "Worker") -> str:
-    worker.slow = cluster.lots.choice([3.0, 8.0, 15.0, 40.0])
+    worker.slow = cluster.rng.choice([3.0, 8.0, 15.0, 40.0])
     return f"{worker.slow:g} times slower, "
 
 
@@ -151,7 +151,7 @@ def poison(kind: str) -> "Callable[[Cluster, Worker], str]":
     """A step to come fails for whoever does it in that logical rank."""
 
     def strike(cluster: "Cluster", worker: "Worker") -> str:
-        step = worker.step + cluster.lots.randint(1, 4)
+        step = worker.step + cluster.rng.randint(1, 4)
         cluster.poisoned[worker.rank, step] = kind
         return f"step {step} of "
 
@@ -174,13 +174,13 @@ def stick(cluster: "Cluster", worker: "Worker") -> None:
 
 def damage_own(cluster: "Cluster", worker: "Worker") -> None:
     for slot in worker.snapshots.stock.own.slots:
-        slot.damaged |= slot.status == COMPLETE and cluster.lots.random() < 0.7
+        slot.damaged |= slot.status == COMPLETE and cluster.rng.random() < 0.7
 
 
 def damage_copy(cluster: "Cluster", worker: "Worker") -> None:
     for pair in worker.snapshots.stock.copies.values():
         for slot in pair.slots:
-            slot.damaged |= slot.status == COMPLETE and cluster.lots.random() < 0.7
+            slot.damaged |= slot.status == COMPLETE and cluster.rng.random() < 0.7
 
 
 # --- agents, nodes and networks --------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def kill_agent(cluster: "Cluster", agent: "Agent") -> None:
         return
     agent.die(silently=False)
     _control_goes_with(cluster, agent)
-    if cluster.lots.random() < 0.5:
+    if cluster.rng.random() < 0.5:
         cluster.comes_back(agent.host, agent.seats + agent.standbys)
 
 
@@ -210,7 +210,7 @@ def power_off(cluster: "Cluster", agent: "Agent") -> None:
 
 
 def power_cycle(cluster: "Cluster", agent: "Agent") -> str:
-    seconds = cluster.lots.choice(_LONG_S)
+    seconds = cluster.rng.choice(_LONG_S)
     power_off(cluster, agent)
 
     def boot() -> None:
@@ -228,7 +228,7 @@ def _control_goes_with(cluster: "Cluster", agent: "Agent") -> None:
 
 
 def pause_agent(cluster: "Cluster", agent: "Agent") -> str:
-    seconds = cluster.lots.choice(_LONG_S)
+    seconds = cluster.rng.choice(_LONG_S)
     if not agent.paused:
         agent.paused = agent.excuse = True
         cluster.time.after(seconds, agent.go_on)
@@ -246,27 +246,27 @@ def cut(cluster: "Cluster", agent: "Agent") -> str:
 
 
 def cut_one_way(cluster: "Cluster", agent: "Agent") -> str:
-    direction = cluster.lots.choice(["up", "down"])
+    direction = cluster.rng.choice(["up", "down"])
     return f"({direction}) " + _cut(cluster, agent, (direction,))
 
 
 def flap(cluster: "Cluster", agent: "Agent") -> None:
     _excuse(cluster, agent)
-    for i in range(cluster.lots.randint(2, 6)):
+    for i in range(cluster.rng.randint(2, 6)):
         cluster.time.after(i * 0.7, cluster.cut, agent.host, ("up", "down"), 0.4)
     cluster.calm_at = max(cluster.calm_at, cluster.time.now + 5.0)
 
 
 def slow_link(cluster: "Cluster", agent: "Agent") -> str:
     host = agent.host
-    host.slow_until, host.slow_s = cluster.time.now + 8.0, cluster.lots.choice([0.05, 0.3, 1.0, 4.0])
+    host.slow_until, host.slow_s = cluster.time.now + 8.0, cluster.rng.choice([0.05, 0.3, 1.0, 4.0])
     _excuse(cluster, agent)
     cluster.calm_at = max(cluster.calm_at, host.slow_until + host.slow_s)
     return f"{host.slow_s:g} s "
 
 
 def _cut(cluster: "Cluster", agent: "Agent", directions: tuple[str, ...]) -> str:
-    seconds = cluster.lots.choice(_LONG_S)
+    seconds = cluster.rng.choice(_LONG_S)
     _excuse(cluster, agent)
     cluster.cut(agent.host, directions, seconds)
     cluster.calm_at = max(cluster.calm_at, cluster.time.now + seconds)
@@ -286,14 +286,14 @@ def _excuse(cluster: "Cluster", agent: "Agent") -> None:
 def control_dies(cluster: "Cluster") -> str:
     if not cluster.plane.is_up or cluster.plane.paused:
         return ""
-    moment = cluster.lots.choice([BEFORE, TORN, WRITTEN, AFTER])
+    moment = cluster.rng.choice([BEFORE, TORN, WRITTEN, AFTER])
     cluster.plane.crash_soon(moment)
     return moment
 
 
 def control_pauses(cluster: "Cluster") -> str:
     """Once its lease has run out another one takes its place, and it ends as soon as it goes on."""
-    plane, seconds = cluster.plane, cluster.lots.choice(_LONG_S)
+    plane, seconds = cluster.plane, cluster.rng.choice(_LONG_S)
     if plane.paused or not plane.is_up:
         return ""
     plane.paused, lease_s = True, cluster.timeouts.lease_s
@@ -306,7 +306,7 @@ def trouble(kind: str) -> Strike:
     """The next workers that are started do not start well."""
 
     def strike(cluster: "Cluster") -> str:
-        count = cluster.lots.choice([1, 1, 2, 4])
+        count = cluster.rng.choice([1, 1, 2, 4])
         cluster.trouble += [kind] * count
         return f"{count} to come"
 
@@ -317,14 +317,14 @@ def echo(cluster: "Cluster") -> str:
     """Old reports reach the decision code again, which the protocol excludes."""
     if not cluster.plane.said:
         return ""
-    report = cluster.lots.choice(cluster.plane.said[-40:])
+    report = cluster.rng.choice(cluster.plane.said[-40:])
     cluster.plane.echo(report)
     return m.encode(report)[:120]
 
 
 def echo_later(cluster: "Cluster") -> str:
     """What the control plane waits for in a recovery it hears from an earlier one, which the protocol excludes."""
-    count = cluster.lots.randint(2, 6)
+    count = cluster.rng.randint(2, 6)
 
     def repeat(order: Any) -> None:
         nonlocal count
@@ -332,8 +332,8 @@ def echo_later(cluster: "Cluster") -> str:
         said = [report for report in cluster.plane.said if isinstance(report, kinds) and report.epoch < order.epoch]
         if said and count:
             count -= 1
-            delay = cluster.lots.choice([0.0, 0.02, 0.1, 0.4])
-            cluster.time.after(delay, cluster.plane.echo, cluster.lots.choice(said[-8:]))
+            delay = cluster.rng.choice([0.0, 0.02, 0.1, 0.4])
+            cluster.time.after(delay, cluster.plane.echo, cluster.rng.choice(said[-8:]))
 
     cluster.on_order.append(repeat)
     return f"up to {count}"

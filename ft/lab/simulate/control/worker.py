@@ -1,7 +1,7 @@
 """A worker as others see it: the training thread of ``ft.systems.hot_swap``, step by step.
 
 The training thread is a generator. It yields seconds to be busy for, during which nothing reaches it, or None to wait
-until something has happened. ``life`` follows ``ft.systems.hot_swap.session`` and ``ft.systems.hot_swap.guard``, line
+until something has happened. ``life`` follows ``ft.worker.session`` and ``ft.systems.hot_swap.recovery_manager``, line
 by line where they meet the control plane; ``ft.lab.simulate.control.recovery`` follows
 ``ft.systems.hot_swap.recovery``.
 """
@@ -15,7 +15,7 @@ from ft.job import messages as m
 from ft.lab.simulate.control.errors import Broken, EpochClosed, Exited
 from ft.lab.simulate.control.recovery import recover
 from ft.lab.simulate.control.snapshots import Snapshots
-from ft.systems.hot_swap.reminder import PERIOD_S
+from ft.worker.acknowledged import PERIOD_S
 
 if TYPE_CHECKING:
     from ft.lab.simulate.control.agent import Agent
@@ -68,7 +68,7 @@ class Worker:
         self.agent.hear(report)
 
     def ask(self, report: Any) -> None:
-        """Says what an order has to answer, and again until one has (``ft.systems.hot_swap.reminder``)."""
+        """Says what an order has to answer, and again until one has (``ft.worker.acknowledged``)."""
         self._asked = report
         if not self.mumbles:
             self.say(report)
@@ -123,7 +123,7 @@ class Worker:
         self.poke()
 
     def beat(self, now: float) -> m.Beat:
-        """What its heartbeat said last (``ft.systems.hot_swap.progress``)."""
+        """What its heartbeat said last (``ft.worker.progress``)."""
         age = now - self.quiet_since if self.stopped or self.deaf else 0.0
         since = max(0.0, now - age - self.since)
         return m.Beat(round(age, 3), self.epoch, self.step, self.doing, round(since, 3), self.where, self.step_s, 0)
@@ -134,8 +134,8 @@ class Worker:
     # --- from the start to the end -----------------------------------------------------------------------------------
 
     def _live(self) -> Thread:
-        lots, habits = self.cluster.lots, self.cluster.habits
-        yield lots.uniform(*habits.import_s) * self.slow
+        rng, habits = self.cluster.rng, self.cluster.habits
+        yield rng.uniform(*habits.import_s) * self.slow
         while self.start == "never":
             yield None
         if self.start == "exits":
@@ -145,7 +145,7 @@ class Worker:
         self.say(m.WorkerReady(self.name, self.node, f"{self.name}:1"))
         opened = yield from self.await_open(-1)
         self.does("idle", "assembling")
-        yield lots.uniform(*habits.assemble_s) * self.slow
+        yield rng.uniform(*habits.assemble_s) * self.slow
         self._assembled(opened)
         yield from self._carry_through()
 
@@ -164,7 +164,7 @@ class Worker:
             self.step, self.owned, self.replicated = step, (rank, step, history), (shape.part_of(rank), step, history)
 
     def _carry_through(self) -> Thread:
-        """``Guard.carry_through``."""
+        """``RecoveryManager.run_with_recovery``."""
         begun = False
         while True:
             try:
@@ -184,7 +184,7 @@ class Worker:
             yield from recover(self)
 
     def resumes(self) -> None:
-        """``Guard.resumes``."""
+        """``RecoveryManager.resumes``."""
         self.inside = True
         self.say(m.WorkerResumed(self.name, self.epoch, self.step))
         self.fence, self.touched = None, False
@@ -193,16 +193,16 @@ class Worker:
         self.does("compute", f"step {self.step + 1}")
 
     def _train(self) -> Thread:
-        cluster, lots = self.cluster, self.cluster.lots
+        cluster, rng = self.cluster, self.cluster.rng
         while self.step < cluster.habits.steps:
-            yield lots.uniform(*cluster.habits.compute_s) * self.slow
+            yield rng.uniform(*cluster.habits.compute_s) * self.slow
             self.slow = 1.0
             self._raise_defect()
             gradients = yield from self.collective("gradients", (self.step + 1, "gradients"))
             yield from self.snapshots.wait()
             self.fence = self.join("fence", (self.step + 1, "fence"))
             self.touched = True
-            yield lots.uniform(*cluster.habits.update_s)
+            yield rng.uniform(*cluster.habits.update_s)
             self._raise_defect()
             self._update(gradients)
             yield from self.wait_for(self.fence, "fence")
@@ -213,7 +213,7 @@ class Worker:
             self.does("compute", f"step {self.step + 1}")
             if self.step % cluster.habits.save_every == 0:
                 self.does("aside", "save")
-                yield lots.uniform(*cluster.habits.save_s)
+                yield rng.uniform(*cluster.habits.save_s)
                 cluster.saved(self)
                 self.does("compute", f"step {self.step + 1}")
 
@@ -230,7 +230,7 @@ class Worker:
         yield from self.await_order(m.Finish)
 
     def fails(self, error: Broken) -> Thread:
-        """``Guard.fails``."""
+        """``RecoveryManager.fails``."""
         if self.closed:
             return
         self.ask(m.WorkerFailed(self.name, self.epoch, self.step, error.kinds, error.message))

@@ -4,7 +4,7 @@ import argparse
 
 from ft.lab.simulate import histories
 from ft.lab.simulate.hsdp_protocol.faults import BY_NAME
-from ft.lab.simulate.hsdp_protocol.plants import Plant, find, planted
+from ft.lab.simulate.hsdp_protocol.mutants import Mutant, find, planted
 from ft.lab.simulate.hsdp_protocol.report import Summary
 from ft.lab.simulate.hsdp_protocol.run import History, Wish, simulate
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     return histories.run(_SIMULATION, arguments, Wish(arguments.faults, kinds))
 
 
-def _play(seed: int, wish: Wish, plant: Plant | None, with_lines: bool) -> History:
+def _play(seed: int, wish: Wish, plant: Mutant | None, with_lines: bool) -> History:
     with planted(plant):
         return simulate(seed, wish, plant.habits() if plant else None, with_lines=with_lines)
 

@@ -36,15 +36,15 @@ def _any(world: "World", index: int | None = None) -> "Rank | None":
     lives = [life for life in world.lives() if all(rank.is_alive for rank in life.ranks)]
     if not lives:
         return None
-    ranks = world.lots.choice(lives).ranks
-    return world.lots.choice(ranks) if index is None else ranks[index]
+    ranks = world.rng.choice(lives).ranks
+    return world.rng.choice(ranks) if index is None else ranks[index]
 
 
 def _kills(number: int, index: int | None = None):
     def strike(world: "World") -> float | None:
-        lives = world.lots.sample(world.lives(), min(number, len(world.lives())))
+        lives = world.rng.sample(world.lives(), min(number, len(world.lives())))
         for life in lives:
-            kill(world.lots.choice(life.ranks) if index is None else life.ranks[index])
+            kill(world.rng.choice(life.ranks) if index is None else life.ranks[index])
         return 0.0 if lives else None
 
     return strike
@@ -62,7 +62,7 @@ def _pause(world: "World") -> float | None:
     rank = _any(world)
     if rank is None:
         return None
-    seconds = world.lots.uniform(0.1, 1.8)
+    seconds = world.rng.uniform(0.1, 1.8)
     world.note("replica {} rank {}: pauses for {:.2f} s", rank.replica, rank.index, seconds)
     rank.awake_at = max(rank.awake_at, world.time.now + seconds)
     world.outage(rank.replica, seconds)
@@ -81,15 +81,15 @@ def _hang(world: "World") -> float | None:
 
 
 def _cut_from_server(world: "World") -> float | None:
-    replica, seconds = world.lots.randrange(world.shape.replicas), world.lots.uniform(0.05, 4.0)
+    replica, seconds = world.rng.randrange(world.shape.replicas), world.rng.uniform(0.05, 4.0)
     world.note("replica {}: cut off from the quorum server for {:.2f} s", replica, seconds)
     world.cut(replica, None, seconds)
     return seconds
 
 
 def _cut_two(world: "World") -> float | None:
-    one, other = world.lots.sample(range(world.shape.replicas), 2)
-    seconds = world.lots.uniform(0.05, 6.0) if world.lots.random() < 0.8 else world.lots.uniform(30.0, 40.0)
+    one, other = world.rng.sample(range(world.shape.replicas), 2)
+    seconds = world.rng.uniform(0.05, 6.0) if world.rng.random() < 0.8 else world.rng.uniform(30.0, 40.0)
     world.note("replicas {} and {}: cut off from each other for {:.2f} s", one, other, seconds)
     world.cut(one, other, seconds)
     return seconds
@@ -97,19 +97,19 @@ def _cut_two(world: "World") -> float | None:
 
 def _change_sides(world: "World") -> float | None:
     """One trains alone while the server does not hear the others, and is not heard itself when they are back."""
-    alone, seconds = world.lots.randrange(world.shape.replicas), world.lots.uniform(1.0, 2.5)
+    alone, seconds = world.rng.randrange(world.shape.replicas), world.rng.uniform(1.0, 2.5)
     for other in range(world.shape.replicas):
         if other != alone:
             world.note("replica {}: cut off from the quorum server for {:.2f} s", other, seconds)
             world.cut(other, None, seconds)
-    then = world.lots.uniform(0.5, 2.5)
+    then = world.rng.uniform(0.5, 2.5)
     world.note("replica {}: then cut off from it for {:.2f} s", alone, then)
     world.time.after(seconds - 0.2, world.cut, alone, None, then)
     return seconds + then
 
 
 def _cut_from_all(world: "World") -> float | None:
-    one, seconds = world.lots.randrange(world.shape.replicas), world.lots.uniform(0.05, 4.0)
+    one, seconds = world.rng.randrange(world.shape.replicas), world.rng.uniform(0.05, 4.0)
     world.note("replica {}: cut off from everybody for {:.2f} s", one, seconds)
     for other in (None, *range(world.shape.replicas)):
         if other != one:
@@ -124,20 +124,20 @@ def _end_server(world: "World") -> float | None:
     world.note("the quorum server of term {} is killed", server.term)
     world.deaths_of_server += 1
     server.dies()
-    seconds = world.lots.uniform(0.05, 1.0)
+    seconds = world.rng.uniform(0.05, 1.0)
     world.time.after(seconds, world.start_server)
     return seconds
 
 
 def _pause_server(world: "World") -> float | None:
     """Long enough, and it is taken for dead: another one is started, and it wakes up beside it."""
-    server, seconds = world.standing, world.lots.uniform(0.2, 3.0)
+    server, seconds = world.standing, world.rng.uniform(0.2, 3.0)
     if not server.is_alive:
         return None
     world.note("the quorum server of term {} pauses for {:.2f} s", server.term, seconds)
     server.awake_at = max(server.awake_at, world.time.now + seconds)
-    if world.lots.random() < 0.5:
-        world.time.after(world.lots.uniform(0.1, 1.5), world.start_server)
+    if world.rng.random() < 0.5:
+        world.time.after(world.rng.uniform(0.1, 1.5), world.start_server)
     return seconds + 1.5
 
 
@@ -146,7 +146,7 @@ def _reset(world: "World") -> float | None:
     open_ones = [c for c in server.connections if c.replica is not None]
     if not open_ones:
         return None
-    connection = world.lots.choice(open_ones)
+    connection = world.rng.choice(open_ones)
     world.note("replica {}: its connection to the quorum server breaks", connection.replica)
     connection.closed_by_server()
     server.loses(connection)
@@ -154,8 +154,8 @@ def _reset(world: "World") -> float | None:
 
 
 def _slow(world: "World") -> float | None:
-    replica, seconds = world.lots.randrange(world.shape.replicas), world.lots.uniform(0.5, 4.0)
-    factor = world.lots.uniform(2.0, 8.0)
+    replica, seconds = world.rng.randrange(world.shape.replicas), world.rng.uniform(0.5, 4.0)
+    factor = world.rng.uniform(2.0, 8.0)
     world.note("replica {}: steps last {:.1f} times as long for {:.2f} s", replica, factor, seconds)
     world.slow_down(replica, factor, seconds)
     return seconds
@@ -165,7 +165,7 @@ def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
     """``act`` happens to a rank that comes to that moment, one of the next few."""
 
     def strike(world: "World") -> float | None:
-        left = [world.lots.randint(0, most)]
+        left = [world.rng.randint(0, most)]
 
         def when(rank: "Rank | None") -> None:
             if left[0] > 0:
@@ -185,13 +185,13 @@ def _kill_other(rank: "Rank") -> None:
     """Of the ring that this one is through, another that may not be: the quorum ends in different ways."""
     others = [life for life in rank.world.lives() if life is not rank.life]
     if others:
-        kill(rank.world.lots.choice(others).ranks[rank.index], "killed at the end of a ring")
+        kill(rank.world.rng.choice(others).ranks[rank.index], "killed at the end of a ring")
 
 
 def _kill_source(rank: "Rank") -> None:
     others = [life for life in rank.world.lives() if life is not rank.life and life.ranks[0].held.step > 0]
     if others:
-        kill(rank.world.lots.choice(others).ranks[rank.index], "killed while its state is fetched")
+        kill(rank.world.rng.choice(others).ranks[rank.index], "killed while its state is fetched")
 
 
 def _kill_server_now(rank: "Rank | None", world=None) -> None:
@@ -228,14 +228,14 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 class Schedule:
     """The faults of one history, some in bursts."""
 
-    def __init__(self, lots: random.Random, most: int, names: tuple[str, ...] | None):
+    def __init__(self, rng: random.Random, most: int, names: tuple[str, ...] | None):
         kinds = [kind for kind in KINDS if names is None or kind.name in names]
-        number = lots.randint(0 if names is None else 1, most) if most else 0
-        self.kinds = lots.choices(kinds, [kind.weight for kind in kinds], k=number)
-        self._times, at = [], lots.uniform(*_FIRST_S)
+        number = rng.randint(0 if names is None else 1, most) if most else 0
+        self.kinds = rng.choices(kinds, [kind.weight for kind in kinds], k=number)
+        self._times, at = [], rng.uniform(*_FIRST_S)
         for _ in self.kinds:
             self._times.append(at)
-            at += lots.uniform(*(_BURST_S if lots.random() < 0.4 else _GAP_S))
+            at += rng.uniform(*(_BURST_S if rng.random() < 0.4 else _GAP_S))
 
     def begin(self, world: "World") -> None:
         world.calm_at = self._times[-1] if self._times else 2.0

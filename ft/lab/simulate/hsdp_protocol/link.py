@@ -51,7 +51,7 @@ class Link:
     def broke(self, connection: "Connection") -> None:
         if connection is self._connection:
             self._connection, self._gone_at = None, self.world.time.now
-            self._later(self.world.lots.uniform(*_AGAIN_S), self._dial)
+            self._later(self.world.rng.uniform(*_AGAIN_S), self._dial)
 
     def arrives(self, connection: "Connection", frame: bytes) -> None:
         self._later(0.0, self._taken, connection, frame)
@@ -80,7 +80,7 @@ class Link:
             return
         if server is None or not server.is_alive or self.world.cut_until(self.replica, None) > self.world.time.now:
             self._away(self.world.time.now - self._gone_at, None)
-            self._later(self.world.lots.uniform(*_AGAIN_S), self._dial)
+            self._later(self.world.rng.uniform(*_AGAIN_S), self._dial)
             return
         self._connection = Connection(self.world, self, server)
         self._heard_at = self.world.time.now
@@ -109,7 +109,7 @@ class Connection:
         self.life = -1
         self.rows: dict[int, int] = {}
         self._is_open = True
-        self._up = self._down = world.time.now + world.lots.uniform(*_DIAL_S)
+        self._up = self._down = world.time.now + world.rng.uniform(*_DIAL_S)
         server.connections.append(self)
 
     def to_server(self, frame: bytes) -> None:
@@ -130,7 +130,7 @@ class Connection:
 
     def _send(self, not_before: float, arrive, frame: bytes | None) -> float:
         now = self.world.time.now
-        at = max(now + self.world.lots.uniform(*_LATENCY_S), not_before)
+        at = max(now + self.world.rng.uniform(*_LATENCY_S), not_before)
         self.world.time.after(at - now, self._through, arrive, frame)
         return at
 

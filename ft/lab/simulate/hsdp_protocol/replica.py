@@ -35,7 +35,7 @@ class Agent:
     def build(self, seconds: float) -> None:
         self._number += 1
         coming = Life(self, self._number)
-        self.world.time.after(seconds * self.world.lots.random(), coming.client.arriving)
+        self.world.time.after(seconds * self.world.rng.random(), coming.client.arriving)
         self.world.time.after(seconds, self._start, coming)
 
     def _start(self, life: "Life") -> None:
@@ -47,7 +47,7 @@ class Agent:
         """A rank of it has ended: the others are ended too, and all are built anew."""
         if self.life is not life or life.is_over:
             return
-        self.world.time.after(self.world.lots.uniform(*_NOTICED_S), self._end, life, reason)
+        self.world.time.after(self.world.rng.uniform(*_NOTICED_S), self._end, life, reason)
 
     def _end(self, life: "Life", reason: str) -> None:
         if self.life is not life:
@@ -55,7 +55,7 @@ class Agent:
         life.end()
         self.life = None
         self.world.note("replica {}: life {} is over: {}", self.replica, life.number, reason)
-        self.build(self.world.shape.build_s * self.world.lots.uniform(0.7, 1.3))
+        self.build(self.world.shape.build_s * self.world.rng.uniform(0.7, 1.3))
 
 
 class Life:
@@ -113,7 +113,7 @@ class Life:
             return
         start = self.world.checkpoint if quorum.load else None
         for rank in self.ranks:
-            rank.do(self.world.lots.uniform(*_SPREAD_S), rank.begin, quorum, start)
+            rank.do(self.world.rng.uniform(*_SPREAD_S), rank.begin, quorum, start)
 
     def votes(self, rank: "Rank", quorum: Quorum, ring_ok: bool, has_state: bool) -> None:
         """A MIN over the ranks, of both: nobody knows the outcome before all have voted."""
@@ -122,7 +122,7 @@ class Life:
             return
         outcome = [all(votes) for votes in zip(*self._votes.values(), strict=True)]
         for each in self.ranks:
-            each.do(self.world.lots.uniform(*_SPREAD_S), each.decided, quorum, *outcome)
+            each.do(self.world.rng.uniform(*_SPREAD_S), each.decided, quorum, *outcome)
 
     def is_ready(self, rank: "Rank") -> None:
         """The rank is done with the step, well or not."""
@@ -137,7 +137,7 @@ class Life:
             else:
                 self._ready.clear()
                 for each in self.ranks:
-                    each.do(self.world.lots.uniform(*_SPREAD_S), each.begin, self.quorum, None)
+                    each.do(self.world.rng.uniform(*_SPREAD_S), each.begin, self.quorum, None)
 
     def _saves(self) -> bool:
         """This replica writes the checkpoint of the step that it has just done."""
@@ -193,14 +193,14 @@ class Rank:
         self._has_outcome = self._has_voted = False
         self._fetch, self._is_behind, self._fetched_state = NOT_NEEDED, self.replica in quorum.behind, None
         if quorum.load:
-            self.do(self.world.lots.uniform(*_LOAD_S), self._loaded, start)
+            self.do(self.world.rng.uniform(*_LOAD_S), self._loaded, start)
             return
         if self._is_behind:
             self._fetch = UNDER_WAY
             if not self.world.shape.aside:
                 self.held = NOTHING if self.world.habits.owns_up else spoiled(self.held, quorum.number)
             self._fetch_from([*quorum.healthy], quorum)
-            self.do(self.world.lots.uniform(*_SPREAD_S), self._join, quorum)
+            self.do(self.world.rng.uniform(*_SPREAD_S), self._join, quorum)
         else:
             self.world.checks.is_healthy(self, quorum)
             self.do(self.world.compute_s(self.replica), self._join, quorum)
@@ -272,7 +272,7 @@ class Rank:
 
     def _done(self, has_done_it: bool) -> None:
         self.has_done_it = has_done_it
-        self.do(self.world.lots.uniform(*_SPREAD_S), self.life.is_ready, self)
+        self.do(self.world.rng.uniform(*_SPREAD_S), self.life.is_ready, self)
 
     # --- catching up -------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class Rank:
             self.do(0.02, self._fetch_from, rest, quorum)
             return
         source.fetchers.add(self)
-        self.do(self.world.shape.fetch_s * self.world.lots.uniform(0.5, 1.5), self._read, source, rest, quorum)
+        self.do(self.world.shape.fetch_s * self.world.rng.uniform(0.5, 1.5), self._read, source, rest, quorum)
 
     def _read(self, source: "Rank", rest: list[int], quorum: Quorum) -> None:
         is_served = self in source.fetchers

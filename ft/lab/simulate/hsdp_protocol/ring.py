@@ -35,10 +35,10 @@ class Ring:
             rank.do(self.world.shape.ring_s, self._deadline, rank)
         for replica, life in self.quorum.lives.items():
             if self.world.is_over(replica, life):
-                self.world.time.after(self.world.lots.uniform(*_NOTICE_S), self.member_gone, replica)
+                self.world.time.after(self.world.rng.uniform(*_NOTICE_S), self.member_gone, replica)
         if len(self._joined) == len(self.quorum.members) and not self._is_running:
             self._is_running = True
-            self.world.time.after(self.world.lots.uniform(*_LATENCY_S), self._turn)
+            self.world.time.after(self.world.rng.uniform(*_LATENCY_S), self._turn)
 
     def member_gone(self, replica: int) -> None:
         """Its connections are closed: it is dead, or has given up."""
@@ -60,7 +60,7 @@ class Ring:
             self.world.time.after(until - self.world.time.now + 1e-6, self._turn)
             return
         for rank, _ in self._joined.values():
-            self.world.time.after(self.world.lots.uniform(*_SPREAD_S), self._complete, rank)
+            self.world.time.after(self.world.rng.uniform(*_SPREAD_S), self._complete, rank)
 
     def _complete(self, rank: "Rank") -> None:
         if self._is_failed or not rank.is_alive:
@@ -91,9 +91,9 @@ class Ring:
 
     def _tell_failure(self, rank: "Rank") -> None:
         """By the closed connection of a neighbour: it may be the one that began it, or one that left because of it."""
-        suspect = self._first_gone if self.world.lots.random() < 0.6 else None
+        suspect = self._first_gone if self.world.rng.random() < 0.6 else None
         suspect = suspect if suspect != rank.replica else None
-        rank.do(self.world.lots.uniform(*_NOTICE_S), rank.ring_ended, self.quorum, None, suspect)
+        rank.do(self.world.rng.uniform(*_NOTICE_S), rank.ring_ended, self.quorum, None, suspect)
 
     def _edges(self) -> list[tuple[int, int]]:
         members = self.quorum.members

@@ -48,12 +48,12 @@ class History:
 
 def simulate(seed: int, wish: Wish, habits: Habits | None = None, with_lines: bool = False) -> History:
     """The history of ``seed``; the same for the same arguments."""
-    history, lots = History(seed), random.Random(seed)
-    shape, schedule = draw_shape(lots), Schedule(lots, wish.faults, wish.kinds)
+    history, rng = History(seed), random.Random(seed)
+    shape, schedule = draw_shape(rng), Schedule(rng, wish.faults, wish.kinds)
     if with_lines:
         history.lines.append(f"seed {seed}: {shape}")
         history.lines.append("faults to come: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
-    world = World(lots, shape, habits or Habits(), history.lines if with_lines else None)
+    world = World(rng, shape, habits or Habits(), history.lines if with_lines else None)
     try:
         _play(world, schedule)
     except Violation as violation:

@@ -82,20 +82,20 @@ class Habits:
     names_its_commits: bool = True
 
 
-def draw_shape(lots: random.Random) -> Shape:
-    replicas = lots.choice((2, 3, 3, 4))
-    step_s = lots.uniform(0.1, 0.4)
-    fetch_s = step_s * lots.uniform(0.2, 1.5)
+def draw_shape(rng: random.Random) -> Shape:
+    replicas = rng.choice((2, 3, 3, 4))
+    step_s = rng.uniform(0.1, 0.4)
+    fetch_s = step_s * rng.uniform(0.2, 1.5)
     return Shape(
         replicas=replicas,
-        ranks=lots.choice((1, 2, 2, 3)),
-        minimum=1 if lots.random() < 0.8 else 2,
+        ranks=rng.choice((1, 2, 2, 3)),
+        minimum=1 if rng.random() < 0.8 else 2,
         step_s=step_s,
         fetch_s=fetch_s,
         let_finish_s=2.0 * fetch_s + 0.5,
-        aside=lots.random() < 0.5,
-        save_steps=lots.choice((0, 0, 5, 9)),
-        save_s=lots.uniform(0.1, 8.0),
-        hang_s=lots.uniform(2.0, 5.0),
-        build_s=lots.uniform(0.3, 1.5),
+        aside=rng.random() < 0.5,
+        save_steps=rng.choice((0, 0, 5, 9)),
+        save_s=rng.uniform(0.1, 8.0),
+        hang_s=rng.uniform(2.0, 5.0),
+        build_s=rng.uniform(0.3, 1.5),
     )

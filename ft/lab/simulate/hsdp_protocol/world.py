@@ -21,7 +21,7 @@ class World:
     """Everything of one history.
 
     Args:
-        lots: all chance comes from it. lines: of the history, None where nobody will read them.
+        rng: all chance comes from it. lines: of the history, None where nobody will read them.
 
     Attributes:
         standing: the server that ``quorum.json`` names. newest_term: the last one claimed. last_step: of the run, None
@@ -30,8 +30,8 @@ class World:
         struck, over: (when, kind) of the faults so far, and when each is over.
     """
 
-    def __init__(self, lots: random.Random, shape: Shape, habits: Habits, lines: list[str] | None):
-        self.lots, self.shape, self.habits, self.limits, self.lines = lots, shape, habits, LIMITS, lines
+    def __init__(self, rng: random.Random, shape: Shape, habits: Habits, lines: list[str] | None):
+        self.rng, self.shape, self.habits, self.limits, self.lines = rng, shape, habits, LIMITS, lines
         self.time, self.checks = Timeline(), Checks(self)
         self.standing: Server | None = None
         self.newest_term, self.deaths_of_server = -1, 0
@@ -50,7 +50,7 @@ class World:
     def start(self) -> None:
         self.start_server()
         for agent in self.agents:
-            agent.build(self.lots.uniform(0.05, 1.0))
+            agent.build(self.rng.uniform(0.05, 1.0))
 
     def note(self, text: str, *values: Any) -> None:
         if self.lines is not None:
@@ -99,11 +99,11 @@ class World:
         """Its connections close."""
         for (_, index), ring in self._rings.items():
             if index == rank.index and ring.quorum.lives.get(rank.replica) == rank.life.number:
-                self.time.after(self.lots.uniform(0.0005, 0.02), ring.member_gone, rank.replica)
+                self.time.after(self.rng.uniform(0.0005, 0.02), ring.member_gone, rank.replica)
 
     def compute_s(self, replica: int) -> float:
         until, factor = self._slow.get(replica, (0.0, 1.0))
-        return self.shape.step_s * self.lots.uniform(0.7, 1.1) * (factor if self.time.now < until else 1.0)
+        return self.shape.step_s * self.rng.uniform(0.7, 1.1) * (factor if self.time.now < until else 1.0)
 
     # --- trouble -----------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ft.systems.checkfree.plus.doubles import Doubles
-from ft.systems.checkfree.plus.ends import in_place
 from ft.systems.checkfree.plus.pipeline import forward_backward
+from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
+from ft.systems.checkfree.plus.stage_ends import in_place
 from ft.systems.schedule.program import Program
 from megatron.patches import step_state, swapped_pipeline
 
 
-def install(chunk: torch.nn.Module, doubles: Doubles, plan: Callable[[int], Program]) -> None:
+def install(chunk: torch.nn.Module, doubles: ReplicatedEnds, plan: Callable[[int], Program]) -> None:
     """Has ``chunk`` (DistributedDataParallel) trained by planned schedules; after core's callbacks are in place.
 
     Args:

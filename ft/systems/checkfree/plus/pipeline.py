@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ft.systems.checkfree.plus.ends import Ends
 from ft.systems.checkfree.plus.execution import Execution
+from ft.systems.checkfree.plus.stage_ends import Ends
 from ft.systems.schedule.program import Program
 from ft.systems.schedule.units import Unit
 from megatron.core.pipeline_parallel import schedules

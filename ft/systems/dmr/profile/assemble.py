@@ -25,7 +25,7 @@ from ft.systems.dmr.plan.trace import (
 )
 from ft.systems.dmr.profile.costs import ComparisonCosts
 from ft.systems.dmr.profile.events import P2P, Done, Event, StageRecord, Timed, Waited
-from ft.systems.dmr.runtime.course import operator_id
+from ft.systems.dmr.runtime.cursor import operator_id
 
 _FASTER = 0.25
 """The share of messages that are taken for those that nobody was late for."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ft.systems.dmr.digest import same, writer
-from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.cursor import At
 from ft.systems.dmr.runtime.deferred import entry, verify
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.operators import nature

@@ -7,7 +7,7 @@ import torch
 
 from ft.systems.dmr.plan.trace import INTRA
 from ft.systems.dmr.profile.recorder import Recorder
-from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.queue import Queue
@@ -18,7 +18,7 @@ EP = INTRA[1]
 class ProfilingEngine(Engine):
     """Tells a recorder of waits, and compares nothing. ``device``: where the run computes."""
 
-    def __init__(self, course: Course, recorder: Recorder, device: torch.device):
+    def __init__(self, course: ExecutionCursor, recorder: Recorder, device: torch.device):
         findings = Findings(device, 0)
         super().__init__(course, findings, Queue(findings), recorder, _NoMessages())
         self._recorder = recorder

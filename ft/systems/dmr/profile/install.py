@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from ft.protection.training_state import TrainingState
 from ft.systems.dmr.plan.schedule import Pipeline
 from ft.systems.dmr.profile.engine import ProfilingEngine
 from ft.systems.dmr.profile.recorder import Recorder
 from ft.systems.dmr.profile.session import Profiling, Target, device_memory
 from ft.systems.dmr.profile.stopwatch import stopwatch
 from ft.systems.dmr.profile.storages import Storages
-from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.unstable import read_unstable
-from ft.systems.hot_swap.subject import Subject
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.patches import double_execution
@@ -42,14 +42,14 @@ def install(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     device = next(chunks[0].parameters()).device
     in_use = torch.cuda.memory_allocated if device.type == "cuda" else None
-    course = Course()
+    course = ExecutionCursor()
     recorder = Recorder(course, stage, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use))
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
     left_out = frozenset() if unstable is None else frozenset(read_unstable(unstable).operators)
     target = Target(path, fingerprint, _pipeline(chunks, microbatches), device_memory(device), _speaks(), left_out)
     profiling = Profiling(engine, recorder, stage, target, end)
-    Subject(chunks, optimizer).before_update(profiling.before_update)
+    TrainingState(chunks, optimizer).before_update(profiling.before_update)
     double_execution.listen(engine)
     return profiling
 

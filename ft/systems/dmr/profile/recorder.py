@@ -10,9 +10,9 @@ from ft.systems.dmr.plan.trace import IN_UNITS, Place
 from ft.systems.dmr.profile.events import P2P, Done, Event, Notes, Timed, Waited
 from ft.systems.dmr.profile.stopwatch import Stopwatch
 from ft.systems.dmr.profile.storages import Storages
-from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
-from ft.systems.dmr.runtime.twice import written
+from ft.systems.dmr.runtime.redundant import written
 
 
 class Recorder(TorchDispatchMode):
@@ -29,7 +29,7 @@ class Recorder(TorchDispatchMode):
             events.
     """
 
-    def __init__(self, course: Course, stage: int, watch: Stopwatch, storages: Callable[[], Storages]):
+    def __init__(self, course: ExecutionCursor, stage: int, watch: Stopwatch, storages: Callable[[], Storages]):
         super().__init__()
         self._course, self._stage, self._watch, self._make_storages = course, stage, watch, storages
         self.takes_notes = False

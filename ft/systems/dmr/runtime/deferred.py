@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.cursor import At
 from ft.systems.dmr.runtime.findings import WINDOW, Findings, Mismatch
 from ft.systems.dmr.runtime.operators import Nature, tensors_in
-from ft.systems.dmr.runtime.twice import execute_again, results
+from ft.systems.dmr.runtime.redundant import execute_again, results
 
 NEVER = 1 << 62
 """Later than any operator."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft.systems.dmr.runtime.course import NO_LAYER, Course
+from ft.systems.dmr.runtime.cursor import NO_LAYER, ExecutionCursor
 from ft.systems.dmr.runtime.findings import Findings, Mismatch
 from ft.systems.dmr.runtime.messages import Messages
 from ft.systems.dmr.runtime.mode import DoubleExecution
@@ -29,12 +29,12 @@ class Engine:
 
     def __init__(
         self,
-        course: Course,
+        course: ExecutionCursor,
         findings: Findings,
         queue: Queue,
         mode: DoubleExecution,
         messages: Messages,
-        wire: Callable[[str, Course, Sequence[torch.Tensor]], None] | None = None,
+        wire: Callable[[str, ExecutionCursor, Sequence[torch.Tensor]], None] | None = None,
     ):
         self.course, self.findings, self.queue, self.mode = course, findings, queue, mode
         self._messages, self._wire = messages, wire

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ft.faults.flip import CHECKER, ONCE, STUCK, Flip
-from ft.systems.dmr.runtime.course import At, Course
+from ft.systems.dmr.runtime.cursor import At, ExecutionCursor
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -76,13 +76,15 @@ class Falsifier:
         """From now on results are hit. ``number``: of the fault."""
         self._armed = [*self._armed, _Armed(number, flip, random.Random(f"{flip.seed}/{number}"))]
 
-    def falsify(self, execution: str | None, operator: str, course: Course, tensors: Sequence[torch.Tensor]) -> None:
+    def falsify(
+        self, execution: str | None, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]
+    ) -> None:
         """See ``mode.Disturbance``."""
         for one in self._armed:
             if one.flip.fits(operator, course.unit.phase, execution):
                 self._consider(one, execution, course.at(operator, 0), tensors, course.executed)
 
-    def payload(self, kind: str, course: Course, tensors: Sequence[torch.Tensor]) -> None:
+    def payload(self, kind: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]) -> None:
         """What came from other ranks; see ``engine.Engine``."""
         self.falsify(None, kind, course, tensors)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ft.systems.dmr.digest import differing, digest, same, writer
-from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.cursor import At
 
 AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE, REDUCTION = "at once", "recomputation", "window", "message", "all-reduce"
 DISPUTED = "all-reduce, no majority"

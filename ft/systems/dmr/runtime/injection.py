@@ -12,11 +12,11 @@ from ft.base import events
 from ft.base.errors import UserError
 from ft.faults import Fault, parse, schedule
 from ft.faults.flip import BIT_FLIP
-from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.falsify import Falsifier, Hit
 
 if TYPE_CHECKING:
-    from ft.systems.hot_swap.session import Session
+    from ft.worker.session import Session
 
 _MOST_TOLD = 20
 """Flips of one fault that are told of: a stuck bit is met thousands of times."""
@@ -74,7 +74,7 @@ class AtSteps(Falsifier):
         super().__init__(tell)
         self._coming, self._step = list(faults), step
 
-    def falsify(self, execution, operator, course: Course, tensors) -> None:
+    def falsify(self, execution, operator, course: ExecutionCursor, tensors) -> None:
         if self._coming:
             step = self._step()
             due = [fault for fault in self._coming if fault.step <= step]

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ft.protection.position import Position
+from ft.protection.training_state import TrainingState
 from ft.systems.dmr.digest import backend, digest
 from ft.systems.dmr.plan.assign import Plan
-from ft.systems.dmr.runtime.course import Course
+from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.falsify import Falsifier
 from ft.systems.dmr.runtime.findings import Findings
@@ -23,14 +25,12 @@ from ft.systems.dmr.runtime.suspects import Limits
 from ft.systems.dmr.runtime.undo import Undo
 from ft.systems.dmr.runtime.unstable import Sparing
 from ft.systems.dmr.runtime.witness import Teller
-from ft.systems.hot_swap.position import Position
-from ft.systems.hot_swap.subject import Subject
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.patches import double_execution
 
 if TYPE_CHECKING:
-    from ft.systems.hot_swap.session import Session
+    from ft.worker.session import Session
 
 
 def install(
@@ -58,7 +58,7 @@ def install(
     strategy, plan = settings.strategy(stage, fingerprint)
     falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)
     engine = make_engine(strategy, plan, chunks, stage, run_seed(str(sorted(fingerprint.items()))), falsifier)
-    subject = Subject(chunks, optimizer, scheduler)
+    subject = TrainingState(chunks, optimizer, scheduler)
     protection = Protection(
         engine, Undo(subject, position), Teller(session), Limits(retries=settings.retries), strategy.name
     )
@@ -81,7 +81,7 @@ def make_engine(
         torch.compiler.set_stance("force_eager")  # what core compiles would bypass the dispatcher
     backend(device)
     digest(torch.zeros(1, device=device), seed)  # what the first digest compiles or copies is not part of a step
-    course, findings = Course(), Findings(device, seed)
+    course, findings = ExecutionCursor(), Findings(device, seed)
     queue = _queue(
         strategy, plan, findings, stage, {p.untyped_storage()._cdata for c in chunks for p in c.parameters()}
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ft.systems.dmr.digest import writer
 from ft.systems.dmr.plan.trace import BACKWARD, FORWARD
-from ft.systems.dmr.runtime.course import NO_LAYER, At
+from ft.systems.dmr.runtime.cursor import NO_LAYER, At
 from ft.systems.dmr.runtime.findings import MESSAGE, Findings
 
 _SENT_ON, _CAME_IN, _SENT_BACK, _CAME_BACK = range(4)

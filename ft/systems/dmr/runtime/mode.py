@@ -7,13 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK
-from ft.systems.dmr.runtime.course import Course, operator_id
+from ft.systems.dmr.runtime.cursor import ExecutionCursor, operator_id
 from ft.systems.dmr.runtime.findings import AT_ONCE, Findings
 from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.runtime.segments import Segment
-from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
-from ft.systems.dmr.runtime.twice import (
+from ft.systems.dmr.runtime.redundant import (
     check_in_place,
     checked_by_looking,
     execute_again,
@@ -22,6 +20,8 @@ from ft.systems.dmr.runtime.twice import (
     state_before,
     written,
 )
+from ft.systems.dmr.runtime.segments import Segment
+from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
 
 PRIMARY, CHECKER = "primary", "checker"
 
@@ -29,7 +29,7 @@ PRIMARY, CHECKER = "primary", "checker"
 class Disturbance(Protocol):
     """What falsifies results, in experiments."""
 
-    def falsify(self, execution: str, operator: str, course: Course, tensors: Sequence[torch.Tensor]) -> None:
+    def falsify(self, execution: str, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]) -> None:
         """``tensors`` are the results of one ``execution`` (PRIMARY or CHECKER), before they are compared."""
 
 
@@ -47,7 +47,7 @@ class DoubleExecution(TorchDispatchMode):
 
     def __init__(
         self,
-        course: Course,
+        course: ExecutionCursor,
         strategy: Strategy,
         findings: Findings,
         queue: Queue,

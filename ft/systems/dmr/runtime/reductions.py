@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.cursor import At
 from ft.systems.dmr.runtime.findings import DISPUTED, REDUCTION, Findings, Mismatch, Rows
 
 

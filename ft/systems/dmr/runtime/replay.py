@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.cursor import At
 from ft.systems.dmr.runtime.deferred import Disturb
 from ft.systems.dmr.runtime.findings import WINDOW, Findings
 from ft.systems.dmr.runtime.operators import Nature, tensors_in
-from ft.systems.dmr.runtime.twice import execute_again, results
+from ft.systems.dmr.runtime.redundant import execute_again, results
 
 
 @dataclass(frozen=True, slots=True)

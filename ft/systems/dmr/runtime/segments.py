@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ft.systems.dmr.plan.assign import PIGGYBACK
-from ft.systems.dmr.runtime.course import At
+from ft.systems.dmr.runtime.cursor import At
 from ft.systems.dmr.runtime.findings import RECOMPUTATION, Findings, Mismatch
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
 

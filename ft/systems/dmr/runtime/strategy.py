@@ -10,8 +10,8 @@ from typing import Protocol
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Plan
 from ft.systems.dmr.plan.trace import CLOSE_US, RECOMPUTE, Operator
-from ft.systems.dmr.runtime.abreast import Abreast
-from ft.systems.dmr.runtime.course import Unit, operator_id
+from ft.systems.dmr.runtime.alignment import Abreast
+from ft.systems.dmr.runtime.cursor import Unit, operator_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ It is copied in the background while forward and backward run, which change noth
 it the copy is waited for.
 """
 
+from ft.protection.position import Position
+from ft.protection.training_state import TrainingState
 from ft.state.snapshot.buffers import Slot
 from ft.state.snapshot.copier import Copier, Plan, Progress, tables_of, write_back
 from ft.state.snapshot.state import pack_meta, unpack_meta
-from ft.systems.hot_swap.position import Position
-from ft.systems.hot_swap.subject import Subject
 
 
 class Undo:
@@ -18,7 +18,7 @@ class Undo:
         subject: model, optimizer and schedule. position: the trainer's own state.
     """
 
-    def __init__(self, subject: Subject, position: Position):
+    def __init__(self, subject: TrainingState, position: Position):
         self._subject, self._position = subject, position
         self._slot, self._copier = Slot(), Copier()
         self._plan: Plan | None = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from ft.systems.dmr.runtime.course import Unit
+from ft.systems.dmr.runtime.cursor import Unit
 from ft.systems.dmr.runtime.strategy import SKIPPED, Decision, Strategy
 
 _LEFT_OUT = Decision(SKIPPED)

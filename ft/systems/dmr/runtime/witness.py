@@ -13,7 +13,7 @@ from ft.base import events
 from ft.systems.dmr.runtime.suspects import EVICT, Outcome, Reports
 
 if TYPE_CHECKING:
-    from ft.systems.hot_swap.session import Session
+    from ft.worker.session import Session
 
 _MOST_EVENTS, _MOST_LINES = 20, 3
 

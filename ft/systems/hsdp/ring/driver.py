@@ -14,9 +14,9 @@ from ft.net.streams import Network
 from ft.systems.hsdp.ring import hello, numbers
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, patience
 from ft.systems.hsdp.ring.dialer import Dialer
-from ft.systems.hsdp.ring.door import Door, Expected
 from ft.systems.hsdp.ring.flow import Flow, head
 from ft.systems.hsdp.ring.links import Links
+from ft.systems.hsdp.ring.listener import Expected, Listener
 from ft.systems.hsdp.ring.options import RingOptions
 from ft.systems.hsdp.ring.outcome import Broken, Outcome, Pending
 from ft.systems.hsdp.ring.poller import Poller
@@ -63,7 +63,7 @@ class Driver:
     def __init__(self, network: Network, listener: socket.socket, token: str, options: RingOptions):
         self._network, self._token, self._options = network, token, options
         self._poller = Poller()
-        self._door = Door(self._poller, listener, token)
+        self._door = Listener(self._poller, listener, token)
         self._buffers = numbers.Buffers(options.chunk_bytes // 4, options.chunks, options.streams)
         self._stagings: dict[torch.device, Staging] = {}
         self._links: Links | None = None

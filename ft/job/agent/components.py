@@ -1,0 +1,168 @@
+"""What an agent is put together from."""
+
+import contextlib
+import os
+import selectors
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ft import faults as inject
+from ft.base.errors import UserError
+from ft.job.agent.announcements import RecoveryNews
+from ft.job.agent.console import Console
+from ft.job.agent.control_supervisor import ControlPlaneSupervisor
+from ft.job.agent.disk_space import Room
+from ft.job.agent.environment import Place
+from ft.job.agent.faults import AgentFaults
+from ft.job.agent.listener import WorkerListener, listen, unwatch
+from ft.job.agent.liveness import Limits
+from ft.job.agent.membership import Membership, claim_name
+from ft.job.agent.options import RunOptions
+from ft.job.agent.pool import WarmPool
+from ft.job.agent.rendezvous import Masters
+from ft.job.agent.sidecar import Sidecar
+from ft.job.agent.uplink import Uplink
+from ft.job.agent.workforce import Workforce
+from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
+from ft.platform import network
+
+
+class Wake:
+    """A pipe that ends the loop's wait: the kernel's signals and other threads write to it."""
+
+    def __init__(self):
+        self.read_fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def __call__(self) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.write_fd, b"\0")
+
+    def take(self) -> bytes:
+        """The signal numbers that have come, 0 for other threads' calls."""
+        try:
+            return os.read(self.read_fd, 4096)
+        except BlockingIOError:
+            return b""
+
+
+@dataclass
+class Components:
+    """An agent's parts, wired up; nothing runs yet. ``faults``: this agent's own."""
+
+    membership: Membership
+    wake: Wake
+    selector: selectors.BaseSelector
+    reception: WorkerListener
+    masters: Masters
+    console: Console
+    pool: WarmPool
+    uplink: Uplink
+    workforce: Workforce
+    recoveries: RecoveryNews
+    room: Room
+    steward: ControlPlaneSupervisor
+    faults: AgentFaults
+
+
+def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Components:
+    """Makes the parts for a run whose control plane listens at ``port``.
+
+    Raises:
+        UserError: there is no way to the control plane's host, or the run's directory cannot be written.
+    """
+    cluster, wake, selector, timeouts = options.cluster, Wake(), selectors.DefaultSelector(), _timeouts(options)
+    begins = cluster.node_rank == 0
+    console = Console(options.quiet)
+    endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 and not cluster.in_folder else ""
+    uplink = Uplink(options.run_dir, endpoint, wake, timeouts)
+    pool = WarmPool(options.script, options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log", timeouts.stuck_s)
+    name, listener = listen()
+    place = _place(options, port, name, faults)
+    limits = Limits(silent_s=timeouts.silent_s, mute_s=timeouts.mute_s)
+    workforce = Workforce(pool, place, uplink.post, lambda channel: unwatch(selector, channel), limits)
+    sidecar = Sidecar(options.run_dir, _board(options, port, place.host), _settings(options, len(faults)))
+    return Components(
+        membership=Membership(
+            options.run_dir,
+            place,
+            seats=options.nproc if cluster.trains else 0,
+            standbys=options.standbys_here,
+            is_late=options.life is None and place.node != f"n{cluster.node_rank}",
+        ),
+        wake=wake,
+        selector=selector,
+        reception=WorkerListener(listener, selector, workforce),
+        masters=Masters(place, uplink),
+        console=console,
+        pool=pool,
+        uplink=uplink,
+        workforce=workforce,
+        recoveries=RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show),
+        room=Room(options.run_dir, console.complain),
+        steward=ControlPlaneSupervisor(options.run_dir, cluster.node_rank, sidecar, timeouts),
+        faults=AgentFaults(_own(faults, place, options.life), place.node, place.run_dir, uplink.record),
+    )
+
+
+def _own(faults: list[inject.Fault], place: Place, life: int | None) -> list[inject.Fault]:
+    """What was planned for the node is meant for the agent of any later life, whose name is another one."""
+    asked = f"n{place.node_rank}" if life else place.node
+    return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
+
+
+def _board(options: RunOptions, port: int, own_host: str) -> str:
+    """Where a control plane beside this agent is to be reached."""
+    if options.control is not None:
+        return options.control
+    cluster = options.cluster
+    return f"tcp://{cluster.host}:{port}" if cluster.node_rank == 0 else f"tcp://{own_host}:0"
+
+
+def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> Place:
+    cluster = options.cluster
+    name = claim_name(options.run_dir, cluster.node_rank)
+    return Place(
+        node=name,
+        node_rank=cluster.node_rank,
+        host=options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0),
+        socket=agent_socket,
+        run_dir=str(options.run_dir),
+        run_id=options.run_id,
+        world_size=options.world_size,
+        nproc=options.nproc,
+        max_restarts=options.max_restarts,
+        faults=_write(faults, options.run_dir, name),
+        domains=options.domains,
+    )
+
+
+def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
+    """Writes the planned faults to a file for the workers of ``node``; returns its path, "" without faults."""
+    if not faults:
+        return ""
+    path = run_dir / f"faults.{node}.json"
+    try:
+        inject.write(path, faults)
+    except OSError as error:
+        raise UserError(f"the planned faults cannot be written: {error}", "choose --run-dir") from error
+    return str(path)
+
+
+def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
+    cluster = options.cluster
+    return {
+        "run_id": options.run_id,
+        "nodes": cluster.nnodes,
+        "standby_nodes": cluster.standby_nodes,
+        "world_size": options.world_size,
+        "max_restarts": options.max_restarts,
+        "hot_swap": options.hot_swap,
+        "faults": faults,
+        "command": [options.script.target, *options.script.args],
+        "timeouts": asdict(_timeouts(options)),
+    }
+
+
+def _timeouts(options: RunOptions) -> Timeouts:
+    return Timeouts(**(BEHIND_ETCD if options.control else {}))

@@ -1,0 +1,178 @@
+"""The agent's part in there being a control plane: starting one, again after its death, and in a lost node's place."""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ft.job.agent import succession
+from ft.job.agent.sidecar import Sidecar
+from ft.job.control.timeouts import Timeouts
+from ft.platform import election as election
+from ft.platform import processes
+from ft.platform.election import SUCCEEDED, LeaseRecord
+from ft.platform.standstill import Standstill
+
+_MOST_DEATHS, _WINDOW_S = 3, 60.0
+"""A control plane that dies more often than this may well die of its journal: the run begins anew without it."""
+
+_PREPARE_S = 20.0
+"""A run that has lasted so long is worth a process that waits to take over."""
+
+
+class ControlPlaneSupervisor:
+    """Claims terms and runs the side-car in them.
+
+    Args:
+        run_dir: the run's. node, node_rank: of this agent. sidecar: not started yet.
+    """
+
+    def __init__(self, run_dir: Path, node_rank: int, sidecar: Sidecar, timeouts: Timeouts):
+        self._run_dir, self._node_rank, self._timeouts = run_dir, node_rank, timeouts
+        self._watch: _Watch | None = None
+        self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS + 1)
+        self._life, self._term, self._since = 0, -1, time.monotonic()
+        self._began_at: float | None = None
+        self._standstill, self._idle_starts = Standstill(), 0
+        self.sidecar = sidecar
+
+    @property
+    def hosts(self) -> bool:
+        """The control plane runs beside this agent."""
+        return self.sidecar.pid >= 0
+
+    @property
+    def events(self) -> Path:
+        """The run's events, as the control plane writes them."""
+        return self._run_dir / "events.jsonl"
+
+    def start(self, life: int, node: str) -> bool:
+        """Claims the next term and starts the side-car for it; False if another agent was faster.
+
+        Raises:
+            OSError: the run's directory cannot be written.
+        """
+        term = election.newest(self._run_dir) + 1
+        if not election.claim(self._run_dir, term, node):
+            return False
+        if life != self._life:
+            self._deaths.clear()
+        self._life, self._term, self._standstill = life, term, Standstill()
+        self.sidecar.kill()
+        launcher = processes.identity(os.getpid())
+        election.renew(self._run_dir, LeaseRecord(term, life, "", node, os.getpid(), launcher=launcher))
+        self.sidecar.start(term, node, life)
+        if self._watch is not None:
+            self._watch.claimed()
+        return True
+
+    def ended(self, code: int, now: float) -> bool:
+        """The side-car has ended and was reaped. Returns whether it is to be started again."""
+        self.sidecar.reaped(code)
+        if code == SUCCEEDED:
+            return False
+        self._deaths.append(now)
+        return True
+
+    def dies_again_and_again(self, now: float) -> bool:
+        return len(self._deaths) > _MOST_DEATHS and now - self._deaths[0] < _WINDOW_S
+
+    def look(self, now: float, contact_at: float) -> tuple[str, str]:
+        """(what ``succession.decide`` says, why). The lease is watched only while nothing is heard of its holder.
+
+        Args:
+            contact_at: when the control plane has last answered; before it ever did, when this agent began to ask.
+        """
+        self._began_at = contact_at if self._began_at is None else self._began_at
+        silent_s = now - contact_at
+        if silent_s < self._timeouts.quorum_s:
+            self._end_watch()
+            self._idle_starts = 0
+            if now - self._since > _PREPARE_S:
+                self.sidecar.prepare()
+            return succession.WAIT, ""
+        if self._watch is None:
+            self._watch = _Watch(self._run_dir, self._timeouts.lease_beat_s, lambda: self._term if self.hosts else -1)
+        if not self._watch.has_looked:  # a loop that was held up finds itself cut off before it has looked
+            return succession.WAIT, ""
+        view = succession.View(
+            silent_s=silent_s,
+            lease_s=self._watch.age(now),
+            serving_s=self._watch.serving(now),
+            turn=0 if self.hosts else self._node_rank + 1,
+            taken_in=contact_at != self._began_at,
+            idle_s=self._idle(now),
+            idle_starts=self._idle_starts,
+        )
+        found = succession.decide(view, self._timeouts)
+        self._idle_starts += found[0] == succession.RENEW
+        return found
+
+    def _idle(self, now: float) -> float:
+        """Seconds that the control plane beside this agent has stood still on its way to serving."""
+        if not self.hosts or not self._watch.is_starting:
+            return 0.0
+        return self._standstill.look(now, self.sidecar.pid)
+
+    def close(self) -> None:
+        self._end_watch()
+        self.sidecar.end()
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+class _Watch:
+    """Looks at the lease in a thread: the agent's loop never waits for a file system.
+
+    Args:
+        starting: the term of a control plane that starts beside this agent; until it serves, its lease is renewed for
+            it, because imports take longer than a lease lasts.
+    """
+
+    def __init__(self, run_dir: Path, period_s: float, starting: Callable[[], int]):
+        self._run_dir, self._period_s, self._starting = run_dir, period_s, starting
+        self._standing: LeaseRecord | None = None
+        self.has_looked = False
+        self._changed_at = self._serves_since = time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
+
+    def claimed(self) -> None:
+        """This agent has just renewed the lease, which the next look will see; until then it must not claim again."""
+        self._changed_at = time.monotonic()
+
+    def age(self, now: float) -> float | None:
+        """Seconds since the lease was renewed, None if there is none."""
+        return now - self._changed_at if self._standing is not None else None
+
+    @property
+    def is_starting(self) -> bool:
+        """The newest term is that of a control plane beside this agent, which does not serve yet."""
+        return self._standing is not None and not self._standing.where and self._standing.term == self._starting()
+
+    def serving(self, now: float) -> float | None:
+        """Seconds since the present term's control plane was first seen to serve, None if it does not."""
+        return now - self._serves_since if self._standing is not None and self._standing.where else None
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            found, now, last = election.read(self._run_dir), time.monotonic(), self._standing
+            if found is not None and found != last:
+                if last is None or found.term != last.term or not last.where:
+                    self._serves_since = now
+                self._changed_at, self._standing = now, found
+            self.has_looked = True
+            if self.is_starting:
+                with contextlib.suppress(OSError):
+                    election.renew(self._run_dir, replace(self._standing, count=self._standing.count + 1))
+            self._closed.wait(self._period_s)

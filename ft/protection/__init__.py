@@ -1,0 +1,1 @@
+"""The contract between a trainer and what protects it; see :mod:`ft.protection.contract`."""

@@ -1,0 +1,177 @@
+"""An HTTP server that strangers cannot tire: on one interface, with few connections and a limit for each request.
+
+A connection that has not shown yet that it belongs to the run has to ask within :data:`HELLO_S`, byte by byte or not,
+and is the first to go when there are too many.
+"""
+
+import contextlib
+import io
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from ft.base.errors import UserError
+
+HELLO_S = 5.0
+MAX_CONNECTIONS = 128
+_POLL_S = 0.5
+_OUT_OF_DESCRIPTORS_S = 0.05
+_NOTES_S, _MAX_NOTES = 60.0, 20
+_ANYWHERE = ("", "0.0.0.0", "::", "*")
+
+
+class Deadline(io.RawIOBase):
+    """What comes in on a socket, until a moment that can be moved.
+
+    Attributes:
+        until: time.monotonic() after which nothing is read any more.
+    """
+
+    def __init__(self, connection: socket.socket, until: float):
+        self._connection, self.until = connection, until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no whole request in time")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+class Listener(ThreadingHTTPServer):
+    """Serves from threads of its own until ``close``.
+
+    Args:
+        host: name or IPv4 address of the interface, which others reach this process at; the port is any free one.
+        make: (connection, address, door) -> handles that connection until it ends.
+
+    Attributes:
+        where: "host:port".
+
+    Raises:
+        UserError: that is no single interface of this machine.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+    allow_reuse_address = False
+
+    def __init__(self, host: str, make: Callable[..., BaseHTTPRequestHandler]):
+        if host in _ANYWHERE:
+            raise UserError(
+                f"the state cannot be served on every interface (host {host!r})",
+                "give the address that other replicas reach this node at",
+            )
+        self._changed = threading.Condition()
+        self._connections: dict[socket.socket, bool] = {}  # whether it has shown that it belongs to the run
+        self._closed = False
+        self._noted: deque[float] = deque()
+        try:
+            super().__init__((host, 0), make)
+        except OSError as error:
+            raise UserError(
+                f"the state cannot be served on {host!r}: {error.strerror or error}",
+                "give an address of this node that other replicas reach it at",
+            ) from error
+        self.where = f"{host}:{self.server_address[1]}"
+        self._acceptor = threading.Thread(
+            target=self.serve_forever, args=(_POLL_S,), name="ft-fetch-accept", daemon=True
+        )
+        self._acceptor.start()
+
+    def server_bind(self) -> None:
+        # The standard library's asks the name server for this host's full name here, which may take long to answer.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    def get_request(self):
+        try:
+            return super().get_request()
+        except OSError:
+            if not self._closed:
+                time.sleep(_OUT_OF_DESCRIPTORS_S)  # those in use will be closed
+            raise
+
+    def process_request(self, request, client_address) -> None:
+        with self._changed:
+            if self._closed or not self._has_room():
+                request.close()
+                return
+            self._connections[request] = False
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread to be had
+            self._forget(request)
+            raise
+
+    def process_request_thread(self, request, client_address) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._forget(request)
+
+    def welcome(self, connection: socket.socket) -> None:
+        """``connection`` belongs to the run."""
+        with self._changed:
+            if connection in self._connections:
+                self._connections[connection] = True
+
+    def handle_error(self, request, client_address) -> None:
+        error = sys.exception()
+        if not isinstance(error, (OSError, ValueError)):  # else: gone, too slow, or talks something else
+            self.note(f"a request from {client_address[0]} failed: {error!r}")
+
+    def note(self, what: str) -> None:
+        """Prints ``what``, unless much has been printed lately: a stranger must not fill the log either."""
+        now = time.monotonic()
+        with self._changed:
+            while self._noted and now - self._noted[0] > _NOTES_S:
+                self._noted.popleft()
+            if len(self._noted) >= _MAX_NOTES:
+                return
+            self._noted.append(now)
+        print(f"fetch: {what}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Ends all connections and threads."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            for connection in self._connections:
+                _shut(connection)
+        _shut(self.socket)  # wakes the acceptor
+        self.shutdown()
+        self._acceptor.join()
+        self.server_close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._connections)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._connections.pop(connection, None)
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        if len(self._connections) < MAX_CONNECTIONS:
+            return True
+        stranger = next((connection for connection, known in self._connections.items() if not known), None)
+        if stranger is None:
+            return False
+        del self._connections[stranger]
+        _shut(stranger)
+        return True
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # not connected any more
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,65 @@
+"""All snapshots in one worker's host memory: its own, and the peer copies it holds for others."""
+
+import threading
+
+from ft.job.messages import Holdings
+from ft.state.snapshot.buffers import PingPong, Slot
+
+
+class CopyStore:
+    """Thread-safe.
+
+    Attributes:
+        rank: logical rank of the worker, -1 until it has one. own: its snapshots.
+    """
+
+    def __init__(self):
+        self.rank = -1
+        self.own = PingPong()
+        self._copies: dict[int, PingPong] = {}
+        self._lock = threading.Lock()
+
+    def copies(self, owner: int) -> PingPong:
+        """Where peer copies for ``owner`` are kept; memory is allocated with the first one."""
+        with self._lock:
+            return self._copies.setdefault(owner, PingPong())
+
+    def find(self, owner: int, step: int | None = None) -> Slot | None:
+        """A complete snapshot of ``owner``; None when there is none here."""
+        if owner == self.rank:
+            return self.own.find(step)
+        with self._lock:
+            copies = self._copies.get(owner)
+        return copies.find(step) if copies else None
+
+    def drop_after(self, step: int) -> None:
+        """Forgets everything of steps after ``step``: a recovery has undone them."""
+        with self._lock:
+            everything = [self.own, *self._copies.values()]
+        for snapshots in everything:
+            snapshots.drop_after(step)
+
+    def forget_before(self, epoch: int) -> list[int]:
+        """Frees the peer copies of owners that have sent none in ``epoch`` or later; returns the owners."""
+        with self._lock:
+            left = [owner for owner, held in self._copies.items() if held.newest_epoch() < epoch]
+            gone = [self._copies.pop(owner) for owner in left]
+        for snapshots in gone:
+            snapshots.close()
+        return left
+
+    def holdings(self) -> Holdings:
+        with self._lock:
+            copies = {str(owner): held.steps() for owner, held in sorted(self._copies.items())}
+        return Holdings(own=self.own.steps(), copies={owner: steps for owner, steps in copies.items() if steps})
+
+    def nbytes(self) -> dict[str, int]:
+        """Host memory in bytes: {"own": ..., "copies": ...}."""
+        with self._lock:
+            return {"own": self.own.nbytes, "copies": sum(held.nbytes for held in self._copies.values())}
+
+    def close(self) -> None:
+        with self._lock:
+            everything = [self.own, *self._copies.values()]
+        for snapshots in everything:
+            snapshots.close()

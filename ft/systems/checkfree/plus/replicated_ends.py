@@ -1,0 +1,125 @@
+"""Embedding and head, kept twice: equal from the start, their gradients summed after every step.
+
+The first stage has the embedding and the second its copy; the last stage has final norm and output layer, the one
+before it their copies. A copy is left out of gradient norms, and stands in checkpoints as one of the same tensor.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ft.base.errors import UserError
+from ft.state.grid import groups_like
+from ft.systems.checkfree.plus.roles import Roles, pairs
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.utils import get_attr_wrapped_model
+
+_TIED = "embedding.word_embeddings.weight"
+_PARTS = ("embedding.", "output_layer.", "decoder.final_layernorm.")
+
+
+class ReplicatedEnds:
+    """Of one rank. Collective: makes its groups on all ranks of the run.
+
+    Attributes:
+        roles: this stage's. group: of the original and the copy with this rank's tensor and data coordinates; None on
+            stages between. twin: the other one's logical rank, None there.
+    """
+
+    def __init__(self):
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        stages = dist.get_world_size(pipeline)
+        self.roles = Roles(dist.get_rank(pipeline), stages)
+        self.group, self.twin, self._original = None, None, -1
+        for pair in pairs(stages):
+            for ranks in _all_pairs(pipeline, pair):
+                group = dist.new_group(sorted(ranks))
+                if dist.get_rank() in ranks:
+                    self.group, self._original = group, ranks[0]
+                    self.twin = ranks[1] if dist.get_rank() == ranks[0] else ranks[0]
+
+    def params(self, chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """What this stage has twice or as a copy; a tied weight too."""
+        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        for name, param in model.named_parameters():
+            if name.startswith(_PARTS):
+                yield name, param
+
+    def tied(self, chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """The embedding's weight where it is the output layer's, too: four stages have it."""
+        return [param for _, param in self.params(chunk) if getattr(param, "shared_embedding", False)]
+
+    def mark(self, chunk: torch.nn.Module) -> None:
+        """Before the optimizer is made: copies do not count in gradient norms, and are no tensors of their own in
+        checkpoints."""
+        if not self.roles.is_double:
+            return
+        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        for name, param in self.params(chunk):
+            param.shared = True
+            if model.share_embeddings_and_output_weights and name == _TIED:
+                param.shared_embedding = True
+        model.sharded_state_dict = _as_copies(model.sharded_state_dict)
+
+    def equalize(self, chunk: torch.nn.Module) -> None:
+        """Collective in the pair: the copy becomes the original."""
+        if self.group is None:
+            return
+        for _, param in self.params(chunk):
+            dist.broadcast(param.data, self._original, group=self.group)
+
+    def sum_gradients(self, chunk: torch.nn.Module) -> None:
+        """Collective in the pair: both have the gradient of all microbatches. Tied weights are core's to sum."""
+        if self.group is None:
+            return
+        for _, param in self.params(chunk):
+            if not getattr(param, "shared_embedding", False):
+                dist.all_reduce(param.main_grad, group=self.group)
+
+    def sum_losses(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Collective in the pair: [loss sum, tokens] of all microbatches on the last stage, nothing elsewhere."""
+        if not self.roles.heads:
+            return []
+        device = torch.cuda.current_device()
+        total = torch.stack(losses).sum(dim=0) if losses else torch.zeros(2, dtype=torch.float32, device=device)
+        dist.all_reduce(total, group=self.group)
+        return [] if self.roles.is_double else [total]
+
+    def sum_tokens(self, tokens: torch.Tensor | None) -> None:
+        """Collective in the pair: the tokens of all microbatches, where core asks the last stage for them."""
+        if tokens is not None and self.roles.heads:
+            dist.all_reduce(tokens, group=self.group)
+
+
+def _all_pairs(pipeline: dist.ProcessGroup, stages: tuple[int, int]) -> list[list[int]]:
+    """(original, copy) in every pipeline of the run, in an order that is the same on all ranks.
+
+    Raises:
+        UserError: core has laid the ranks out in an order of its own.
+    """
+    lines = groups_like(dist.get_process_group_ranks(pipeline), "pp")
+    if any(len(line) != dist.get_world_size(pipeline) for line in lines):
+        raise UserError("CheckFree+ does not know this order of ranks", "drop it, or --ft-checkfree-plus")
+    return [[line[stage] for stage in stages] for line in lines]
+
+
+def _as_copies(state_dict: Callable[..., dict]) -> Callable[..., dict]:
+    def of_copies(*args: Any, **kwargs: Any) -> dict:
+        found = state_dict(*args, **kwargs)
+        for name, value in found.items():
+            if name.startswith(_PARTS):
+                for each in nested_values({name: value}):
+                    if isinstance(each, ShardedBase):
+                        each.replica_id = _copied(each.replica_id)
+        return found
+
+    return of_copies
+
+
+def _copied(replica: Any) -> Any:
+    """Core counts copies over pipeline stages in the first number."""
+    return (1, *replica[1:]) if isinstance(replica, tuple) else 1

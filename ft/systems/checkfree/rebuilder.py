@@ -1,0 +1,256 @@
+"""CheckFree on one rank: what is kept for a rebuild while training runs, and both sides of a rebuild.
+
+What a rebuilt stage consists of (CheckFree's paper, section 4.2; what it leaves open is as in the authors' code):
+
+parameters          the neighbours' blocks, averaged (:mod:`ft.systems.checkfree.rebuild`); main parameters follow
+moments, steps      fresh
+learning rate       times a factor, by max_lr and min_lr: core's schedule reads no lr_mult (:mod:`.rate`)
+schedule, scaler    the neighbour's: they are the same on all stages
+position            the neighbour's
+random numbers      seeded anew for this place and step
+"""
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ft.base import events
+from ft.base.errors import FallbackError, UserError
+from ft.job.messages import Neighbours, Repair
+from ft.systems.checkfree import rate, rebuild
+from ft.systems.checkfree import transfer as lending
+from ft.systems.checkfree.blocks import StageBlocks
+from ft.systems.checkfree.norms import StageNorms
+from ft.systems.checkfree.plus import moments
+from ft.systems.checkfree.settings import Settings
+from megatron.core import parallel_state
+from megatron.patches import stage_norms
+
+if TYPE_CHECKING:
+    from ft.protection.training_state import TrainingState
+    from ft.systems.checkfree.rebuild import Rebuilt
+    from ft.worker.session import Session
+
+_NARROW = ("linear_proj.weight", "linear_fc2.weight")
+"""Output projections, which Megatron draws narrower by the number of layers."""
+
+
+class CheckFreeRebuilder:
+    """Of one rank; made on all alike, after model and optimizer are built and core is patched (WITH_CHECKFREE).
+
+    Raises:
+        UserError: the model cannot be rebuilt stage by stage.
+    """
+
+    def __init__(self, session: "Session", subject: "TrainingState", settings: Settings):
+        self._session, self._subject, self._settings = session, subject, settings
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._doubles = settings.doubles
+        has_end = self._stage in (0, stages - 1) or (self._doubles is not None and self._doubles.group is not None)
+        self._blocks = StageBlocks(subject.chunks, whole=not has_end)
+        self._pipeline = [str(rank) for rank in dist.get_process_group_ranks(self._group())]
+        self._norms = StageNorms(stages, self._stage, settings.norm_limit)
+        self._device = next(subject.chunks[0].parameters()).device
+        stage_norms.listen(self._norms.heard)
+        subject.before_update(self._norms.begins)
+        if self._doubles is not None:
+            moments.refuse_common_steps(subject.optimizer)
+        kind = "middle" if self._doubles is None else "plus"
+        session.observe("layout", places={str(session.rank): self._place()}, checkfree=kind)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What a snapshot's envelope holds of this, as JSON values."""
+        return {"norms": list(self._norms.values)}
+
+    def keep(self, kept: dict[str, Any]) -> None:
+        """Goes back to what :attr:`kept` was."""
+        self._norms.begins()
+        self._norms.values = list(kept["norms"])
+
+    @property
+    def rebuilt_at(self) -> int | None:
+        """Step at which this rank's stage was last rebuilt, None if it never was."""
+        return self._settings.rebuilt_at().get(str(self._stage))
+
+    def beside(self, position: Any) -> "PositionWithNorms":
+        """The trainer's position with what is kept here."""
+        return PositionWithNorms(position, self)
+
+    def begins(self, step: int) -> None:
+        """A run goes on after ``step``: a stage that was rebuilt before its checkpoint has its own learning rate."""
+        if self.rebuilt_at is not None:
+            self._set_rate(step, self.rebuilt_at)
+
+    def learn(self, order: Repair) -> None:
+        """The recovery is done; on every rank, once the trainer's position is set."""
+        for stage, rank in enumerate(self._pipeline):
+            if rank in order.rebuilt:
+                self._settings.rebuilt_at()[str(stage)] = order.step
+
+    def committed(self, step: int) -> None:
+        """``step`` is done: its norms become known, and a boosted learning rate falls as far as it was asked to."""
+        self._norms.settle()
+        if self.rebuilt_at is not None and self._settings.boost.decay_steps and not self._has_twin:
+            self._set_rate(step, self.rebuilt_at)
+
+    def lend(self, order: Repair, envelope: dict[str, Any]) -> bool:
+        """Collective with those that are rebuilt: this rank's blocks go to those of them that it is a neighbour of.
+
+        Returns:
+            whether this rank's own state is still that of the step; with CheckFree+ some of it may begin anew.
+        """
+        own = self._session.rank
+        begin_anew = self._begin_anew(order)
+        moments.forget(self._subject.optimizer, begin_anew)
+        to = [int(rank) for rank, beside in order.rebuilt.items() if own in beside.there]
+        if to:
+            blocks = self._blocks.get()
+            if self._doubles is not None:
+                blocks.append(self._ends())
+            lending.lend(sorted(to), self._group(), blocks, envelope)
+        return not begin_anew
+
+    def _begin_anew(self, order: Repair) -> list[torch.nn.Parameter]:
+        """What this rank has as a rebuilt one has it, whose moments are fresh: only with fresh ones here both go on
+        alike. A tied weight is all four end stages'."""
+        if not self._has_twin:
+            return []
+        chunk = self._subject.chunks[0]
+        if str(self._doubles.twin) in order.rebuilt:
+            return [param for _, param in self._doubles.params(chunk)]
+        ends = (*self._pipeline[:2], *self._pipeline[-2:])
+        return self._doubles.tied(chunk) if any(rank in order.rebuilt for rank in ends) else []
+
+    def rebuild(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
+        """This rank's part of the stage from its neighbours', as of ``step``.
+
+        Returns:
+            (the trainer's position, how the state came).
+
+        Raises:
+            FallbackError: the neighbours' blocks cannot be used.
+        """
+        began = time.monotonic()
+        lent = dict(zip(beside.there, lending.borrow(beside.there, self._group(), self._device), strict=True))
+        envelope = lent[beside.there[0]][1]
+        if self._doubles is not None:
+            self._take_ends({rank: blocks.pop() for rank, (blocks, _) in lent.items()})
+        norms = dict(enumerate(envelope["extra"]["checkfree"]["norms"]))
+        before, after = norms.get(self._stage - 1), norms.get(self._stage + 1)
+        blocks = [None if rank is None else lent[rank][0] for rank in (beside.previous, beside.following)]
+        try:
+            made = rebuild.rebuild(*blocks, before, after, self._strategy(blocks), None, self._initialise(step))
+            self._blocks.put(made.blocks)
+        except UserError as error:
+            raise FallbackError(str(error)) from error
+        self._subject.optimizer.reload_model_params()
+        position = self._subject.adopt(envelope)
+        self._set_rate(step, step)
+        self._settings.reseed(step)
+        self._tell(step, beside, made, [before, after], time.monotonic() - began)
+        how = f"rebuilt:{'+'.join(map(str, beside.there))}"
+        return {**position, "checkfree": self.kept | {"norms": list(norms.values())}}, {"owned": how, "replicated": how}
+
+    def _strategy(self, blocks: list) -> str:
+        """At an end of the pipeline there is one neighbour, which with CheckFree+ has learnt this stage's work."""
+        asked = self._settings.strategy
+        return rebuild.COPY if None in blocks and asked != rebuild.RANDOM else asked
+
+    @property
+    def _has_twin(self) -> bool:
+        """Embedding or head is kept here and next door: learning rates of the two must not differ."""
+        return self._doubles is not None and self._doubles.twin is not None
+
+    def _ends(self) -> dict[str, torch.Tensor]:
+        """What of embedding and head this stage has."""
+        return {name: param.detach() for name, param in self._doubles.params(self._subject.chunks[0])}
+
+    @torch.no_grad()
+    def _take_ends(self, lent: dict[int, dict[str, torch.Tensor]]) -> None:
+        """Embedding and head exactly as the stage has them that keeps the other ones."""
+        if not self._has_twin:
+            return
+        given = lent.get(self._doubles.twin, {})
+        own = dict(self._doubles.params(self._subject.chunks[0]))
+        if {name: held.shape for name, held in given.items()} != {name: param.shape for name, param in own.items()}:
+            raise FallbackError("the stage next door does not keep this one's embedding or head")
+        for name, param in own.items():
+            param.data.copy_(given[name])
+
+    def _place(self) -> dict[str, int]:
+        return {
+            "pp": self._stage,
+            "tp": parallel_state.get_tensor_model_parallel_rank(),
+            "dp": parallel_state.get_data_parallel_rank(),
+            "cp": parallel_state.get_context_parallel_rank(),
+            "blocks": len(self._blocks),
+        }
+
+    def _group(self):
+        return parallel_state.get_pipeline_model_parallel_group()
+
+    def _set_rate(self, step: int, rebuilt_at: int) -> None:
+        """From the schedule's own rates, which nothing scales: so repeated failures do not compound.
+
+        With a twin the factor is 1, but rates are set all the same: a new worker still has those of the first step.
+        """
+        schedule = self._subject.scheduler
+        factor = 1.0 if self._has_twin else self._settings.boost.at(step, rebuilt_at)
+        groups = [g for g in self._subject.optimizer.param_groups if not g.get("is_decoupled_lr", False)]
+        base = [{"max_lr": schedule.max_lr, "min_lr": schedule.min_lr} for _ in groups]
+        rate.scale(groups, base, factor)
+        schedule.step(increment=0)
+
+    def _initialise(self, step: int):
+        """For the strategy "random": Megatron's own deviations; what all tensor-parallel ranks hold they draw alike."""
+        config = self._subject.chunks[0].config
+        narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        generators = {}
+        for is_sharded in (False, True):
+            words = (self._settings.seed, step, self._stage, 1 + tensor_rank if is_sharded else 0)
+            generators[is_sharded] = torch.Generator().manual_seed(hash(words) % 2**63)
+
+        def initialise(name: str, like: torch.Tensor, _generator) -> torch.Tensor:
+            if like.dim() < 2 or not like.is_floating_point():
+                return rebuild.fresh(name, like, None)
+            drawn = torch.randn(like.shape, generator=generators[self._blocks.is_sharded(name)])
+            deviation = narrow if name.endswith(_NARROW) else config.init_method_std
+            return (deviation * drawn).to(device=like.device, dtype=like.dtype)
+
+        return initialise
+
+    def _tell(self, step: int, beside: Neighbours, made: "Rebuilt", norms: list, seconds: float) -> None:
+        place = self._place()
+        if place["tp"] or place["dp"] or place["cp"]:
+            return
+        self._session.observe(
+            events.STAGE_REBUILT,
+            step=step,
+            stage=self._stage,
+            strategy=made.strategy,
+            weights=list(made.shares),
+            norms=norms,
+            neighbours=beside.there,
+            note=made.note,
+            seconds=round(seconds, 4),
+        )
+
+
+class PositionWithNorms:
+    """A trainer's position (``ft.protection.position.Position``) with what a keeper keeps beside it."""
+
+    def __init__(self, position: Any, keeper: CheckFreeRebuilder):
+        self._position, self._keeper = position, keeper
+
+    def get(self) -> dict[str, Any]:
+        return {**self._position.get(), "checkfree": self._keeper.kept}
+
+    def set(self, position: dict[str, Any]) -> None:
+        self._keeper.keep(position["checkfree"])
+        self._position.set({key: value for key, value in position.items() if key != "checkfree"})

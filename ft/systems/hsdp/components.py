@@ -1,0 +1,156 @@
+"""What a replica's guard works with on one rank, and how it is put together."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ft.faults.worker import Injector
+from ft.job.quorum import QuorumClient, Report
+from ft.net.choice import network_of
+from ft.protection.injection import make_injector, plant_phases
+from ft.protection.training_state import TrainingState
+from ft.state.fetch import StateServer
+from ft.systems.hsdp.agreement import Agreement
+from ft.systems.hsdp.breakage import ReplicaBreakage
+from ft.systems.hsdp.catch_up import CatchUp
+from ft.systems.hsdp.exchange import Exchange
+from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.position import ReplicaPosition
+from ft.systems.hsdp.records import NoRecords, Records
+from ft.systems.hsdp.ring import Ring, RingOptions
+from ft.systems.hsdp.state import ReplicaState
+from ft.systems.hsdp.work import Work
+from ft.worker.session import Session
+from megatron import patches
+from megatron.core import parallel_state
+from megatron.patches import replicas
+
+
+@dataclass
+class Components:
+    """Everything of one rank.
+
+    Attributes:
+        ring: with the same rank of the other replicas. votes: group of this replica's ranks, for their votes alone.
+        client: of the quorum server, on the leader. save_interval: steps between checkpoints, None without.
+        batch: samples that a replica takes in a step.
+    """
+
+    session: Session
+    place: Place
+    subject: TrainingState
+    position: ReplicaPosition
+    state: ReplicaState
+    ring: Ring
+    exchange: Exchange
+    work: Work
+    server: StateServer
+    client: QuorumClient | None
+    agreement: Agreement
+    catch_up: CatchUp
+    records: Records | NoRecords
+    injector: Injector
+    votes: dist.ProcessGroup
+    batch: int
+    save_interval: int | None
+    per_token: bool
+
+    @property
+    def optimizer(self) -> Any:
+        return self.subject.optimizer
+
+    @property
+    def device(self) -> torch.device:
+        return patches.platform().device
+
+    @property
+    def is_last_stage(self) -> bool:
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    def finish(self, report: Report) -> None:
+        """The last step is done: the others need not wait for this replica any more."""
+        if self.client is not None:
+            self.client.ask(replace(report, finished=True))
+
+    def close(self) -> None:
+        self.agreement.close()
+        if self.client is not None:
+            self.client.close()
+        for each in (self.records, self.server, self.ring):
+            each.close()
+
+
+def build(
+    session: Session,
+    place: Place,
+    chunks: Sequence,
+    optimizer: Any,
+    scheduler: Any,
+    position: ReplicaPosition,
+    *,
+    client: QuorumClient | None,
+    work: Work,
+    batch: int,
+    save_interval: int | None = None,
+) -> Components:
+    """The parts of one rank, after model and optimizer are built; collective inside the replica.
+
+    Args:
+        client: of the quorum server, on the leader. work: what this replica computes.
+        batch: samples that a replica takes in a step. save_interval: steps between checkpoints.
+    """
+    subject = TrainingState(chunks, optimizer, scheduler)
+    state = ReplicaState(subject, position)
+    ring = Ring(network_of(), place.token, RingOptions(streams=place.streams))
+    server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
+    exchange = Exchange(
+        ring, replicas.groups_of(subject.chunks), lambda: session.progress.at("aside", "the other replicas")
+    )
+    replicas.exchange_through(subject.chunks, exchange)
+    per_token = _exchange_tokens(subject.chunks[0].config, exchange)
+    is_leader = session.rank == 0
+    votes = dist.new_group(backend="gloo")
+    row = {"ring": ring.address, "fetch": server.address}
+    injector = make_injector(session, ReplicaBreakage(subject, ring, session))
+    plant_phases(injector, subject, lambda: position.step + 1)
+    return Components(
+        session=session,
+        place=place,
+        subject=subject,
+        position=position,
+        state=state,
+        ring=ring,
+        exchange=exchange,
+        work=work,
+        server=server,
+        client=client,
+        agreement=Agreement(dist.new_group(backend="gloo"), row, client),
+        catch_up=CatchUp(session, place, state, votes),
+        records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
+        if is_leader
+        else NoRecords(),
+        injector=injector,
+        votes=votes,
+        batch=batch,
+        save_interval=save_interval,
+        per_token=per_token,
+    )
+
+
+def _exchange_tokens(config: Any, exchange: Exchange) -> bool:
+    """Where core divides by the number of tokens, it is that of all replicas. Returns whether it does."""
+    if not config.calculate_per_token_loss:
+        return False
+    finalize = config.finalize_model_grads_func
+
+    def finalize_over_replicas(model, num_tokens=None, **options):
+        exchange.tokens = num_tokens
+        return finalize(model, num_tokens, **options)
+
+    config.finalize_model_grads_func = finalize_over_replicas
+    return True

@@ -1,0 +1,170 @@
+"""The door of a member: takes the connections of its left neighbour, and turns everybody else away.
+
+Whoever comes is served by the driver's poll loop, a few bytes at a time, so that a stranger, or one who says nothing,
+holds nobody up. A neighbour that is at a later quorum than this member waits until this member gets there.
+"""
+
+import contextlib
+import socket
+import time
+from dataclasses import dataclass, field
+
+from ft.systems.hsdp.ring.control import BREAK, Control, Message
+from ft.systems.hsdp.ring.hello import (
+    GIVEN_UP,
+    HELLO_BYTES,
+    OTHER_MEMBERS,
+    STALE,
+    TAKEN,
+    Answer,
+    Hello,
+    greeting,
+    read_hello,
+    write_answer,
+)
+from ft.systems.hsdp.ring.outcome import Broken
+from ft.systems.hsdp.ring.poller import READ, Poller
+
+_HELLO_S, _MAX_NEWCOMERS = 5.0, 64
+_DEAF_S = 0.2
+
+
+@dataclass
+class _Newcomer:
+    connection: socket.socket
+    greeted: bytes
+    since: float
+    said: bytearray = field(default_factory=bytearray)
+    hello: Hello | None = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Whose connections are wanted: of quorum ``number``, from member ``sender``, ``streams`` of them."""
+
+    number: int
+    agreement: bytes
+    sender: int
+    streams: int
+
+
+class Listener:
+    """See the module's head; the driver's thread uses it.
+
+    Attributes:
+        taken: what the left neighbour has connected so far, by stream; whoever takes them from here closes them.
+    """
+
+    def __init__(self, poller: Poller, listener: socket.socket, token: str):
+        self._poller, self._listener, self._token = poller, listener, token
+        self._newcomers: list[_Newcomer] = []
+        self._expected: Expected | None = None
+        self._given_up: Answer | None = None
+        self._deaf_until: float | None = None
+        self.taken: dict[int, socket.socket] = {}
+        listener.setblocking(False)
+        poller.watch(listener.fileno(), READ, self._accept)
+
+    def expect(self, expected: Expected) -> None:
+        self._drop_taken()
+        self._expected, self._given_up = expected, None
+        self._judge_all()
+
+    def give_up(self, number: int, why: Broken) -> None:
+        """Who has come or comes for quorum ``number`` is told that it is no more, and who is to blame."""
+        if 0 in self.taken:
+            Control(self.taken[0]).say(Message(BREAK, suspect=why.suspect, reason=why.reason))
+        self._drop_taken()
+        self._expected, self._given_up = None, Answer(GIVEN_UP, number, why.suspect)
+        self._judge_all()
+
+    def tend(self) -> None:
+        """To be called now and then."""
+        now = time.monotonic()
+        for each in [each for each in self._newcomers if each.hello is None and now - each.since > _HELLO_S]:
+            self._drop(each)
+        if self._deaf_until is not None and now > self._deaf_until:
+            self._deaf_until = None
+            self._poller.watch(self._listener.fileno(), READ, self._accept)
+
+    def close(self) -> None:
+        self._drop_taken()
+        for each in list(self._newcomers):
+            self._drop(each)
+        self._poller.forget(self._listener.fileno())
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # out of file descriptors: those in use will be closed
+            self._deaf_until = time.monotonic() + _DEAF_S
+            self._poller.forget(self._listener.fileno())
+            return
+        if len(self._newcomers) >= _MAX_NEWCOMERS:
+            self._drop(next((each for each in self._newcomers if each.hello is None), self._newcomers[0]))
+        connection.setblocking(False)
+        newcomer = _Newcomer(connection, greeting(), time.monotonic())
+        self._newcomers.append(newcomer)
+        self._poller.watch(connection.fileno(), READ, lambda: self._hear(newcomer))
+        self._say(newcomer, newcomer.greeted)
+
+    def _hear(self, newcomer: _Newcomer) -> None:
+        try:
+            said = newcomer.connection.recv(HELLO_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        newcomer.said += said
+        if not said or len(newcomer.said) > HELLO_BYTES:
+            self._drop(newcomer)
+        elif len(newcomer.said) == HELLO_BYTES:
+            newcomer.hello = read_hello(bytes(newcomer.said), self._token, newcomer.greeted)
+            self._judge(newcomer)
+
+    def _judge_all(self) -> None:
+        for each in [each for each in self._newcomers if each.hello is not None]:
+            self._judge(each)
+
+    def _judge(self, newcomer: _Newcomer) -> None:
+        hello, expected, given_up = newcomer.hello, self._expected, self._given_up
+        if hello is None:
+            self._drop(newcomer)
+        elif given_up and hello.number <= given_up.number:
+            self._refuse(newcomer, given_up)
+        elif expected is None or hello.number > expected.number:
+            return  # it waits here until this member is asked to join that quorum
+        elif hello.number < expected.number:
+            self._refuse(newcomer, Answer(STALE, expected.number))
+        elif (hello.agreement, hello.sender) != (expected.agreement, expected.sender):
+            self._refuse(newcomer, Answer(OTHER_MEMBERS, expected.number))
+        elif hello.stream in self.taken or hello.stream >= expected.streams:
+            self._drop(newcomer)
+        else:
+            self._say(newcomer, write_answer(Answer(TAKEN, expected.number), self._token, hello.nonce))
+            self._forget(newcomer)
+            self.taken[hello.stream] = newcomer.connection
+
+    def _refuse(self, newcomer: _Newcomer, answer: Answer) -> None:
+        self._say(newcomer, write_answer(answer, self._token, newcomer.hello.nonce))
+        self._drop(newcomer)
+
+    def _say(self, newcomer: _Newcomer, what: bytes) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which reading will show
+            newcomer.connection.send(what)
+
+    def _forget(self, newcomer: _Newcomer) -> None:
+        self._poller.forget(newcomer.connection.fileno())
+        self._newcomers.remove(newcomer)
+
+    def _drop(self, newcomer: _Newcomer) -> None:
+        self._forget(newcomer)
+        newcomer.connection.close()
+
+    def _drop_taken(self) -> None:
+        for connection in self.taken.values():
+            connection.close()
+        self.taken = {}

@@ -1,0 +1,172 @@
+"""A worker's place in the run: its seat, its groups, its link to the agent."""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from ft.base import token
+from ft.base.errors import UserError
+from ft.faults.flip import Flip
+from ft.job.agent.link import Link
+from ft.job.control.timeouts import Timeouts
+from ft.job.messages import Close, Observed, Open, WorkerReady, WorkerSuspects
+from ft.net.choice import network_of
+from ft.state.groups import Groups, Meeting
+from ft.state.snapshot import SnapshotServer
+from ft.worker.orders import Orders
+from ft.worker.progress import Heartbeat, Progress
+from ft.worker.settings import surroundings
+
+
+def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started by ``ft run``."""
+    return "FT_AGENT" in environment
+
+
+def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, str] | None = None) -> "Session":
+    """Takes this process's place in the run that ``ft run`` started it for; blocks until it has a logical rank.
+
+    A standby blocks here until a worker dies; with the end of the run it exits.
+
+    Args:
+        settings: of the script, by name: they must be the same on all workers, or none gets a logical rank.
+
+    Raises:
+        UserError: the process was not started by ``ft run``.
+    """
+    if not is_attachable(environment):
+        raise UserError("this process was not started by ft run", "start with: ft run --nproc-per-node N SCRIPT ...")
+    session = Session(environment)
+    session.observe("settings", settings={**surroundings(environment), **(settings or {})})
+    session.take_seat()
+    return session
+
+
+class Session:
+    """One worker from its first order to its last.
+
+    Attributes:
+        rank, world_size, local_rank: the seat. joins: it was taken over in mid-run, state comes from the others.
+        epoch: the epoch the worker is in, open or closed. closed: that epoch is over.
+        faulty_device: for fault injection: takes the numbers of bit flips, and the flips; None without DMR.
+    """
+
+    def __init__(self, environment: Mapping[str, str]):
+        self.worker, self.node = environment["FT_WORKER"], environment["FT_NODE"]
+        self.token = token.find(Path(environment["FT_RUN_DIR"]), 0.0, environment)
+        self.timeouts = Timeouts()
+        self.epoch, self.closed, self.joins = -1, False, False
+        self.rank = self.local_rank = -1
+        self.world_size = int(environment.get("WORLD_SIZE", "1"))
+        self.seats: dict[int, object] = {}
+        self.meeting = ""
+        self.fired: set[int] = set()
+        self.groups: Groups | None = None
+        self.faulty_device: Callable[[int, Flip], None] | None = None
+        self.progress = Progress(lambda: self.groups.waiting() if self.groups is not None else None)
+        self.server = SnapshotServer(network_of(environment), token=self.token)
+        self._left = threading.Event()
+        self._lock = threading.Lock()
+        self._closed_epoch = -1
+        self._when_closed: list[Callable[[int, str], None]] = []
+        self.orders = Orders(self._on_close)
+        self.link = Link.connect(environment)
+        self.link.listen(self.orders.deliver)
+        self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s)
+
+    def take_seat(self) -> None:
+        """Reports ready and waits for a logical rank."""
+        self.progress.idles("waiting for a seat")
+        self.link.send(WorkerReady(self.worker, self.node, self.server.address))
+        rank, opened = self.orders.wait_open(self.worker, newer_than=-1)
+        self.enter(rank, opened)
+        self.joins = not opened.fresh
+        self.progress.idles("assembling")
+
+    def enter(self, rank: int, opened: Open) -> None:
+        """Takes the seats of a new epoch over.
+
+        Raises:
+            SystemExit: another logical rank is asked for than this worker was assembled for; it has to start anew.
+        """
+        if self.rank not in (-1, rank):
+            raise SystemExit(f"seated as logical rank {rank}, assembled as {self.rank}")
+        self.rank, self.epoch = rank, opened.epoch
+        self.seats = {int(r): seat for r, seat in opened.seats.items()}
+        self.world_size = len(self.seats)
+        self.meeting = opened.meeting
+        self.local_rank = self.seats[rank].local_rank
+        self.fired = set(opened.fired)
+        self.progress.epoch = opened.epoch
+        with self._lock:
+            self.closed = self._closed_epoch >= opened.epoch
+            if not self.closed:
+                self._left.clear()
+
+    def init_process_group(self, device_backend: str) -> None:
+        """Makes torch.distributed's default group, and with it all groups made from then on, follow the epochs."""
+        os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
+        self.groups = Groups.start(
+            meeting=self.meeting_place(),
+            prefix=self.prefix(),
+            rank=self.rank,
+            world_size=self.world_size,
+            device_backend=device_backend,
+            alone=self.joins,
+            on_failure=self.suspect,
+            epoch=self.epoch,
+        )
+
+    def meeting_place(self) -> Meeting:
+        """Where the groups of this epoch meet."""
+        return Meeting(self.meeting, self.token)
+
+    def prefix(self) -> str:
+        """Of the keys of this epoch's groups: never used before, or dead workers' addresses are read."""
+        return f"groups/{self.epoch}"
+
+    def topology(self) -> str:
+        """Digest of who sits where and of all groups (I1)."""
+        seats = {rank: asdict(seat) for rank, seat in sorted(self.seats.items())}
+        return hashlib.sha256((json.dumps(seats, sort_keys=True) + self.groups.topology()).encode()).hexdigest()[:16]
+
+    def when_closed(self, interrupt: Callable[[int, str], None]) -> None:
+        """Has ``interrupt(epoch, reason)`` called, in another thread, as soon as an epoch is over."""
+        self._when_closed.append(interrupt)
+
+    def wait_closed(self) -> None:
+        """Waits until the epoch is over; one whose trainer cannot go on has nothing else to do."""
+        self._left.wait()
+
+    def observe(self, event: str, **detail) -> None:
+        """Puts an event into the run's event file."""
+        stamp = {"wall": time.time(), "monotonic": time.monotonic(), "node": self.node, "worker": self.worker}
+        place = {"rank": self.rank, "epoch": self.epoch, "step": self.progress.step}
+        self.link.send(Observed(event, {**stamp, **place, **detail}))
+
+    def close(self) -> None:
+        self._heartbeat.close()
+        self.server.close()
+        self.link.close()
+
+    def _on_close(self, order: Close) -> None:
+        with self._lock:
+            self._closed_epoch = max(self._closed_epoch, order.epoch)
+            if order.epoch < self.epoch:
+                return
+            self.closed = True
+        if self.groups is not None:
+            self.groups.close(order.epoch, order.reason)
+        for interrupt in self._when_closed:
+            interrupt(order.epoch, order.reason)
+        self._left.set()
+
+    def suspect(self, group: str, error: BaseException) -> None:
+        """An operation with other workers failed in an open epoch: says so and awaits the control plane's verdict."""
+        self.link.send(WorkerSuspects(self.worker, self.epoch, group, str(error)[:500]))
+        self._left.wait(self.timeouts.verdict_s)
