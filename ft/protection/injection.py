@@ -10,6 +10,7 @@ from ft.faults.phases import middle_module, plant
 from ft.faults.worker import Actions, Injector
 from ft.protection.training_state import TrainingState
 from ft.worker.session import Session
+from megatron.patches import instances
 
 _TOP_MANTISSA_BIT = {torch.float32: (torch.int32, 1 << 22), torch.bfloat16: (torch.int16, 1 << 6)}
 _TOP_MANTISSA_BIT[torch.float16] = (torch.int16, 1 << 9)
@@ -30,14 +31,12 @@ def plant_phases(injector: Injector, subject: TrainingState, step: Callable[[], 
     plant(injector, subject.chunks, step)
     if not injector.has("reduce"):
         return
-    config = subject.chunks[0].config
-    finalize = config.finalize_model_grads_func
 
-    def finalize_with_faults(*args, **kwargs):
+    def finalize_with_faults(finalize, *args, **kwargs):
         injector.at("reduce", step())
         return finalize(*args, **kwargs)
 
-    config.finalize_model_grads_func = finalize_with_faults
+    instances.around(subject.chunks[0].config, "finalize_model_grads_func", finalize_with_faults)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from ft.state.grid import groups_like
 from ft.state.snapshot import capture
 from ft.state.snapshot.state import RankState
 from megatron.core import parallel_state
-from megatron.patches import releases, step_state
+from megatron.patches import instances, releases, step_state
 
 
 class TrainingState:
@@ -40,13 +40,12 @@ class TrainingState:
 
     def before_update(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called before each optimizer step: the last moment at which nothing has changed."""
-        step = self.optimizer.step
 
-        def guarded_step(*args, **kwargs):
+        def step_after_callback(step, *args, **kwargs):
             callback()
             return step(*args, **kwargs)
 
-        self.optimizer.step = guarded_step
+        instances.around(self.optimizer, "step", step_after_callback)
 
     @property
     def copies_are_complete(self) -> bool:

@@ -1,9 +1,8 @@
 """What a run consists of on one rank."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from ft.protection.unprotected import Unprotected
+from ft.protection.stack import Stack
 from megatron.core.timers import Timers
 from megatron.training.arguments import Layout, Options
 from megatron.training.checkpointing import Checkpointer, TrainState
@@ -12,10 +11,6 @@ from megatron.training.loaders import Loaders
 from megatron.training.logging.runlog import RunLog
 from megatron.training.model import Trainee
 
-if TYPE_CHECKING:
-    from ft.systems.dmr.profile.session import Profiling
-    from ft.systems.dmr.runtime.protection import Protection
-
 
 @dataclass
 class Job:
@@ -23,8 +18,8 @@ class Job:
 
     Attributes:
         ending: why the run ends after the step it stands at, None while it goes on.
-        guard: what carries the run through faults (``ft.systems.hot_swap.recovery_manager.RecoveryManager``).
-        dmr: what has every operator executed twice, or profiled; None where nobody asked for it.
+        protection: what the run was asked to be protected by, layer by layer.
+        verified: a layer finds wrong numbers, so losses and gradients that are not finite are its business first.
     """
 
     options: Options
@@ -40,8 +35,8 @@ class Job:
     exits: Exits
     timers: Timers | None = None
     ending: str | None = None
-    guard: Unprotected = field(default_factory=Unprotected)
-    dmr: "Protection | Profiling | None" = None
+    protection: Stack = field(default_factory=Stack)
+    verified: bool = False
 
     def microbatches(self, samples: int) -> int:
         """Forwards per data-parallel rank that ``samples`` samples take."""

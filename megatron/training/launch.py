@@ -3,13 +3,14 @@
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 
 from ft.base.errors import UserError
+from ft.protection.stack import Protections
 from megatron import patches
-from megatron.patches.manifest import WITH_CHECKFREE, WITH_DMR, WITH_REPLICAS, WITH_SWAPPED_ENDS
 from megatron.training import determinism
 from megatron.training.arguments import Layout, Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
@@ -26,7 +27,9 @@ def launch(options: Options) -> int:
     place = None
     try:
         place = launch_from(os.environ)
-        layout = check(options, place.world_size, has_te=patches.platform().offers("transformer_engine"))
+        has_te = patches.platform().offers("transformer_engine")
+        layout = check(options, place.world_size, has_te=has_te, replicas=replicas_of(os.environ))
+        protections = Protections.of(options.fault_tolerance, os.environ)
         transformer_config(options, layout)
     except UserError as error:  # a function of flags and world size: every rank comes to the same, one speaks
         if place is None or place.rank == 0:
@@ -43,15 +46,15 @@ def launch(options: Options) -> int:
         options.logging.metrics_file = str(Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
     if options.fault_tolerance.ft_dmr_profile is not None:
         write_nothing(options)
-    if options.fault_tolerance.follows_operators:
-        patches.apply(WITH_DMR)
-    if options.fault_tolerance.rebuilds_stages:
-        patches.apply(WITH_CHECKFREE)
-    if options.fault_tolerance.ft_checkfree_plus:
-        patches.apply(WITH_SWAPPED_ENDS)
-    if options.fault_tolerance.ft_hot_swap or "FT_HSDP_REPLICA" in os.environ:
-        return launch_protected(options, layout, place)
-    return launch_plain(options, layout, place)
+    for feature in sorted(protections.features):
+        patches.apply(feature)
+    start = launch_worker if protections.joins_run else launch_plain
+    return start(options, layout, place, protections)
+
+
+def replicas_of(environment: Mapping[str, str]) -> int:
+    """How many replicas of the model the run has, as ``ft run`` tells its workers; 0: it has none."""
+    return int(environment.get("FT_HSDP_REPLICAS", "0"))
 
 
 def write_nothing(options: Options) -> None:
@@ -60,15 +63,11 @@ def write_nothing(options: Options) -> None:
     options.logging.metrics_file = options.logging.tensorboard_dir = None
 
 
-def launch_protected(options: Options, layout: Layout, place: Launch) -> int:
+def launch_worker(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:
     """A worker of ``ft run``; its faults are the control plane's business, which also ends the others."""
-    from ft.systems.hsdp.place import Place
     from ft.worker.session import attach
 
     settings = options.given()
-    replica = Place.from_environment()
-    if replica is not None:
-        patches.apply(WITH_REPLICAS)
     if int(os.environ.get("FT_RESTART", "0")) > 0:
         resume_own_checkpoints(options.checkpoint)
     try:
@@ -78,7 +77,8 @@ def launch_protected(options: Options, layout: Layout, place: Launch) -> int:
     except UserError as error:
         return report(error, place.rank)
     try:
-        pretrain(options, layout, session, replica)
+        protections.connected(session)
+        pretrain(options, layout, protections)
     except UserError as error:
         return report(error, session.rank)
     session.close()
@@ -94,7 +94,7 @@ def resume_own_checkpoints(options: CheckpointOptions) -> None:
         options.finetune = options.no_load_optim = options.no_load_rng = False
 
 
-def launch_plain(options: Options, layout: Layout, place: Launch) -> int:
+def launch_plain(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:
     """One rank of torchrun, srun or mpirun: when one fails, all end."""
     try:
         init_process_group(options.parallel, place)
@@ -102,7 +102,8 @@ def launch_plain(options: Options, layout: Layout, place: Launch) -> int:
         return report(error, place.rank)
     notice = FailureNotice(place.rank)
     try:
-        pretrain(options, layout)
+        protections.connected(None)
+        pretrain(options, layout, protections)
     except KeyboardInterrupt:  # Ctrl-C reaches every rank by itself
         os._exit(128 + signal.SIGINT)
     except Exception as error:

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from ft.protection.contract import DataShare
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.arguments import Layout, Options
@@ -10,7 +11,7 @@ from megatron.training.arguments.batch import train_steps
 from megatron.training.checkpointing import TrainState
 from megatron.training.data import MicrobatchLoader, build_datasets
 from megatron.training.data.share import alone
-from megatron.training.data.streams import Share
+from megatron.training.data.streams import Cyclic, StreamView
 from megatron.training.data.tokenizer import Tokenizer
 
 Loaders = list[MicrobatchLoader | None]
@@ -23,13 +24,12 @@ def make_loaders(
     tokenizer: Tokenizer,
     chunks: list[torch.nn.Module],
     state: TrainState,
-    share: Share | None = None,
+    share: DataShare | None = None,
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
     """Loaders of the train, validation and test parts, each where ``state`` left off. Collective.
 
     Args:
-        share: this replica's part of the training data (FT-HSDP), read from its position on; the batch size of
-            ``options`` is what all replicas take in a step.
+        share: the part of the training data that is read here, from its position on; None: all of it.
 
     Returns:
         None for a part that does not exist, on every rank alike.
@@ -47,7 +47,7 @@ def make_loaders(
     trained, is_cyclic = state.consumed_train_samples, options.data.dataloader_type == "cyclic"
     if share is not None:
         train, *others = parts
-        view = None if train is None else share.view(train, options.training.seed if is_cyclic else None)
+        view = None if train is None else _stream_view(train, share, options.training.seed if is_cyclic else None)
         parts, trained, is_cyclic = (view, *others), share.position, False
     consumed = (trained, state.consumed_valid_samples, 0)
     cyclic = (is_cyclic, False, False)
@@ -62,15 +62,20 @@ def sees_tokens(chunk: torch.nn.Module) -> bool:
     return get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
 
 
-def wanted_samples(options: Options, share: Share | None = None) -> tuple[int, int, int]:
-    """How many samples the run takes of the train, validation and test parts; of the first, all replicas together."""
+def _stream_view(dataset, share: DataShare, cyclic_seed: int | None) -> StreamView:
+    """The samples of ``share``; with a seed, of endless passes. The order of passes is that of the whole run."""
+    return StreamView(dataset if cyclic_seed is None else Cyclic(dataset, cyclic_seed), share.stream)
+
+
+def wanted_samples(options: Options, share: DataShare | None = None) -> tuple[int, int, int]:
+    """How many samples the run takes of the train, validation and test parts."""
     t, e = options.training, options.evaluation
     steps = train_steps(t)
     evaluations = 0 if not e.eval_iters else 1 + (steps // e.eval_interval if e.eval_interval else 0)
     one = e.eval_iters * t.global_batch_size
     train_samples = t.train_samples or steps * t.global_batch_size
     if share is not None:
-        train_samples = share.deal.needed(steps, t.global_batch_size // share.deal.replicas)
+        train_samples = share.needed(steps, t.global_batch_size)
     if e.skip_train:
         train_samples = 0
     return train_samples, evaluations * one, one

@@ -4,6 +4,7 @@ import gc
 
 from megatron.training.arguments import Options
 from megatron.training.arguments.batch import train_steps
+from megatron.training.checkpoints import save
 from megatron.training.evaluate import validate
 from megatron.training.job import Job
 from megatron.training.logging.timing import phase_times
@@ -18,20 +19,20 @@ def train(job: Job) -> None:
         job.ending = job.exits.answer(state.step)
         evaluates = job.ending is None and job.valid_loaders and evaluation_is_due(options, state.step, last)
         if evaluates:
-            job.guard.at("evaluate")
+            job.protection.at("evaluate")
             report.validation_loss = validate(job)
         job.log.step(report)
         if job.timers and state.step % options.logging.log_interval == 0:
             job.log.line(phase_times(job.timers, options.logging.log_interval))
         ends = job.ending is not None or state.step == last
         due = save_is_due(options, state.step, ends=ends)
-        if job.guard.saves(state.step, is_due=due, ends=ends) or job.checkpointer.owes_a_save:
-            job.guard.at("save")
+        if job.protection.saves(state.step, is_due=due, ends=ends) or job.checkpointer.owes_a_save:
+            job.protection.at("save")
             save(job)
         job.checkpointer.maybe_finalize()
         if garbage_is_due(options, state.step, evaluates):
             gc.collect()
-        job.guard.committed()
+        job.protection.committed()
 
 
 def evaluation_is_due(options: Options, step: int, last: int) -> bool:
@@ -42,13 +43,6 @@ def evaluation_is_due(options: Options, step: int, last: int) -> bool:
 def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
     c = options.checkpoint
     return c.save is not None and (ends or (c.save_interval is not None and step % c.save_interval == 0))
-
-
-def save(job: Job, *, blocking: bool = False) -> None:
-    """``blocking``: returns when it is over, also with --async-save."""
-    with job.trainee.whole_params():
-        job.checkpointer.save(job.state, job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
-    job.checkpointer.maybe_finalize(blocking=blocking)
 
 
 def garbage_is_due(options: Options, step: int, evaluated: bool) -> bool:

@@ -2,10 +2,10 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from ft.protection.contract import ModelEnds
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
@@ -19,22 +19,15 @@ from megatron.training.arguments import Layout, Options
 from megatron.training.config import transformer_config, uses_te
 from megatron.training.optimizer import build_optimizer, build_scheduler
 
-if TYPE_CHECKING:
-    from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
-    from ft.systems.checkfree.plus.roles import Roles
-    from ft.systems.schedule.program import Program
-
 
 @dataclass
 class Trainee:
-    """What is being trained: model chunks of this rank (one, or one per virtual stage), optimizer, schedule; who has
-    embedding and head twice (CheckFree+)."""
+    """What is being trained: model chunks of this rank (one, or one per virtual stage), optimizer, schedule."""
 
     config: TransformerConfig
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    doubles: "ReplicatedEnds | None" = None
 
     @contextmanager
     def whole_params(self):
@@ -58,48 +51,31 @@ class Trainee:
             self.config.param_sync_func = sync_func
 
 
-def build(options: Options, layout: Layout, padded_vocab_size: int, *, initialize: bool = True) -> Trainee:
+def build(
+    options: Options,
+    layout: Layout,
+    padded_vocab_size: int,
+    *,
+    initialize: bool = True,
+    ends: ModelEnds | None = None,
+    verified: bool = False,
+) -> Trainee:
     """Builds model, optimizer and schedule on this rank; the process groups must exist.
 
     Args:
         initialize: draw weights; without it they are whatever memory holds, for who is about to be given others.
+        ends: which stages have embedding and output layer; None: the first and the last.
+        verified: wrong numbers are found by somebody else, so gradients are not looked at.
     """
-    doubles = make_replicated_ends() if options.fault_tolerance.ft_checkfree_plus else None
-    roles = None if doubles is None else doubles.roles
-    config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize, roles=roles)
-    if doubles is not None:
-        doubles.equalize(chunks[0])
-        doubles.mark(chunks[0])
-    chunks = _in_data_parallel(options, config, chunks)
+    config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize, ends=ends)
+    if ends is not None:
+        ends.built(chunks[0])
+    chunks = _in_data_parallel(options, config, chunks, verified)
     optimizer = build_optimizer(options, chunks)
     _connect(options, config, chunks, optimizer)
-    if doubles is not None:
-        swap_ends(layout, chunks[0], doubles, options.fault_tolerance.ft_checkfree_most_in_flight)
-    return Trainee(config, chunks, optimizer, build_scheduler(options, optimizer), doubles)
-
-
-def make_replicated_ends() -> "ReplicatedEnds":
-    """Who has embedding and head twice (CheckFree+). Collective."""
-    from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
-
-    return ReplicatedEnds()
-
-
-def swap_ends(
-    layout: Layout, chunk: DistributedDataParallel, doubles: "ReplicatedEnds", most_in_flight: int | None
-) -> None:
-    """Has the pipeline run the cheapest schedule of CheckFree+ that may run.
-
-    Args:
-        most_in_flight: microbatches that a stage may hold; None: as many as it takes.
-    """
-    from ft.systems.checkfree.plus.install import install
-    from ft.systems.schedule.choose import BEST, Shape, plan
-
-    def planned(microbatches: int) -> "Program":
-        return plan(BEST, Shape(layout.pp, microbatches, most_in_flight=most_in_flight)).program
-
-    install(chunk, doubles, planned)
+    if ends is not None:
+        ends.connected(chunks[0])
+    return Trainee(config, chunks, optimizer, build_scheduler(options, optimizer))
 
 
 def build_model(
@@ -108,21 +84,21 @@ def build_model(
     padded_vocab_size: int,
     *,
     initialize: bool = True,
-    roles: "Roles | None" = None,
+    ends: ModelEnds | None = None,
 ) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """The model chunks of this rank, on its device and in the training precision.
 
     Args:
-        roles: (CheckFree+) of this stage; it has embedding or head although it is not the first or last.
+        ends: whether this stage has embedding and output layer; None: as the first or the last stage has.
     """
     config = transformer_config(options, layout)
-    if roles is not None and roles.embeds and roles.is_double and not options.model.untie_embeddings_and_output_weights:
+    if ends is not None and ends.embeds and ends.is_double and not options.model.untie_embeddings_and_output_weights:
         config.embedding_init_method = _zero  # core sums up all copies of a tied weight to make them equal
     if not initialize:
         # Not perform_initialization: what it leaves out marks the tensor-parallel parameters too, and without the marks
         # core counts their gradients wrongly into the norm.
         config.init_method = config.output_layer_init_method = config.embedding_init_method = _leave_as_it_is
-    chunks = _gpt_chunks(options, layout, config, padded_vocab_size, roles)
+    chunks = _gpt_chunks(options, layout, config, padded_vocab_size, ends)
     for chunk in chunks:
         for param in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
@@ -152,7 +128,7 @@ def _layer_spec(options: Options, config: TransformerConfig, vp_stage: int | Non
 
 
 def _gpt_chunks(
-    options: Options, layout: Layout, config: TransformerConfig, vocab_size: int, roles: "Roles | None"
+    options: Options, layout: Layout, config: TransformerConfig, vocab_size: int, ends: ModelEnds | None
 ) -> list[GPTModel]:
     m = options.model
     chunks = []
@@ -160,8 +136,8 @@ def _gpt_chunks(
         vp_stage = index if layout.vpp else None
         embeds = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         heads = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        if roles is not None:
-            embeds, heads = roles.embeds, roles.heads
+        if ends is not None:
+            embeds, heads = ends.embeds, ends.heads
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=_layer_spec(options, config, vp_stage),
@@ -187,11 +163,10 @@ def _gpt_chunks(
 
 
 def _in_data_parallel(
-    options: Options, config: TransformerConfig, chunks: list[torch.nn.Module]
+    options: Options, config: TransformerConfig, chunks: list[torch.nn.Module], verified: bool
 ) -> list[DistributedDataParallel]:
     p, t = options.parallel, options.training
     parameters = sum(param.numel() for chunk in chunks for param in chunk.parameters())
-    verified = options.fault_tolerance.follows_operators  # a wrong gradient is found, and computed once more
     scales_loss = options.precision.fp16 and options.precision.loss_scale is None  # NaN is then an expected answer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.precision.accumulate_allreduce_grads_in_fp32,

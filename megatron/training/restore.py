@@ -12,10 +12,11 @@ from megatron.training.arguments import Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.arguments.parallel import ParallelOptions
 from megatron.training.checkpointing import Checkpointer, TrainState, naming, verify
+from megatron.training.checkpoints import say
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.initialize import init_model_parallel, init_process_group, seed_everything
 from megatron.training.launcher import Launch
-from megatron.training.pretrain import run_info, say
+from megatron.training.pretrain import run_info
 
 
 @dataclass

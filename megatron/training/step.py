@@ -35,7 +35,7 @@ class Update:
 def train_step(job: Job) -> StepReport:
     """Forward and backward of every microbatch, optimizer step, schedule; advances ``job.state``."""
     started = time.perf_counter()
-    update = _verified(job) if job.guard.begins() else _catch_up(job)
+    update = _computed(job) if job.protection.begins() else _catch_up(job)
     job.state.step += 1
     job.state.consumed_train_samples += update.samples
     return _report(job, update, time.perf_counter() - started)
@@ -49,7 +49,7 @@ def run_schedule(job: Job, loaders: Loaders, samples: int, *, forward_only: bool
     """
     chunks, interleaved = job.trainee.chunks, job.layout.vpp is not None
     return get_forward_backward_func()(
-        forward_step_func=make_forward_step(job.options.training.check_for_nan_in_loss_and_grad and job.dmr is None),
+        forward_step_func=make_forward_step(job.options.training.check_for_nan_in_loss_and_grad and not job.verified),
         data_iterator=loaders if interleaved else loaders[0],
         model=chunks if interleaved else chunks[0],
         num_microbatches=job.microbatches(samples),
@@ -68,14 +68,11 @@ def mean_loss(reported: list[torch.Tensor]) -> float:
     return (total[0] / total[1]).item()
 
 
-def _verified(job: Job) -> Update:
-    """The update; with DMR, one that came out the same twice on every rank. Until then numbers that are not finite are
-    no news of the training's."""
-    if job.dmr is None:
-        return _update(job)
-    microbatches = job.microbatches(global_batch_size(job.options.training, job.state.consumed_train_samples))
-    update = job.dmr.carry(job.state.step + 1, microbatches, lambda: _update(job))
-    if job.options.training.check_for_nan_in_loss_and_grad:
+def _computed(job: Job) -> Update:
+    """The update of a step that is computed here. Where operators are verified, a loss that is not finite is looked at
+    only when they are: before, it may be a wrong result."""
+    update = job.protection.compute(lambda: _update(job))
+    if job.verified and job.options.training.check_for_nan_in_loss_and_grad:
         refuse_non_finite(update.loss if parallel_state.is_pipeline_last_stage() else 0.0)
     return update
 
@@ -83,18 +80,18 @@ def _verified(job: Job) -> Update:
 def _update(job: Job) -> Update:
     samples = global_batch_size(job.options.training, job.state.consumed_train_samples)
     _zero_gradients(job)
-    own = job.guard.share(samples)
+    own = job.protection.share(samples)
     reported = run_schedule(job, job.train_loaders, own, forward_only=False) if own else _give_nothing(job)
-    return _apply(job, samples, job.guard.over_replicas(reported))
+    return _apply(job, samples, job.protection.reduce(reported))
 
 
 def _catch_up(job: Job) -> Update:
-    """The step of a replica that is behind: it exchanges zeros while it takes the others' state, and then updates as
-    they do (paper: FT-HSDP, section 4.3)."""
+    """The step of a rank that takes its state over from others: it exchanges zeros while the state is fetched, and then
+    makes the update that they make."""
     _zero_gradients(job)
-    job.guard.catching_up()
-    reported = job.guard.over_replicas(_give_nothing(job))
-    job.guard.caught_up()
+    job.protection.catching_up()
+    reported = job.protection.reduce(_give_nothing(job))
+    job.protection.caught_up()
     return _apply(job, global_batch_size(job.options.training, job.state.consumed_train_samples), reported)
 
 

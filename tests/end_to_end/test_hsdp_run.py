@@ -14,7 +14,6 @@ from stored_tensors import Tensors, equal, furthest, tensors_of, weights_of
 from ft.base import events
 from ft.base.errors import UserError
 from ft.observe.hsdp import lineage
-from ft.systems.hsdp.place import Place
 
 DISTRIBUTED = "--use-distributed-optimizer"
 SLOWLY = "slow@replica=0:step=2:rank=0:factor=2:for=300s"
@@ -223,24 +222,20 @@ def test_what_replicas_cannot_train_with_is_refused_by_name(extra, batch, says, 
             "--num-experts 4 --moe-router-enable-expert-bias",
             "--moe-router-enable-expert-bias does not go with replicas",
         ),
-        ("--ft-dmr piggyback", "DMR .* does not go with replicas"),
-        ("--ft-checkfree", "CheckFree .* does not go with replicas"),
+        ("--ft-dmr piggyback", "double execution .* does not go with replicas|replicas .* with double execution"),
+        ("--ft-checkfree", "stage rebuild .* does not go with replicas"),
     ],
 )
 def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp_path):
-    from megatron.training.arguments import parse
-    from megatron.training.arguments.layout import layout
-    from megatron.training.checkpointing import TrainState
-    from megatron.training.pretrain import own_share
+    from megatron.training.arguments import check, parse
 
     flags = replica_runs.flags(corpus, f"{extra} --train-samples 96", batch=8)
     options = parse(re.sub(r"--train-iters \d+", "", flags))
-    grid = layout(options.parallel, options.model.num_layers, 1)
     with pytest.raises(UserError, match=says):
-        own_share(options, grid, Place(0, 2, tmp_path, "127.0.0.1"), TrainState())
+        check(options, 1, has_te=False, replicas=2)
 
 
 def test_hot_swap_inside_replicas_is_refused(corpus, tmp_path):
     flags = replica_runs.flags(corpus, "--ft-hot-swap", 4)
     done = train(tmp_path / "run", flags, replicas=2, nproc=2)
-    assert done.code == 2 and "--ft-hot-swap and --ft-hsdp-replicas" in done.output, done.explain()
+    assert done.code == 2 and "hot-swap (--ft-hot-swap) does not go with replicas" in done.output, done.explain()

@@ -10,6 +10,7 @@ def assemble(flags: str):
     """A job of the trainer, with DMR's patches in place; call in an initialised process group."""
     import torch.distributed as dist
 
+    from ft.protection.stack import Protections
     from megatron import patches
     from megatron.patches.manifest import WITH_DMR
     from megatron.training import pretrain
@@ -20,21 +21,32 @@ def assemble(flags: str):
     options = parse(f"{flags} --ft-dmr naive")
     layout = check(options, dist.get_world_size(), has_te=False)
     init_model_parallel(options.parallel, layout)
-    return pretrain.assemble(options, layout, time.monotonic())
+    return pretrain.assemble(options, layout, time.monotonic(), Protections.of(options.fault_tolerance, {}))
 
 
 def protection(job, way: str | Path):
     """DMR for ``job``: "naive", "piggyback", or by a plan file; it becomes the job's."""
     from ft.systems.dmr.runtime.install import install
     from ft.systems.dmr.runtime.settings import Settings
-    from megatron.training.double_execution import fingerprint
+    from megatron.training.fingerprint import fingerprint
     from megatron.training.position import JobPosition
 
     trainee = job.trainee
     settings = Settings(None, way) if isinstance(way, Path) else Settings(way)
     of = (trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job))
-    job.dmr = install(settings, *of, fingerprint=fingerprint(job.options, job.layout))
-    return job.dmr
+    verification = install(settings, *of, fingerprint=fingerprint(job.options, job.layout))
+    follow(job, verification)
+    return verification
+
+
+def follow(job, session) -> None:
+    """Has every step of ``job`` go through ``session``: double execution, or its profiler."""
+    from ft.protection.stack import Stack
+    from ft.systems.dmr.layer import FollowedStep
+    from megatron.training.trainer import JobTrainer
+
+    job.protection, job.verified = Stack([FollowedStep(JobTrainer(job), session)]), True
+    job.protection.protect(job.trainee.optimizer)
 
 
 def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
@@ -47,12 +59,12 @@ def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
     from ft.systems.dmr.plan.trace_file import read_trace
     from ft.systems.dmr.profile.install import install
     from ft.systems.dmr.profile.session import ITERATIONS
-    from megatron.training.double_execution import fingerprint
+    from megatron.training.fingerprint import fingerprint
 
     trainee, again, path = job.trainee, Again(job), folder / "plan.json"
     microbatches = job.microbatches(job.options.training.global_batch_size)
     told = {"fingerprint": fingerprint(job.options, job.layout), "end": lambda reason: None}
-    job.dmr = install(folder / "profile.json", trainee.chunks, trainee.optimizer, microbatches, **told)
+    follow(job, install(folder / "profile.json", trainee.chunks, trainee.optimizer, microbatches, **told))
     for _ in range(ITERATIONS):
         again.step()
     if dist.get_rank() == 0:
@@ -68,7 +80,7 @@ class Again:
 
     def __init__(self, job):
         from ft.protection.training_state import TrainingState
-        from ft.systems.dmr.runtime.undo import Undo
+        from ft.protection.undo import Undo
         from megatron.training.position import JobPosition
 
         self._job, self._position = job, JobPosition(job)

@@ -18,7 +18,9 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     import torch.distributed as dist
 
     from ft.job.messages import Neighbours, Repair
+    from ft.protection.stack import Protections
     from ft.protection.training_state import TrainingState
+    from ft.systems.checkfree.layer import SwappedEnds, settings_of
     from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
     from megatron import patches
     from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
@@ -27,17 +29,19 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     from megatron.training.initialize import init_model_parallel
     from megatron.training.position import JobPosition
     from megatron.training.step import train_step
+    from megatron.training.trainer import JobTrainer
 
     patches.apply(WITH_CHECKFREE, WITH_SWAPPED_ENDS)
     options = parse(flags)
     layout = check(options, dist.get_world_size(), has_te=False)
     init_model_parallel(options.parallel, layout, ends_are_double=True)
-    job = pretrain.assemble(options, layout, 0.0)
+    protections = Protections.of(options.fault_tolerance, {})
+    job = pretrain.assemble(options, layout, 0.0, protections)
     trainee, rank = job.trainee, dist.get_rank()
-    doubles = trainee.doubles
+    doubles = next(each.replicated for each in protections if isinstance(each, SwappedEnds))
     subject = TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler)
     session = SimpleNamespace(rank=rank, observe=lambda name, **detail: None)
-    keeper = CheckFreeRebuilder(session, subject, pretrain.checkfree(options, layout, job.state, doubles))
+    keeper = CheckFreeRebuilder(session, subject, settings_of(options.fault_tolerance, JobTrainer(job), doubles))
     position, seen = PositionWithNorms(JobPosition(job), keeper), []
 
     def note(when: str) -> None:
@@ -82,13 +86,14 @@ def every_stage_in_turn(flags: str) -> list[dict]:
 
 def saved_and_loaded(job) -> dict:
     """A checkpoint of stages whose optimizers have counted differently, loaded anew: what became of the moments."""
+    from ft.protection.stack import Protections
     from megatron.training import pretrain
 
     trainee = job.trainee
     before = moments(trainee.optimizer)
     saved = job.checkpointer.save(job.state, trainee.chunks, trainee.optimizer, trainee.scheduler)
     assert moments(trainee.optimizer) == before, "to save changes nothing"
-    again = pretrain.assemble(job.options, job.layout, 0.0)
+    again = pretrain.assemble(job.options, job.layout, 0.0, Protections.of(job.options.fault_tolerance, {}))
     assert again.state.extra["checkfree"]["rebuilt_at"] == {"0": 2, "3": 4, "1": 6, "2": 8}
     after = moments(again.trainee.optimizer)
     off = max(

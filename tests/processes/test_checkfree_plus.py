@@ -21,6 +21,8 @@ def assemble(flags: str):
 
     import torch.distributed as dist
 
+    from ft.protection.stack import Protections
+    from ft.systems.checkfree.layer import SwappedEnds
     from megatron import patches
     from megatron.patches.manifest import WITH_SWAPPED_ENDS
     from megatron.training import pretrain
@@ -33,7 +35,9 @@ def assemble(flags: str):
         patches.apply(WITH_SWAPPED_ENDS)
     layout = check(options, dist.get_world_size(), has_te=False)
     init_model_parallel(options.parallel, layout, ends_are_double=plus)
-    return pretrain.assemble(options, layout, time.monotonic())
+    protections = Protections.of(options.fault_tolerance, {})
+    job = pretrain.assemble(options, layout, time.monotonic(), protections)
+    return job, next((each.replicated for each in protections if isinstance(each, SwappedEnds)), None)
 
 
 def named(job):
@@ -74,7 +78,7 @@ def gradients(job) -> tuple[dict, list]:
 
 
 def by_stages(flags: str) -> tuple[dict, list]:
-    job = assemble(flags)
+    job, _ = assemble(flags)
     plant(job)
     return gradients(job)
 
@@ -84,7 +88,7 @@ def in_one_process(flags: str, stages: int) -> tuple[dict, list]:
 
     from megatron.core.utils import get_attr_wrapped_model
 
-    job = assemble(flags)
+    job, _ = assemble(flags)
     plant(job)
     model = get_attr_wrapped_model(job.trainee.chunks[0], "pre_process", return_model_obj=True)
     layers = list(model.decoder.layers)
@@ -146,8 +150,7 @@ def a_few_steps(flags: str) -> list:
     from ft.systems.checkfree.plus import moments
     from megatron.training.step import train_step
 
-    job = assemble(flags)
-    doubles = job.trainee.doubles
+    job, doubles = assemble(flags)
     found = []
     for step in range(3):
         if step == 2:

@@ -19,6 +19,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
 
     from ft.job.messages import Neighbours, Repair
     from ft.protection.training_state import TrainingState
+    from ft.systems.checkfree.layer import settings_of
     from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
     from megatron import patches
     from megatron.core import parallel_state
@@ -28,6 +29,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     from megatron.training.initialize import init_model_parallel
     from megatron.training.position import JobPosition
     from megatron.training.step import train_step
+    from megatron.training.trainer import JobTrainer
 
     patches.apply(WITH_CHECKFREE)
     options = parse(flags)
@@ -37,7 +39,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     trainee, told = job.trainee, []
     session = SimpleNamespace(rank=dist.get_rank(), observe=lambda name, **detail: told.append((name, detail)))
     subject = TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler)
-    keeper = CheckFreeRebuilder(session, subject, pretrain.checkfree(options, layout, job.state))
+    keeper = CheckFreeRebuilder(session, subject, settings_of(options.fault_tolerance, JobTrainer(job)))
     position = PositionWithNorms(JobPosition(job), keeper)
     for _ in range(STEPS):
         report = train_step(job)
@@ -82,7 +84,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     seen["loss"] = train_step(job).loss
     seen["after"] = blocks()
     group["max_lr"] = trainee.scheduler.max_lr  # as rank 0's, which a checkpoint has for all
-    CheckFreeRebuilder(session, subject, pretrain.checkfree(options, layout, job.state)).begins(job.state.step)
+    CheckFreeRebuilder(session, subject, settings_of(options.fault_tolerance, JobTrainer(job))).begins(job.state.step)
     seen["resumed"] = group["max_lr"] / trainee.scheduler.max_lr
     return seen
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from ft.protection.undo import Undo
 from ft.state.snapshot.state import RankState
 from ft.systems.dmr.digest import digest
 from ft.systems.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
 from ft.systems.dmr.runtime.cursor import At, ExecutionCursor, operator_id
 from ft.systems.dmr.runtime.findings import AT_ONCE, MESSAGE, Findings, Mismatch
 from ft.systems.dmr.runtime.segments import Scripts, Segment
-from ft.systems.dmr.runtime.undo import Undo
 
 SEED = 1234567
 

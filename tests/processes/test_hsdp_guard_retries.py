@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ft.job.quorum import Quorum
+from ft.protection.stack import Stack
 from ft.state.fetch import Fetched, Refused
 from ft.systems.hsdp import catch_up, votes
 from ft.systems.hsdp.agreement import Agreed
@@ -63,6 +64,7 @@ class Made:
         ):
             self.note_calls(part, name)
         self.guard = ReplicaManager(self.parts, lambda: False, lambda: None, last_save)
+        Stack([self.guard]).protect(self.parts.optimizer)
 
     def note(self, what):
         self.told.append(what)

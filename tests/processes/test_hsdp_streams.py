@@ -9,6 +9,7 @@ import small_runs as runs
 import torch
 
 from ft.base.errors import UserError
+from ft.systems.hsdp.data import Follower, Share
 from ft.systems.hsdp.samples import Deal, Past
 from megatron import patches
 
@@ -19,10 +20,15 @@ from small_datasets import SEQ, write_dataset
 from megatron.training.arguments.data import DataOptions
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.loader import MicrobatchLoader
-from megatron.training.data.streams import Cyclic, Share, StreamView, follower
+from megatron.training.data.streams import Cyclic, StreamView
 from megatron.training.data.tokenizer import ByteLevelTokenizer
 
 SEED = 5
+
+
+def view_of(share, dataset, cyclic_seed=None):
+    """``dataset`` as a replica reads it."""
+    return StreamView(dataset if cyclic_seed is None else Cyclic(dataset, cyclic_seed), share.stream)
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -55,7 +61,7 @@ def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(
     data = Numbers(37 if cyclic else replicas * block * microbatches * steps)
     share = Share(0, Deal(replicas, block), {})
     for replica in range(replicas):
-        view = Share(replica, share.deal, {}).view(data, SEED if cyclic else None)
+        view = view_of(Share(replica, share.deal, {}), data, SEED if cyclic else None)
         for rank in range(size):
             ordinary = loader(data, rows, replica * size + rank, replicas * size, cyclic=cyclic, seed=SEED)
             with loader(view, rows, rank, size, num_workers=workers) as ours:
@@ -72,7 +78,7 @@ def test_steps_with_replicas_away_and_a_change_of_their_number_take_every_sample
             deal, positions = deal.after(positions, step, replicas, 4)
             shares = [Share(replica, deal, positions) for replica in range(replicas)]
             loaders = [
-                [loader(share.view(data), 2, rank, 2, consumed_samples=share.position) for rank in range(2)]
+                [loader(view_of(share, data), 2, rank, 2, consumed_samples=share.position) for rank in range(2)]
                 for share in shares
             ]
             for _ in range(15):
@@ -93,9 +99,9 @@ def test_steps_with_replicas_away_and_a_change_of_their_number_take_every_sample
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_goes_over_to_another_stream(workers):
     deal = Deal(2, 2)
-    view = Share(1, deal, {}).view(Numbers(40))
+    view = view_of(Share(1, deal, {}), Numbers(40))
     with loader(view, 2, 0, 1, num_workers=workers) as ours:
-        follow = follower([None, ours], 1)
+        follow = Follower([None, ours], 1)
         assert take(ours, 2) == [[2, 3], [6, 7]]
         follow(deal, 2)
         assert follow.position == 2
@@ -108,7 +114,7 @@ def test_a_loader_goes_over_to_another_stream(workers):
         assert rest == [[26, 27], [32, 33], [38, 39]]
         with pytest.raises(UserError, match="the dataset has 10 samples; after 10"):
             next(ours)
-    assert follower([None], 0).position is None
+    assert Follower([None], 0).position is None
 
 
 def test_the_view_ends_where_the_data_do():
@@ -116,7 +122,7 @@ def test_the_view_ends_where_the_data_do():
     assert len(view) == 4
     assert view[3]["tokens"].item() == 9
     for position in (-1, 4):
-        with pytest.raises(IndexError, match=f"sample {position} of 4 in the stream of replica 1"):
+        with pytest.raises(IndexError, match=f"sample {position} of the 4 of Stream"):
             view[position]
     assert len(Cyclic(Numbers(0), 1)) == 0
 
@@ -132,7 +138,7 @@ def test_passes_through_real_data_are_dealt_as_one_order(tmp_path):
     assert len(train.one_pass) < wanted == 3 * steps * batch
     ordinary = [train[i]["tokens"] for i in range(wanted)]
     for replica in range(3):
-        view = Share(replica, deal, {}).view(train)
+        view = view_of(Share(replica, deal, {}), train)
         assert len(view) >= steps * batch
         assert all(torch.equal(view[p]["tokens"], ordinary[view.stream.index(p)]) for p in range(0, steps * batch, 7))
 

@@ -1,11 +1,12 @@
 """Flags of CheckFree: what it needs is said before anything starts."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from ft.base.errors import UserError
+from ft.systems.checkfree.layer import settings_of
 from megatron.training.arguments import check, parse
-from megatron.training.checkpointing import TrainState
-from megatron.training.pretrain import checkfree
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
@@ -15,15 +16,17 @@ PLUS = "--ft-checkfree-plus --global-batch-size 8"
 
 
 def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_stays_boosted():
-    options = parse(GOOD)
-    layout = check(options, 4, has_te=False)
-    settings = checkfree(options, layout, TrainState())
-    assert (settings.strategy, settings.norm_limit) == ("weighted", None)
-    assert (settings.boost.factor, settings.boost.decay_steps) == (1.1, 0)
-    options = parse(f"{GOOD} --ft-checkfree-norms clipped --clip-grad 0.5 --ft-checkfree-strategy uniform")
-    settings = checkfree(options, layout, TrainState())
-    assert (settings.norm_limit, settings.strategy) == (0.5, "uniform")
-    assert checkfree(parse(GOOD.replace("--ft-checkfree", "")), layout, TrainState()) is None
+    def settings(extra: str):
+        options = parse(f"{GOOD} {extra}")
+        check(options, 4, has_te=False)
+        trainer = SimpleNamespace(clip_grad=options.optimizer.clip_grad, reseed=None, seed=1, extra={})
+        return settings_of(options.fault_tolerance, trainer)
+
+    by_default = settings("")
+    assert (by_default.strategy, by_default.norm_limit) == ("weighted", None)
+    assert (by_default.boost.factor, by_default.boost.decay_steps) == (1.1, 0)
+    clipped = settings("--ft-checkfree-norms clipped --clip-grad 0.5 --ft-checkfree-strategy uniform")
+    assert (clipped.norm_limit, clipped.strategy) == (0.5, "uniform")
 
 
 @pytest.mark.parametrize(

@@ -130,14 +130,6 @@ def test_a_wait_that_is_no_time_is_refused_with_the_units(wait, capsys):
     assert "ms, s, m (or min), h or d" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["--ft-hot-swap", "--ft_hot_swap", "--ft-hot-swap=1"])
-def test_hot_swap_is_refused_by_name(word):
-    values = given("--ft-hsdp-replicas", "2")
-    values.script_args.append(word)
-    with pytest.raises(UserError, match="--ft-hot-swap"):
-        flags.read(values, ruler)
-
-
 def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
     assert not flags.wanted(given("--nproc-per-node", "2"))
     words = ("--ft_hsdp_replicas", "3", "--ft-hsdp-min-replicas", "2", "--ft-hsdp-wait", "500ms")

@@ -120,7 +120,7 @@ def protections(arguments: argparse.Namespace, job) -> dict:
     """Side -> (what has its operators executed twice, its engine)."""
     from ft.systems.dmr.runtime.install import install
     from ft.systems.dmr.runtime.settings import Settings
-    from megatron.training.double_execution import fingerprint
+    from megatron.training.fingerprint import fingerprint
     from megatron.training.position import JobPosition
 
     asked = {"naive": Settings("naive"), "piggyback": Settings("piggyback")}

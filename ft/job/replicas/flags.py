@@ -143,12 +143,6 @@ def _numbers(count: int | None, only: int | None, least: int, wait_s: float | No
 
 def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:
     """What goes with one model only."""
-    if any(word.replace("_", "-").split("=")[0] == "--ft-hot-swap" for word in given.script_args):
-        yield (
-            "--ft-hot-swap and --ft-hsdp-replicas: a replica that has lost a worker is rebuilt as a whole, from the "
-            "others",
-            "drop one of the two",
-        )
     for name in ("standby", "standby_nodes"):
         if getattr(given, name):
             yield (

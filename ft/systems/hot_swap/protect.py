@@ -1,4 +1,4 @@
-"""Puts the parts of a worker's protection together: what is protected, its snapshots, its planned faults."""
+"""Builds hot-swap's protection of one worker: what is protected, its snapshots, its planned faults."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from ft.protection.injection import make_injector
 from ft.protection.position import Position
+from ft.protection.stack import Stack
 from ft.protection.training_state import TrainingState
 from ft.state.snapshot import Snapshots
 from ft.systems.hot_swap.faults import Breakage
@@ -15,7 +16,14 @@ from ft.systems.hot_swap.recovery_manager import RecoveryManager
 from ft.worker.session import Session
 
 
-def protect(
+def protect(session: Session, chunks: Sequence, optimizer: Any, scheduler: Any, position: Position, **options: Any):
+    """Protect a training loop of one's own. Takes what :func:`build` takes, and returns what it returns."""
+    manager = build(session, chunks, optimizer, scheduler, position, **options)
+    Stack([manager]).protect(optimizer)
+    return manager
+
+
+def build(
     session: Session,
     chunks: Sequence,
     optimizer: Any,
@@ -27,11 +35,14 @@ def protect(
     newest_checkpoint: Callable[[], Path | None] = lambda: None,
     rebuilder: Callable[[Session, TrainingState], StageRebuilder] | None = None,
 ) -> RecoveryManager:
-    """A guard for a training run of megatron-core; on all workers alike, after model and optimizer are built.
+    """Return the layer that carries a training run through faults. Call it on all workers alike, after model and
+    optimizer are built; the optimizer's step has to go through its ``update``.
 
     Args:
-        chunks: ``DistributedDataParallel`` model chunks. optimizer: ``get_megatron_optimizer``'s. scheduler: anything
-            with ``state_dict`` and ``load_state_dict``, or None.
+        session: this worker's place in the run.
+        chunks: ``DistributedDataParallel`` model chunks.
+        optimizer: megatron-core's, of ``get_megatron_optimizer``.
+        scheduler: anything with ``state_dict`` and ``load_state_dict``, or None.
         position: the trainer's own state.
         peers: other workers that hold a copy of this worker's optimizer shard, in failure domains of their own.
         strict: where these cannot be had at the start the run ends.

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from ft.faults.worker import Injector
 from ft.job.messages import Finish, Repair, Source, WorkerDone, WorkerFailed, WorkerResumed
+from ft.protection.contract import Layer
 from ft.protection.injection import plant_phases
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
-from ft.protection.unprotected import Whole
 from ft.state.snapshot import Snapshots
 from ft.systems.hot_swap.placing import Placing
 from ft.systems.hot_swap.rebuilder import StageRebuilder
@@ -23,7 +23,7 @@ from ft.worker.session import Session
 _ASIDE = ("evaluate", "save")
 
 
-class RecoveryManager(Whole):
+class RecoveryManager(Layer):
     """Protects one training run on one worker.
 
     Args:
@@ -51,7 +51,6 @@ class RecoveryManager(Whole):
         self._fence: dist.Work | None = None
         self._fence_group = dist.new_group(backend="gloo")
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
-        subject.before_update(self._before_update)
         plant_phases(injector, subject, lambda: self._committed + 1)
         session.progress.lag = lambda: snapshots.lag
         session.when_closed(snapshots.interrupt)
@@ -176,6 +175,10 @@ class RecoveryManager(Whole):
         self.snapshots.take(self._subject.state(self._position.get()), step, self.session.epoch)
         self._untouched, self._committed = True, step
         self._injector.at("transfer", step)
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        self._before_update()
+        return step()
 
     def _before_update(self) -> None:
         with self.session.progress.at("wait", "snapshot"):

@@ -28,7 +28,7 @@ from ft.systems.hsdp.work import Work
 from ft.worker.session import Session
 from megatron import patches
 from megatron.core import parallel_state
-from megatron.patches import replicas
+from megatron.patches import instances, replicas
 
 
 @dataclass
@@ -146,11 +146,10 @@ def _exchange_tokens(config: Any, exchange: Exchange) -> bool:
     """Where core divides by the number of tokens, it is that of all replicas. Returns whether it does."""
     if not config.calculate_per_token_loss:
         return False
-    finalize = config.finalize_model_grads_func
 
-    def finalize_over_replicas(model, num_tokens=None, **options):
+    def finalize_over_replicas(finalize, model, num_tokens=None, **options):
         exchange.tokens = num_tokens
         return finalize(model, num_tokens, **options)
 
-    config.finalize_model_grads_func = finalize_over_replicas
+    instances.around(config, "finalize_model_grads_func", finalize_over_replicas)
     return True

@@ -11,6 +11,7 @@ from ft.base.errors import UserError
 from ft.job.messages import Finish, WorkerDone, WorkerResumed
 from ft.job.quorum import Quorum, Report
 from ft.job.replicas.deadlines import Pause, StepTimes, fetch_wait, ring_wait
+from ft.protection.contract import Layer
 from ft.systems.hsdp import lr
 from ft.systems.hsdp.agreement import Agreed
 from ft.systems.hsdp.components import Components
@@ -25,7 +26,7 @@ from ft.worker.failures import report_failure
 _LEAVE_S = 2.0
 
 
-class ReplicaManager:
+class ReplicaManager(Layer):
     """The trainer's only interface to FT-HSDP.
 
     Args:
@@ -59,7 +60,6 @@ class ReplicaManager:
         self._step_times = StepTimes()
         self._began = time.monotonic()
         self._votes = Votes(parts.votes)
-        self._wrap_update()
         self.session.when_closed(self._on_close)
 
     # --- what the trainer calls --------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class ReplicaManager:
         """This replica's part of a global batch, in this attempt at its step."""
         return self._work.share(samples)
 
-    def over_replicas(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
+    def reduce(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
         """[loss sum, tokens] of all replicas, from those of this one's microbatches; on last stages only."""
         if not self._parts.is_last_stage:
             return reported
@@ -270,26 +270,20 @@ class ReplicaManager:
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
-    def _wrap_update(self) -> None:
-        """Before the optimizer step, the vote; in it, the learning rate of those that are there."""
-        optimizer = self._parts.optimizer
-        step = optimizer.step
-
-        def voted_step(*args, **kwargs):
-            self._vote()
-            quorum = self._agreed.quorum
-            at = None if self._is_catching_up else self._position.began_at(self._parts.batch)
-            self._before = self._position.lineage, at
-            self._computed_with = None if self._is_catching_up else self._digest(self._parts.state.parameters)
-            with lr.scaled(optimizer.param_groups, self._work.lr_factor(quorum)):
-                outcome = step(*args, **kwargs)
-            if self._is_catching_up and not outcome[0]:
-                self._publish()
-            self._position.advance(self._work.streams(quorum), self._parts.batch, quorum.number)
-            self._work.committed(quorum)
-            return outcome
-
-        optimizer.step = voted_step
+    def update(self, step: Callable[[], Any]) -> Any:
+        """Vote before the optimizer's step; take it with the learning rate for the replicas that contribute."""
+        self._vote()
+        quorum = self._agreed.quorum
+        at = None if self._is_catching_up else self._position.began_at(self._parts.batch)
+        self._before = self._position.lineage, at
+        self._computed_with = None if self._is_catching_up else self._digest(self._parts.state.parameters)
+        with lr.scaled(self._parts.optimizer.param_groups, self._work.lr_factor(quorum)):
+            outcome = step()
+        if self._is_catching_up and not outcome[0]:
+            self._publish()
+        self._position.advance(self._work.streams(quorum), self._parts.batch, quorum.number)
+        self._work.committed(quorum)
+        return outcome
 
     def _publish(self) -> None:
         """The model of a state that was fetched, where no optimizer step has made it: that holds main copies only.

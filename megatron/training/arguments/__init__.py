@@ -18,7 +18,6 @@ from ft.base.errors import Problem, Problems, UserError
 from ft.base.flags import read_flags
 from megatron.training.arguments import known, schema
 from megatron.training.arguments.check import check, examine
-from megatron.training.arguments.check_replicas import check_replicas
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.arguments.data import DataOptions, TokenizerOptions
 from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
@@ -112,8 +111,7 @@ def refusals(
     options, problems, doubtful = _read(argv)
     if options is None or world_size is None:
         return options, problems
-    grid, found = examine(options, world_size, has_te=has_te, shapes_are_known=not doubtful)
-    found += check_replicas(options, grid, replicas) if grid is not None and replicas else []
+    _, found = examine(options, world_size, has_te=has_te, replicas=replicas, shapes_are_known=not doubtful)
     problems += [entry for entry in found if not set(doubtful) & set(_FLAG.findall(f"{entry[0]} {entry[1]}"))]
     return options, problems
 

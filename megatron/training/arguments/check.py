@@ -7,8 +7,8 @@ the numbers. What megatron-core's own configuration refuses beyond these is repo
 from collections.abc import Iterator
 
 from ft.base.errors import Problem, UserError
+from ft.protection.table import problems as problems_of_protections
 from megatron.training.arguments.batch import global_batch_size
-from megatron.training.arguments.check_checkfree import check_checkfree, check_plus
 from megatron.training.arguments.layout import Layout, layout
 
 REQUIRED = {
@@ -21,25 +21,26 @@ NEED_TE_TO_RECOMPUTE = ("layernorm", "moe_act", "mla_up_proj")
 """Components whose recomputation megatron-core implements with Transformer Engine's checkpointing."""
 
 
-def check(options, world_size: int, *, has_te: bool) -> Layout:
+def check(options, world_size: int, *, has_te: bool, replicas: int = 0) -> Layout:
     """The layout of ``options`` on ``world_size`` ranks.
 
     Args:
         options: ``megatron.training.arguments.Options``; defaults that depend on other flags are filled in.
         world_size: ranks of the job.
         has_te: Transformer Engine can be imported.
+        replicas: of the model, which train apart from each other (FT-HSDP); 0: there are none.
 
     Raises:
         UserError: naming every problem found, each with its fix.
     """
-    grid, found = examine(options, world_size, has_te=has_te)
+    grid, found = examine(options, world_size, has_te=has_te, replicas=replicas)
     if found:
         raise UserError.of(found)
     return grid
 
 
 def examine(
-    options, world_size: int, *, has_te: bool, shapes_are_known: bool = True
+    options, world_size: int, *, has_te: bool, replicas: int = 0, shapes_are_known: bool = True
 ) -> tuple[Layout | None, list[Problem]]:
     """As ``check``, but the problems are returned; the layout is None where there can be none.
 
@@ -58,9 +59,10 @@ def examine(
     checks = (
         *(_check_model, _check_pipeline, _check_moe, _check_batch, _check_length),
         *without_shapes,
-        *(_check_ft, _check_dmr, check_checkfree, check_plus),
+        _check_operators,
     )
     found = [problem for one in checks for problem in one(options, grid)]
+    found += problems_of_protections(options, grid, replicas, {})
     found += _check_needs_te(options, grid) if not has_te and not options.fault_tolerance.follows_operators else []
     return grid, found
 
@@ -307,39 +309,12 @@ def _check_needs_te(options, grid: Layout) -> Iterator[Problem]:
         yield problem, "pip install 'megatron-ft[te]' on a CUDA machine, or drop the flag"
 
 
-def _check_ft(options, grid: Layout) -> Iterator[Problem]:
-    wanted = options.fault_tolerance.ft_snapshot_peers
-    if not options.fault_tolerance.ft_hot_swap:
+def _check_operators(options, grid: Layout) -> Iterator[Problem]:
+    """Every operator has to go through torch's dispatcher where second executions follow it there."""
+    if not options.fault_tolerance.follows_operators:
         return
-    others = grid.world_size - 1
-    if wanted < 1:
-        yield f"--ft-snapshot-peers is {wanted}", "at least 1: without a copy a dead worker's state is gone"
-    elif others == 0:
-        yield "--ft-hot-swap protects a run by copies at other workers, and there is one worker", "run on 2 or more"
-    elif wanted > others:
-        yield f"--ft-snapshot-peers {wanted} with {others} other worker(s) that could hold a copy", f"at most {others}"
-
-
-def _check_dmr(options, grid: Layout) -> Iterator[Problem]:
-    asked = options.fault_tolerance
-    if not asked.follows_operators:
-        if asked.ft_dmr_unstable is not None:
-            yield "--ft-dmr-unstable says what DMR leaves out, and there is none", "add --ft-dmr piggyback"
-        if asked.ft_dmr_inject:
-            yield "--ft-dmr-inject flips bits of what DMR executes, and DMR is off", "add --ft-dmr naive|piggyback"
-        return
-    if asked.ft_dmr is not None and asked.ft_dmr_plan is not None:
-        yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan say two things about one operator", "drop one of them"
-    if asked.ft_dmr_profile is not None and (asked.ft_dmr is not None or asked.ft_dmr_plan is not None):
-        yield "--ft-dmr-profile measures a run without DMR", "drop --ft-dmr and --ft-dmr-plan"
-    if asked.ft_dmr_profile is not None and asked.ft_dmr_inject:
-        yield "--ft-dmr-profile measures a run, and --ft-dmr-inject flips bits to be found in one", "drop one of them"
-    if asked.ft_dmr_retries < 0:
-        yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"
     for flag in _wants_te(options, grid):
         problem = (
             f"{flag} needs Transformer Engine, whose kernels bypass torch's dispatcher, by which DMR follows operators"
         )
         yield problem, "drop the flag, or DMR"
-    if asked.ft_checkfree_plus:
-        yield "DMR follows megatron-core's own schedules, and --ft-checkfree-plus has another", "drop one of them"

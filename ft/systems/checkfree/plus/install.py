@@ -10,7 +10,7 @@ from ft.systems.checkfree.plus.pipeline import forward_backward
 from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
 from ft.systems.checkfree.plus.stage_ends import in_place
 from ft.systems.schedule.program import Program
-from megatron.patches import step_state, swapped_pipeline
+from megatron.patches import instances, step_state, swapped_pipeline
 
 
 def install(chunk: torch.nn.Module, doubles: ReplicatedEnds, plan: Callable[[int], Program]) -> None:
@@ -20,10 +20,9 @@ def install(chunk: torch.nn.Module, doubles: ReplicatedEnds, plan: Callable[[int
         plan: the schedule for a number of microbatches.
     """
     config = chunk.config
-    finalize = config.finalize_model_grads_func
     planned = cache(plan)
 
-    def finalize_doubles(model: Any, tokens: torch.Tensor | None = None, **groups: Any) -> None:
+    def finalize_doubles(finalize: Callable, model: Any, tokens: torch.Tensor | None = None, **groups: Any) -> None:
         doubles.sum_tokens(tokens)
         if config.no_sync_func is not None:
             step_state.expect_no_backward([chunk])
@@ -37,5 +36,5 @@ def install(chunk: torch.nn.Module, doubles: ReplicatedEnds, plan: Callable[[int
     def plainly(by_core: Callable[[], Any]) -> Any:
         return in_place(chunk, doubles.roles.stage, doubles.roles.stages, by_core)
 
-    config.finalize_model_grads_func = finalize_doubles
+    instances.around(config, "finalize_model_grads_func", finalize_doubles)
     swapped_pipeline.use(run, plainly)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ft.protection.training_state import TrainingState
 from ft.systems.dmr.plan.schedule import Pipeline
 from ft.systems.dmr.profile.engine import ProfilingEngine
 from ft.systems.dmr.profile.recorder import Recorder
@@ -49,7 +48,6 @@ def install(
     left_out = frozenset() if unstable is None else frozenset(read_unstable(unstable).operators)
     target = Target(path, fingerprint, _pipeline(chunks, microbatches), device_memory(device), _speaks(), left_out)
     profiling = Profiling(engine, recorder, stage, target, end)
-    TrainingState(chunks, optimizer).before_update(profiling.before_update)
     double_execution.listen(engine)
     return profiling
 

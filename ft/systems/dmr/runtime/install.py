@@ -7,6 +7,7 @@ import torch
 
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
+from ft.protection.undo import Undo
 from ft.systems.dmr.digest import backend, digest
 from ft.systems.dmr.plan.assign import Plan
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
@@ -22,7 +23,6 @@ from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.settings import Settings, run_seed
 from ft.systems.dmr.runtime.strategy import Planned, Strategy
 from ft.systems.dmr.runtime.suspects import Limits
-from ft.systems.dmr.runtime.undo import Undo
 from ft.systems.dmr.runtime.unstable import Sparing
 from ft.systems.dmr.runtime.witness import Teller
 from megatron.core import parallel_state
@@ -62,7 +62,6 @@ def install(
     protection = Protection(
         engine, Undo(subject, position), Teller(session), Limits(retries=settings.retries), strategy.name
     )
-    subject.before_update(protection.before_update)
     double_execution.listen(engine)
     return protection
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import FtError, RecoverableError, ReplaceNodeError, UserError
+from ft.protection.undo import Undo
 from ft.systems.dmr.runtime import suspects
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, Limits, Outcome, Reports
-from ft.systems.dmr.runtime.undo import Undo
 
 Result = TypeVar("Result")
 

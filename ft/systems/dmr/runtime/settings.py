@@ -1,7 +1,6 @@
 """What a run asks of DMR."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +53,3 @@ class Settings:
 def run_seed(text: str) -> int:
     """One seed for all digests of a run, the same on all ranks."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
-
-
-def model_digest(shape: Mapping[str, Any]) -> str:
-    """A short name for everything that decides which operators a run executes."""
-    return hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:16]

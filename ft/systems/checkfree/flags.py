@@ -1,15 +1,19 @@
 """What CheckFree needs: stages of as many transformer blocks each, and a neighbour on either side."""
 
 from collections.abc import Iterator
+from typing import Any
 
+from ft.base.errors import Problem
 from ft.systems.schedule.routes import LEAST_STAGES
-from megatron.training.arguments.layout import Layout
-
-Problem = tuple[str, str]
 
 
-def check_checkfree(options, grid: Layout) -> Iterator[Problem]:
-    """(problem, fix) pairs; ``options`` and ``grid`` as of ``check``."""
+def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
+    """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`."""
+    yield from _check_rebuilds(options, grid)
+    yield from _check_swapped(options, grid)
+
+
+def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
     asked, p = options.fault_tolerance, options.parallel
     if not asked.rebuilds_stages:
         return
@@ -32,7 +36,7 @@ def check_checkfree(options, grid: Layout) -> Iterator[Problem]:
     yield from _check_numbers(options)
 
 
-def check_plus(options, grid: Layout) -> Iterator[Problem]:
+def _check_swapped(options: Any, grid: Any) -> Iterator[Problem]:
     """What CheckFree+ needs besides: ends of the pipeline that are apart, and microbatches to swap."""
     asked, training = options.fault_tolerance, options.training
     if not asked.ft_checkfree_plus:
@@ -52,7 +56,7 @@ def check_plus(options, grid: Layout) -> Iterator[Problem]:
         yield "a step of the ramp-up has one microbatch (--ft-checkfree-plus)", "begin with 2 microbatches or more"
 
 
-def _check_numbers(options) -> Iterator[Problem]:
+def _check_numbers(options: Any) -> Iterator[Problem]:
     asked = options.fault_tolerance
     if not 0.0 < asked.ft_checkfree_lr_factor <= 100.0:
         yield f"--ft-checkfree-lr-factor is {asked.ft_checkfree_lr_factor}", "above 0, up to 100"

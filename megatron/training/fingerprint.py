@@ -1,8 +1,12 @@
-"""What a DMR plan has to have been made for."""
+"""What decides which operators a run executes: plans that are made for one run must not be followed in another."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from ft.systems.dmr.runtime.settings import model_digest
 from megatron import core
 from megatron.patches import platform
 from megatron.training.arguments import Layout, Options
@@ -23,14 +27,14 @@ _OTHERS = {
 
 
 def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
-    """By the names of ``ft.systems.dmr.plan.trace.FINGERPRINT``; "model" stands for all that decides which operators
-    a run executes, and where it waits, beside what has a name of its own. The batch is the one after a ramp."""
+    """Return what decides which operators a run executes, and where it waits, by name; "model" stands for all that has
+    no name of its own. The batch is the one after a ramp."""
     told, training = options.as_dict(), options.training
     shape = {name: told[name] for name in _DECIDE}
     shape |= {f"{concern}.{name}": told[concern][name] for concern, names in _OTHERS.items() for name in names}
     here = platform()
     return {
-        "model": model_digest(shape),
+        "model": _digest(shape),
         "tp": layout.tp,
         "pp": layout.pp,
         "vpp": layout.vpp or 1,
@@ -42,3 +46,7 @@ def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
         "core": core.__version__,
         "device": torch.cuda.get_device_name() if here.name == "cuda" else "cpu",
     }
+
+
+def _digest(shape: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,14 +1,16 @@
 """What the trainer's flags have to be when the run has replicas."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from ft.base.errors import Problem
-from megatron.training.arguments.layout import Layout
 
 
-def check_replicas(options, grid: Layout, replicas: int) -> Iterator[Problem]:
-    """What does not go with so many replicas. ``grid``: the layout of one of them."""
-    training, asked = options.training, options.fault_tolerance
+def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
+    """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`. ``grid``: of one replica."""
+    if not replicas:
+        return
+    training = options.training
     if training.rampup_batch_size is not None:
         yield "--rampup-batch-size does not go with replicas", "drop it, or --ft-hsdp-replicas"
     if options.moe.moe_router_enable_expert_bias:
@@ -16,13 +18,6 @@ def check_replicas(options, grid: Layout, replicas: int) -> Iterator[Problem]:
             "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
             "drop it, or --ft-hsdp-replicas",
         )
-    if asked.rebuilds_stages:
-        yield (
-            "CheckFree (--ft-checkfree, --ft-checkfree-plus) does not go with replicas",
-            "drop it, or --ft-hsdp-replicas",
-        )
-    elif asked.follows_operators:
-        yield "DMR (--ft-dmr, --ft-dmr-plan) does not go with replicas", "drop it, or --ft-hsdp-replicas"
     whole = replicas * training.micro_batch_size * grid.dp
     if training.global_batch_size % whole:
         yield (

@@ -1,0 +1,143 @@
+"""All protections of a run as one object: what the trainer asks, each layer answers in its turn."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import torch
+
+from ft.protection.contract import Asked, DataShare, Layer, ModelEnds, Protection, Trainer, Update
+from ft.protection.table import asked_for
+from ft.worker.session import Session
+from megatron.patches import instances
+
+
+class Stack(Layer):
+    """Layers, the outermost first. Without any, a trainer runs as if it knew nothing of protections."""
+
+    def __init__(self, layers: Sequence[Layer] = ()):
+        self.layers = tuple(layers)
+
+    def protect(self, optimizer: Any) -> None:
+        """Have every call of ``optimizer.step`` go through :meth:`update`; without layers nothing is replaced."""
+        if self.layers:
+            instances.around(optimizer, "step", self._protected_step)
+
+    def _protected_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.update(partial(step, *args, **kwargs))
+
+    def run_with_recovery(self, work: Callable[[], Any]) -> Any:
+        for layer in reversed(self.layers):
+            work = partial(layer.run_with_recovery, work)
+        return work()
+
+    def begins(self) -> bool:
+        answers = [layer.begins() for layer in self.layers]  # each layer hears of it, whatever the others say
+        return all(answers)
+
+    def catching_up(self) -> None:
+        for layer in self.layers:
+            layer.catching_up()
+
+    def caught_up(self) -> None:
+        for layer in self.layers:
+            layer.caught_up()
+
+    def compute(self, work: Callable[[], Update]) -> Update:
+        for layer in reversed(self.layers):
+            work = partial(layer.compute, work)
+        return work()
+
+    def share(self, samples: int) -> int:
+        return reduce(lambda left, layer: layer.share(left), self.layers, samples)
+
+    def reduce(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
+        return reduce(lambda sums, layer: layer.reduce(sums), reversed(self.layers), reported)
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        for layer in self.layers:
+            step = partial(layer.update, step)
+        return step()
+
+    def saves(self, step: int, *, is_due: bool, ends: bool) -> bool:
+        return reduce(lambda due, layer: layer.saves(step, is_due=due, ends=ends), self.layers, is_due)
+
+    def at(self, phase: str) -> None:
+        for layer in self.layers:
+            layer.at(phase)
+
+    def committed(self) -> None:
+        for layer in reversed(self.layers):
+            layer.committed()
+
+
+class Protections:
+    """The systems that a run was asked for, the outermost first."""
+
+    def __init__(self, protections: Sequence[Protection] = ()):
+        self._protections = tuple(protections)
+        self.session: Session | None = None
+
+    @classmethod
+    def of(cls, flags: Any, environment: Mapping[str, str]) -> "Protections":
+        """Return those that the trainer's ``flags`` and the environment of ``ft run`` ask for."""
+        asked = Asked(flags, environment)
+        return cls([entry.load()(asked) for entry in asked_for(flags, environment)])
+
+    def __iter__(self) -> Iterator[Protection]:
+        return iter(self._protections)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Patches of megatron-core that are needed."""
+        return frozenset().union(*(each.features for each in self._protections))
+
+    @property
+    def joins_run(self) -> bool:
+        """Whether the process takes its place from ``ft run``."""
+        return any(each.joins_run for each in self._protections)
+
+    @property
+    def replicates_ends(self) -> bool:
+        """Whether the first two stages have the embedding, and the last two the output layer."""
+        return any(each.replicates_ends for each in self._protections)
+
+    @property
+    def follows_operators(self) -> bool:
+        """Whether wrong numbers are found by a layer, which sees every operator."""
+        return any(each.follows_operators for each in self._protections)
+
+    def connected(self, session: Session | None) -> None:
+        """The process groups exist."""
+        self.session = session
+        for each in self._protections:
+            each.connected(session)
+
+    @property
+    def is_given_state(self) -> bool:
+        """Whether others give this rank its state, so that it loads nothing."""
+        return any(each.is_given_state for each in self._protections)
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether the model is built with weights of its own."""
+        return not self.is_given_state or any(each.draws_weights for each in self._protections)
+
+    def ends(self) -> ModelEnds | None:
+        """Which stages have embedding and output layer; None: the first and the last. Collective."""
+        return next((found for each in self._protections if (found := each.ends()) is not None), None)
+
+    def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> DataShare | None:
+        """The part of the training data that is read here; None: all of it. See :meth:`Protection.share`."""
+        shares = (each.share(extra, step, samples, block) for each in self._protections)
+        return next((found for found in shares if found is not None), None)
+
+    def stack(self, trainer: Trainer) -> Stack:
+        """Build the layers, the innermost first, and have the optimizer's step go through them."""
+        layers: list[Layer] = []
+        for each in reversed(self._protections):
+            layers.insert(0, each.layer(trainer, tuple(layers)))
+        stack = Stack(layers)
+        stack.protect(trainer.optimizer)
+        return stack
+

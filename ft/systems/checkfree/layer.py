@@ -1,0 +1,102 @@
+"""CheckFree and CheckFree+ as protections of a trainer: see :mod:`ft.protection.contract`."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ft.protection.contract import Layer, ModelEnds, Protection, Trainer
+from ft.systems.checkfree.plus.install import install
+from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
+from ft.systems.checkfree.rate import Boost
+from ft.systems.checkfree.rebuilder import CheckFreeRebuilder
+from ft.systems.checkfree.settings import Settings
+from ft.systems.hot_swap.layer import RebuildsStages
+from ft.systems.schedule.choose import BEST, Shape, plan
+from ft.systems.schedule.program import Program
+from megatron.core import parallel_state
+from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
+
+KEY = "checkfree"
+"""Of what is kept in the trainer's extra values: at which step each stage was last rebuilt."""
+
+
+class StageRebuild(Protection):
+    """A pipeline stage that is lost with all its copies is rebuilt from the stages beside it (CheckFree)."""
+
+    features = frozenset({WITH_CHECKFREE})
+
+    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
+        ends = next((layer.ends for layer in inner if isinstance(layer, SwapsEnds)), None)
+        settings = settings_of(self.asked.flags, trainer, ends)
+        return RebuildsStages(partial(CheckFreeRebuilder, settings=settings))
+
+
+class SwappedEnds(Protection):
+    """Half of the microbatches take the first two and the last two stages in the other order (CheckFree+)."""
+
+    features = frozenset({WITH_SWAPPED_ENDS})
+    replicates_ends = True
+
+    def ends(self) -> ModelEnds:
+        ends = SwappedModelEnds(self.asked.flags.ft_checkfree_most_in_flight)
+        self.replicated = ends.replicated
+        return ends
+
+    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
+        return SwapsEnds(self.replicated)
+
+
+class SwapsEnds(Layer):
+    """Marks a run whose first and last stages can be rebuilt. ``ends``: who has embedding and output layer twice."""
+
+    def __init__(self, ends: ReplicatedEnds):
+        self.ends = ends
+
+
+class SwappedModelEnds:
+    """A stage's part in CheckFree+ while the model is built (``ft.protection.contract.ModelEnds``). Collective.
+
+    Args:
+        most_in_flight: microbatches whose activations a stage may hold; None: as many as the best schedule takes.
+    """
+
+    def __init__(self, most_in_flight: int | None):
+        self.replicated, self._most_in_flight = ReplicatedEnds(), most_in_flight
+        roles = self.replicated.roles
+        self.embeds, self.heads, self.is_double = roles.embeds, roles.heads, roles.is_double
+
+    def built(self, chunk: torch.nn.Module) -> None:
+        """Make both copies of embedding and output layer equal, and mark them for core."""
+        self.replicated.equalize(chunk)
+        self.replicated.mark(chunk)
+
+    def connected(self, chunk: torch.nn.Module) -> None:
+        """Have the pipeline run the cheapest schedule of CheckFree+ that may run."""
+        install(chunk, self.replicated, self._planned)
+
+    def _planned(self, microbatches: int) -> Program:
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        return plan(BEST, Shape(stages, microbatches, most_in_flight=self._most_in_flight)).program
+
+
+def settings_of(flags: Any, trainer: Trainer, ends: ReplicatedEnds | None = None) -> Settings:
+    """Return how a lost pipeline stage is rebuilt. ``ends``: of CheckFree+, who has embedding and head twice."""
+    return Settings(
+        flags.ft_checkfree_strategy,
+        Boost(flags.ft_checkfree_lr_factor, flags.ft_checkfree_lr_decay_iters),
+        trainer.clip_grad if flags.ft_checkfree_norms == "clipped" else None,
+        trainer.reseed,
+        trainer.seed,
+        lambda: _rebuilt_stages(trainer.extra, parallel_state.get_pipeline_model_parallel_world_size()),
+        ends,
+    )
+
+
+def _rebuilt_stages(extra: dict[str, Any], stages: int) -> dict[str, int]:
+    """Return pipeline stage -> step of its last rebuild; a checkpoint of another layout says nothing of it."""
+    kept = extra.get(KEY)
+    if kept is None or kept["stages"] != stages:
+        kept = extra[KEY] = {"stages": stages, "rebuilt_at": {}}
+    return kept["rebuilt_at"]

@@ -1,0 +1,91 @@
+"""Double execution and its profiler as protections of a trainer: see :mod:`ft.protection.contract`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.protection.contract import Layer, Protection, Trainer, Update
+from ft.systems.dmr.profile import install as profiler
+from ft.systems.dmr.profile.session import ITERATIONS, Profiling
+from ft.systems.dmr.runtime import install as runtime
+from ft.systems.dmr.runtime.protection import Protection as Verification
+from ft.systems.dmr.runtime.settings import Settings
+from ft.worker.session import Session
+from megatron.patches.manifest import WITH_DMR
+
+
+class DoubleExecution(Protection):
+    """Every operator is executed twice and compared; where results differ the step is taken once more (SpareTrain)."""
+
+    features = frozenset({WITH_DMR})
+    follows_operators = True
+    _session: Session | None = None
+
+    def connected(self, session: Session | None) -> None:
+        self._session = session
+
+    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
+        """Raises UserError where the plan that was asked for is none for this run."""
+        flags = self.asked.flags
+        plan, unstable = _path(flags.ft_dmr_plan), _path(flags.ft_dmr_unstable)
+        flips = tuple(flags.ft_dmr_inject)
+        verification = runtime.install(
+            Settings(flags.ft_dmr, plan, unstable, flags.ft_dmr_retries, flips, trainer.seed),
+            trainer.chunks,
+            trainer.optimizer,
+            trainer.scheduler,
+            trainer.position,
+            fingerprint=trainer.fingerprint(),
+            session=self._session,
+        )
+        return FollowedStep(trainer, verification)
+
+
+class Profile(Protection):
+    """A few steps are measured for a plan of double execution, and the run ends."""
+
+    features = frozenset({WITH_DMR})
+    follows_operators = True
+
+    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
+        """Raises UserError where too few steps are left, or the batch still grows: a profile of smaller batches would
+        not be the run's."""
+        left, samples = trainer.steps - trainer.step, trainer.batch_now
+        if left < ITERATIONS:
+            problem = f"a profile takes {ITERATIONS} steps, and the run has {left} left"
+            raise UserError(problem, "give more --train-iters")
+        if samples != trainer.batch:
+            raise UserError(
+                f"a profile is made of whole batches of {trainer.batch}, and the ramp stands at {samples}",
+                "profile without --rampup-batch-size: the plan is for the batch that it ends with",
+            )
+        profiling = profiler.install(
+            Path(self.asked.flags.ft_dmr_profile),
+            trainer.chunks,
+            trainer.optimizer,
+            trainer.microbatches(samples),
+            fingerprint=trainer.fingerprint(),
+            unstable=_path(self.asked.flags.ft_dmr_unstable),
+            end=trainer.end,
+        )
+        return FollowedStep(trainer, profiling)
+
+
+class FollowedStep(Layer):
+    """A layer that sees every operator of a step. ``engine`` follows them: it verifies, or it measures."""
+
+    def __init__(self, trainer: Trainer, session: Verification | Profiling):
+        self._trainer, self.session = trainer, session
+
+    def compute(self, work: Callable[[], Update]) -> Update:
+        trainer = self._trainer
+        return self.session.carry(trainer.step + 1, trainer.microbatches(trainer.batch_now), work)
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        self.session.before_update()
+        return step()
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)

@@ -1,0 +1,20 @@
+"""What the flags of hot-swap have to be."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ft.base.errors import Problem
+
+
+def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
+    """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`."""
+    wanted = options.fault_tolerance.ft_snapshot_peers
+    if not options.fault_tolerance.ft_hot_swap:
+        return
+    others = grid.world_size - 1
+    if wanted < 1:
+        yield f"--ft-snapshot-peers is {wanted}", "at least 1: without a copy a dead worker's state is gone"
+    elif others == 0:
+        yield "--ft-hot-swap protects a run by copies at other workers, and there is one worker", "run on 2 or more"
+    elif wanted > others:
+        yield f"--ft-snapshot-peers {wanted} with {others} other worker(s) that could hold a copy", f"at most {others}"

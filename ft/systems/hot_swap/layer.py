@@ -1,0 +1,40 @@
+"""Hot-swap as a protection of a trainer: see :mod:`ft.protection.contract`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ft.protection.contract import Layer, Protection, Trainer
+from ft.systems.hot_swap.protect import build
+from ft.systems.hot_swap.rebuilder import StageRebuilder
+from ft.worker.session import Session
+
+
+class HotSwap(Protection):
+    """Every step's state is copied to host memory and to peers; a standby takes a dead worker's place."""
+
+    joins_run = True
+
+    def connected(self, session: Session | None) -> None:
+        self._session = session
+        self.is_given_state = session.joins
+
+    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
+        flags = self.asked.flags
+        return build(
+            self._session,
+            trainer.chunks,
+            trainer.optimizer,
+            trainer.scheduler,
+            trainer.position,
+            peers=flags.ft_snapshot_peers,
+            strict=flags.ft_snapshot_strict,
+            newest_checkpoint=trainer.newest_checkpoint,
+            rebuilder=next((layer.rebuilder for layer in inner if isinstance(layer, RebuildsStages)), None),
+        )
+
+
+class RebuildsStages(Layer):
+    """A layer inside of hot-swap that rebuilds lost pipeline stages. ``rebuilder``: makes what does it on a worker."""
+
+    def __init__(self, rebuilder: Callable[[Session, Any], StageRebuilder]):
+        self.rebuilder = rebuilder

@@ -1,0 +1,92 @@
+"""FT-HSDP as a protection of a trainer: see :mod:`ft.protection.contract`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ft.job.quorum import QuorumClient
+from ft.protection.contract import Asked, Layer, Protection, Trainer
+from ft.systems.hsdp.components import build
+from ft.systems.hsdp.data import Follower, Share
+from ft.systems.hsdp.last_save import LastSave
+from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.position import KEY, Follow, ReplicaPosition
+from ft.systems.hsdp.replica_manager import ReplicaManager
+from ft.systems.hsdp.resume import where_replicas_stood
+from ft.systems.hsdp.work import OwnStream, Work
+from ft.worker.session import Session
+from megatron.patches.manifest import WITH_REPLICAS
+
+
+class DividesWork(Protocol):
+    """A layer inside of the replicas' that divides a step's samples among them in another way (SPARe)."""
+
+    def follow(self, loaders: Sequence[Any], batch: int) -> Follow:
+        """Return what has the loaders read this replica's samples. ``batch``: samples of a replica in a step."""
+
+    def work(self, place: Place, position: ReplicaPosition, trainer: Trainer, follow: Follow) -> Work:
+        """Return what the replica at ``place`` computes in each step."""
+
+
+class Replicas(Protection):
+    """The model is trained by several replicas, each a world of its own; when one fails the others go on."""
+
+    features = frozenset({WITH_REPLICAS})
+    joins_run = draws_weights = True
+
+    def __init__(self, asked: Asked):
+        super().__init__(asked)
+        self._place = Place.from_environment(asked.environment)
+        self.is_given_state = self._place.comes_back
+        self._client: QuorumClient | None = None
+        self._block = 1
+
+    def connected(self, session: Session | None) -> None:
+        self._session = session
+        if session.rank == 0:
+            self._client = self._place.announce()
+
+    def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> Share:
+        self._block = block
+        return self._share(self._place, extra, step, samples)
+
+    def _share(self, place: Place, extra: dict[str, Any], step: int, samples: int) -> Share:
+        deal, positions = where_replicas_stood(place, extra, step, samples, self._block)
+        if place.redundancy is not None:
+            deal, positions = deal.leveled(positions, step)
+        return Share(place.replica, deal, positions)
+
+    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
+        place, batch = self._place, trainer.batch // self._place.replicas
+        divides = next((layer for layer in inner if hasattr(layer, "work") and hasattr(layer, "follow")), None)
+        share = self._share(place, trainer.extra, trainer.step, trainer.samples)
+        follow = Follower(trainer.loaders, place.replica) if divides is None else divides.follow(trainer.loaders, batch)
+        position = ReplicaPosition(
+            trainer.position, lambda: trainer.extra, place.replica, follow, share.deal, dict(share.positions)
+        )
+        work = OwnStream(place) if divides is None else divides.work(place, position, trainer, follow)
+        components = build(
+            self._session,
+            place,
+            trainer.chunks,
+            trainer.optimizer,
+            trainer.scheduler,
+            position,
+            work=work,
+            batch=batch,
+            client=self._client,
+            save_interval=trainer.save_interval,
+        )
+
+        def load_last() -> bool:
+            """Load the newest checkpoint, if there is one, where no replica has a state any more."""
+            trainer.extra.pop(KEY, None)  # where the lost state stood
+            is_loaded = trainer.load()
+            begins = self._share(replace(place, comes_back=False), trainer.extra, trainer.step, trainer.samples)
+            position.restart(begins.deal, dict(begins.positions))
+            work.restart()
+            trainer.rewind()
+            return is_loaded
+
+        last_save = LastSave(trainer.is_saved, trainer.save) if trainer.saves else None
+        return ReplicaManager(components, load_last, lambda: trainer.rehearse(batch), last_save)

@@ -1,0 +1,32 @@
+"""Saving a job's checkpoints, and loading the one that it goes on from."""
+
+import sys
+
+import torch.distributed as dist
+
+from megatron.training import model
+from megatron.training.arguments import Options
+from megatron.training.checkpointing import Checkpointer, TrainState
+from megatron.training.job import Job
+
+
+def save(job: Job, *, blocking: bool = False) -> None:
+    """``blocking``: returns when it is over, also with --async-save."""
+    with job.trainee.whole_params():
+        job.checkpointer.save(job.state, job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
+    job.checkpointer.maybe_finalize(blocking=blocking)
+
+
+def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, state: TrainState) -> bool:
+    """Loads the checkpoint to go on from into ``trainee`` and ``state``; whether there is one."""
+    loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, options.training.seed)
+    if loaded is not None:
+        say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
+    return loaded is not None
+
+
+def say(text: str, *, over_bar: bool = False) -> None:
+    """Prints on rank 0; ``over_bar``: on the line that the last rank's progress bar occupies."""
+    if dist.get_rank() == 0:
+        clear = "\r\033[K" if over_bar and sys.stdout.isatty() else ""
+        print(clear + text, flush=True)
