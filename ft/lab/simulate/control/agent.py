@@ -70,7 +70,7 @@ class Agent:
         self.link.pump()
         self._beat()
 
-    # --- its process -------------------------------------------------------------------------------------------------
+    # --- process -----------------------------------------------------------------------------------------------------
 
     def when_awake(self, action: Callable[..., None], *arguments: Any) -> None:
         """Run the action now, or when the paused agent resumes."""

@@ -292,7 +292,7 @@ class Checks:
         """Return the workers in the seats of an epoch; dead ones are as they were when they died."""
         return {int(r): self._cluster.everyone[s.worker] for r, s in self._opens[epoch].seats.items()}
 
-    # --- no hang -----------------------------------------------------------------------------------------------------
+    # --- progress ----------------------------------------------------------------------------------------------------
 
     def is_stuck(self, limit_s: float) -> bool:
         """Return whether nothing has made progress for ``limit_s`` seconds since the last fault was over."""

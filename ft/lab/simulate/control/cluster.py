@@ -82,7 +82,7 @@ class Cluster:
         """Make the run long enough to train for about ``seconds``."""
         self.habits = replace(self.habits, steps=max(self.habits.steps, int(seconds / self.habits.step_s)))
 
-    # --- who there is ------------------------------------------------------------------------------------------------
+    # --- agents and workers ------------------------------------------------------------------------------------------
 
     def born(self, worker: Worker) -> None:
         self.everyone[worker.name] = worker

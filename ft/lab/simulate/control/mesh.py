@@ -52,9 +52,7 @@ class Mesh:
         return operation
 
     def leave(self, worker: "Worker", operation: Operation) -> None:
-        """Withdraw a worker that has stopped waiting; unless under way already, the collective can then complete for
-        nobody.
-        """
+        """Withdraw a worker that has stopped waiting. A collective not yet under way can then no longer complete."""
         if not operation.under_way:
             operation.members.pop(worker.rank, None)
 

@@ -65,7 +65,7 @@ class Link:
             self._break_up()
             return
         self._cluster.plane.hear(self, self._agent.node, number, report)
-        if self._passes("down"):  # the answer arrives arrives
+        if self._passes("down"):  # the answer arrives
             self.contact_at = self._cluster.time.now
 
     def _break_up(self) -> None:
@@ -114,7 +114,7 @@ class Link:
         self._down_works, self._asked = True, self.position
         self.pump()
 
-    # --- both --------------------------------------------------------------------------------------------------------
+    # --- both directions ---------------------------------------------------------------------------------------------
 
     def control_ended(self) -> None:
         """Break both directions, because the control plane's process has ended."""

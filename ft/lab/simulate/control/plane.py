@@ -91,7 +91,7 @@ class Plane:
     def _wall(self) -> float:
         return self._cluster.time.now + self.host.skew_s
 
-    # --- taking in ---------------------------------------------------------------------------------------------------
+    # --- processing of reports ---------------------------------------------------------------------------------------
 
     def _take(self, report: Any | None, node: str = "", number: int = 0) -> None:
         now = self.clock()
@@ -147,7 +147,7 @@ class Plane:
         if life == self._life and self.is_up and not self.paused and self.state.phase != ENDED:
             self._take(None)
 
-    # --- absences ----------------------------------------------------------------------------------------------------
+    # --- pause, crash and restart ------------------------------------------------------------------------------------
 
     def go_on(self, superseded: bool) -> None:
         """Resume after a pause: process the received reports before looking at the clock.

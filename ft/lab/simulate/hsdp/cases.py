@@ -1,4 +1,4 @@
-"""The cases to compare: FT-HSDP's published stalls, and the stalls of this implementation at the paper's scale."""
+"""The cases to compare: FT-HSDP's published stalls, and the stalls of this implementation at the same scale."""
 
 import json
 import statistics

@@ -38,7 +38,7 @@ class Server:
         for connection in self.connections:
             connection.closed_by_server()
 
-    # --- what comes in -----------------------------------------------------------------------------------------------
+    # --- incoming messages -------------------------------------------------------------------------------------------
 
     def hears(self, connection: "Connection", message: dict[str, Any]) -> None:
         self._when_awake(self._take, connection, message)
@@ -102,7 +102,7 @@ class Server:
             del self._leaders[connection.replica]
             reactions.lost(self.state, self.world.time.now, connection.replica, connection.life)
 
-    # --- what goes out -----------------------------------------------------------------------------------------------
+    # --- outgoing messages -------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         """Run the server's loop at this interval, regardless of incoming messages."""

@@ -86,7 +86,7 @@ class World:
         self._rings = {key: ring for key, ring in self._rings.items() if key[0] > quorum.number - 20}
         self.at("formed", None)
 
-    # --- who there is ------------------------------------------------------------------------------------------------
+    # --- replicas and ranks ------------------------------------------------------------------------------------------
 
     def lives(self) -> list[Life]:
         return [agent.life for agent in self.agents if agent.life is not None]
@@ -114,7 +114,7 @@ class World:
         until, factor = self._slow.get(replica, (0.0, 1.0))
         return self.shape.step_s * self.rng.uniform(0.7, 1.1) * (factor if self.time.now < until else 1.0)
 
-    # --- trouble -----------------------------------------------------------------------------------------------------
+    # --- faults ------------------------------------------------------------------------------------------------------
 
     def slow_down(self, replica: int, factor: float, seconds: float) -> None:
         self._slow[replica] = (self.time.now + seconds, factor)
