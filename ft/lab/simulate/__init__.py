@@ -1,1 +1,1 @@
-"""Simulations: the production decision code under faults that no test cluster lives long enough to meet."""
+"""Simulations that run the production decision code under failures too rare or too large for a test cluster."""

@@ -1,4 +1,4 @@
-"""``ft simulate``: each simulation brings a subcommand of its own."""
+"""The ``ft simulate`` command. Each simulation package adds its own subcommand."""
 
 import importlib.util
 
@@ -13,7 +13,7 @@ _SIMULATIONS = (
 
 
 def add_parser(subparsers) -> None:
-    """Adds ``simulate`` with one subcommand for each simulation there is."""
+    """Add ``simulate`` with one subcommand for each simulation package that is installed."""
     parser = subparsers.add_parser("simulate", help="simulated clusters, larger and unluckier than the one at hand")
     simulations = parser.add_subparsers(title="simulations", metavar="SIMULATION", required=True)
     for module in _SIMULATIONS:

@@ -1,4 +1,4 @@
-"""Keys of a scenario file and the flags of the same names: read, and checked, in one place."""
+"""Parse and validate scenario files (TOML) and the command-line flags of the same names."""
 
 import argparse
 import tomllib
@@ -13,11 +13,14 @@ from ft.base.errors import UserError
 
 @dataclass(frozen=True)
 class Field:
-    """A key of the scenario file, and the flag of the same name.
+    """One key of a scenario file, and the command-line flag of the same name.
 
     Attributes:
-        section: of the file. read: text or number -> value, ValueError where it is none. default: None: there is none.
-        metavar, help: for the flag.
+        section: TOML section that the key belongs to.
+        read: converts text or a number to the value; raises ValueError if the input is invalid.
+        default: value if neither the file nor a flag gives one; None: there is no default.
+        metavar: placeholder in the flag's help.
+        help: help text of the flag.
     """
 
     section: str
@@ -28,13 +31,13 @@ class Field:
 
     @property
     def about(self) -> str:
-        """``help`` with the default."""
+        """Return ``help`` with the default appended."""
         shown = ",".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
         return self.help if self.default is None else f"{self.help} (default: {shown})"
 
 
 def duration(least: float) -> Callable[[Any], float]:
-    """Reads a time with its unit. A number of a file (no text) is in seconds."""
+    """Return a reader for a time with a unit, at least ``least`` seconds. A plain number in a file is in seconds."""
 
     def read(value: Any) -> float:
         return quantities.seconds(value, least, bare=None if isinstance(value, str) else 1.0)
@@ -43,7 +46,7 @@ def duration(least: float) -> Callable[[Any], float]:
 
 
 def one_of(names: Sequence[str]) -> Callable[[Any], str]:
-    """Reads one of some names."""
+    """Return a reader that accepts only the given names."""
 
     def read(value: Any) -> str:
         if value not in names:
@@ -54,7 +57,12 @@ def one_of(names: Sequence[str]) -> Callable[[Any], str]:
 
 
 def several(read: Callable[[Any], Any], what: str) -> Callable[[Any], tuple]:
-    """Reads a list, or text with commas, of what ``read`` reads; each value once. ``what``: they are, for messages."""
+    """Return a reader for a list, or comma-separated text, of values that ``read`` accepts. It drops duplicates.
+
+    Args:
+        read: reader of one value.
+        what: what the values are, for error messages.
+    """
 
     def read_all(value: Any) -> tuple:
         parts = value.split(",") if isinstance(value, str) else value
@@ -66,14 +74,17 @@ def several(read: Callable[[Any], Any], what: str) -> Callable[[Any], tuple]:
 
 
 def read_file(path: str | Path, fields: Mapping[str, Field], others: Sequence[str] = ()) -> dict[str, Any]:
-    """The values of a scenario file by the names of ``fields``; a trace is looked for beside the file.
+    """Return the values of a scenario file, keyed by the names of ``fields``.
+
+    The path of a trace is relative to the directory of the scenario file.
 
     Args:
-        fields: by name, as in flags; "-" is "_" in files.
-        others: sections whose tables come back as they are, by their names.
+        path: the scenario file.
+        fields: fields by flag name; a "-" in a flag name is a "_" in the file.
+        others: further sections, whose tables are returned unparsed under the section's name.
 
     Raises:
-        UserError: it cannot be read, is no TOML, or holds a section or key that there is not.
+        UserError: the file cannot be read, is not TOML, has an unknown section or key, or has an invalid value.
     """
     try:
         text = tomllib.loads(Path(path).read_text())
@@ -101,10 +112,10 @@ def read_file(path: str | Path, fields: Mapping[str, Field], others: Sequence[st
 
 
 def read_flags(given: Mapping[str, str | None], fields: Mapping[str, Field]) -> dict[str, Any]:
-    """The values of flags by the names of ``fields``; those that were not given (None) are not there.
+    """Return the parsed values of the flags that were given, by flag name. Flags that are None are left out.
 
     Raises:
-        UserError: a value cannot be.
+        UserError: a value is invalid.
     """
     said = {name: value for name, value in given.items() if value is not None}
     return {name: _read(fields[name], name, value, f"--{name} {value}") for name, value in said.items()}
@@ -118,10 +129,16 @@ def _read(field: Field, name: str, value: Any, said: str) -> Any:
 
 
 def add_flags(parser: argparse.ArgumentParser, fields: Mapping[str, Field], titles: Mapping[str, str]) -> None:
-    """Adds a flag for each of ``fields``, in groups by section. ``titles``: of the sections."""
+    """Add one flag for each of ``fields``, grouped by section.
+
+    Args:
+        parser: the parser to extend.
+        fields: fields by flag name.
+        titles: section name -> title of its argument group.
+    """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, field in fields.items():
         if field.section not in groups:
             groups[field.section] = parser.add_argument_group(titles[field.section])
-        # Read later, together with the file: one place says what is wrong with a value.
+        # Flags are parsed later, together with the file, so that invalid values are reported in one place.
         groups[field.section].add_argument(f"--{name}", metavar=field.metavar, help=field.about.replace("%", "%%"))

@@ -1,6 +1,6 @@
-"""Histories by the thousand, each from its seed: played in several processes, summed up, searched for planted bugs.
+"""Run thousands of seeded histories of a simulation in several processes, summarize them, or search for injected bugs.
 
-What is simulated, and how a bug is planted in it, is the business of each simulation (:class:`Simulation`).
+Each simulation defines what a history is and how a bug is injected (:class:`Simulation`).
 """
 
 import argparse
@@ -19,7 +19,13 @@ _CHUNK, _PROGRESS_S = 50, 10.0
 
 
 class History(Protocol):
-    """What came of a seed. ``violation``: "" if nothing is wrong; ``lines``: the history told, if asked for."""
+    """The result of one seed.
+
+    Attributes:
+        seed: seed of the random generators.
+        violation: the first property that was violated, "" if none.
+        lines: event log, empty unless requested.
+    """
 
     seed: int
     violation: str
@@ -27,33 +33,41 @@ class History(Protocol):
 
 
 class Summary(Protocol):
-    """Sums over histories. ``failed``: violations by seed."""
+    """Totals over many histories.
+
+    Attributes:
+        histories: how many were added.
+        failed: seed -> violation.
+    """
 
     histories: int
     failed: dict[int, str]
 
     def add(self, history: Any) -> None:
-        """Counts one in."""
+        """Add one history to the totals."""
 
     def text(self, took_s: float) -> str:
-        """``took_s``: real seconds."""
+        """Return the totals as text. ``took_s``: elapsed real time in seconds."""
 
 
 class Mutant(Protocol):
-    """A bug that can be planted."""
+    """A known bug that can be injected into the code under test (mutation testing)."""
 
     title: str
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One of them.
+    """What :func:`run` needs to know about one simulation.
 
     Attributes:
-        name: of its subcommand. kinds: names of its faults.
-        play: (seed, wish, plant or None, with lines) -> history; a function of a module, for other processes to call.
-        find: the plants of that title, or all of them for "all"; raises UserError where there is none.
-        summary: makes an empty one. columns: width of a plant's title, and of what gave it away.
+        name: name of its subcommand.
+        kinds: names of its kinds of faults.
+        play: (seed, simulation-specific options, mutant or None, whether to keep the event log) -> history. It must be
+            a module-level function, because worker processes call it.
+        find: returns the mutants with a given title, or all of them for "all"; raises UserError if there is none.
+        summary: creates an empty summary.
+        columns: width of the column of mutant titles, and the longest violation shown, in characters.
     """
 
     name: str
@@ -65,7 +79,7 @@ class Simulation:
 
 
 def add_arguments(parser: argparse.ArgumentParser, faults: int) -> None:
-    """Adds the flags that all simulations have. ``faults``: at most so many in a history, unless told otherwise."""
+    """Add the flags that all simulations share. ``faults``: default of ``--faults``, the most faults in one history."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", type=int, default=1000, metavar="N", help="N histories (default: 1000)")
     which.add_argument("--seed", type=int, metavar="N", help="one history, told line by line")
@@ -79,10 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser, faults: int) -> None:
 
 
 def check_arguments(simulation: Simulation, arguments: argparse.Namespace) -> tuple[str, ...] | None:
-    """The kinds of faults that were asked for, None: all.
+    """Return the kinds of faults that were selected, None for all.
 
     Raises:
-        UserError: an argument is out of its range.
+        UserError: an argument is out of range, or a kind is unknown.
     """
     kinds = tuple(arguments.kinds.split(",")) if arguments.kinds else None
     if unknown := [name for name in kinds or () if name not in simulation.kinds]:
@@ -94,10 +108,18 @@ def check_arguments(simulation: Simulation, arguments: argparse.Namespace) -> tu
 
 
 def run(simulation: Simulation, arguments: argparse.Namespace, wish: Any) -> int:
-    """Prints what came of the histories; returns 1 if a property is violated, or if a planted bug is not found.
+    """Run the requested histories and print the result.
+
+    Args:
+        simulation: the simulation to run.
+        arguments: parsed flags of :func:`add_arguments`.
+        wish: simulation-specific options, passed on to ``play``.
+
+    Returns:
+        the exit status: 1 if one seed or a summary violates a property, or if an injected bug is not found.
 
     Raises:
-        UserError: no such bug, or several for one seed.
+        UserError: the bug is unknown, or several bugs are requested for a single seed.
     """
     jobs = arguments.jobs or os.cpu_count() or 1
     if arguments.seed is not None:
@@ -143,7 +165,7 @@ def _search(simulation: Simulation, seeds: range, wish: Any, jobs: int, plants: 
 
 
 def _histories(simulation: Simulation, seeds: range, wish: Any, jobs: int, title: str | None) -> Iterator[History]:
-    """In the order of the seeds, whatever the number of processes."""
+    """Yield histories in the order of the seeds, regardless of the number of processes."""
     chunks = [seeds[i : i + _CHUNK] for i in range(0, len(seeds), _CHUNK)]
     if jobs == 1 or len(chunks) == 1:
         for chunk in chunks:
@@ -158,7 +180,10 @@ def _histories(simulation: Simulation, seeds: range, wish: Any, jobs: int, title
 
 
 def _play(simulation: Simulation, seeds: range, wish: Any, title: str | None) -> list[History]:
-    """In a process of its own: the bug is planted there. Ends with the first that fails, where one is looked for."""
+    """Play a chunk of seeds, in a worker process where there are several; the mutant is looked up by title there.
+
+    When searching for a mutant, stop at the first history with a violation.
+    """
     plant = simulation.find(title)[0] if title is not None else None
     found = []
     for seed in seeds:
@@ -169,13 +194,13 @@ def _play(simulation: Simulation, seeds: range, wish: Any, title: str | None) ->
 
 
 def _of_failure(simulation: Simulation, history: History) -> str:
-    """A history that went wrong, for whoever has to understand it."""
+    """Return the event log of a failed history, with its violation and the command that reproduces it."""
     again = f"again, alone: ft simulate {simulation.name} --seed {history.seed}"
     return "\n".join([*history.lines, "", f"seed {history.seed} violates: {history.violation}", again])
 
 
 def _of_plants(found: Iterable[tuple[str, int, History | None]], width: int, most: int) -> str:
-    """(bug, seeds tried, the history that gave it away or None) as a table."""
+    """Return a table of (bug, number of seeds tried, the history that exposed it or None)."""
     lines = [f"{'found by seed':>14s}  {'planted bug':{width}s}  given away by"]
     for title, tried, history in found:
         if history is None:

@@ -1,1 +1,1 @@
-"""``ft simulate churn``: a pipeline that loses whole stages, by four strategies (CheckFree's Table 2)."""
+"""Simulate a pipeline that loses whole stages, under the strategies of CheckFree, table 2 (``ft simulate churn``)."""

@@ -1,4 +1,4 @@
-"""``ft simulate churn``."""
+"""The ``ft simulate churn`` subcommand."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ unit (ms, s, m or min, h, d). Without any, it is the training of CheckFree's Tab
 
 
 def add_parser(simulations) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = simulations.add_parser(
         "churn",
         help="time to train of CheckFree and its rivals under stage failures, beside its paper's",
@@ -39,10 +39,10 @@ _MATCH = "also the rates at which the published hours would be ours; some second
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the comparison, and draws it where that is asked for.
+    """Print the comparison, and plot it if requested.
 
     Raises:
-        UserError: the question makes no sense, or the picture cannot be written.
+        UserError: the arguments contradict each other, or the plot cannot be written.
     """
     values = read(arguments.scenario, {name: getattr(arguments, name.replace("-", "_")) for name in FIELDS})
     fitted = None
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = shown(asked, rows, fitted, matched)
     print(json.dumps(found) if arguments.json else found)
     if arguments.plot is not None:
-        # Matplotlib takes longer to import than all else here.
+        # Imported here because importing matplotlib takes longer than everything else in this command.
         from ft.lab.simulate.churn.picture import draw
 
         try:

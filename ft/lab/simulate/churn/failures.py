@@ -1,4 +1,4 @@
-"""When stages fail: each by a Poisson process of its own, or as in a recorded trace."""
+"""Times of stage failures: an independent Poisson process per stage, or a recorded trace."""
 
 import csv
 import math
@@ -14,31 +14,37 @@ _FIX = "give lines of: seconds from the start, stage"
 
 
 def hourly(probability: float) -> float:
-    """Failures per second of a stage that fails within an hour with that probability, less than 1."""
+    """Return the failure rate, per second, of a stage that fails within an hour with this probability (less than 1)."""
     return -math.log1p(-probability) / 3600.0
 
 
 class Failures(Protocol):
-    """Of the whole pipeline, for several seeds at once.
+    """The failures of the whole pipeline, for several seeds at once.
 
     Attributes:
-        between_s: mean time between two of them, infinite without any.
+        between_s: mean seconds between two failures anywhere, infinite if there are none.
     """
 
     between_s: float
 
     def more(self) -> tuple[np.ndarray, np.ndarray]:
-        """The next failures in order of time: seconds, float [seeds, n], and stages, int [seeds, n]; infinite: none."""
+        """Return the next failures in order of time.
+
+        Returns:
+            times in seconds, float [seeds, n], and stages, int [seeds, n]. An infinite time means that no failure
+                follows.
+        """
 
 
 class Poisson:
-    """Every stage alike, without memory.
+    """Independent memoryless failures, at the same rate for every stage.
 
-    A seed's failures depend on it alone: not on how many seeds there are, nor on what is done about them, so that all
+    The failures of a seed depend only on that seed, neither on the number of seeds nor on the strategy, so that all
     strategies are struck at the same times.
 
     Args:
-        probability: of one stage to fail within an hour, 0 to less than 1. stages: of the pipeline.
+        probability: of one stage to fail within an hour, from 0 to less than 1.
+        stages: number of stages of the pipeline.
         seeds: one history each.
     """
 
@@ -61,14 +67,19 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Trace:
-    """Failures that were recorded; none comes after the last. ``times``: seconds, ascending. ``stages``: of each."""
+    """Recorded failures; none follows the last.
+
+    Attributes:
+        times: seconds from the start, ascending.
+        stages: the stage that fails at each of ``times``.
+    """
 
     times: tuple[float, ...]
     stages: tuple[int, ...]
 
     @property
     def between_s(self) -> float:
-        """Over the time up to the last."""
+        """Mean seconds between failures, over the time up to the last failure."""
         return self.times[-1] / len(self.times) if self.times else math.inf
 
     def more(self) -> tuple[np.ndarray, np.ndarray]:
@@ -77,10 +88,10 @@ class Trace:
 
 
 def read_trace(path: str | Path, stages: int) -> Trace:
-    """Reads a CSV file of ``time_s,stage`` in any order, with that head or without; # begins a comment.
+    """Read a CSV file with lines ``time_s,stage`` in any order; the header line is optional, and # starts a comment.
 
     Raises:
-        UserError: it cannot be read, or a line is no failure of one of ``stages`` stages, or there is none at all.
+        UserError: the file cannot be read, a line is not a failure of one of ``stages`` stages, or there is no failure.
     """
     try:
         lines = Path(path).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What a rebuild costs, out of one column of published hours; and the rates at which published hours would be ours."""
+"""Fit the cost of a rebuilt stage to published training times, and find the failure rates that reproduce such times."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,13 @@ _HALVINGS, _MOST_RATE, _MATCH_HALVINGS = 22, 0.5, 10
 
 @dataclass(frozen=True)
 class Fit:
-    """``jump`` and ``slowdown``: of the flags of these names. ``rate``: whose hours they were fitted to."""
+    """Fitted parameters of CheckFree and CheckFree+.
+
+    Attributes:
+        rate: failure rate at which the published hours were used.
+        jump: value of the flag ``--jump``.
+        slowdown: value of the flag ``--slowdown``.
+    """
 
     rate: float
     jump: float
@@ -22,16 +28,17 @@ class Fit:
 
 
 def fit(values: Mapping[str, Any], rate: float) -> Fit:
-    """The jump with which CheckFree takes as long as published at ``rate``, then CheckFree+'s slowdown.
+    """Fit CheckFree's jump to its published hours at ``rate``, then CheckFree+'s slowdown to its own.
 
-    Two numbers out of two: what the same numbers say of other rates is a prediction. The iterations to make a jump good
-    are not fitted, for only their product with the jump shows in such hours.
+    Two numbers are fitted to two numbers, so the results at other rates are predictions. The number of iterations in
+    which a jump decays is not fitted, because the hours depend only on its product with the jump.
 
     Args:
-        values: of a scenario by the names of its fields.
+        values: values of a scenario, by the names of its fields.
+        rate: one of the rates with published hours.
 
     Raises:
-        UserError: nothing is published at that rate, or no jump or slowdown gives these hours.
+        UserError: nothing is published at that rate, or no jump or slowdown reproduces the hours.
     """
     asked = scenario(values)
     for key in (CHECKFREE, PLUS):
@@ -45,7 +52,7 @@ def fit(values: Mapping[str, Any], rate: float) -> Fit:
 
 
 def _solve(values: Mapping[str, Any], name: str, key: str, rate: float, most: float) -> float:
-    """The value of the field ``name`` that makes the mean hours those published."""
+    """Return the value of the field ``name`` at which the mean hours equal the published ones, by bisection."""
 
     def late(value: float) -> bool:
         asked = scenario({**values, name: value})
@@ -59,8 +66,10 @@ def _solve(values: Mapping[str, Any], name: str, key: str, rate: float, most: fl
 
 
 def matching_rate(asked: Scenario, key: str, hours: float) -> float | None:
-    """The probability within an hour at which a strategy takes ``hours`` here, None if none up to 50 % does."""
-    # A run that takes much longer than that need not be played to its end.
+    """Return the hourly failure probability at which a strategy takes ``hours``; None if no probability up to 50 %
+    does.
+    """
+    # A run that has taken three times the published hours need not be simulated to its end.
     sooner = replace(asked, limit=min(asked.limit, 3.0 * hours * 3600.0 / asked.plain_s))
 
     def late(rate: float) -> bool:

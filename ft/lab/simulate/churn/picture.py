@@ -1,4 +1,4 @@
-"""The picture of ``ft simulate churn``: time to train by rate of failures, and the loss of one run of each strategy."""
+"""Plot of ``ft simulate churn``: time to train by failure rate, and the loss curve of one run of each strategy."""
 
 import math
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ _SIZE_IN, _DPI = (12.0, 5.0), 110
 _STYLE = {"fontsize": 9, "color": palette.QUIET}
 _COLOUR = {CHECKPOINT: "#c8322b", BEST: "#e8938f", REDUNDANT: "#7468b3", CHECKFREE: "#d98e04", PLUS: "#33659c"}
 _POINTS, _SEEDS = 12, 60
-"""Of the curves."""
+"""Number of rates on each curve, and the most seeds per rate."""
 
 
 def draw(asked: Scenario, rows: Sequence[Row], path: Path) -> None:
-    """Writes the picture as PNG.
+    """Write the plot as PNG.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     figure = Figure(figsize=_SIZE_IN, dpi=_DPI, facecolor=palette.PAPER, layout="constrained")
     FigureCanvasAgg(figure)

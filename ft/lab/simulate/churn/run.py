@@ -1,14 +1,15 @@
-"""One strategy under failures, event by event in virtual time, all seeds at once.
+"""Discrete-event simulation of one strategy under failures, in virtual time, vectorized over all seeds.
 
 Between two events a run makes progress at the pace of its iterations, and its excess loss decays. Events are:
 
-- a lost stage. The run stalls while it is recovered, and the loss jumps by what its rebuild costs; or all go back to
-  the last checkpoint: by strategy, and whenever the stage next to it is still being recovered, for then nothing is left
-  to rebuild it from. The iteration that was struck counts once, as in the paper: training goes on with its batch.
-- a measurement of the loss, which ends the run at the target.
+- The loss of a stage. The run stalls during the recovery. Then either the loss jumps by the cost of the rebuild, or all
+  stages roll back to the last checkpoint. A rollback happens if the strategy demands it, and whenever an adjacent stage
+  is still being recovered, because then there is nothing to rebuild the lost stage from. The interrupted iteration
+  counts once, as in CheckFree: training continues with its batch.
+- An evaluation of the loss, which ends the run at the target.
 
-Progress is continuous: a failure strikes an iteration anywhere, and only checkpoints and measurements are at whole
-numbers of them.
+Progress is continuous: a failure may strike anywhere within an iteration, and only checkpoints and evaluations happen
+at whole numbers of iterations.
 """
 
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ from ft.lab.simulate.churn.strategy import Strategy
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of each seed, arrays [seeds].
+    """The results of all seeds, as arrays of shape [seeds].
 
     Attributes:
-        hours: to the target; infinite where the run was given up. executed: iterations, those done again included.
-        failures: of stages that can fail. falls: to a checkpoint. undone: iterations lost by them.
-        history: rows of hours, loss, of the first seed before and after each event; empty unless asked for.
+        hours: hours to the target, infinite where the run was given up.
+        executed: iterations executed, repeated ones included.
+        failures: number of failures of stages that can fail.
+        falls: number of rollbacks to a checkpoint.
+        undone: iterations lost in rollbacks.
+        history: (hours, loss) of the first seed before and after each event; empty unless requested.
     """
 
     hours: np.ndarray
@@ -39,10 +43,15 @@ class Outcome:
 
 
 def run(how: Strategy, law: Convergence, failures: Failures, limit_s: float, seeds: int, told: bool = False) -> Outcome:
-    """Trains to the target.
+    """Simulate training until the target loss.
 
     Args:
-        limit_s: virtual time after which a run is given up. seeds: histories in ``failures``. told: with the history.
+        how: the strategy.
+        law: the convergence model.
+        failures: the failures of each seed.
+        limit_s: virtual time in seconds after which a run is given up.
+        seeds: number of histories in ``failures``.
+        told: whether to record the history of the first seed.
     """
     runs = _Runs(how, law, failures, seeds)
     history: list[tuple[float, float]] = []
@@ -60,14 +69,18 @@ def run(how: Strategy, law: Convergence, failures: Failures, limit_s: float, see
 
 
 class _Runs:
-    """The state of all runs; arrays [seeds] unless said otherwise.
+    """The state of all runs, as arrays of shape [seeds] unless stated otherwise.
 
     Attributes:
-        at: seconds from which on the run makes progress. n: iterations done. excess: of the loss.
-        next: seconds of the next failure, the one at ``place`` in ``times`` and ``stages``, [seeds, n].
-        measures, struck: what comes now is a measurement, or a failure. under_way: neither reached nor given up.
-        saved: the excess at the last checkpoint. last: seconds of each stage's last failure, [seeds, stages + 2], with
-            a column beside either end.
+        at: seconds from which on the run makes progress.
+        n: iterations done.
+        excess: excess of the loss over the power law.
+        next: seconds of the next failure, which is entry ``place`` of ``times`` and ``stages``, both [seeds, n].
+        measures: whether the next event is an evaluation.
+        struck: whether the next event is a failure.
+        under_way: whether the run has neither reached the target nor been given up.
+        saved: the excess at the last checkpoint.
+        last: seconds of each stage's last failure, [seeds, stages + 2], padded with a column at either end.
     """
 
     def __init__(self, how: Strategy, law: Convergence, failures: Failures, seeds: int):
@@ -81,16 +94,16 @@ class _Runs:
         self.last = np.full((seeds, len(how.jumps) + 2), -np.inf)
         self.times, self.stages = failures.more()
         self.place, self.next = np.zeros(seeds, dtype=int), np.zeros(seeds)
-        # Before that the loss cannot be at the target: an excess is never negative.
+        # The loss cannot reach the target before this iteration, because an excess is never negative.
         self.earliest = np.ceil(law.iterations * (1.0 + how.slowdown) / law.evaluate - 1e-9) * law.evaluate
 
     def first(self) -> tuple[float, float]:
-        """Hours and loss of the first seed."""
+        """Return the hours and the loss of the first seed."""
         loss = self.law.loss(self.n[:1] / (1.0 + self.how.slowdown))[0] + self.excess[0]
         return self.at[0] / 3600.0, float(loss)
 
     def advance(self, limit_s: float) -> None:
-        """To the next failure, measurement, or the limit."""
+        """Advance each run to its next failure, its next evaluation, or the limit, whichever is first."""
         how, law = self.how, self.law
         self.next = self.times[self.rows, self.place]
         due = np.maximum((np.floor(self.n / law.evaluate) + 1.0) * law.evaluate, self.earliest)
@@ -107,14 +120,14 @@ class _Runs:
         self.n, self.at = n, until
 
     def lose_stages(self, limit_s: float) -> None:
-        """The stage whose failure is next, in each run that has come to it."""
+        """Apply the next failure in each run that has come to it."""
         how = self.how
         self.struck = self.under_way & ~self.measures & (self.next <= limit_s)
         stage = self.stages[self.rows, self.place]
         strikes = self.struck & ~how.spared[stage]
         waiting = (self.next[:, None] - self.last[self.rows[:, None], stage[:, None] + [0, 1, 2]]) < how.recovery_s
         falls = strikes & (how.falls[stage] | waiting[:, 0] | waiting[:, 2])
-        # Lost again before it was back: one rebuild, later.
+        # A stage that is lost again during its recovery is rebuilt only once, later.
         jumps = strikes & ~falls & ~waiting[:, 1]
         self.excess = np.where(jumps, self.excess + how.jumps[stage], np.where(falls, self.saved, self.excess))
         checkpoint = np.floor(self.n / how.interval) * how.interval
@@ -134,8 +147,8 @@ class _Runs:
         self.times, self.stages = np.hstack([self.times, times]), np.hstack([self.stages, stages])
 
     def end(self, limit_s: float) -> None:
-        """Ends the runs that measured the target, or have no time left."""
+        """End the runs that have measured the target loss, and those that have no time left."""
         loss = self.law.loss(self.n / (1.0 + self.how.slowdown)) + self.excess
-        # What is left of a jump long ago is no reason to train on to the next measurement.
+        # The tolerance keeps a negligible rest of an old jump from delaying the end to the next evaluation.
         self.reached |= self.measures & (loss <= self.law.target * (1.0 + 1e-9))
         self.under_way &= ~self.reached & (self.at < limit_s)

@@ -1,7 +1,7 @@
-"""What is simulated: read from a file and from flags, checked, and turned into the pieces of a run.
+"""The scenario of ``ft simulate churn``: read from a file and from flags, checked, and converted to simulation inputs.
 
-A scenario file is TOML with the sections and keys of :data:`FIELDS`, and [published]: by strategy, the hours that
-somebody else found at each of ``rates``. Times are seconds, or text such as "5m".
+A scenario file is TOML with the sections and keys of :data:`FIELDS`, and an optional section [published]: for each
+strategy, the published hours at each of ``rates``. Times are seconds, or text such as "5m".
 """
 
 import math
@@ -19,19 +19,25 @@ from ft.lab.simulate.fields import Field, duration, one_of, several
 
 PUBLISHED = "published"
 SWAPPED_PART = 0.035
-"""Of the jump of a first stage copied without swap training (1.6-2.1), that with it (0.03-0.10): measured on a small
-model (science file, small-scale evidence)."""
+"""Jump of the loss when an end stage is copied after swap training, as a fraction of the jump without swap training. On
+a small model the jumps were 0.03-0.10 with, and 1.6-2.1 without.
+"""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A question that makes sense.
+    """A validated scenario.
 
     Attributes:
-        costs, law: of the training. rates: probabilities of a stage to fail within an hour, empty with a ``trace``.
-        strategies: of ``STRATEGIES``. seeds: so many runs of each case, from ``seed`` on; 1 with a trace.
-        limit: a run is given up after so many times what a plain one takes.
-        published: (strategy, rate) -> hours that somebody else found.
+        costs: costs of the job.
+        law: convergence model.
+        rates: hourly failure probabilities of a stage; empty if there is a ``trace``.
+        trace: file of recorded failures, or None.
+        strategies: of ``STRATEGIES``.
+        seeds: number of runs of each case; 1 with a trace.
+        seed: the first seed.
+        limit: a run is given up after this many times the duration of a run without failures.
+        published: (strategy, rate) -> published hours to the target.
     """
 
     costs: Costs
@@ -46,21 +52,25 @@ class Scenario:
 
     @property
     def plain_s(self) -> float:
-        """Of a training without failures, checkpoints and redundancy."""
+        """Seconds of a training without failures, checkpoints and redundancy."""
         return self.law.iterations * self.costs.iteration_s
 
     def failures(self, rate: float | None) -> Failures:
-        """At one of ``rates``; None: the trace, which may be unreadable: UserError."""
+        """Return the failures at one of ``rates``, or those of the trace if ``rate`` is None.
+
+        Raises:
+            UserError: the trace cannot be read.
+        """
         if rate is None:
             return read_trace(self.trace, self.costs.stages)
         return Poisson(rate, self.costs.stages, range(self.seed, self.seed + self.seeds))
 
 
 def probability(value: Any) -> float:
-    """Reads "5%" or 0.05.
+    """Parse a probability such as "5%" or 0.05.
 
     Raises:
-        ValueError: it is neither, or not from 0 to 90 %.
+        ValueError: the value is neither, or not from 0 to 90 %.
     """
     text = str(value).strip()
     try:
@@ -107,7 +117,7 @@ FIELDS = {
     "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
     "limit": Field("run", between(1.0, 1e4), 20.0, "X", "give a run up after X times what it takes without failures"),
 }  # fmt: skip
-"""By name, as in flags; "-" is "_" in files."""
+"""Fields by flag name; a "-" in a flag name is a "_" in the file."""
 
 TITLES = {
     "job": "what is trained",
@@ -122,15 +132,15 @@ TITLES = {
 
 
 def read(file: str | None, given: Mapping[str, str | None]) -> dict[str, Any]:
-    """The values of a scenario file and of flags, which count more, by the names of :data:`FIELDS`.
+    """Return the values of a scenario file and of flags, by the names of :data:`FIELDS`; flags override the file.
 
     Raises:
-        UserError: the file cannot be read, or a value cannot be.
+        UserError: the file cannot be read, or a value is invalid.
     """
     in_file = fields.read_file(file, FIELDS, (PUBLISHED,)) if file is not None else {}
     said = fields.read_flags(given, FIELDS)
     if PUBLISHED in in_file:
-        # By rate: a flag may ask for others.
+        # Keyed by rate, because a flag may select other rates than the file.
         in_file[PUBLISHED] = _published(file, in_file[PUBLISHED], in_file.get("rates", FIELDS["rates"].default))
     for one, other in (("rates", "trace"), ("trace", "rates")):
         if one in said and other not in said:
@@ -152,10 +162,10 @@ def _published(file: str, table: Mapping[str, Any], rates: Sequence[float]) -> d
 
 
 def scenario(values: Mapping[str, Any]) -> Scenario:
-    """The question that values by the names of :data:`FIELDS` ask.
+    """Build the scenario from values by the names of :data:`FIELDS`.
 
     Raises:
-        UserError: something contradicts something else.
+        UserError: two values contradict each other.
     """
     has = {name: values.get(name, field.default) for name, field in FIELDS.items()}
     traced = has["trace"] is not None

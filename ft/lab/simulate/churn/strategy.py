@@ -1,4 +1,4 @@
-"""What each strategy does about a lost stage, as numbers that the simulation works with."""
+"""The strategies against lost stages, as parameters of the simulation."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,27 +23,36 @@ NAMES = {
 }
 COPY, SAFE = "copy", "safe"
 ENDS = (COPY, CHECKPOINT, SAFE)
-"""What CheckFree does about its first and last stage: copy the neighbour; fall to the checkpoint; they never fail."""
+"""What CheckFree does about its first and last stage: copy the neighbour, roll back to the checkpoint, or assume that
+these stages never fail.
+"""
 
 NEVER = 10**12
-"""Iterations between checkpoints where there are none."""
+"""Iterations between checkpoints if there are none."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What is asked. Times in seconds.
+    """The costs of the simulated job. Times are in seconds.
 
     Attributes:
-        stages: that can fail, each with transformer blocks; the embedding's are not among them. iteration_s: plain.
-        interval: iterations between the persistent checkpoints of checkpointing. fallback: of the other strategies; 0:
-            they have none, for two adjacent stages are never lost at once (the paper's assumption, section 3).
-        save_s, load_s: what the run waits for a save, and for reading it back. recovery_s: until a new node stands in
-            for a lost stage.
-        redundant_overhead: of an iteration. redundant_pause_s: until the neighbour stands in for a lost stage.
-        jump: of the loss when a stage is rebuilt from two neighbours. ends_jump: when the first or the last is a copy
-            that was not trained in its place. swapped_jump: when it was (CheckFree+). ends: one of :data:`ENDS`.
-        slowdown: CheckFree+ needs so many more iterations without failures. bubbles, swapped_bubbles: idle share of an
-            iteration, and of one whose schedule swaps stages.
+        stages: number of stages that can fail, each with transformer blocks; the embedding's stages are not included.
+        iteration_s: duration of an iteration without checkpoints and redundancy.
+        interval: iterations between the persistent checkpoints of the checkpointing strategy.
+        fallback: the same for the other strategies; 0: they have no checkpoints, because two adjacent stages are never
+            lost at once (the assumption of CheckFree, section 3).
+        save_s: how long the run waits for a save.
+        load_s: how long the run waits to load a checkpoint.
+        recovery_s: time until a new node replaces a lost stage.
+        redundant_overhead: overhead of redundant computation, as a fraction of an iteration.
+        redundant_pause_s: time until the neighbour takes over a lost stage.
+        jump: jump of the loss when a stage is rebuilt from two neighbours.
+        ends_jump: jump when the first or last stage is copied from a neighbour that was not swap-trained.
+        swapped_jump: jump when the first or last stage is copied after swap training (CheckFree+).
+        ends: one of :data:`ENDS`.
+        slowdown: fraction of additional iterations that CheckFree+ needs without failures.
+        bubbles: idle fraction of an iteration.
+        swapped_bubbles: idle fraction of an iteration whose schedule swaps stages.
     """
 
     stages: int
@@ -66,15 +75,19 @@ class Costs:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to train on through lost stages.
+    """The simulation parameters of one strategy.
 
     Attributes:
-        key: of :data:`STRATEGIES`. iteration_s: with its share of a save. interval: iterations between checkpoints.
-        stall_s: all wait after a failure. recovery_s: within it a neighbour's failure leaves nothing to rebuild from.
-        load_s: more, where all go back to a checkpoint.
-        jumps: of the loss by stage that is lost, float [stages]. falls: a loss of that stage is the checkpoint's
-            business, bool [stages]. spared: that stage never fails, bool [stages].
-        slowdown: so many more iterations to each loss.
+        key: one of :data:`STRATEGIES`.
+        iteration_s: duration of an iteration, including its share of a save.
+        interval: iterations between checkpoints.
+        stall_s: how long all stages wait after a failure.
+        recovery_s: time after a failure in which a failure of an adjacent stage leaves nothing to rebuild from.
+        load_s: additional wait of a rollback to a checkpoint.
+        jumps: jump of the loss by lost stage, float [stages].
+        falls: whether the loss of that stage causes a rollback, bool [stages].
+        spared: whether that stage never fails, bool [stages].
+        slowdown: fraction of additional iterations to each loss.
     """
 
     key: str
@@ -90,14 +103,22 @@ class Strategy:
 
 
 def best_interval(costs: Costs, between_s: float) -> int:
-    """Iterations between checkpoints by Daly (2006). ``between_s``: mean time between two failures anywhere."""
+    """Return the iterations between checkpoints by Daly (2006). ``between_s``: mean seconds between two failures
+    anywhere.
+    """
     if math.isinf(between_s):
         return NEVER
     return in_steps(daly(costs.save_s, between_s), costs.iteration_s)
 
 
 def strategy(key: str, costs: Costs, between_s: float = math.inf) -> Strategy:
-    """The strategy of that name, of :data:`STRATEGIES`. ``between_s``: for the best interval; infinite: no failures."""
+    """Return the parameters of a strategy.
+
+    Args:
+        key: one of :data:`STRATEGIES`.
+        costs: costs of the job.
+        between_s: mean seconds between failures, for the best checkpoint interval; infinite if there are no failures.
+    """
     if key == BEST:
         return replace(strategy(CHECKPOINT, replace(costs, interval=best_interval(costs, between_s))), key=key)
     none, no_stage = np.zeros(costs.stages), np.zeros(costs.stages, dtype=bool)

@@ -1,4 +1,4 @@
-"""A scenario's cases, each over its seeds."""
+"""Run every case of a scenario over its seeds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,20 +10,27 @@ from ft.lab.simulate.churn.scenario import Scenario
 from ft.lab.simulate.churn.strategy import NEVER, Strategy, strategy
 
 LOW, HIGH = 0.1, 0.9
-"""The quantiles that are shown."""
+"""The quantiles shown."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy at one rate; means over the seeds.
+    """Results of one strategy at one failure rate; numbers are means over the seeds.
 
     Attributes:
-        strategy: its key. rate: None: the trace. hours: to the target, of the runs that reached it; None: none did.
-        every: iterations between checkpoints, None: there are none.
-        low, high: quantiles :data:`LOW` and :data:`HIGH`, None where that run was given up.
-        iterations: with those done again. iteration_s: time by iterations, with the stalls; None where there was none.
-        failures, falls: numbers of them. undone: iterations that were lost. given_up: number of runs.
-        published: hours that somebody else found, or None.
+        strategy: key of the strategy.
+        rate: hourly failure probability; None: the trace.
+        every: iterations between checkpoints; None: there are none.
+        hours: hours to the target, over the runs that reached it; None: none did.
+        low: quantile :data:`LOW` of the hours; None if that run was given up.
+        high: quantile :data:`HIGH` of the hours; None if that run was given up.
+        iterations: iterations executed, repeated ones included.
+        iteration_s: total time per executed iteration, stalls included; None if no iteration was executed.
+        failures: number of failures.
+        falls: number of rollbacks to a checkpoint.
+        undone: iterations lost in rollbacks.
+        given_up: number of runs that were given up.
+        published: published hours to the target, or None.
     """
 
     strategy: str
@@ -42,7 +49,7 @@ class Row:
 
 
 def study(asked: Scenario) -> Iterator[Row]:
-    """Every case of a scenario: rate by rate, or the trace.
+    """Yield every case of a scenario, rate by rate, or those of the trace.
 
     Raises:
         UserError: the trace cannot be read.
@@ -53,7 +60,7 @@ def study(asked: Scenario) -> Iterator[Row]:
 
 
 def row(asked: Scenario, key: str, rate: float | None) -> Row:
-    """One case."""
+    """Run one case."""
     how, found = outcome(asked, key, rate)
     reached = np.isfinite(found.hours)
     low, high = (_finite(each) for each in np.quantile(found.hours, [LOW, HIGH], method="nearest"))
@@ -77,7 +84,7 @@ def row(asked: Scenario, key: str, rate: float | None) -> Row:
 
 
 def outcome(asked: Scenario, key: str, rate: float | None, told: bool = False) -> tuple[Strategy, Outcome]:
-    """What was done, and what came of it for each seed. ``told``: with the history of the first."""
+    """Return the strategy and its outcome over all seeds. ``told``: whether to record the history of the first seed."""
     failures = asked.failures(rate)
     how = strategy(key, asked.costs, failures.between_s)
     return how, run(how, asked.law, failures, asked.limit * asked.plain_s, asked.seeds, told)

@@ -1,4 +1,4 @@
-"""What a study found, for people and for programs."""
+"""Format the results of a study as text and as JSON values."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,7 +25,14 @@ _PAPER = ("paper", "ours / paper")
 
 
 def as_text(asked: Scenario, rows: Sequence[Row], fitted: Fit | None, matched: Sequence[float | None] | None) -> str:
-    """The question, a table, and what the model takes for granted. ``matched``: for each row, None: not asked for."""
+    """Return the question, a table, and the assumptions of the model.
+
+    Args:
+        asked: the scenario.
+        rows: the results.
+        fitted: the fit, or None if none was requested.
+        matched: for each row, the rate that reproduces its published hours; None if not requested.
+    """
     beside = any(row.published is not None for row in rows)
     head = [*_HEAD, *(_PAPER if beside else ()), *(("paper's is ours at",) if matched else ())]
     lines = []
@@ -40,7 +47,7 @@ def as_text(asked: Scenario, rows: Sequence[Row], fitted: Fit | None, matched: S
 
 
 def as_values(asked: Scenario, rows: Sequence[Row], fitted: Fit | None, matched: Sequence[float | None] | None) -> Any:
-    """The same for programs; times in seconds unless named otherwise."""
+    """Return the results as a JSON-serializable mapping; times are in seconds unless the key says otherwise."""
     cases = [asdict(row) for row in rows]
     if matched:
         cases = [{**case, "matching_rate": rate} for case, rate in zip(cases, matched, strict=True)]

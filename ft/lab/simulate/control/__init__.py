@@ -1,1 +1,1 @@
-"""The control plane's production code in a simulated cluster: virtual time, models of agents and workers."""
+"""Simulation of the control plane's production code in a model cluster: virtual time, models of agents and workers."""

@@ -1,4 +1,4 @@
-"""An agent as the control plane can see it: a model of ``ft.job.agent``, and the host it runs on."""
+"""Model of an agent as the control plane observes it (``ft.job.agent``), and of the host it runs on."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,18 @@ _TICK_S, _REAP_S, _FORK_S = 0.1, (0.0005, 0.02), (0.005, 0.1)
 
 
 class Host:
-    """A machine. ``cut``: direction -> true time until which its network does not pass. ``is_down``: without power.
-    ``lives``: agents that ran on it. ``skew_s``: of its wall clock."""
+    """A machine.
+
+    Attributes:
+        number: number of the host.
+        clock: its monotonic clock.
+        skew_s: error of its wall clock, in seconds.
+        is_down: it has no power.
+        cut: direction ("up" or "down") -> true time until which its network is cut.
+        slow_until: true time until which its network is slow.
+        slow_s: additional latency of the slow network, in seconds.
+        lives: number of agents that have run on it.
+    """
 
     def __init__(self, number: int, clock: HostClock, skew_s: float):
         self.number, self.clock, self.skew_s, self.is_down = number, clock, skew_s, False
@@ -25,7 +35,7 @@ class Host:
         self.lives = 0
 
     def is_cut(self, now: float) -> bool:
-        """For workers, who talk both ways."""
+        """Return whether workers are cut off; they need both directions."""
         return max(self.cut.values()) > now
 
     def lag_s(self, now: float) -> float:
@@ -36,8 +46,10 @@ class Agent:
     """One life of an agent.
 
     Attributes:
-        node: its name, a new one for each life on the same host. seats, standbys: as it announces them.
-        excuse: a fault that may make it look lost has struck it.
+        node: its name; each life on the same host has a new one.
+        seats: number of workers with a logical rank that it announces.
+        standbys: number of standbys that it announces.
+        excuse: a fault has struck it that may make it look lost.
     """
 
     def __init__(self, cluster: "Cluster", host: Host, seats: int, standbys: int):
@@ -58,10 +70,10 @@ class Agent:
         self.link.pump()
         self._beat()
 
-    # --- its process -------------------------------------------------------------------------------------------------
+    # --- process -----------------------------------------------------------------------------------------------------
 
     def when_awake(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Does it now, or, stopped, when it goes on."""
+        """Run the action now, or when the paused agent resumes."""
         if self.paused:
             self._backlog.append((action, arguments))
         elif self.alive:
@@ -75,7 +87,7 @@ class Agent:
             self.when_awake(action, *arguments)
 
     def die(self, silently: bool) -> None:
-        """Its workers end with it. ``silently``: with the whole host, whose connections nobody resets."""
+        """End the agent and its workers. ``silently``: the whole host is lost, so no peer's connections are reset."""
         self.alive, self.excuse = False, True
         for worker in list(self.workers.values()):
             worker.alive = False
@@ -83,7 +95,9 @@ class Agent:
         self.workers.clear()
 
     def given_up(self) -> None:
-        """The control plane goes on without it: what it has is worthless, and it offers its room under a new name."""
+        """React to being given up by the control plane: end, and let a new agent rejoin from this host under a new
+        name.
+        """
         if not self.alive:
             return
         self.die(silently=False)
@@ -91,7 +105,7 @@ class Agent:
             self.cluster.comes_back(self.host, self.seats + self.standbys)
 
     def _fence(self) -> None:
-        """``ft.job.agent.succession``: cut off from a control plane that goes on, it is about to be taken for lost."""
+        """End the workers if cut off from a running control plane (fencing, ``ft.job.agent.succession``)."""
         now, limit = self.cluster.time.now, self.cluster.timeouts.fence_s
         silent_s = min(now - self.link.contact_at, now - self.cluster.plane.serves_since)
         if self.alive and self.workers and self.cluster.plane.is_up and silent_s > self.host.clock.true(limit):
@@ -99,7 +113,7 @@ class Agent:
             self.given_up()
 
     def told_to_end(self, signum: int) -> None:
-        """Its user or its scheduler has sent it a signal."""
+        """Handle a signal from the user or the scheduler: report it, and end the workers."""
         self.link.post(m.AgentLeaving(self.node, signum))
         for worker in list(self.workers.values()):
             self.ended(worker, -signum)
@@ -117,7 +131,7 @@ class Agent:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def hear(self, report: Any) -> None:
-        """From a worker."""
+        """Forward a report from a worker."""
         self.when_awake(self.link.post, report)
 
     def spawn(self, rank: int | None) -> None:
@@ -135,7 +149,7 @@ class Agent:
             worker.poke()
 
     def ended(self, worker: Worker, code: int) -> None:
-        """A process ends; it is reaped a moment later."""
+        """End a worker's process; it is reaped a moment later."""
         if not worker.alive:
             return
         worker.alive = False
@@ -150,7 +164,7 @@ class Agent:
             self._begin_when_possible()
 
     def watch(self, worker: Worker, state: str) -> None:
-        """The worker has just fallen silent, its process is in ``state``: reports it, if it lasts."""
+        """Watch a worker that has just fallen silent, with its process in ``state``; report it if the silence lasts."""
         limits, since = self.cluster.timeouts, worker.quiet_since
         limit = limits.stopped_s if state == "T" else limits.silent_s if worker.step_s else limits.silent_start_s
         wait = self.host.clock.true(limit) + self.cluster.rng.uniform(0.0, _TICK_S)
@@ -165,7 +179,7 @@ class Agent:
     # --- orders ------------------------------------------------------------------------------------------------------
 
     def obey(self, order: Any) -> None:
-        """``ft.job.agent.agent.Agent._obey``."""
+        """Execute an order, like ``ft.job.agent.agent.Agent._obey``."""
         if isinstance(order, m.Kill):
             if order.worker in self.workers:
                 self.ended(self.workers[order.worker], -9)

@@ -1,4 +1,4 @@
-"""What must hold in every history, judged by what the workers really are and hold, not by what the reports say."""
+"""Invariants of every history, checked against what workers actually are and hold, not against their reports."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,18 @@ _LOOK_EVERY = 97
 
 
 class Violation(Exception):
-    """A property does not hold; the text says which and how."""
+    """An invariant does not hold; the message says which, and how."""
 
 
 class Checks:
-    """Of one history.
+    """The invariants and statistics of one history.
 
     Attributes:
-        committed: the last step that every logical rank has done. progress_at: when the run last got on.
-        redone: committed steps that are done again. first_close: when the first epoch was closed, 0 if none was.
+        committed: the last step that every logical rank has finished.
+        furthest: the furthest step committed since the last warm restart.
+        progress_at: when the run last made progress.
+        redone: committed steps that are executed again.
+        first_close: when the first epoch was closed, 0 if none was.
     """
 
     def __init__(self, cluster: "Cluster"):
@@ -66,7 +69,7 @@ class Checks:
                     self._cluster.note("        -> {}", text if len(text) < 400 else text[:397] + "...")
 
     def on_record(self, report: Any | None) -> None:
-        """The report is in the journal: whoever the control plane is from now on knows of it."""
+        """Note a report that is in the journal: every control plane from now on knows it."""
         if isinstance(report, m.WorkerExited):
             self._dead.add(report.worker)
 
@@ -77,7 +80,7 @@ class Checks:
     # --- training ----------------------------------------------------------------------------------------------------
 
     def takes_part(self, operation: "Operation", worker: "Worker") -> None:
-        """I1: one worker in each seat, the one that the epoch's order names."""
+        """Check I1: each seat has one worker, the one named in the order that opened the epoch."""
         place = (worker.epoch, worker.rank)
         other = self._sitting.setdefault(place, worker)
         seat = self._opens[worker.epoch].seats[str(worker.rank)].worker
@@ -87,7 +90,7 @@ class Checks:
             self.fail(f"{worker.name} takes part in {operation.key} of epoch {worker.epoch} a second time")
 
     def operation_ended(self, operation: "Operation") -> None:
-        """Gradients are of one step, and of one and the same state before it, whose parts are each in their place."""
+        """Check that gradients are of one step, computed on one committed state whose parts are in place."""
         if not operation.ended or operation.key[-1] != "gradients":
             return
         step, shape = operation.key[0], self._cluster.shape
@@ -108,13 +111,13 @@ class Checks:
             self.fail(f"step {step} is done with a state of step {step - 1} that is not the one committed")
 
     def _check_left_behind(self, operation: "Operation") -> None:
-        """After a warm restart, only those may train on who could not be told to end."""
+        """Check that, after a warm restart, only workers that could not be reached still train in an older epoch."""
         for worker, _ in operation.members.values():
             if not worker.agent.excuse:
                 self.fail(f"{worker.name} does {operation.key} of epoch {operation.epoch} after a warm restart")
 
     def history_after(self, operation: "Operation", worker: "Worker") -> int:
-        """What the worker's state becomes by the step; notes who has done it."""
+        """Return the history of the worker's state after the step, and note that its rank has finished the step."""
         step, before = operation.key[0], worker.owned[2]
         history = hash((before, operation.epoch, step))
         if operation.epoch < self._fresh:
@@ -132,7 +135,7 @@ class Checks:
         return history
 
     def restored(self, worker: "Worker", step: int) -> None:
-        """The state put in place is the committed one of the step that was ordered (I3, I4)."""
+        """Check that the restored state is the committed one of the step that was ordered (I3, I4)."""
         shape, history = self._cluster.shape, self._lineage.get(step)
         wanted = (worker.rank, step, history), (shape.part_of(worker.rank), step, history)
         if (worker.owned, worker.replicated) != wanted or worker.step != step:
@@ -177,7 +180,7 @@ class Checks:
         self.first_close = self.first_close or self._cluster.time.now
 
     def _on_repair(self, order: m.Repair) -> None:
-        """The barriers have been passed, and the step is the best that there is."""
+        """Check that all workers have passed the barriers, and that the ordered step is the newest possible."""
         seated = self._seated(order.epoch)
         for rank, worker in seated.items():
             if worker.inside:
@@ -199,7 +202,9 @@ class Checks:
         self.committed = order.step
 
     def _check_rebuilt(self, order: m.Repair, seated: "dict[int, Worker]", best: int | None) -> None:
-        """Whole stages, of which nobody has all, from neighbours of which somebody has all (CheckFree)."""
+        """Check a rebuild by CheckFree: only whole lost stages, from adjacent stages, and only if no step can be
+        restored.
+        """
         shape = self._cluster.shape
         rebuilt = {int(rank): beside for rank, beside in order.rebuilt.items()}
         begun = shape.checkfree == PLUS and order.step in self._rebuilt_at
@@ -219,7 +224,7 @@ class Checks:
         self._take_as_committed(order, seated)
 
     def _take_as_committed(self, order: m.Repair, seated: "dict[int, Worker]") -> None:
-        """All who have a state may have done a step that those who are lost had not: it is the past from here on."""
+        """Take the state of the remaining ranks as committed: they may have done a step that the lost ranks had not."""
         slots = [
             (seated[source.owned].snapshots.stock, int(rank), source.owned) for rank, source in order.sources.items()
         ]
@@ -250,7 +255,7 @@ class Checks:
         return copied and (not peers or any(step in own.get(peer, ()) for peer in peers))
 
     def _check_kept(self, order: m.Repair, seated: "dict[int, Worker]") -> None:
-        """A group that is not built anew has the same members, in step with each other."""
+        """Check that a group that is not rebuilt has the same members, all with the same number of operations."""
         for name, ranks in self._cluster.shape.groups.items():
             if name in order.rebuild or name in order.defer or len(ranks) == 1:
                 continue
@@ -284,13 +289,13 @@ class Checks:
         self._legitimacy.of_stop(order)
 
     def _seated(self, epoch: int) -> "dict[int, Worker]":
-        """Who sits in the epoch by its order; the dead are as they were when they died."""
+        """Return the workers in the seats of an epoch; dead ones are as they were when they died."""
         return {int(r): self._cluster.everyone[s.worker] for r, s in self._opens[epoch].seats.items()}
 
-    # --- no hang -----------------------------------------------------------------------------------------------------
+    # --- progress ----------------------------------------------------------------------------------------------------
 
     def is_stuck(self, limit_s: float) -> bool:
-        """Nothing has got on for ``limit_s`` since the last fault was over."""
+        """Return whether nothing has made progress for ``limit_s`` seconds since the last fault was over."""
         if self._cluster.plane.state.phase == ENDED:
             return False
         return self._cluster.time.now > max(self.progress_at, self._cluster.calm_at) + limit_s

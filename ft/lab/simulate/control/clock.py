@@ -1,4 +1,4 @@
-"""Virtual time: a heap of what happens next, and the clocks that hosts read."""
+"""Virtual time: an event queue, and the clocks of hosts."""
 
 import heapq
 from collections.abc import Callable
@@ -7,9 +7,10 @@ from typing import Any
 
 
 class Timeline:
-    """What is to happen, in order; what is due at the same moment happens in the order in which it was asked for.
+    """The event queue. Events due at the same time run in the order in which they were scheduled.
 
-    ``now``: true seconds since the beginning, which nobody inside the simulation can read.
+    Attributes:
+        now: true seconds since the beginning; no component of the simulated system can read it.
     """
 
     def __init__(self):
@@ -18,12 +19,12 @@ class Timeline:
         self._asked = 0
 
     def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """``action(*arguments)`` happens ``seconds`` from now."""
+        """Schedule ``action(*arguments)`` for ``seconds`` from now."""
         self._asked += 1
         heapq.heappush(self._heap, (self.now + seconds, self._asked, action, arguments))
 
     def turn(self) -> bool:
-        """The next thing happens; False if there is none."""
+        """Run the next event. Return False if there is none."""
         if not self._heap:
             return False
         self.now, _, action, arguments = heapq.heappop(self._heap)
@@ -33,7 +34,12 @@ class Timeline:
 
 @dataclass(frozen=True)
 class HostClock:
-    """A host's monotonic clock: it began anywhere (``offset``, seconds) and runs fast or slow (``rate``, about 1)."""
+    """A host's monotonic clock.
+
+    Attributes:
+        offset: its value at time 0, in seconds.
+        rate: its speed relative to true time, about 1.
+    """
 
     offset: float
     rate: float
@@ -42,5 +48,5 @@ class HostClock:
         return self.offset + self.rate * now
 
     def true(self, seconds: float) -> float:
-        """How long ``seconds`` on this clock really take."""
+        """Return the true duration of ``seconds`` on this clock."""
         return seconds / self.rate

@@ -22,18 +22,25 @@ _SKEW_S = (-5.0, 5.0)
 
 
 class Cluster:
-    """Everything of one history.
+    """The state of one history.
 
     Args:
-        rng: all chance comes from it. journal: where the control plane may write one, None if it will not die.
+        rng: source of all randomness.
+        shape: parameters of the run.
+        journal: path for the control plane's journal; None if the control plane will not die.
+        history: event log to append to, None if it is not needed.
 
     Attributes:
-        history: lines for people, None where nobody will read them. agents: by node, all that ever were.
-        trouble: what becomes of the next workers: "exits", "never", "late". calm_at: when the last fault is over.
-        returning: agents that are about to join again.
-        poisoned: (logical rank, step) -> what becomes of whoever does it.
-        struck: (when, kind) of the faults so far. checkpoint: (step, history) of the newest complete one.
-        on_order: called with every order that is published.
+        history: the event log.
+        agents: node -> agent, including dead ones.
+        everyone: worker name -> worker, including dead ones.
+        trouble: faults of the next workers to start: "exits", "never", "late".
+        calm_at: when the last fault is over.
+        returning: number of agents that are about to join again.
+        poisoned: (logical rank, step) -> fault of every worker that executes it.
+        struck: (when, kind) of the faults so far.
+        checkpoint: (step, history) of the newest complete checkpoint.
+        on_order: callbacks for every published order.
     """
 
     def __init__(self, rng: random.Random, shape: Shape, journal: Path | None, history: list[str] | None):
@@ -67,15 +74,15 @@ class Cluster:
         self.plane.start()
 
     def note(self, text: str, *values: Any) -> None:
-        """A line of the history."""
+        """Append a line to the event log."""
         if self.history is not None:
             self.history.append(f"{self.time.now:10.4f}  {text.format(*values)}")
 
     def lengthen(self, seconds: float) -> None:
-        """The run is to train for about so long at least."""
+        """Make the run long enough to train for about ``seconds``."""
         self.habits = replace(self.habits, steps=max(self.habits.steps, int(seconds / self.habits.step_s)))
 
-    # --- who there is ------------------------------------------------------------------------------------------------
+    # --- agents and workers ------------------------------------------------------------------------------------------
 
     def born(self, worker: Worker) -> None:
         self.everyone[worker.name] = worker
@@ -96,12 +103,12 @@ class Cluster:
         return [w for w in self.workers() if w.epoch == epoch]
 
     def worker_in(self, name: str, asker: Worker) -> Worker | None:
-        """That worker, if it lives and ``asker`` can reach it."""
+        """Return that worker, if it is alive and ``asker`` can reach it."""
         worker = self.everyone[name]
         return worker if worker.alive and self.can_reach(worker.node, asker.node) else None
 
     def comes_back(self, host: Host, room: int) -> None:
-        """A new agent on a host that has lost one, as a standby node."""
+        """Start a new agent, as a standby node, on a host that has lost its agent."""
         agent = Agent(self, host, 0, max(1, room))
         self.note("host {} is back as {}", host.number, agent.node)
         self.returning += 1
@@ -112,7 +119,7 @@ class Cluster:
         agent.join()
 
     def is_deserted(self) -> bool:
-        """No node is left, and none will come."""
+        """Return whether no node is left, and none will join."""
         return self.time.now > self.calm_at and not self.returning and not self.living()
 
     # --- networks ----------------------------------------------------------------------------------------------------
@@ -124,7 +131,7 @@ class Cluster:
         self.time.after(seconds + 0.001, self.mesh.look_again)
 
     def cut_nodes(self) -> set[str]:
-        """Nodes whose workers reach nobody elsewhere."""
+        """Return the nodes whose workers can reach no other node."""
         now = self.time.now
         if now >= self._cut_until:
             return set()
@@ -135,7 +142,7 @@ class Cluster:
         return not cut or self.agents[node].host is self.agents[other].host or not {node, other} & cut
 
     def can_talk(self, host: Host, direction: str) -> bool:
-        """Whether the host's agent and the control plane hear each other."""
+        """Return whether messages pass in this direction between the host's agent and the control plane."""
         here, now = self.plane.host, self.time.now
         if host is here:
             return True
@@ -145,7 +152,7 @@ class Cluster:
     # --- the control plane -------------------------------------------------------------------------------------------
 
     def control_ended(self) -> None:
-        """Its process is gone: somebody starts another one."""
+        """Handle the end of the control plane's process: schedule its successor."""
         self.crashes += 1
         self.note("the control plane dies")
         for agent in self.living():
@@ -185,7 +192,7 @@ class Cluster:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def saved(self, worker: Worker) -> None:
-        """The worker's part of its step's checkpoint is on disk."""
+        """Record that the worker's part of its step's checkpoint is on disk."""
         _, step, history = worker.owned
         ranks = self._saves.setdefault((step, history), set())
         ranks.add(worker.rank)
@@ -193,5 +200,5 @@ class Cluster:
             self.checkpoint = (step, history)
 
     def load(self, epoch: int) -> tuple[int, int]:
-        """(step, history) that a fresh epoch begins from: the same for all."""
+        """Return the (step, history) from which a fresh epoch starts, the same for all workers."""
         return self._loads.setdefault(epoch, self.checkpoint)

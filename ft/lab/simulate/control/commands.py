@@ -1,4 +1,4 @@
-"""``ft simulate control``: the control plane in simulated clusters."""
+"""The ``ft simulate control`` subcommand."""
 
 import argparse
 
@@ -11,7 +11,7 @@ from ft.lab.simulate.control.run import History, Wish, simulate
 
 
 def add_parser(simulations) -> None:
-    """Adds ``control``; ``main`` is a function of the parsed arguments that returns the exit code."""
+    """Add the subcommand ``control``; its ``main`` takes the parsed arguments and returns the exit status."""
     parser = simulations.add_parser(
         "control",
         help="the control plane's decisions under simulated faults",
@@ -24,10 +24,10 @@ def add_parser(simulations) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what came of the histories; returns 1 if a property is violated, or if a planted bug is not found.
+    """Run the histories and print the result; return 1 if a property is violated, or if an injected bug is not found.
 
     Raises:
-        UserError: an argument is out of its range.
+        UserError: an argument is out of range.
     """
     kinds = histories.check_arguments(_SIMULATION, arguments)
     if arguments.ranks is not None and not 2 <= arguments.ranks <= 64:

@@ -1,12 +1,12 @@
-"""How a simulated training thread leaves what it is at."""
+"""Exceptions that end what a simulated training thread is doing."""
 
 
 class EpochClosed(Exception):
-    """The epoch is over: the step is left."""
+    """The epoch is closed: the step is abandoned."""
 
 
 class Exited(Exception):
-    """The process ends itself with ``code``."""
+    """The process exits with ``code``."""
 
     def __init__(self, code: int):
         super().__init__(code)
@@ -14,7 +14,7 @@ class Exited(Exception):
 
 
 class Broken(Exception):
-    """An exception of the worker's own; ``kinds`` as ``ft.job.messages.WorkerFailed`` has them."""
+    """An exception raised by the worker's own code; ``kinds`` as in ``ft.job.messages.WorkerFailed``."""
 
     def __init__(self, kinds: list[str], message: str):
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What strikes a simulated cluster: kinds of faults, how often each comes, and when."""
+"""Fault injection: the kinds of faults, their probabilities, and their schedule in a history."""
 
 import random
 from collections.abc import Callable
@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """``strike(cluster)`` returns whom it has struck, "" where there is nobody to strike; ``weight``: how often.
+    """A kind of fault.
 
-    ``may_end_control``: a journal is needed. ``at_worst``: what it may lead to when it comes alone and training runs;
-    ``noticed_s``: virtual seconds until the epoch is closed for it then, if it is.
+    Attributes:
+        name: name for ``--kinds`` and the report.
+        weight: relative frequency.
+        strike: injects the fault into a cluster; returns a description of the target, "" if there is none.
+        may_end_control: it may end the control plane, so a journal is needed.
+        at_worst: the strongest reaction that is allowed if it is the only fault and training runs.
+        noticed_s: virtual seconds within which the epoch must then be closed, if it is closed.
     """
 
     name: str
@@ -87,17 +92,22 @@ HARMLESS = ("repeat an old report", "repeat reports of an earlier epoch")
 _PAUSES_S = (0.0, 0.0, 0.02, 0.2, 1.0, 3.0, 8.0)
 _BEGIN_S = (0.0, 2.0, 4.0, 6.0, 9.0)
 _AFTERWARDS_S = 4.0
-"""A run is so long that its last fault by time, and what comes of it, is over before it ends."""
+"""A run lasts so many virtual seconds longer than its last timed fault, so that the consequences are over before it
+ends.
+"""
 _AGAIN_S = 1.0
 _AMBUSH_S = (0.0, 0.005, 0.05, 0.2, 0.6)
 
 
 class Schedule:
-    """The faults of one history: some by time, the others a moment after an order, when a recovery is under way.
+    """The faults of one history: some at fixed times, the others shortly after an order, while a recovery is in
+    progress.
 
     Attributes:
-        kinds: that are to come. struck: (kind, phase of the control plane) of those that have. alone: what the only one
-            of them may lead to, whom it has struck, and when an epoch that it ends is closed.
+        kinds: the faults to inject.
+        struck: (kind, phase of the control plane) of the faults injected.
+        alone: for the only fault of a history: its ``at_worst``, its target, and when an epoch that it ends must be
+            closed.
     """
 
     def __init__(self, rng: random.Random, most: int, names: tuple[str, ...] | None = None):

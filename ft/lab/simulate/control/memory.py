@@ -1,7 +1,7 @@
-"""A worker's host memory: two buffers for each logical rank's snapshots, as ``ft.state.snapshot.buffers`` has them.
+"""A worker's host memory: two buffers per logical rank's snapshots, as in ``ft.state.snapshot.buffers``.
 
-A state is a tuple (whose, step, history): ``history`` is a hash over every step that led to it and the epoch in which
-that step was done, so that a state restored from a wrong place, or from an undone step, is known by its value.
+A state is a tuple (owner, step, history). ``history`` is a hash over all steps that led to it, with the epoch of each,
+so that a state restored from the wrong owner, or from a step that was rolled back, is recognized by its value.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,15 @@ EMPTY, STAGING, COMPLETE = range(3)
 
 @dataclass(slots=True)
 class Slot:
-    """One buffer. ``value``: the states in it; ``damaged``: its checksums do not fit."""
+    """One buffer.
+
+    Attributes:
+        status: EMPTY, STAGING or COMPLETE.
+        step: step of the snapshot.
+        epoch: epoch in which it was taken.
+        value: the states in it.
+        damaged: its checksums do not match.
+    """
 
     status: int = EMPTY
     step: int = -1
@@ -22,7 +30,7 @@ class Slot:
 
 
 class PingPong:
-    """Two slots that take turns; the rules of ``ft.state.snapshot.buffers.PingPong``."""
+    """Two buffers used alternately, by the rules of ``ft.state.snapshot.buffers.PingPong``."""
 
     def __init__(self):
         self.slots = [Slot(), Slot()]
@@ -50,7 +58,7 @@ class PingPong:
 
 @dataclass(slots=True)
 class CopyStore:
-    """Own snapshots, and the copies held for others by owner's logical rank."""
+    """A worker's own snapshots, and the copies it holds for other logical ranks, by owner."""
 
     own: PingPong = field(default_factory=PingPong)
     copies: dict[int, PingPong] = field(default_factory=dict)
@@ -66,6 +74,6 @@ class CopyStore:
             held.drop_after(step)
 
     def held(self) -> tuple[list[int], dict[str, list[int]]]:
-        """(own steps, owner -> steps) as ``ft.job.messages.Holdings`` has them."""
+        """Return (own steps, owner -> steps), as in ``ft.job.messages.Holdings``."""
         copies = {str(owner): steps for owner, pair in sorted(self.copies.items()) if (steps := pair.steps())}
         return self.own.steps(), copies

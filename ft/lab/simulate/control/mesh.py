@@ -1,4 +1,4 @@
-"""The network between workers: group operations of an epoch, which end for all members, for some, or for nobody."""
+"""The network between workers: collectives of an epoch, which may complete for all members, for some, or for none."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,15 @@ _NOTICED_S = (0.001, 0.05)
 
 
 class Operation:
-    """One collective. ``members``: logical rank -> (worker, what it brings); ``ended``: ranks it has ended for."""
+    """One collective.
+
+    Attributes:
+        epoch: its epoch.
+        key: identifies it within the epoch.
+        members: logical rank -> (worker, contribution).
+        ended: logical ranks for which it has completed.
+        under_way: all members have joined, and it is being executed.
+    """
 
     __slots__ = ("ended", "epoch", "key", "members", "under_way")
 
@@ -23,7 +31,7 @@ class Operation:
 
 
 class Mesh:
-    """All operations under way. ``stuck``: epochs in which a message was lost for good."""
+    """All collectives in progress. ``stuck``: epochs in which a message was lost for good."""
 
     def __init__(self, cluster: "Cluster"):
         self._cluster = cluster
@@ -31,7 +39,9 @@ class Mesh:
         self.stuck: set[int] = set()
 
     def join(self, worker: "Worker", key: Any, value: Any) -> Operation:
-        """The worker takes part in ``key`` of its epoch with ``value``; the operation ends when all do."""
+        """Let the worker join the collective ``key`` of its epoch with ``value``; it completes when all workers have
+        joined.
+        """
         place = (worker.epoch, key)
         operation = self._pending.get(place)
         if operation is None:
@@ -42,13 +52,16 @@ class Mesh:
         return operation
 
     def leave(self, worker: "Worker", operation: Operation) -> None:
-        """The worker has left the wait; from now on the operation can end for nobody who has not got its result yet."""
+        """Withdraw a worker that has stopped waiting. A collective not yet under way can then no longer complete."""
         if not operation.under_way:
             operation.members.pop(worker.rank, None)
 
     def lost(self, worker: "Worker", noticed: float) -> None:
-        """The worker's connections have ended: each peer notices with probability ``noticed``, and operations under way
-        end for some and not for others."""
+        """Close the worker's connections.
+
+        Each peer notices with probability ``noticed``. Collectives under way complete for some members and not for
+        others.
+        """
         rng = self._cluster.rng
         for operation in list(self._pending.values()):
             if operation.epoch != worker.epoch or operation.members.get(worker.rank, (None,))[0] is not worker:
@@ -68,12 +81,12 @@ class Mesh:
             peer.poke()
 
     def look_again(self) -> None:
-        """Connections have come back, or a process goes on."""
+        """Check all collectives again, after connections are restored or a process resumes."""
         for operation in list(self._pending.values()):
             self._look(operation)
 
     def forget(self, epoch: int) -> None:
-        """Operations of epochs long over are dropped."""
+        """Drop the collectives of epochs before ``epoch``."""
         for place in [place for place in self._pending if place[0] < epoch]:
             del self._pending[place]
 
@@ -104,7 +117,7 @@ class Mesh:
         self._end(operation)
 
     def _end(self, operation: Operation) -> None:
-        """What it has not ended for now it never will."""
+        """End a collective; members for which it has not completed now will never see it complete."""
         self._pending.pop((operation.epoch, operation.key), None)
         self._cluster.checks.operation_ended(operation)
         for rank in sorted(operation.members):

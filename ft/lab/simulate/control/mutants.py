@@ -1,4 +1,6 @@
-"""Bugs to plant into the production decision code, in the simulation's process: it has to find every one of them."""
+"""Bugs to inject into the production decision code within the simulation's process; the simulation must find each of
+them.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from ft.job.control.state import CLOSED, REPAIRING
 
 @dataclass(frozen=True)
 class Mutant:
-    """``owner.name`` becomes what ``wrong`` makes of the right one."""
+    """A bug: it replaces ``owner.name`` by ``wrong(original)``."""
 
     title: str
     owner: Any
@@ -165,7 +167,7 @@ PLANTS = (
 
 
 def find(name: str) -> list[Mutant]:
-    """The plant of that title, or all of them for "all".
+    """Return the mutant with that title, or all of them for "all".
 
     Raises:
         UserError: there is none.
@@ -179,7 +181,7 @@ def find(name: str) -> list[Mutant]:
 
 @contextmanager
 def planted(plant: Mutant | None) -> Iterator[None]:
-    """Within, the decision code has that bug."""
+    """Inject the bug into the decision code for the duration of the context."""
     if plant is None:
         yield
         return

@@ -1,9 +1,9 @@
-"""The connection between one agent and the control plane, as the protocol has it.
+"""Model of the connection between one agent and the control plane.
 
-Reports are numbered by the agent and kept until the control plane has taken them; orders are a numbered log that the
-agent follows. Within one connection both arrive in sequence; a connection that breaks loses what is on its way, and the
-next one begins with all that was kept, which repeats what had arrived but was not known to have. Heartbeats have no
-number: what is lost of them is lost.
+The agent numbers its reports and keeps each until the control plane has acknowledged it; orders are a numbered log that
+the agent follows. Within one connection both arrive in sequence. A broken connection loses what is in transit; the next
+connection starts by sending all kept reports, which repeats those that arrived unacknowledged. Heartbeats are not
+numbered, and a lost heartbeat is not repeated.
 """
 
 from collections import deque
@@ -19,7 +19,12 @@ _LATENCY_S, _RETRY_S, _LOST_ANSWERS = (0.0005, 0.01), (0.1, 0.4), 0.1
 
 
 class Link:
-    """Of one agent, for its life; each direction breaks by itself. ``contact_at``: when it last had an answer."""
+    """The connection of one agent, for the agent's life. Each direction breaks independently.
+
+    Attributes:
+        position: number of orders received.
+        contact_at: when the control plane last answered.
+    """
 
     def __init__(self, cluster: "Cluster", agent: "Agent"):
         self._cluster, self._agent = cluster, agent
@@ -43,7 +48,7 @@ class Link:
             self._send(self._number, report)
 
     def taken(self, number: int) -> None:
-        """The control plane has everything up to ``number`` in its journal; the answer may be lost."""
+        """Handle an acknowledgement: the journal has every report up to ``number``. The acknowledgement may be lost."""
         if self._cluster.rng.random() < _LOST_ANSWERS:
             return
         while self._kept and self._kept[0][0] <= number:
@@ -60,7 +65,7 @@ class Link:
             self._break_up()
             return
         self._cluster.plane.hear(self, self._agent.node, number, report)
-        if self._passes("down"):  # the answer
+        if self._passes("down"):  # the answer arrives
             self.contact_at = self._cluster.time.now
 
     def _break_up(self) -> None:
@@ -80,7 +85,7 @@ class Link:
     # --- orders ------------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Orders that the agent has not got go on their way."""
+        """Send the orders that the agent has not received."""
         log, now = self._cluster.plane.log, self._cluster.time.now
         while self._down_works and self._asked < len(log):
             self._last_down = max(now + self._latency(), self._last_down)
@@ -109,10 +114,10 @@ class Link:
         self._down_works, self._asked = True, self.position
         self.pump()
 
-    # --- both --------------------------------------------------------------------------------------------------------
+    # --- both directions ---------------------------------------------------------------------------------------------
 
     def control_ended(self) -> None:
-        """The other end's process is gone."""
+        """Break both directions, because the control plane's process has ended."""
         if self._up_works:
             self._break_up()
         if self._down_works:

@@ -1,7 +1,7 @@
-"""The control plane's process: the production decision code and journal, with the simulation's I/O around them.
+"""The control plane's process: the production decision code and journal, with simulated I/O around them.
 
-Its death loses everything but the journal. The next one, on this host or another, is built from it, and takes up the
-numbering of reports and orders where the journal ends.
+When it dies, everything but the journal is lost. Its successor, on this host or another, is restored from the journal
+and continues the numbering of reports and orders.
 """
 
 from pathlib import Path
@@ -19,16 +19,28 @@ if TYPE_CHECKING:
     from ft.lab.simulate.control.network import Link
 
 BEFORE, TORN, WRITTEN, AFTER = "before", "torn", "written", "after"
-"""Moments to die at, while a report is taken in: before it is written down, while, before its orders go out, after."""
+"""Moments of a crash while a report is processed: before the journal entry, within it, before the orders are published,
+and after.
+"""
 
 
 class Plane:
-    """``path``: of its journal, None where it is not going to die: then nothing is written.
+    """The control plane.
+
+    Args:
+        cluster: the simulated cluster.
+        host: the host it runs on.
+        options: options of the production code.
+        path: path of its journal; None: nothing is written, because it will not die.
 
     Attributes:
-        log: all orders. said: reports taken, for echoes. is_up: there is a process; paused: it is stopped.
-        serves_since: true time.
-        was_cut_off: the network of its host did not pass for some time.
+        state: state of the production decision code.
+        log: all orders.
+        said: all reports processed, for faults that repeat them.
+        is_up: its process exists.
+        paused: its process is stopped.
+        serves_since: true time at which this process began to serve.
+        was_cut_off: the network of its host was cut at some time.
     """
 
     def __init__(self, cluster: "Cluster", host: "Host", options: Options, path: Path | None):
@@ -48,7 +60,7 @@ class Plane:
         self._take(None)
 
     def hear(self, link: "Link", node: str, number: int, report: Any) -> None:
-        """A report arrives over ``link``; number 0: a heartbeat."""
+        """Receive a report over ``link``; number 0 is a heartbeat."""
         if not self.is_up:
             return
         if self.paused:
@@ -62,7 +74,9 @@ class Plane:
             link.taken(number)
 
     def echo(self, report: Any) -> None:
-        """What the protocol excludes: a report reaches ``decide`` once more."""
+        """Deliver a report to ``decide`` a second time, which the protocol excludes, and check that the state does not
+        change.
+        """
         if not self.is_up or self.paused:
             return
         before = to_json(self.state)
@@ -71,13 +85,13 @@ class Plane:
             self._cluster.checks.fail(f"a report that came a second time has changed the state: {m.encode(report)}")
 
     def clock(self) -> float:
-        """What ``decide`` takes for now (``ft.job.control.sidecar``)."""
+        """Return the time that ``decide`` sees (``ft.job.control.sidecar``)."""
         return self.host.clock.read(self._cluster.time.now) + self._ahead
 
     def _wall(self) -> float:
         return self._cluster.time.now + self.host.skew_s
 
-    # --- taking in ---------------------------------------------------------------------------------------------------
+    # --- processing of reports ---------------------------------------------------------------------------------------
 
     def _take(self, report: Any | None, node: str = "", number: int = 0) -> None:
         now = self.clock()
@@ -120,7 +134,7 @@ class Plane:
             self._cluster.ordered(order)
 
     def _plan(self, now: float, report: Any | None) -> None:
-        """When the clock is to be looked at (``ft.job.control.sidecar``)."""
+        """Schedule the next deadline (``ft.job.control.sidecar``)."""
         following = controller.next_deadline(self.state, now)
         self._cluster.checks.plans(now, following)
         if report is None or following < self._due:
@@ -133,11 +147,13 @@ class Plane:
         if life == self._life and self.is_up and not self.paused and self.state.phase != ENDED:
             self._take(None)
 
-    # --- absences ----------------------------------------------------------------------------------------------------
+    # --- pause, crash and restart ------------------------------------------------------------------------------------
 
     def go_on(self, superseded: bool) -> None:
-        """After a stop: what has come in is taken before the clock is looked at. ``superseded``: another one has taken
-        its place meanwhile, and it ends."""
+        """Resume after a pause: process the received reports before looking at the clock.
+
+        ``superseded``: another control plane has taken over meanwhile, so this one ends.
+        """
         if not self.paused:
             return
         if superseded:
@@ -151,11 +167,11 @@ class Plane:
             self._take(None)
 
     def crash_soon(self, moment: str) -> None:
-        """Dies while it takes the next numbered report in."""
+        """Crash at ``moment`` while the next numbered report is processed."""
         self.dies_at = moment
 
     def die(self) -> None:
-        """The process ends; its journal stays."""
+        """End the process; its journal remains."""
         self.is_up, self.paused, self.dies_at = False, False, ""
         self._last = _without_heartbeats(self.state)
         if self._journal is not None:
@@ -166,13 +182,13 @@ class Plane:
         self._cluster.control_ended()
 
     def _tear(self) -> None:
-        """The last line of the journal is only begun."""
+        """Truncate the journal within its last line."""
         whole = self._path.read_bytes()
         last = whole.rstrip(b"\n").rfind(b"\n") + 1
         self._path.write_bytes(whole[: self._cluster.rng.randrange(last, len(whole) - 1)])
 
     def restart(self, host: "Host") -> None:
-        """Another process takes over, with the journal and nothing else."""
+        """Start the successor process from the journal alone, and check that the journal is complete."""
         memory = journal.recall(self._path)
         log = list(memory.record.orders)
         if memory.record.first or log[: len(self.log)] != self.log:
@@ -190,7 +206,7 @@ class Plane:
 
 
 def _without_heartbeats(state: State) -> Any:
-    """What the journal has to keep of the state."""
+    """Return the part of the state that the journal must preserve."""
     values = to_json(state)
     for agent in values["agents"].values():
         agent["beats"] = agent["heard_at"] = None

@@ -1,4 +1,4 @@
-"""What a worker does between two epochs: a model of ``ft.systems.hot_swap.recovery``."""
+"""Model of a worker's recovery between two epochs (``ft.systems.hot_swap.recovery``)."""
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def recover(worker: "Worker") -> Generator[float | None, None, Any]:
-    """Brings the worker to the first step of an open epoch."""
+    """Bring the worker to the first step of an open epoch."""
     while True:
         worker.step_began = None
         worker.does("idle", "recovery")
@@ -91,7 +91,10 @@ def _repair(worker: "Worker", order: m.Repair) -> Generator[float | None, None, 
 
 
 def _restore(worker: "Worker", order: m.Repair) -> Generator[float | None, None, dict[str, str]]:
-    """``RecoveryManager.restore``: a lost stage gets its state from a neighbour, which has its own by then."""
+    """Restore the state, like ``RecoveryManager.restore``.
+
+    A lost stage gets its state from an adjacent stage, which has restored its own by then.
+    """
     beside = order.rebuilt.get(str(worker.rank))
     if beside is None:
         sources = yield from worker.snapshots.restore(order.step, order.sources[str(worker.rank)])

@@ -1,4 +1,4 @@
-"""What many histories come to, as text."""
+"""Summarize many histories as text."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +12,20 @@ PHASES = (GATHERING, RUNNING, CLOSED, OPENED, REPAIRING, RESUMING)
 
 @dataclass
 class Summary:
-    """Sums over histories. ``failed``: those with a violation, by seed."""
+    """Totals over histories.
+
+    Attributes:
+        histories: number of histories.
+        outcomes: number of histories by outcome.
+        struck: number of faults by (kind, phase of the control plane).
+        virtual_s: virtual seconds.
+        restarts: warm restarts.
+        epochs: epochs opened.
+        redone: committed steps that were executed again.
+        crashes: deaths of the control plane.
+        messages: reports processed and orders published, by type.
+        failed: seed -> violation.
+    """
 
     histories: int = 0
     outcomes: Counter = field(default_factory=Counter)
@@ -39,7 +52,7 @@ class Summary:
             self.failed[history.seed] = history.violation
 
     def text(self, took_s: float) -> str:
-        """``took_s``: real seconds."""
+        """Return the totals as text. ``took_s``: elapsed real time in seconds."""
         lines = [
             f"{self.histories} histories in {took_s:.1f} s: {self.histories / max(took_s, 1e-9):.0f} seeds/s, "
             f"{self.virtual_s / 3600:.1f} h of virtual time",
@@ -66,7 +79,7 @@ class Summary:
 
 
 def _faults(struck: Counter) -> list[str]:
-    """Kinds down, the control plane's phases across."""
+    """Return a table of faults: a row per kind, a column per phase of the control plane."""
     phases = [*PHASES, *sorted({phase for _, phase in struck} - set(PHASES))]
     width = max((len(kind) for kind, _ in struck), default=10)
     lines = [f"{'faults by the phase they struck in':{width}s}  " + "".join(f"{phase[:10]:>11s}" for phase in phases)]

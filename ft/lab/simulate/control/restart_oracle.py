@@ -1,4 +1,6 @@
-"""Whether the run may end, or begin anew, for the reason that is given: by the faults that have really struck."""
+"""Oracle for restarts and stops: whether the injected faults justify that the run restarts or ends for the stated
+reason.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +11,7 @@ if TYPE_CHECKING:
     from ft.lab.simulate.control.cluster import Cluster
 
 ANYTHING, HOT_SWAP, IN_PLACE, NOTHING = "anything", "hot-swap", "another epoch of the same workers", "nothing"
-"""What a fault may lead to."""
+"""The strongest reaction that a fault may cause."""
 
 _TOO_MUCH = {
     HOT_SWAP: (m.Restart, m.Stop),
@@ -17,18 +19,18 @@ _TOO_MUCH = {
     NOTHING: (m.Restart, m.Stop, m.Kill, m.Close),
 }
 _AFTERMATH_S = 20.0
-"""Virtual seconds from the end of a fault until the last of what it has broken is noticed."""
+"""Virtual seconds from the end of a fault until all its consequences are detected."""
 
 
 class Legitimacy:
-    """Of one history."""
+    """The restarts of one history, judged by its faults."""
 
     def __init__(self, cluster: "Cluster"):
         self._cluster = cluster
         self._excused = self._restarts = 0
 
     def of_restart(self, order: m.Restart) -> None:
-        """A warm restart needs a fault since the one before."""
+        """Check that a fault has struck since the previous warm restart."""
         self._restarts += 1
         struck = len(self._cluster.struck)
         if not self._is_excused():
@@ -51,9 +53,9 @@ class Legitimacy:
             alike = "replacements failed alike" in text and len(self._cluster.struck) > 3
             alike = alike or bool(self._cluster.poisoned)
             legitimate = alike or bool(kinds & {"raise software error", "exit with code 1", "bad start"})
-        elif "times after committed step" in text:  # in a simulation somebody was struck for each of them
+        elif "times after committed step" in text:  # in a simulation each of these times has a fault of its own
             legitimate = len(self._cluster.struck) > MOST_RETURNS or bool(self._cluster.poisoned)
-        elif not self._cluster.plane.state.attached:  # to a script that takes no part torchrun's rules apply
+        elif not self._cluster.plane.state.attached:  # a script that never attaches is treated as by torchrun
             legitimate = bool(self._cluster.struck)
         else:
             legitimate = False
@@ -62,12 +64,12 @@ class Legitimacy:
             checks.fail(f"the run is stopped without a reason for it: {text}")
 
     def _is_excused(self) -> bool:
-        """A fault has struck since the last warm restart, or goes on, or its consequences do."""
+        """Return whether a fault has struck since the last warm restart, or a fault or its consequences still last."""
         news = len(self._cluster.struck) > self._excused or bool(self._cluster.poisoned)
         return news or self._cluster.time.now < self._cluster.calm_at + _AFTERMATH_S
 
     def _room(self) -> int:
-        """Workers that the nodes can hold which the control plane has not given up."""
+        """Return how many workers the nodes can hold that the control plane has not given up."""
         here = [a for a in self._cluster.plane.state.agents.values() if not a.gone]
         return sum(agent.seats + agent.standbys for agent in here)
 
@@ -75,18 +77,20 @@ class Legitimacy:
         return [node for node, agent in self._cluster.plane.state.agents.items() if agent.gone]
 
     def _check_lost_agents(self, text: str) -> None:
-        """No node is given up unless something has kept its agent from being heard."""
+        """Check that a node was given up only if a fault has kept its agent from being heard."""
         for node in self._gone():
             if not self._cluster.agents[node].excuse and not self._cluster.plane.was_cut_off:
                 self._cluster.checks.fail(f"node {node} was given up, but nothing had struck its agent; then: {text}")
 
 
 def check_alone(cluster: "Cluster", at_worst: str, struck: str, limit: float) -> None:
-    """The history had one fault.
+    """Check the reaction to the only fault of a history.
 
     Args:
-        at_worst: what it may have led to. struck: whom it has struck, in words. limit: true time until which an epoch
-            that it has ended was to be closed.
+        cluster: the simulated cluster.
+        at_worst: the strongest reaction allowed.
+        struck: description of the target.
+        limit: true time until which an epoch that it has ended must be closed.
     """
     if at_worst == ANYTHING:
         return

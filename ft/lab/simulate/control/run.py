@@ -1,4 +1,4 @@
-"""One history from its seed: what it was, and what is wrong with it, if anything."""
+"""Simulate one history from its seed, and check its invariants."""
 
 import random
 import tempfile
@@ -18,7 +18,7 @@ from ft.lab.simulate.control.restart_oracle import check_alone
 from ft.lab.simulate.control.shape import draw_shape
 
 STUCK_S = 90.0
-"""Virtual seconds without progress, and without a fault, that make a hang: all deadlines of one recovery together."""
+"""Virtual seconds without progress and without a fault that count as a hang: all deadlines of one recovery together."""
 LONGEST_S = 3000.0
 _STOPS = {
     "told to end": "an agent was told to end",
@@ -33,7 +33,13 @@ _STOPS = {
 
 @dataclass(frozen=True)
 class Wish:
-    """What histories are to be like. ``faults``: at most so many in one; ``ranks``: None: any; ``kinds``: None: all."""
+    """Options of the histories.
+
+    Attributes:
+        faults: the most faults in one history.
+        ranks: number of logical ranks; None: random.
+        kinds: kinds of faults to use; None: all.
+    """
 
     faults: int = 9
     ranks: int | None = None
@@ -42,13 +48,20 @@ class Wish:
 
 @dataclass
 class History:
-    """What came of one seed.
+    """The result of one seed.
 
     Attributes:
-        outcome: in a few words. violation: the property that does not hold, "" if all do. struck: (kind of fault, phase
-            of the control plane). seconds: virtual. restarts: warm ones. epochs: opened. redone: committed steps that
-            were done again. crashes: of the control plane. messages: reports taken and orders given, by kind.
-        lines: of the history, where they were asked for.
+        seed: the seed.
+        outcome: short description of how the run ended.
+        violation: the property that does not hold, "" if all do.
+        struck: (kind of fault, phase of the control plane) of each fault.
+        seconds: virtual seconds.
+        restarts: warm restarts.
+        epochs: epochs opened.
+        redone: committed steps that were executed again.
+        crashes: deaths of the control plane.
+        messages: reports processed and orders published, by type.
+        lines: event log, empty unless requested.
     """
 
     seed: int
@@ -65,7 +78,7 @@ class History:
 
 
 def simulate(seed: int, wish: Wish, with_lines: bool = False) -> History:
-    """The history of ``seed``; the same for the same arguments."""
+    """Simulate the history of ``seed``. It is deterministic: the same arguments give the same history."""
     history, rng = History(seed), random.Random(seed)
     shape, schedule = draw_shape(rng, wish.ranks), Schedule(rng, wish.faults, wish.kinds)
     lines = history.lines if with_lines else None
@@ -79,7 +92,7 @@ def simulate(seed: int, wish: Wish, with_lines: bool = False) -> History:
             check_alone(cluster, *schedule.alone)
         except Violation as violation:
             history.violation = str(violation)
-        except Exception as error:  # of the decision code: found by the simulation, with its history
+        except Exception as error:  # an exception in the decision code is a finding too, reported with its history
             where = traceback.extract_tb(error.__traceback__)[-1]
             history.violation = f"{type(error).__name__} in {where.name}, line {where.lineno}: {error}"
     _sum_up(history, cluster, schedule)

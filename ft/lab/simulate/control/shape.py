@@ -1,4 +1,4 @@
-"""What a simulated run looks like, drawn from its seed."""
+"""Parameters of a simulated run, drawn from its seed."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -24,18 +24,26 @@ TIMEOUTS = Timeouts(
     leave_s=5.0,
     join_s=40.0,
 ).check()
-"""Production's ladder with shorter rungs: virtual seconds cost real ones, and nothing depends on their length."""
+"""Production's timeouts, shortened in their order: virtual seconds cost real time, and no property depends on their
+length.
+"""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Who there is and who holds whose copies.
+    """The layout of a run: its logical ranks, nodes and peer copies.
 
     Attributes:
-        dp: logical ranks that hold the same part of the model; 1: no data parallelism. near: they are neighbours, most
-            often on one node; otherwise far apart. copies: of each logical rank's snapshot.
-        nodes: (seats, standbys) of each. checkfree: parts of the model are pipeline stages, and those that are lost may
-            be rebuilt from their neighbours: "" (none), or as of ``ft.job.control.recovery_plan.Stages``.
+        world_size: number of logical ranks.
+        dp: number of logical ranks that hold the same part of the model; 1: no data parallelism.
+        near: ranks with the same part are consecutive, most often on one node; otherwise they are far apart.
+        copies: peer copies of each logical rank's snapshot.
+        nodes: (seats, standbys) of each node.
+        max_restarts: warm restarts allowed.
+        hot_swap: hot-swap is enabled.
+        groups: process group -> its logical ranks.
+        checkfree: parts of the model are pipeline stages, and lost stages may be rebuilt from adjacent ones: ""
+            (never), or ``MIDDLE`` or ``PLUS`` of ``ft.job.control.recovery_plan``.
     """
 
     world_size: int
@@ -49,11 +57,11 @@ class Shape:
     checkfree: str = ""
 
     def part_of(self, rank: int) -> int:
-        """Which part of the model the rank holds."""
+        """Return which part of the model the rank holds."""
         return rank // self.dp if self.near else rank % (self.world_size // self.dp)
 
     def place_of(self, rank: int) -> Place:
-        """Where it is in the pipeline."""
+        """Return the rank's place in the pipeline."""
         return Place(self.part_of(rank), 0, self.dp_peers(rank).index(rank), 0, 1)
 
     def dp_peers(self, rank: int) -> list[int]:
@@ -78,7 +86,22 @@ def _copies(shape: Shape, rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Habits:
-    """How long things take, (least, most) seconds; ``steps``: of the run; ``save_every``: steps."""
+    """Durations of a worker's actions, as (least, most) seconds.
+
+    Attributes:
+        steps: steps of the run.
+        save_every: steps between checkpoints.
+        import_s: start of the process.
+        assemble_s: construction of model and optimizer.
+        compute_s: forward and backward pass.
+        update_s: optimizer step.
+        save_s: writing a checkpoint.
+        copy_s: copying a snapshot to host memory.
+        send_s: sending a peer copy.
+        leave_s: leaving a closed epoch.
+        rebuild_s: rebuilding process groups.
+        fetch_s: fetching a state.
+    """
 
     steps: int = 16
     save_every: int = 8
@@ -95,12 +118,12 @@ class Habits:
 
     @property
     def step_s(self) -> float:
-        """About how long a step takes: the slowest worker's."""
+        """Approximate duration of a step, which is that of the slowest worker."""
         return self.compute_s[1] + self.update_s[1]
 
 
 def draw_shape(rng: random.Random, world_size: int | None = None) -> Shape:
-    """A run of ``world_size`` logical ranks (None: any), on one node or several."""
+    """Draw a run of ``world_size`` logical ranks (None: random), on one node or several."""
     world = rng.choice([2, 4, 4, 4, 8]) if world_size is None else world_size
     dp = rng.choice([d for d in (1, 2, 2, 4) if world % d == 0])
     count = rng.choice([n for n in (1, 2, 2, 4) if world % n == 0 and n <= world])

@@ -1,4 +1,4 @@
-"""A worker's snapshots and peer copies: a model of ``ft.state.snapshot.store`` and ``ft.state.snapshot.restore``."""
+"""Model of a worker's snapshots and peer copies (``ft.state.snapshot.store`` and ``ft.state.snapshot.restore``)."""
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,12 @@ _KINDS = ["FallbackError", "FtError", "Exception"]
 
 
 class Snapshots:
-    """Of one worker. ``copied_at``: when the last own one is complete."""
+    """The snapshots of one worker, and the peer copies it holds.
+
+    Attributes:
+        stock: the snapshots and copies.
+        copied_at: when its last own snapshot is complete.
+    """
 
     def __init__(self, worker: "Worker"):
         self._worker, self._cluster = worker, worker.cluster
@@ -25,7 +30,7 @@ class Snapshots:
         self._taken = (-1, -1)
 
     def take(self) -> None:
-        """Copies the live state into host memory and sends it to the peers, in the background."""
+        """Copy the live state to host memory and send it to the peers, in the background."""
         worker, cluster = self._worker, self._cluster
         self._taken = place = (worker.step, worker.epoch)
         value = (worker.owned, worker.replicated)
@@ -44,10 +49,12 @@ class Snapshots:
             cluster.time.after(send_s, self._sent, peer, other, theirs, place)
 
     def wait(self) -> Generator[float | None, None, None]:
-        """Until the last one is complete here and with all peers: the one wait before the optimizer step.
+        """Wait until the last snapshot is complete here and at all peers; this is the only wait before the optimizer
+        step.
 
         Raises:
-            EpochClosed, Broken: as ``Worker.suspect``.
+            EpochClosed: as ``Worker.suspect``.
+            Broken: as ``Worker.suspect``.
         """
         worker = self._worker
         before = (worker.doing, worker.where)
@@ -66,10 +73,11 @@ class Snapshots:
         self._worker.poke()
 
     def _sent(self, peer: int, other: "Worker | None", slot: Slot | None, place: tuple[int, int]) -> None:
-        """The copy is complete at the peer, and known here to be; or neither."""
+        """Complete the copy at the peer and the acknowledgement here, or neither."""
         worker, held = self._worker, False
         if worker.alive and (worker.stopped or (other is not None and other.alive and other.stopped)):
-            self._cluster.time.after(_STALLED_S, self._sent, peer, other, slot, place)  # nobody resets the connection
+            # A stopped process does not reset the connection, so the transfer only stalls.
+            self._cluster.time.after(_STALLED_S, self._sent, peer, other, slot, place)
             return
         if slot is not None and slot.status == STAGING and (slot.step, slot.epoch) == place:
             here = worker.alive and worker.closed_epoch < place[1]
@@ -84,10 +92,14 @@ class Snapshots:
     # --- restore -----------------------------------------------------------------------------------------------------
 
     def restore(self, step: int, source: m.Source) -> Generator[float | None, None, dict[str, str]]:
-        """Puts the state of ``step`` in place (``RecoveryManager.restore``); returns how it came.
+        """Restore the state of ``step``, like ``RecoveryManager.restore``.
+
+        Returns:
+            "owned" and "replicated" -> where that state came from.
 
         Raises:
-            Broken: no source is usable. EpochClosed: interrupted.
+            Broken: no source is usable.
+            EpochClosed: the epoch was closed meanwhile.
         """
         worker = self._worker
         keep = not worker.touched and not worker.empty and worker.step == step
@@ -106,7 +118,7 @@ class Snapshots:
         return how
 
     def rebuild(self, step: int, lent: Any) -> None:
-        """Puts a state in place that is made from a neighbour's (``RecoveryManager.restore`` of a rebuilt stage)."""
+        """Install a state made from an adjacent stage's, like ``RecoveryManager.restore`` for a rebuilt stage."""
         worker = self._worker
         history = lent[0][2]
         worker.owned = (worker.rank, step, history)
@@ -136,7 +148,9 @@ class Snapshots:
         return staging, how
 
     def _first(self, holders: list[int], owner: int | None, step: int) -> tuple[int, Any]:
-        """The first holder that answers with a sound snapshot; ``owner`` None: of its own."""
+        """Return the first holder that has an intact snapshot, and its value; ``owner`` None: the holder's own
+        snapshot.
+        """
         worker = self._worker
         for holder in holders:
             other = self._cluster.worker_in(worker.seats[holder].worker, worker)

@@ -1,4 +1,4 @@
-"""How each kind of fault is done to a simulated cluster. Every function returns whom it has struck, "" for nobody."""
+"""Implementation of each kind of fault. A ``Strike`` returns a description of its target, "" if there is none."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,16 @@ _AWAITED = {
     m.Repair: (m.WorkerRepaired,),
     m.Resume: (m.WorkerResumed, m.WorkerDone),
 }
-"""Order -> the reports that it asks for."""
+"""Order -> types of the reports that it requests."""
 _SIGNALS = (-9, -9, -11, -6)
 _PAUSE_S, _LONG_S = (0.05, 0.2, 0.5, 1.5, 4.0), (0.3, 1.0, 2.0, 3.0, 6.0, 15.0)
 
 
 def on_worker(do: "Callable[[Cluster, Worker], str | None]", early: bool = False) -> Strike:
-    """Any worker, a seated one three times out of four.
+    """Return a fault that strikes a random worker, one with a seat three times out of four.
 
-    ``early``: also when none has ever attached: a script that takes no part may do nothing for ever.
+    ``early``: it may also strike before any worker has attached. Other faults may not, because a script that never
+    attaches is allowed to hang for ever.
     """
 
     def strike(cluster: "Cluster") -> str:
@@ -44,7 +45,7 @@ def on_worker(do: "Callable[[Cluster, Worker], str | None]", early: bool = False
 
 
 def on_training(do: "Callable[[Cluster, Worker], str | None]") -> Strike:
-    """A worker that is in its epoch."""
+    """Return a fault that strikes a random worker that is within its epoch."""
 
     def strike(cluster: "Cluster") -> str:
         chosen = [w for w in cluster.workers() if w.inside]
@@ -57,7 +58,7 @@ def on_training(do: "Callable[[Cluster, Worker], str | None]") -> Strike:
 
 
 def on_agent(do: "Callable[[Cluster, Agent], str | None]") -> Strike:
-    """An agent, with what runs beside it."""
+    """Return a fault that strikes a random agent and what runs beside it."""
 
     def strike(cluster: "Cluster") -> str:
         chosen = cluster.living()
@@ -85,7 +86,7 @@ def kill_two(cluster: "Cluster") -> str:
 
 
 def kill_copies(cluster: "Cluster") -> str:
-    """A logical rank, and all who hold a copy of its state."""
+    """Kill a logical rank and all ranks that hold a copy of its state."""
     seated = [w for w in cluster.workers() if w.inside]
     if not seated:
         return ""
@@ -120,7 +121,7 @@ def pause(cluster: "Cluster", worker: "Worker") -> str:
 
 
 def fall_deaf(cluster: "Cluster", worker: "Worker") -> None:
-    """The interpreter is held: no thread of it runs."""
+    """Hang the worker with the interpreter lock held, so that none of its threads runs."""
     if not worker.deaf and not worker.stopped:
         worker.deaf, worker.quiet_since = True, cluster.time.now
         worker.agent.watch(worker, cluster.rng.choice("DRS"))
@@ -143,12 +144,12 @@ def raises(kind: str) -> "Callable[[Cluster, Worker], None]":
 
 
 def ail(cluster: "Cluster", worker: "Worker") -> None:
-    """It fails in every step from now on; another one in its place would not."""
+    """Let the worker fail in every step from now on; a replacement does not fail."""
     worker.ails = True
 
 
 def poison(kind: str) -> "Callable[[Cluster, Worker], str]":
-    """A step to come fails for whoever does it in that logical rank."""
+    """Return a fault that makes a future step fail for every worker that executes it in this logical rank."""
 
     def strike(cluster: "Cluster", worker: "Worker") -> str:
         step = worker.step + cluster.rng.randint(1, 4)
@@ -159,7 +160,7 @@ def poison(kind: str) -> "Callable[[Cluster, Worker], str]":
 
 
 def mumble(cluster: "Cluster", worker: "Worker") -> None:
-    """What it says next of a recovery, or of its end, gets lost on the way to its agent."""
+    """Lose the next report of the worker that requests an order, on its way to the agent."""
     worker.mumbles = True
 
 
@@ -187,7 +188,7 @@ def damage_copy(cluster: "Cluster", worker: "Worker") -> None:
 
 
 def kill_agent(cluster: "Cluster", agent: "Agent") -> None:
-    """The control plane beside it ends with it. Half of the hosts get another agent at once."""
+    """Kill an agent, and the control plane if it runs beside it. Half of the hosts get another agent at once."""
     if not agent.alive:
         return
     agent.die(silently=False)
@@ -197,7 +198,7 @@ def kill_agent(cluster: "Cluster", agent: "Agent") -> None:
 
 
 def agent_ends(cluster: "Cluster", agent: "Agent") -> None:
-    """It gives up by itself, and says so."""
+    """Let an agent end itself, and report that."""
     agent.link.post(m.AgentLeaving(agent.node, 0))
     agent.excuse = True
     cluster.time.after(0.05, kill_agent, cluster, agent)
@@ -274,7 +275,7 @@ def _cut(cluster: "Cluster", agent: "Agent", directions: tuple[str, ...]) -> str
 
 
 def _excuse(cluster: "Cluster", agent: "Agent") -> None:
-    """Who is on the control plane's host is not cut off from it; all others are."""
+    """Note which agents may look lost: all, if the control plane's host is cut off, otherwise this one."""
     struck = cluster.agents.values() if agent.host is cluster.plane.host else (agent,)
     for one in struck:
         one.excuse = True
@@ -292,7 +293,7 @@ def control_dies(cluster: "Cluster") -> str:
 
 
 def control_pauses(cluster: "Cluster") -> str:
-    """Once its lease has run out another one takes its place, and it ends as soon as it goes on."""
+    """Pause the control plane. If its lease expires meanwhile, a successor takes over, and it ends when it resumes."""
     plane, seconds = cluster.plane, cluster.rng.choice(_LONG_S)
     if plane.paused or not plane.is_up:
         return ""
@@ -303,7 +304,7 @@ def control_pauses(cluster: "Cluster") -> str:
 
 
 def trouble(kind: str) -> Strike:
-    """The next workers that are started do not start well."""
+    """Return a fault of the next workers that are started."""
 
     def strike(cluster: "Cluster") -> str:
         count = cluster.rng.choice([1, 1, 2, 4])
@@ -314,7 +315,7 @@ def trouble(kind: str) -> Strike:
 
 
 def echo(cluster: "Cluster") -> str:
-    """Old reports reach the decision code again, which the protocol excludes."""
+    """Deliver an old report to the decision code again, which the protocol excludes."""
     if not cluster.plane.said:
         return ""
     report = cluster.rng.choice(cluster.plane.said[-40:])
@@ -323,7 +324,9 @@ def echo(cluster: "Cluster") -> str:
 
 
 def echo_later(cluster: "Cluster") -> str:
-    """What the control plane waits for in a recovery it hears from an earlier one, which the protocol excludes."""
+    """During recoveries, deliver reports of earlier epochs that the control plane is waiting for; the protocol excludes
+    this.
+    """
     count = cluster.rng.randint(2, 6)
 
     def repeat(order: Any) -> None:

@@ -1,9 +1,9 @@
-"""A worker as others see it: the training thread of ``ft.systems.hot_swap``, step by step.
+"""Model of a worker as others observe it: the training thread of ``ft.systems.hot_swap``, step by step.
 
-The training thread is a generator. It yields seconds to be busy for, during which nothing reaches it, or None to wait
-until something has happened. ``life`` follows ``ft.worker.session`` and ``ft.systems.hot_swap.recovery_manager``, line
-by line where they meet the control plane; ``ft.lab.simulate.control.recovery`` follows
-``ft.systems.hot_swap.recovery``.
+The training thread is a generator. It yields the seconds for which it is busy, during which nothing interrupts it, or
+None to wait for the next event. ``Worker._live`` follows ``ft.worker.session`` and
+``ft.systems.hot_swap.recovery_manager`` line by line where they interact with the control plane;
+``ft.lab.simulate.control.recovery`` follows ``ft.systems.hot_swap.recovery``.
 """
 
 from collections import deque
@@ -26,17 +26,26 @@ Thread = Generator[float | None, None, Any]
 
 
 class Worker:
-    """One process.
+    """One worker process.
 
     Attributes:
-        stopped: by SIGSTOP. deaf: it beats no more, and works on nothing. spins: it beats, and works on nothing.
-        mumbles: the next report that asks for an order gets lost. ails: it raises an exception in every step. quits: it
-            has ended by itself, as if its work was done.
-        defect: exception that it raises next. start: how it starts: "ready", "exits" or "never".
-        assembled: model and optimizer are built. inside: in operations of its epoch, or about to be.
-        repaired_epoch: the last one it was repaired for.
-        owned, replicated: live state (see ``memory``). touched: the live state is no committed step's.
-        broken_epoch: a connection of that epoch has ended under it.
+        stopped: it is stopped by SIGSTOP.
+        deaf: it hangs and sends no heartbeats.
+        spins: it hangs but sends heartbeats.
+        mumbles: its next report that requests an order is lost.
+        ails: it raises an exception in every step.
+        quits: it has exited with code 0, as if its work was done.
+        defect: exception that it raises next.
+        start: how it starts: "ready", "exits" or "never".
+        slow: factor of the duration of its next work.
+        assembled: model and optimizer are built.
+        empty: it has no state yet.
+        inside: it is in operations of its epoch, or about to be.
+        repaired_epoch: the last epoch that it was repaired for.
+        owned: live state that only this rank has (see ``memory``).
+        replicated: live state that is replicated over the data-parallel ranks.
+        touched: the live state is not that of a committed step.
+        broken_epoch: the last epoch in which one of its connections was closed by a peer.
     """
 
     def __init__(self, cluster: "Cluster", agent: "Agent", name: str, meant: int | None, restart: int):
@@ -68,7 +77,7 @@ class Worker:
         self.agent.hear(report)
 
     def ask(self, report: Any) -> None:
-        """Says what an order has to answer, and again until one has (``ft.worker.acknowledged``)."""
+        """Send a report that an order must answer, and repeat it until one does (``ft.worker.acknowledged``)."""
         self._asked = report
         if not self.mumbles:
             self.say(report)
@@ -83,7 +92,7 @@ class Worker:
         self.cluster.time.after(PERIOD_S, self._remind, report)
 
     def hear(self, order: Any) -> None:
-        """An order arrives; a Close acts at once, on a thread of its own (``Session._on_close``)."""
+        """Receive an order; a Close takes effect at once, as on its separate thread (``Session._on_close``)."""
         if isinstance(order, m.Close):
             self.closed_epoch = max(self.closed_epoch, order.epoch)
             if order.epoch >= self.epoch:
@@ -92,7 +101,7 @@ class Worker:
         self.poke()
 
     def poke(self) -> None:
-        """Something has happened that the training thread may be waiting for."""
+        """Wake the training thread, because something has happened that it may be waiting for."""
         if not self._poked:
             self._poked = True
             self.cluster.time.after(0.0, self._go_on)
@@ -123,7 +132,7 @@ class Worker:
         self.poke()
 
     def beat(self, now: float) -> m.Beat:
-        """What its heartbeat said last (``ft.worker.progress``)."""
+        """Return its last heartbeat (``ft.worker.progress``)."""
         age = now - self.quiet_since if self.stopped or self.deaf else 0.0
         since = max(0.0, now - age - self.since)
         return m.Beat(round(age, 3), self.epoch, self.step, self.doing, round(since, 3), self.where, self.step_s, 0)
@@ -164,7 +173,7 @@ class Worker:
             self.step, self.owned, self.replicated = step, (rank, step, history), (shape.part_of(rank), step, history)
 
     def _carry_through(self) -> Thread:
-        """``RecoveryManager.run_with_recovery``."""
+        """Train with recovery, like ``RecoveryManager.run_with_recovery``."""
         begun = False
         while True:
             try:
@@ -184,7 +193,7 @@ class Worker:
             yield from recover(self)
 
     def resumes(self) -> None:
-        """``RecoveryManager.resumes``."""
+        """Resume training in a new epoch, like ``RecoveryManager.resumes``."""
         self.inside = True
         self.say(m.WorkerResumed(self.name, self.epoch, self.step))
         self.fence, self.touched = None, False
@@ -230,7 +239,7 @@ class Worker:
         yield from self.await_order(m.Finish)
 
     def fails(self, error: Broken) -> Thread:
-        """``RecoveryManager.fails``."""
+        """Report a failure and wait until the epoch is closed, like ``RecoveryManager.fails``."""
         if self.closed:
             return
         self.ask(m.WorkerFailed(self.name, self.epoch, self.step, error.kinds, error.message))
@@ -254,7 +263,9 @@ class Worker:
     # --- orders ------------------------------------------------------------------------------------------------------
 
     def await_open(self, newer_than: int) -> Generator[float | None, None, m.Open]:
-        """``Orders.wait_open`` and ``Session.enter``."""
+        """Wait for the order that opens an epoch with a seat for this worker (``Orders.wait_open`` and
+        ``Session.enter``).
+        """
         while True:
             while not self.orders:
                 yield None
@@ -276,7 +287,7 @@ class Worker:
         self.closed = self.closed_epoch >= opened.epoch
 
     def await_order(self, kind: type) -> Thread:
-        """``Orders.wait`` for an order of this epoch."""
+        """Wait for an order of this type and this epoch (``Orders.wait``)."""
         while True:
             while not self.orders:
                 yield None
@@ -291,7 +302,7 @@ class Worker:
     # --- group operations --------------------------------------------------------------------------------------------
 
     def join(self, group: str, key: Any) -> "Operation":
-        """Begins an operation that can be waited for later."""
+        """Start a collective to be waited for later."""
         if self.closed:
             raise EpochClosed
         for name in self.groups:
@@ -305,7 +316,10 @@ class Worker:
         return operation
 
     def wait_for(self, operation: "Operation", group: str) -> Thread:
-        """Until it has ended here, or the epoch has; what failed in an open epoch is for the control plane to judge."""
+        """Wait until the collective completes here, or the epoch is closed.
+
+        A failure in an open epoch is reported to the control plane, which decides.
+        """
         before = (self.doing, self.where)
         self.does("wait", group)
         while self.rank not in operation.ended:
@@ -316,13 +330,18 @@ class Worker:
         self.does(*before)
 
     def leave(self, operation: "Operation") -> None:
-        """It has not ended here when the epoch does."""
+        """Abandon a collective that has not completed here when the epoch ends."""
         for group in self.groups.values():
             group[1] = True
         self.cluster.mesh.leave(self, operation)
 
     def suspect(self, group: str) -> Thread:
-        """``Session.suspect``, and what is raised if nobody closes the epoch."""
+        """Report a broken connection and wait for a decision, like ``Session.suspect``.
+
+        Raises:
+            EpochClosed: the epoch is closed.
+            Broken: the control plane has not closed the epoch in time.
+        """
         if self.closed:
             raise EpochClosed
         self.say(m.WorkerSuspects(self.name, self.epoch, group, "Connection closed by peer"))

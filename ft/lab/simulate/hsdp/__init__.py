@@ -1,1 +1,3 @@
-"""Effective training time of FT-HSDP: the paper's formula (section 6.1), the same with overlaps, and a simulation."""
+"""Effective training time of FT-HSDP: the formula of FT-HSDP, section 6.1, a closed form with overlapping failures, and
+a simulation.
+"""

@@ -1,4 +1,6 @@
-"""Every case by every means, and sweeps over the number of replicas and the time between two failures."""
+"""Evaluate every case by formula, closed form and simulation, and sweep the number of replicas and the time between
+failures.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +14,14 @@ INTERVALS_MIN = (4.5, 9.0, 18.0, 36.0, 72.0, 144.0)
 
 @dataclass(frozen=True)
 class Means:
-    """How long and how exactly to simulate. ``days``: of virtual time in each history."""
+    """Settings of the simulation.
+
+    Attributes:
+        rules: minimum of replicas and checkpoint interval.
+        days: virtual time of each history, in days.
+        seed: seed of the random generator.
+        shape: shape of the Weibull distribution of bursty failures.
+    """
 
     rules: Rules
     days: float
@@ -22,7 +31,14 @@ class Means:
 
 @dataclass(frozen=True)
 class Found:
-    """One case. ``simulated``: by family of failures."""
+    """The results of one case.
+
+    Attributes:
+        case: the case.
+        formula: effective training time by the formula of FT-HSDP, section 6.1.
+        overlapping: effective training time by the closed form with overlapping failures.
+        simulated: distribution of failures (one of ``FAMILIES``) -> simulated outcome.
+    """
 
     case: Case
     formula: float
@@ -32,8 +48,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Answer:
-    """``by_replicas`` and ``by_interval``: number of replicas, or minutes -> case -> effective training time, simulated
-    with failures that are independent of one another."""
+    """The results of all cases, and both sweeps.
+
+    Attributes:
+        found: one entry per case.
+        by_replicas: number of replicas -> case key -> effective training time, simulated with independent failures.
+        by_interval: minutes between failures -> case key -> the same.
+    """
 
     found: list[Found]
     by_replicas: dict[int, dict[str, float]]
@@ -41,7 +62,7 @@ class Answer:
 
 
 def answer(job: Job, ours: Stalls, means: Means, sweep: bool = True) -> Answer:
-    """Works it all out; about 10 s on one core for 365 days."""
+    """Evaluate all cases and, with ``sweep``, the sweeps. Takes about 10 s on one core for 365 days."""
     found = [_all_means(case, means) for case in cases(job, ours)]
     by_replicas, by_interval = {}, {}
     if sweep:
@@ -63,11 +84,12 @@ def _sweep(job: Job, ours: Stalls, means: Means) -> dict[str, float]:
 
 
 def _simulated(case: Case, means: Means, family: str) -> Outcome:
-    # What synchronous recovery loses between two checkpoints the paper's figures leave out: ft plan disruption has it.
+    # FT-HSDP's figures leave out the steps that synchronous recovery repeats from its last checkpoint, so they are left
+    # out here too; ft plan disruption counts them.
     rules = Rules(1, 0) if case.replicas == 1 else means.rules
     return simulate(case, Failures(family, means.shape), rules, means.days * 86400.0, means.seed)
 
 
 def lost_gpu_hours(job: Job, effective: float) -> float:
-    """Per day."""
+    """Return the GPU hours lost per day at this effective training time."""
     return 24.0 * job.gpus * (1.0 - effective)

@@ -1,4 +1,4 @@
-"""The cases that stand side by side: the paper's, and this code's stalls on the paper's machine."""
+"""The cases to compare: FT-HSDP's published stalls, and the stalls of this implementation at the same scale."""
 
 import json
 import statistics
@@ -10,12 +10,20 @@ from ft.lab.simulate.hsdp.model import Case
 
 BENCH = "hsdp_recovery"
 HANG_STEPS, HANG_S = 3.0, 1.0
-"""What a hang may cost: three steps and a second, the goal of ``tools/bench/hsdp_recovery.py``."""
+"""Default stall for a hang: three steps plus one second, the goal of ``tools/bench/hsdp_recovery.py``."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The training that fails. ``rebuild_s``: from a failure until the replica asks to be let in, or all restart."""
+    """The training job that fails.
+
+    Attributes:
+        gpus: number of GPUs.
+        replicas: number of replicas.
+        interval_s: mean time between two failures anywhere, in seconds.
+        step_s: duration of a training step, in seconds.
+        rebuild_s: seconds from a failure until the replica asks to rejoin, or until all have restarted.
+    """
 
     gpus: int
     replicas: int
@@ -26,7 +34,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Stalls:
-    """Of this code: what the other replicas wait beyond their normal step, seconds; ``source``: where that is from."""
+    """The stalls of this implementation: seconds that the other replicas wait beyond their normal step.
+
+    Attributes:
+        killed_s: stall after a killed process.
+        rejoin_s: stall when a replica rejoins.
+        hung_s: stall after a hang; None: the default of :data:`HANG_STEPS` and :data:`HANG_S`.
+        source: where the numbers come from, for the output.
+    """
 
     killed_s: float
     rejoin_s: float
@@ -35,10 +50,10 @@ class Stalls:
 
 
 def cases(job: Job, ours: Stalls) -> list[Case]:
-    """The paper's four readings of section 6.1 after synchronous recovery, then this code's kill and hang.
+    """Return synchronous recovery, four readings of FT-HSDP, section 6.1, and this implementation's hang and kill.
 
-    A measured stall is what the other replicas wait beyond their normal step on a small machine; the step that is done
-    again lasts as long as a step does, so it is added to it.
+    A measured stall is the time that other replicas wait beyond their normal step on a small machine. The step that is
+    repeated takes a full step of the large job, so ``job.step_s`` is added.
     """
 
     def case(key: str, name: str, stall_s: float, rejoin_s: float = 0.0, replicas: int = job.replicas) -> Case:
@@ -58,10 +73,11 @@ def cases(job: Job, ours: Stalls) -> list[Case]:
 
 
 def read(path: str) -> Stalls:
-    """The stalls in the lines of ``tools/bench/hsdp_recovery.py``; of several of a kind, the median.
+    """Return the median stalls from result lines of ``tools/bench/hsdp_recovery.py``.
 
-    Of a kill's line are read, in milliseconds, ``stall_ms``, and ``rejoin_longest_ms`` less ``step_ms``. A hang is
-    noticed after so many steps: what it costs with steps of milliseconds says nothing of longer ones.
+    Reads from each line of a kill, in milliseconds, ``stall_ms``, and ``rejoin_longest_ms`` less ``step_ms``. Lines of
+    hangs are ignored: a hang is detected after a number of steps, so its cost with millisecond steps says nothing about
+    longer steps.
 
     Raises:
         UserError: the file cannot be read, or has no line of a kill in which these are numbers.

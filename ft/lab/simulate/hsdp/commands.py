@@ -1,4 +1,4 @@
-"""``ft simulate hsdp``."""
+"""The ``ft simulate hsdp`` subcommand."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ _KILLED_S, _REJOIN_PART = 0.3, 0.3
 
 
 def add_parser(simulations) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = simulations.add_parser(
         "hsdp",
         help="effective training time of FT-HSDP at any size, with the paper's stalls and with ours",
@@ -56,7 +56,7 @@ def add_parser(simulations) -> None:
 
 
 _GPU_MTBF_S = 18 * 60.0 * 98304
-"""The paper's: a failure every 18 minutes on 98,304 GPUs."""
+"""Mean time between failures of one GPU, in seconds, from FT-HSDP: one failure every 18 minutes on 98,304 GPUs."""
 _YEAR_S = 365 * 86400.0
 _REPLICAS_AT_MOST, _MOST_REPLICAS = 12, 1000
 _REPLICAS = f"default: the largest number up to {_REPLICAS_AT_MOST} that --gpus can be divided by"
@@ -68,10 +68,10 @@ _SHAPE = "of the Weibull distribution of failures that come in bursts (default: 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the comparison, and draws it where that is asked for.
+    """Print the comparison, and plot it if requested.
 
     Raises:
-        UserError: the question makes no sense, or the picture cannot be written.
+        UserError: the arguments contradict each other, or the plot cannot be written.
     """
     job, ours = _job(arguments), _stalls(arguments)
     means = Means(
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = answer(job, ours, means, sweep=not arguments.no_sweep)
     print(json.dumps(as_values(job, ours, means, found)) if arguments.json else as_text(job, ours, means, found))
     if arguments.plot is not None:
-        # Matplotlib takes longer to import than all else here.
+        # Imported here because importing matplotlib takes longer than everything else in this command.
         from ft.lab.simulate.hsdp.picture import draw
 
         try:

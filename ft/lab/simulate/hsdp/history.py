@@ -1,8 +1,8 @@
-"""One long history of failures and returns, event by event, in virtual time.
+"""Discrete-event simulation of one long history of failures and rejoins, in virtual time.
 
-Beside what the closed form has (``ft.lab.simulate.hsdp.model.overlapping``) it has steps: a rebuilt replica is let in
-at the end of a step, contributes zeros to one more (section 4.3 of the paper) and counts only from then on; a minimum
-of replicas below which nobody trains; and the loss of all of them at once, after which training goes on from a
+Beyond the closed form (``ft.lab.simulate.hsdp.model.overlapping``) it models: discrete steps (a rebuilt replica joins
+at the end of a step, contributes zeros to one more step, as in FT-HSDP, section 4.3, and counts only from then on); a
+minimum of replicas below which nobody trains; and the loss of all replicas at once, after which training resumes from a
 checkpoint.
 """
 
@@ -20,13 +20,18 @@ _FAILS, _REBUILT, _COUNTS = range(3)
 
 @dataclass(frozen=True)
 class Failures:
-    """When failures come. ``shape``: of a Weibull distribution, below 1 they come in bursts."""
+    """The distribution of the time between failures.
+
+    Attributes:
+        family: one of ``FAMILIES``.
+        shape: shape of the Weibull distribution; below 1 failures come in bursts.
+    """
 
     family: str = EXPONENTIAL
     shape: float = 0.7
 
     def times(self, mean_s: float, rng: random.Random) -> Iterator[float]:
-        """Seconds from one failure to the next, without end."""
+        """Yield the seconds from one failure to the next, without end."""
         scale = mean_s / math.gamma(1.0 + 1.0 / self.shape)
         while True:
             if self.family == PERIODIC:
@@ -39,7 +44,12 @@ class Failures:
 
 @dataclass(frozen=True)
 class Rules:
-    """``minimum``: replicas needed for a step. ``checkpoint_steps``: between persistent checkpoints, 0: none needed."""
+    """The rules of training.
+
+    Attributes:
+        minimum: replicas needed for a step.
+        checkpoint_steps: steps between persistent checkpoints; 0: nothing is lost when all replicas are.
+    """
 
     minimum: int = 1
     checkpoint_steps: int = 100
@@ -47,14 +57,19 @@ class Rules:
 
 @dataclass
 class Outcome:
-    """What came of it, in seconds of virtual time.
+    """The totals of one history, in seconds of virtual time.
 
     Attributes:
-        lasted: all of it. trained: by number of replicas that contributed. stalled: everybody waited for a failure or a
-            return. too_few: everybody waited for the minimum of replicas. undone: trained, and lost with all replicas.
-        failures: all. during_rebuild: those that struck a replica that was being rebuilt. overlapping: those that
-            struck while another replica was out. losses: of all replicas at once. effective: see ``model``.
-            ``undone`` is in seconds of all replicas.
+        lasted: length of the history.
+        trained: number of contributing replicas -> training time.
+        stalled: time in which all replicas waited because of a failure or a rejoin.
+        too_few: time in which fewer replicas than the minimum were there.
+        undone: training lost with all replicas at once, in seconds of all replicas training.
+        failures: number of failures.
+        during_rebuild: failures that struck a replica that was being rebuilt.
+        overlapping: failures that struck while another replica was out.
+        losses: losses of all replicas at once.
+        effective: effective training time, a fraction, as defined in ``model``.
     """
 
     lasted: float = 0.0
@@ -70,7 +85,7 @@ class Outcome:
 
 
 def simulate(case: Case, failures: Failures, rules: Rules, lasts_s: float, seed: int) -> Outcome:
-    """The history of ``seed``; ``lasts_s`` virtual seconds of it."""
+    """Simulate ``lasts_s`` virtual seconds of the history of ``seed``."""
     history = _History(case, rules, random.Random(seed))
     times = failures.times(case.interval_s, history.rng)
     history.at(next(times), _FAILS)
@@ -87,7 +102,13 @@ def simulate(case: Case, failures: Failures, rules: Rules, lasts_s: float, seed:
 
 
 class _History:
-    """State of one history; ``joining``: when each replica that was let in will count; ``kept``: since a checkpoint."""
+    """State of one history.
+
+    Attributes:
+        joining: replica that was let in -> when it will count.
+        kept: replica-seconds trained since the last checkpoint, lost if all replicas are.
+        quiet_at: when the current stall ends.
+    """
 
     def __init__(self, case: Case, rules: Rules, rng: random.Random):
         self.case, self.rules, self.rng = case, rules, rng
@@ -102,7 +123,7 @@ class _History:
         heapq.heappush(self.events, (when, self._asked, kind, replica, self._stamps[replica]))
 
     def turn(self) -> int:
-        """The next event happens; returns its kind."""
+        """Process the next event and return its kind."""
         when, _, kind, replica, stamp = heapq.heappop(self.events)
         self.pass_to(when)
         if kind == _FAILS:
@@ -112,7 +133,7 @@ class _History:
         return kind
 
     def pass_to(self, when: float) -> None:
-        """Accounts for the time up to ``when``: nothing happens in it."""
+        """Account for the event-free time up to ``when``."""
         found, members = self.found, sum(self.contributes)
         waits = min(max(self.quiet_at - self.now, 0.0), when - self.now)
         rest = when - self.now - waits
@@ -147,14 +168,14 @@ class _History:
             self._all_wait(self.case.stall_s)
 
     def _all_wait(self, seconds: float) -> None:
-        """The step is done again: who would have counted before it is over counts at its end."""
+        """Stall all replicas while the step is repeated. A replica that would join earlier joins at its end."""
         self.quiet_at = max(self.quiet_at, self.now + seconds)
         for replica, when in self.joining.items():
             self._will_count(replica, max(when, self.quiet_at))
 
     def _rebuilt(self, replica: int) -> None:
         if not any(self.contributes):
-            self._counts(replica)  # nobody has anything newer than the checkpoint
+            self._counts(replica)  # no replica has state newer than the checkpoint, so there is nothing to wait for
             return
         since = self.now - self.quiet_at
         step_ends = self.quiet_at if since < 0 else self.now + self.case.step_s - since % self.case.step_s

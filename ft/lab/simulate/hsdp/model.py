@@ -1,7 +1,8 @@
-"""Effective training time in closed form: as the paper of FT-HSDP has it, and with failures that overlap.
+"""Closed forms of the effective training time: the formula of FT-HSDP, section 6.1, and one with overlapping failures.
 
-Effective training time is what is trained, in parts of what all replicas would have trained in the same time without
-a failure: an hour with 11 of 12 replicas counts 11/12 of an hour, an hour in which everybody waits counts nothing.
+Effective training time is the training done, as a fraction of what all replicas would have done in the same time
+without failures: an hour with 11 of 12 replicas counts as 11/12 of an hour, and an hour in which all replicas wait as
+0.
 """
 
 import math
@@ -10,15 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """What one failure does. All times in seconds.
+    """What one failure costs. All times are in seconds.
 
     Attributes:
-        key: short, for programs and colours. name: for people.
-        replicas: 1: everybody is restarted by every failure (synchronous recovery).
-        interval_s: mean time between two failures anywhere. step_s: of a training step.
-        stall_s: from a failure until the replicas left have regained what they had, the redone step included.
-        rebuild_s: from a failure until its replica asks to be let in again.
-        rejoin_s: how long everybody waits when it is.
+        key: short identifier, for JSON and colours.
+        name: name shown to the user.
+        replicas: number of replicas; 1: every failure restarts the whole job (synchronous recovery).
+        interval_s: mean time between two failures anywhere.
+        step_s: duration of a training step.
+        stall_s: from a failure until the remaining replicas are back where they were, the repeated step included.
+        rebuild_s: from a failure until the failed replica asks to rejoin.
+        rejoin_s: how long all replicas wait when it rejoins.
     """
 
     key: str
@@ -32,10 +35,10 @@ class Case:
 
 
 def by_formula(case: Case) -> float:
-    """The paper's own arithmetic (section 6.1): one failure every interval, over before the next one comes.
+    """Return the effective training time by the arithmetic of FT-HSDP, section 6.1.
 
-    (18 - 10) / 18 = 44 % for synchronous recovery, (8 + 7 x 11/12) / 18 = 80 % for FT-HSDP. 0 where the interval is too
-    short for it.
+    It assumes one failure per interval, whose effects are over before the next one: (18 - 10) / 18 = 44 % for
+    synchronous recovery, (8 + 7 x 11/12) / 18 = 80 % for FT-HSDP. Returns 0 where the interval is too short for that.
     """
     rest = 1.0 - 1.0 / case.replicas
     full = case.interval_s - case.rebuild_s - case.rejoin_s
@@ -44,12 +47,12 @@ def by_formula(case: Case) -> float:
 
 
 def overlapping(case: Case) -> float:
-    """The expected effective training time if failures are independent of one another (Poisson) and may overlap.
+    """Return the expected effective training time if failures are independent (Poisson) and may overlap.
 
-    A failure strikes any replica alike. One that is being rebuilt begins again; a stall that is under way is prolonged.
-    Steps have no length here: a rebuilt replica is let in at once, during a stall too. Every replica is a Poisson
-    stream of its own, so this is exact: the chance that a replica has been in for ``rejoin_s`` or longer, times the
-    chance for each of the others that it makes nobody wait.
+    A failure strikes any replica with the same probability. A replica that is being rebuilt starts over; a stall under
+    way is prolonged. Steps have no length here: a rebuilt replica joins at once, even during a stall. Every replica is
+    an independent Poisson process, so the result is exact: the probability that a replica has been in for ``rejoin_s``
+    or longer, times the probability for each of the others that it stalls nobody.
     """
     rate = case.interval_s**-1 / case.replicas
     stall, rebuild, rejoin = min(case.stall_s, case.rebuild_s), case.rebuild_s, min(case.rejoin_s, case.rebuild_s)
@@ -57,7 +60,8 @@ def overlapping(case: Case) -> float:
     settled = math.exp(-rate * (rebuild + rejoin))
     long_out = 1.0 - is_in - rate * is_in * stall
     if rejoin > stall:
-        # Those who came back within rejoin_s and were out again before stall_s ago make the others wait all the same.
+        # A replica that rejoined within the last rejoin_s stalls the others, even if it failed again more than
+        # stall_s ago.
         more = rejoin - stall
         long_out -= is_in * (rate * more - 1.0 + math.exp(-rate * more))
     return settled * (settled + long_out) ** (case.replicas - 1)

@@ -1,4 +1,6 @@
-"""The picture of ``ft simulate hsdp``: every case by every means, and how they change with replicas and failures."""
+"""Plot of ``ft simulate hsdp``: every case by formula and simulation, and the sweeps over replicas and failure
+intervals.
+"""
 
 from pathlib import Path
 
@@ -26,10 +28,10 @@ _COLOUR = {
 
 
 def draw(job: Job, found: Answer, path: Path) -> None:
-    """Writes the picture as PNG.
+    """Write the plot as PNG.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     figure = Figure(figsize=_SIZE_IN, dpi=_DPI, facecolor=palette.PAPER, layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,1 +1,1 @@
-"""FT-HSDP's protocol in simulated runs: the production decision and client, model replicas, virtual time, faults."""
+"""Simulation of FT-HSDP's protocol under faults: production quorum code, model replicas, and virtual time."""

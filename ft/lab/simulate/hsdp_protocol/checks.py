@@ -1,4 +1,4 @@
-"""What must hold in every history, judged by what the ranks really hold, not by what they report."""
+"""Invariants of every history, checked against the states that ranks actually hold, not those that they report."""
 
 from typing import TYPE_CHECKING
 
@@ -12,28 +12,32 @@ if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.world import World
 
 STUCK_S = 25.0
-"""Virtual seconds without a committed step, with the minimum alive and no fault, that make a hang."""
+"""Virtual seconds without a committed step, with enough replicas alive and no fault, that count as a hang."""
 BACK_S = 45.0
-"""Virtual seconds after the last fault within which all replicas are healthy."""
+"""Virtual seconds after the last fault within which all replicas must be healthy."""
 
 KILLS = (
     *("kill", "kill a leader", "kill at the end of a ring", "kill the first one through"),
     *("kill between vote and step", "kill who catches up", "kill a source of catch-up"),
 )
-"""Faults that end one replica each."""
+"""Faults that end exactly one replica each."""
 
 
 class Violation(Exception):
-    """A property does not hold; the text says which and how."""
+    """An invariant does not hold; the message says which, and how."""
 
 
 class Checks:
-    """Of one history.
+    """The invariants and statistics of one history.
 
     Attributes:
-        commits: by replicas. redone: committed steps that were done again. pauses: longest time between two commits,
-            beyond a step, by the kinds of faults behind it. all_healthy_at: when all replicas last were.
-        returns: steps that replicas committed while behind. loads: of a checkpoint, all state being lost.
+        commits: number of commits, over all replicas.
+        redone: committed steps that were executed again.
+        pauses: kind of fault -> longest time between two commits that it caused, beyond a step, in seconds.
+        all_healthy_at: when all replicas were last healthy.
+        progress_at: when a new step was last committed.
+        returns: steps that replicas committed while behind.
+        loads: loads of a checkpoint because all state was lost.
     """
 
     def __init__(self, world: "World"):
@@ -82,7 +86,9 @@ class Checks:
                 self.fail(f"all are to load a checkpoint, and replica {replica} holds {life.ranks[0].held.name}")
 
     def _check_patience(self, server: "Server", quorum: Quorum) -> None:
-        """Who has said that it does something else than a step is waited for, as long as it can be heard."""
+        """Check that the server waits for a live replica that announced a pause, within the limit, as long as it is
+        heard.
+        """
         now, state = self._world.time.now, server.state
         for life in self._world.lives():
             replica, limits = life.agent.replica, self._world.limits
@@ -97,7 +103,9 @@ class Checks:
                 self.fail(f"quorum {quorum.number} does not wait for replica {replica}, which saves since {since:.1f}")
 
     def _check_regress(self, server: "Server", quorum: Quorum) -> None:
-        """More than the step that was interrupted is lost only with all who have it, or who are unheard of for long."""
+        """Check that more than the interrupted step is lost only if no replica that can still be heard has a newer
+        state.
+        """
         furthest = self._newest
         if quorum.load and furthest.step == 0:
             return
@@ -114,7 +122,9 @@ class Checks:
             self._newest = Held(quorum.step, quorum.lineage, 0)
 
     def _must_be_waited_for(self, server: "Server", quorum: Quorum, leader: "Rank") -> bool:
-        """This server knows that somebody was further, and has not heard of him for less than the limit of that."""
+        """Whether this server knows that a replica was further, and has heard of ``leader`` within the limit
+        ``regress_s``.
+        """
         world = self._world
         knows = server.furthest > quorum.step + 1 and leader.life.quorum is not None and leader.is_alive
         unheard_s = world.time.now - world.unheard_since(leader.replica)
@@ -123,7 +133,7 @@ class Checks:
     # --- states ------------------------------------------------------------------------------------------------------
 
     def is_healthy(self, rank: "Rank", quorum: Quorum) -> None:
-        """It is about to train: it has the state that the quorum names, and so have the others."""
+        """Check that a rank about to train holds the state named in the quorum, the same as all others."""
         if rank.held.name != (quorum.step, quorum.lineage):
             self.fail(f"{_who(rank)} trains step {quorum.step} of lineage {quorum.lineage} with {rank.held.name}")
         self._check_name(rank)
@@ -146,7 +156,7 @@ class Checks:
             self.fail(f"{_who(rank)} has positions {rank.held.positions}, and consumed were {consumed}")
 
     def committed(self, rank: "Rank", before: Held, quorum: Quorum, total: tuple[Contribution, ...]) -> None:
-        """The samples of its gradient are the next ones of each stream, in the line of steps that led here."""
+        """Check that the gradient contains the next samples of each replica's stream, in the history of this state."""
         consumed = self._consumed.get(before.chain)
         if consumed is None:
             self.fail(f"{_who(rank)} commits step {quorum.step} on a state that no step has led to")
@@ -182,14 +192,14 @@ class Checks:
             self._world.checkpoint = held
 
     def replica_at_rest(self, life: "Life") -> None:
-        """Between two steps all ranks of a replica are equal."""
+        """Check that all ranks of a replica hold equal states between two steps."""
         states = {rank.held for rank in life.ranks}
         if len(states) > 1:
             names = [rank.held.name for rank in life.ranks]
             self.fail(f"the ranks of replica {life.agent.replica} are not equal: {names}")
 
     def ended(self) -> None:
-        """A replica that is killed costs at most the step that was interrupted, while somebody keeps a state."""
+        """Check that each kill of one replica cost at most the interrupted step, unless all state was lost."""
         kinds = [kind for _, kind in self._world.struck]
         if not self.loads and all(kind in KILLS for kind in kinds) and self.redone > len(kinds):
             self.fail(f"{self.redone} steps were done again for {len(kinds)} kills of one replica")
@@ -197,7 +207,7 @@ class Checks:
     # --- progress ----------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """From time to time: does training go on, and is everybody back in time?"""
+        """Check periodically that training makes progress, and that all replicas are healthy in time."""
         world, now = self._world, self._world.time.now
         since = max([self.progress_at, world.blocked_until, *(at for at, _ in world.struck)])
         if now - since > STUCK_S and any(not agent.has_ended for agent in world.agents):

@@ -1,4 +1,4 @@
-"""``ft simulate hsdp-protocol``: FT-HSDP's protocol in simulated runs."""
+"""The ``ft simulate hsdp-protocol`` subcommand."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from ft.lab.simulate.hsdp_protocol.run import History, Wish, simulate
 
 
 def add_parser(simulations) -> None:
-    """Adds ``hsdp-protocol``; ``main`` is a function of the parsed arguments that returns the exit code."""
+    """Add the subcommand ``hsdp-protocol``; its ``main`` takes the parsed arguments and returns the exit status."""
     parser = simulations.add_parser(
         "hsdp-protocol",
         help="FT-HSDP's protocol under simulated faults",
@@ -23,10 +23,10 @@ def add_parser(simulations) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what came of the histories; returns 1 if a property is violated, or if a planted bug is not found.
+    """Run the histories and print the result; return 1 if a property is violated, or if an injected bug is not found.
 
     Raises:
-        UserError: an argument is out of its range.
+        UserError: an argument is out of range.
     """
     kinds = histories.check_arguments(_SIMULATION, arguments)
     return histories.run(_SIMULATION, arguments, Wish(arguments.faults, kinds))

@@ -1,4 +1,4 @@
-"""What strikes a simulated run: kinds of faults, how often each comes, and when."""
+"""Fault injection: the kinds of faults, their probabilities, and their schedule in a history."""
 
 import random
 from collections.abc import Callable
@@ -14,10 +14,16 @@ _FIRST_S, _GAP_S, _BURST_S = (1.5, 4.0), (0.3, 5.0), (0.0, 0.3)
 
 @dataclass(frozen=True)
 class Kind:
-    """``strike(world)`` returns for how many virtual seconds it lasts, None if there is nobody to strike.
+    """A kind of fault.
 
-    ``blocks``: training may stand still as long as it lasts; so it may, with a minimum, for those of the network
-    between replicas: who has to go is found by trying.
+    Attributes:
+        name: name for ``--kinds`` and the report.
+        weight: relative frequency.
+        strike: injects the fault into a world; returns for how many virtual seconds it lasts, None if there is no
+            target.
+        blocks: training may stop as long as the fault lasts. A fault of the network between replicas does not block
+            training, unless a minimum above one replica is set: the quorum then has to find out by trial which replica
+            to leave out.
     """
 
     name: str
@@ -96,7 +102,7 @@ def _cut_two(world: "World") -> float | None:
 
 
 def _change_sides(world: "World") -> float | None:
-    """One trains alone while the server does not hear the others, and is not heard itself when they are back."""
+    """Let one replica train alone while the server cannot hear the others; cut it off when the others return."""
     alone, seconds = world.rng.randrange(world.shape.replicas), world.rng.uniform(1.0, 2.5)
     for other in range(world.shape.replicas):
         if other != alone:
@@ -130,7 +136,9 @@ def _end_server(world: "World") -> float | None:
 
 
 def _pause_server(world: "World") -> float | None:
-    """Long enough, and it is taken for dead: another one is started, and it wakes up beside it."""
+    """Pause the quorum server. With probability one half a second server is started, and the paused one wakes up beside
+    it.
+    """
     server, seconds = world.standing, world.rng.uniform(0.2, 3.0)
     if not server.is_alive:
         return None
@@ -162,7 +170,9 @@ def _slow(world: "World") -> float | None:
 
 
 def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
-    """``act`` happens to a rank that comes to that moment, one of the next few."""
+    """Return a fault that applies ``act`` to a rank that reaches the given moment, chosen among the next few to reach
+    it.
+    """
 
     def strike(world: "World") -> float | None:
         left = [world.rng.randint(0, most)]
@@ -182,7 +192,7 @@ def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
 
 
 def _kill_other(rank: "Rank") -> None:
-    """Of the ring that this one is through, another that may not be: the quorum ends in different ways."""
+    """Kill another member of the ring that this rank has completed, so that members may see different outcomes."""
     others = [life for life in rank.world.lives() if life is not rank.life]
     if others:
         kill(rank.world.rng.choice(others).ranks[rank.index], "killed at the end of a ring")
@@ -226,7 +236,7 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 class Schedule:
-    """The faults of one history, some in bursts."""
+    """The faults of one history; some come in bursts."""
 
     def __init__(self, rng: random.Random, most: int, names: tuple[str, ...] | None):
         kinds = [kind for kind in KINDS if names is None or kind.name in names]

@@ -1,19 +1,25 @@
-"""What a rank of a model replica holds: its state after some steps, by what it says and by what it is.
+"""The state that a model rank holds: the name under which it is known, and its actual content.
 
-``chain`` stands for parameters and optimizer state: a hash over every step that led to it and whose samples were in its
-gradient. Two states are equal if, and only if, their chains are.
+``chain`` stands for parameters and optimizer state: a hash over all steps that led to it, with the samples in the
+gradient of each. Two states are equal if and only if their chains are.
 """
 
 from dataclasses import dataclass
 
 Contribution = tuple[int, int]
-"""(replica, number of its stream's block of samples)."""
+"""(replica, index of the block of samples in its stream)."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """``step``: committed ones; ``lineage``: number of the quorum that committed the last; ``positions``: blocks of
-    each replica's stream that were consumed."""
+    """A state.
+
+    Attributes:
+        step: number of committed steps.
+        lineage: number of the quorum that committed the last step.
+        chain: hash that stands for the content.
+        positions: number of consumed blocks of each replica's stream.
+    """
 
     step: int
     lineage: int
@@ -29,12 +35,12 @@ NOTHING = Held(0, -1, 0)
 
 
 def first(replicas: int) -> Held:
-    """What everybody who loads no checkpoint begins with."""
+    """Return the initial state of a run that loads no checkpoint."""
     return Held(0, 0, 1, (0,) * replicas)
 
 
 def after(held: Held, number: int, contributions: tuple[Contribution, ...], healthy: tuple[int, ...]) -> Held:
-    """The state after one more step, committed in quorum ``number``."""
+    """Return the state after one more step, committed in quorum ``number``."""
     positions = list(held.positions)
     for replica in healthy:
         positions[replica] += 1
@@ -42,5 +48,5 @@ def after(held: Held, number: int, contributions: tuple[Contribution, ...], heal
 
 
 def spoiled(held: Held, by: int) -> Held:
-    """Overwritten in part, and still under its old name."""
+    """Return a partly overwritten state that still has its old name."""
     return Held(held.step, held.lineage, hash((held.chain, -7, by)), held.positions)

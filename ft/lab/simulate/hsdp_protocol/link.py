@@ -1,7 +1,7 @@
-"""The connections between leaders and the quorum server, in the place of the client's own link and its thread.
+"""Simulated connections between leaders and the quorum server; they replace the client's link and its thread.
 
-Within one connection what is sent arrives in order; a cut holds it up, a break loses what is on its way and the next
-connection begins with the client's greeting, so that things arrive twice, late, and at another server.
+Messages of one connection arrive in order. A cut delays them. A broken connection loses those under way, and the next
+connection starts with the client's greeting, so that messages may arrive twice, late, and at another server.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,16 @@ def body(frame: bytes) -> dict[str, Any]:
 
 
 class Link:
-    """Of one leader; the interface of ``ft.job.quorum.link.Link``.
+    """A leader's link to the quorum server, with the interface of ``ft.job.quorum.link.Link``.
 
     Args:
-        replica: whose, for the networks. rank: its leader.
+        world: the simulated run.
+        replica: replica of the leader, for network cuts.
+        rank: the leader; None: a process that neither pauses nor dies.
+        limits: timeouts.
+        greet: returns the frames that open a connection.
+        take: is called with each message received.
+        away: is called with the seconds without a connection when dialling fails.
     """
 
     def __init__(self, world: "World", replica: int, rank, _run_dir, _token, limits, greet, take, away):
@@ -64,7 +70,7 @@ class Link:
                 self._take(message)
 
     def _later(self, seconds: float, action, *arguments: Any) -> None:
-        """In the leader's process, which may pause or be gone by then."""
+        """Schedule an action in the leader's process, which may be paused or dead by then."""
         if self.rank is not None:
             self.rank.do(seconds, self._unless_closed, action, arguments)
         else:
@@ -101,7 +107,13 @@ class Link:
 
 
 class Connection:
-    """``replica``, ``life``: whose leader's it is, once it has said hello; ``rows``: replica -> life that it knows."""
+    """One connection between a leader and the quorum server.
+
+    Attributes:
+        replica: replica of the leader, None until its hello.
+        life: life of that replica, -1 until its hello.
+        rows: replica -> life whose addresses the leader already knows.
+    """
 
     def __init__(self, world: "World", link: Link, server: "Server"):
         self.world, self.link, self.server = world, link, server
@@ -119,7 +131,9 @@ class Connection:
         self._down = self._send(self._down, self._at_client, frame)
 
     def closed_by_client(self, heard: bool) -> None:
-        """``heard``: the server's end is told: it is always, but for a network that takes nothing."""
+        """Close the connection. ``heard``: whether the server sees the close; it does not if the network is considered
+        dead.
+        """
         self._is_open = False
         if heard:
             self._send(self._up, self._end_at_server, None)

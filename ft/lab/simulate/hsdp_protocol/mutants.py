@@ -1,4 +1,4 @@
-"""Bugs to plant: into the production decision and client, or into how the model replicas follow the protocol."""
+"""Bugs to inject, into the production decision and client, or into how the model replicas follow the protocol."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from ft.lab.simulate.hsdp_protocol.shape import Habits
 
 @dataclass(frozen=True)
 class Mutant:
-    """Either ``owner.name`` becomes what ``wrong`` makes of the right one, or the replicas lose ``habit``."""
+    """A bug: it replaces ``owner.name`` by ``wrong(original)``, or switches off one ``habit`` of the replicas."""
 
     title: str
     owner: Any = None
@@ -77,7 +77,7 @@ PLANTS = (
 
 
 def find(name: str) -> list[Mutant]:
-    """The plant of that title, or all of them for "all".
+    """Return the mutant with that title, or all of them for "all".
 
     Raises:
         UserError: there is none.
@@ -91,7 +91,7 @@ def find(name: str) -> list[Mutant]:
 
 @contextmanager
 def planted(plant: Mutant | None) -> Iterator[None]:
-    """Within, the production code has that bug, if it is one of that."""
+    """Inject the bug into the production code for the duration of the context, unless it is a bug of the replicas."""
     if plant is None or plant.owner is None:
         yield
         return

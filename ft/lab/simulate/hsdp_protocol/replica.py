@@ -1,4 +1,4 @@
-"""A model replica: its agent, its lives, and the ranks of a life, step by step as the design of FT-HSDP has it."""
+"""A model replica: its agent, its lives, and the ranks of a life, which execute the steps of FT-HSDP, section 4."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,10 +20,11 @@ _SPREAD_S, _NOTICED_S, _LOAD_S, _POLL_S = (0.0005, 0.004), (0.01, 0.05), (0.02, 
 
 
 class Agent:
-    """Starts the lives of a replica and sees them end.
+    """Starts the lives of a replica and detects their end.
 
     Attributes:
-        life: the one that is there, None while it is rebuilt. has_ended: the run is over for it.
+        life: the current life, None while the replica is rebuilt.
+        has_ended: the run has finished for this replica.
     """
 
     def __init__(self, world: "World", replica: int):
@@ -44,7 +45,7 @@ class Agent:
         life.start()
 
     def lost(self, life: "Life", reason: str) -> None:
-        """A rank of it has ended: the others are ended too, and all are built anew."""
+        """Handle the end of a rank: after a delay, end the other ranks of this life and build a new one."""
         if self.life is not life or life.is_over:
             return
         self.world.time.after(self.world.rng.uniform(*_NOTICED_S), self._end, life, reason)
@@ -59,11 +60,12 @@ class Agent:
 
 
 class Life:
-    """One world of worker processes.
+    """One incarnation of a replica's worker processes.
 
     Attributes:
-        quorum: the one that its leader was given last. aside_since: when it began to do something else than steps,
-            None while it does steps.
+        quorum: the last quorum that its leader received.
+        suspects: replicas to name in the next report, because rings could not reach them.
+        aside_since: since when it has been doing something other than steps, None while it executes steps.
     """
 
     def __init__(self, agent: Agent, number: int):
@@ -116,7 +118,7 @@ class Life:
             rank.do(self.world.rng.uniform(*_SPREAD_S), rank.begin, quorum, start)
 
     def votes(self, rank: "Rank", quorum: Quorum, ring_ok: bool, has_state: bool) -> None:
-        """A MIN over the ranks, of both: nobody knows the outcome before all have voted."""
+        """Collect a rank's vote; when all have voted, announce the minimum of both votes to all ranks."""
         self._votes[rank.index] = (ring_ok, has_state)
         if quorum.number != self.quorum.number or len(self._votes) < len(self.ranks):
             return
@@ -125,7 +127,7 @@ class Life:
             each.do(self.world.rng.uniform(*_SPREAD_S), each.decided, quorum, *outcome)
 
     def is_ready(self, rank: "Rank") -> None:
-        """The rank is done with the step, well or not."""
+        """Note that the rank is done with the step, successfully or not; when all ranks are, continue."""
         self._ready.add(rank.index)
         if len(self._ready) == len(self.ranks):
             self._votes.clear()
@@ -140,7 +142,7 @@ class Life:
                     each.do(self.world.rng.uniform(*_SPREAD_S), each.begin, self.quorum, None)
 
     def _saves(self) -> bool:
-        """This replica writes the checkpoint of the step that it has just done."""
+        """Whether this replica writes the checkpoint of the step that it has just committed."""
         step, every = self.ranks[0].held.step, self.world.shape.save_steps
         is_due = every > 0 and step > 0 and step % every == 0 and self.ranks[0].has_done_it
         return is_due and self.quorum.healthy[step // every % len(self.quorum.healthy)] == self.agent.replica
@@ -153,10 +155,13 @@ class Life:
 
 
 class Rank:
-    """One worker.
+    """One worker of a replica.
 
     Attributes:
-        held: its state. awake_at: it does nothing until then. fetchers: ranks that are reading its state.
+        held: its state.
+        awake_at: it is paused until then.
+        fetchers: ranks that are reading its state.
+        has_done_it: the last step was committed.
     """
 
     def __init__(self, life: Life, index: int):
@@ -320,7 +325,7 @@ class Rank:
 
 
 def _links(world: "World", replica: int, rank: Rank | None):
-    """Within, clients are given simulated links."""
+    """Replace the link of quorum clients by a simulated one, for the duration of the context."""
     return mock.patch.object(clients, "Link", lambda *arguments: Link(world, replica, rank, *arguments))
 
 

@@ -1,4 +1,4 @@
-"""What many histories come to, as text."""
+"""Summarize many histories as text."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,7 +10,21 @@ from ft.show.text import seconds
 
 @dataclass
 class Summary:
-    """Sums over histories. ``pauses``: the longest by cause; ``failed``: violations by seed."""
+    """Totals over histories.
+
+    Attributes:
+        histories: number of histories.
+        struck: number of faults by kind.
+        virtual_s: virtual seconds.
+        steps: committed steps.
+        quorums: quorums formed.
+        redone: committed steps that were executed again.
+        returns: steps committed by replicas that were behind.
+        deaths: deaths of the quorum server.
+        loads: loads of a checkpoint because all state was lost.
+        pauses: cause -> longest pause of each history, in seconds.
+        failed: seed -> violation.
+    """
 
     histories: int = 0
     struck: Counter = field(default_factory=Counter)
@@ -40,7 +54,7 @@ class Summary:
             self.failed[history.seed] = history.violation
 
     def text(self, took_s: float) -> str:
-        """``took_s``: real seconds."""
+        """Return the totals as text. ``took_s``: elapsed real time in seconds."""
         lines = [
             f"{self.histories} histories in {took_s:.1f} s: {self.histories / max(took_s, 1e-9):.0f} seeds/s, "
             f"{self.virtual_s / 3600:.1f} h of virtual time",

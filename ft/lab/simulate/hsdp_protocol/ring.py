@@ -1,7 +1,8 @@
-"""One all-reduce between the same ranks of a quorum's members, by what its members see of it.
+"""Model of one ring all-reduce between the ranks of one index in the members of a quorum, as its members observe it.
 
-It begins when all are there. A member that dies, a link that is cut, or a deadline without progress ends it for all who
-are not through; those who are have the right sum: members may be told different outcomes (section 4.1 of the paper).
+It starts when all members have joined. A member that dies, a link that is cut, or a deadline without progress ends it
+for all members that have not completed it; those that have completed it hold the correct sum. Members may therefore see
+different outcomes (FT-HSDP, section 4.1).
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ _LATENCY_S, _SPREAD_S, _NOTICE_S = (0.002, 0.02), (0.0, 0.03), (0.0005, 0.03)
 
 
 class Ring:
-    """``index``: of the rank in each replica."""
+    """One ring all-reduce. ``index``: index of the participating rank in each replica."""
 
     def __init__(self, world: "World", quorum: Quorum, index: int):
         self.world, self.quorum, self.index = world, quorum, index
@@ -41,7 +42,7 @@ class Ring:
             self.world.time.after(self.world.rng.uniform(*_LATENCY_S), self._turn)
 
     def member_gone(self, replica: int) -> None:
-        """Its connections are closed: it is dead, or has given up."""
+        """End the ring because the connections of a member are closed: it has died, or has given up."""
         if self._is_failed or len(self._through) == len(self.quorum.members):
             return
         self._is_failed, self._first_gone = True, replica
@@ -50,7 +51,7 @@ class Ring:
                 self._tell_failure(rank)
 
     def _turn(self) -> None:
-        """All are there: the data goes round, unless somebody stands in its way."""
+        """Complete the reduction, or postpone it while a member is paused or a link is cut. All members have joined."""
         if self._is_failed:
             return
         until = max((rank.awake_at for rank, _ in self._joined.values()), default=0.0)
@@ -78,7 +79,7 @@ class Ring:
         self.member_gone(rank.replica)
 
     def _left_of(self, replica: int) -> int | None:
-        """The neighbour that nothing came from, or that took nothing."""
+        """Return the neighbour to suspect: the one that sent nothing, or that accepted nothing."""
         members = self.quorum.members
         place = members.index(replica)
         left, right = members[place - 1], members[(place + 1) % len(members)]
@@ -90,7 +91,9 @@ class Ring:
         return replica not in self._joined or self._joined[replica][0].awake_at > self.world.time.now
 
     def _tell_failure(self, rank: "Rank") -> None:
-        """By the closed connection of a neighbour: it may be the one that began it, or one that left because of it."""
+        """Notify a rank that a neighbour closed its connection. That neighbour may have caused the failure, or have
+        left because of it, so the suspect is named only with some probability.
+        """
         suspect = self._first_gone if self.world.rng.random() < 0.6 else None
         suspect = suspect if suspect != rank.replica else None
         rank.do(self.world.rng.uniform(*_NOTICE_S), rank.ring_ended, self.quorum, None, suspect)

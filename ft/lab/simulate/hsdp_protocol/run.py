@@ -1,4 +1,4 @@
-"""One history from its seed: what it was, and what is wrong with it, if anything."""
+"""Simulate one history from its seed, and check its invariants."""
 
 import random
 import traceback
@@ -15,7 +15,12 @@ LAST_STEPS = 3
 
 @dataclass(frozen=True)
 class Wish:
-    """What histories are to be like. ``faults``: at most so many in one; ``kinds``: None: all."""
+    """Options of the histories.
+
+    Attributes:
+        faults: the most faults in one history.
+        kinds: kinds of faults to use; None: all.
+    """
 
     faults: int = 8
     kinds: tuple[str, ...] | None = None
@@ -23,13 +28,21 @@ class Wish:
 
 @dataclass
 class History:
-    """What came of one seed.
+    """The result of one seed.
 
     Attributes:
-        violation: the property that does not hold, "" if all do. struck: kinds of faults. seconds: virtual. steps: that
-            the run has. redone: committed steps that were done again. returns: steps committed while behind.
-        loads: of a checkpoint. pauses: longest time beyond a step without a commit, by what was behind it.
-            lines: where they were asked for.
+        seed: the seed.
+        violation: the property that does not hold, "" if all do.
+        struck: kinds of the injected faults.
+        seconds: virtual seconds.
+        steps: committed steps of the run.
+        redone: committed steps that were executed again.
+        returns: steps committed by replicas that were behind.
+        quorums: quorums formed.
+        loads: loads of a checkpoint because all state was lost.
+        deaths_of_server: deaths of the quorum server.
+        pauses: cause -> longest time without a commit beyond a step, in seconds.
+        lines: event log, empty unless requested.
     """
 
     seed: int
@@ -47,7 +60,14 @@ class History:
 
 
 def simulate(seed: int, wish: Wish, habits: Habits | None = None, with_lines: bool = False) -> History:
-    """The history of ``seed``; the same for the same arguments."""
+    """Simulate the history of ``seed``. It is deterministic: the same arguments give the same history.
+
+    Args:
+        seed: seed of all randomness.
+        wish: options of the history.
+        habits: behaviour of the model replicas; None: correct.
+        with_lines: whether to keep the event log.
+    """
     history, rng = History(seed), random.Random(seed)
     shape, schedule = draw_shape(rng), Schedule(rng, wish.faults, wish.kinds)
     if with_lines:
@@ -58,7 +78,7 @@ def simulate(seed: int, wish: Wish, habits: Habits | None = None, with_lines: bo
         _play(world, schedule)
     except Violation as violation:
         history.violation = str(violation)
-    except Exception as error:  # of the decision code: found by the simulation, with its history
+    except Exception as error:  # an exception in the decision code is a finding too, reported with its history
         where = traceback.extract_tb(error.__traceback__)[-1]
         history.violation = f"{type(error).__name__} in {where.name}, line {where.lineno}: {error}"
     checks = world.checks

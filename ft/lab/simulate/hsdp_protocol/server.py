@@ -1,4 +1,4 @@
-"""The quorum server of a simulated run: the production decision and reactions, around them what its process does."""
+"""Simulated quorum server: the production decision and reactions, and a model of the process around them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class Server:
-    """One term; the steps of ``ft.job.quorum.server.Server``.
+    """One term of the quorum server; it follows ``ft.job.quorum.server.Server`` step by step.
 
     Attributes:
-        awake_at: its process is paused until then. furthest: step of a quorum of its own.
+        awake_at: its process is paused until then.
+        furthest: step of the last quorum that it formed.
     """
 
     def __init__(self, world: "World", term: int, options: Options):
@@ -37,7 +38,7 @@ class Server:
         for connection in self.connections:
             connection.closed_by_server()
 
-    # --- what comes in -----------------------------------------------------------------------------------------------
+    # --- incoming messages -------------------------------------------------------------------------------------------
 
     def hears(self, connection: "Connection", message: dict[str, Any]) -> None:
         self._when_awake(self._take, connection, message)
@@ -101,10 +102,10 @@ class Server:
             del self._leaders[connection.replica]
             reactions.lost(self.state, self.world.time.now, connection.replica, connection.life)
 
-    # --- what goes out -----------------------------------------------------------------------------------------------
+    # --- outgoing messages -------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """The loop of the process turns this often, whatever comes in."""
+        """Run the server's loop at this interval, regardless of incoming messages."""
         if self.is_alive:
             self.world.time.after(self.state.options.limits.beat_s, self._tick)
             self._when_awake(lambda: None)

@@ -1,4 +1,4 @@
-"""What a simulated run looks like, drawn from its seed, and how its model replicas behave."""
+"""Parameters of a simulated run, drawn from its seed, and switches for the behaviour of its model replicas."""
 
 import random
 from dataclasses import dataclass
@@ -20,19 +20,27 @@ LIMITS = Limits(
     ban_s=8.0,
     ban_most_s=20.0,
 ).check()
-"""Production's ladder with shorter rungs: virtual seconds cost real ones, and nothing depends on their length."""
+"""Production's timeouts, shortened in their order: virtual seconds cost real time, and no property depends on their
+length.
+"""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One run. All times in virtual seconds.
+    """Parameters of one run. Times are in virtual seconds.
 
     Attributes:
-        ranks: of a replica. minimum: replicas needed for a step. step_s: forward and backward. fetch_s: of a state.
-        let_finish_s: how long a rank that commits waits for those who are fetching its state (``withdraw``).
-        aside: a state is fetched into memory of its own; otherwise over the one that was there, which is lost by that.
-        save_steps: so often a replica saves, each in its turn; 0: never. save_s: how long that takes it.
-        hang_s: until an agent ends a rank that does nothing. build_s: of a replica's next life.
+        replicas: number of replicas.
+        ranks: ranks of a replica.
+        minimum: replicas needed for a step.
+        step_s: duration of forward and backward pass.
+        fetch_s: duration of fetching a state.
+        let_finish_s: how long a committing rank waits for ranks that are fetching its state (``withdraw``).
+        aside: a state is fetched into separate memory; otherwise it overwrites the old state, which is lost.
+        save_steps: steps between checkpoints, which the replicas write in turns; 0: never.
+        save_s: duration of a checkpoint.
+        hang_s: time until an agent kills a rank that makes no progress.
+        build_s: time to build a replica's next life.
     """
 
     replicas: int
@@ -49,23 +57,27 @@ class Shape:
 
     @property
     def ring_s(self) -> float:
-        """A ring without progress gives up: three steps and a second."""
+        """Deadline of a ring without progress: three steps plus one second."""
         return 3 * self.step_s + 1.0
 
 
 @dataclass
 class Habits:
-    """How the model replicas follow the protocol; each one False, planted, is a bug of the trainer's.
+    """How the model replicas follow the protocol. Each one that is False is an injected bug of the trainer.
 
     Attributes:
-        votes: a rank does only what all ranks of its replica have voted for. votes_on_fetch: so it is with fetched
-            states too, or else each rank goes on with what it has got. waits_for_fetch: nobody votes without the
-            state before the step. owns_up: who fetches over its own state claims none meanwhile. withdraws: nobody is
-            served from a state that an optimizer step has changed. lets_finish: a rank waits a little for who is
-            reading its state. follows_positions: what is trained next is what the state says.
-        advances_healthy_only: the positions of those behind stay. zeros: those behind contribute nothing.
-        asks_again: a step that failed is tried in a new quorum. gives_up: a ring has a deadline.
-        names_its_commits: by the quorum that committed, in the lineage.
+        votes: a rank does only what all ranks of its replica have voted for.
+        votes_on_fetch: the vote also covers fetched states; otherwise each rank adopts the state that it has fetched.
+        waits_for_fetch: no rank votes before it has the state that precedes the step.
+        owns_up: a rank that fetches over its own state claims no state meanwhile.
+        withdraws: no state is served once an optimizer step has changed it.
+        lets_finish: a committing rank waits briefly for ranks that are reading its state.
+        follows_positions: the next samples are determined by the state.
+        advances_healthy_only: stream positions of replicas that are behind do not advance.
+        zeros: replicas that are behind contribute zeros.
+        asks_again: a failed step is repeated in a new quorum.
+        gives_up: a ring has a deadline.
+        names_its_commits: the lineage names the quorum that committed the step.
     """
 
     votes: bool = True

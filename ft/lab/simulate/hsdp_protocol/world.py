@@ -18,16 +18,25 @@ CHECKPOINT_STEPS = 8
 
 
 class World:
-    """Everything of one history.
+    """The state of one history.
 
     Args:
-        rng: all chance comes from it. lines: of the history, None where nobody will read them.
+        rng: source of all randomness.
+        shape: parameters of the run.
+        habits: behaviour of the model replicas.
+        lines: event log to append to, None if it is not needed.
 
     Attributes:
-        standing: the server that ``quorum.json`` names. newest_term: the last one claimed. last_step: of the run, None
-            while it is open. checkpoint: the newest persistent one. aims: moment -> what is to happen when it comes.
-        calm_at: when the last fault is over. blocked_until: until then training may stand still. outages: by replica.
-        struck, over: (when, kind) of the faults so far, and when each is over.
+        standing: the quorum server that ``quorum.json`` names.
+        newest_term: the last term claimed.
+        last_step: step after which the run ends, None while undecided.
+        checkpoint: the newest persistent checkpoint.
+        aims: moment -> actions to run when a rank reaches it.
+        calm_at: when the last fault is over.
+        blocked_until: until then training may stop.
+        outages: replica -> (begin, end) of the times in which the quorum server hears nothing of it.
+        struck: (when, kind) of the faults so far.
+        over: (end, kind) of the faults so far.
     """
 
     def __init__(self, rng: random.Random, shape: Shape, habits: Habits, lines: list[str] | None):
@@ -77,7 +86,7 @@ class World:
         self._rings = {key: ring for key, ring in self._rings.items() if key[0] > quorum.number - 20}
         self.at("formed", None)
 
-    # --- who there is ------------------------------------------------------------------------------------------------
+    # --- replicas and ranks ------------------------------------------------------------------------------------------
 
     def lives(self) -> list[Life]:
         return [agent.life for agent in self.agents if agent.life is not None]
@@ -96,7 +105,7 @@ class World:
         return self._rings.setdefault((quorum.number, index), Ring(self, quorum, index))
 
     def rank_gone(self, rank: Rank) -> None:
-        """Its connections close."""
+        """Close the connections of a rank that has died."""
         for (_, index), ring in self._rings.items():
             if index == rank.index and ring.quorum.lives.get(rank.replica) == rank.life.number:
                 self.time.after(self.rng.uniform(0.0005, 0.02), ring.member_gone, rank.replica)
@@ -105,24 +114,24 @@ class World:
         until, factor = self._slow.get(replica, (0.0, 1.0))
         return self.shape.step_s * self.rng.uniform(0.7, 1.1) * (factor if self.time.now < until else 1.0)
 
-    # --- trouble -----------------------------------------------------------------------------------------------------
+    # --- faults ------------------------------------------------------------------------------------------------------
 
     def slow_down(self, replica: int, factor: float, seconds: float) -> None:
         self._slow[replica] = (self.time.now + seconds, factor)
 
     def cut(self, one: int, other: int | None, seconds: float) -> None:
-        """Between two replicas, or a replica and the quorum server's host (None)."""
+        """Cut the network between two replicas, or between a replica and the quorum server's host (None)."""
         if other is None:
             self.outage(one, seconds)
         for key in ((one, other), (other, one)):
             self._cuts[key] = max(self._cuts.get(key, 0.0), self.time.now + seconds)
 
     def outage(self, replica: int, seconds: float) -> None:
-        """The quorum server hears nothing of it."""
+        """Record that the quorum server hears nothing of a replica for ``seconds``."""
         self.outages[replica].append((self.time.now, self.time.now + seconds))
 
     def unheard_since(self, replica: int) -> float:
-        """Now, if it can be heard; outages that follow one another closely count as one."""
+        """Return since when a replica has not been heard, or now. Outages in close succession count as one."""
         since = self.time.now
         for begin, end in sorted(self.outages[replica], reverse=True):
             if end >= since - self.limits.contact_s - 0.5:
@@ -136,6 +145,6 @@ class World:
         return self.cut_until(one, other) > self.time.now
 
     def at(self, moment: str, rank: Rank | None) -> None:
-        """What was aimed at such a moment happens."""
+        """Run the action that waits for this moment, if any."""
         if waiting := self.aims.get(moment):
             waiting.pop()(rank)

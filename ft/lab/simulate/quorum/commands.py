@@ -1,4 +1,4 @@
-"""``ft simulate quorum``."""
+"""The ``ft simulate quorum`` subcommand."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ machine's loopback network, from the last replica's report until its last logica
 
 
 def add_parser(simulations) -> None:
-    """Adds ``quorum``; ``main`` is a function of the parsed arguments that returns the exit code."""
+    """Add the subcommand ``quorum``; its ``main`` takes the parsed arguments and returns the exit status."""
     parser = simulations.add_parser(
         "quorum",
         help="latency of FT-HSDP's quorum with the real server and clients, for any number of ranks",
@@ -33,10 +33,10 @@ def add_parser(simulations) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the latencies.
+    """Run the emulation and print the latencies.
 
     Raises:
-        UserError: an argument is out of its range, or this machine cannot do it.
+        UserError: an argument is out of range, or this machine cannot run the emulation.
     """
     job = Job(
         ranks=arguments.ranks,

@@ -1,9 +1,9 @@
-"""One process of the emulation: replicas with real clients and relays, whose ranks only take note of what reaches them.
+"""One process of the emulation: replicas with real clients and relays, whose ranks only count the quorums they receive.
 
     python -m ft.lab.simulate.quorum.crew '{"run_dir": ..., "token": ..., "replicas": [...], "job": {...}}'
 
-Prints one JSON line: for every quorum of every replica when its leader asked, was answered, and when the last of its
-ranks had it, on the host's monotonic clock.
+Prints one JSON line with, for every quorum of every replica, the times at which its leader asked, its leader was
+answered, and the last of its ranks received it, on the host's monotonic clock.
 """
 
 import asyncio
@@ -27,13 +27,15 @@ _HOST = "127.0.0.1"
 _LOOK_S = 0.02
 _READY_S = 120.0
 _UNEVEN_S = 0.02
-"""Replicas do not end their steps at one moment: each waits up to so long before it asks."""
+"""The longest random delay before a replica asks, in seconds, because replicas do not finish their steps
+simultaneously.
+"""
 _AWAY_S = 0.2
-"""How long a replica that was lost takes to come back."""
+"""Seconds until a replica that was lost comes back."""
 
 
 class Replica:
-    """One replica: its leader's client, and the relays of its nodes with their logical ranks."""
+    """One replica: its leader's quorum client, and the relays of its nodes with their logical ranks."""
 
     def __init__(self, number: int, job: Job, run_dir: str, token: str, loop: asyncio.AbstractEventLoop):
         self.number, self.job, self.log, self.is_done = number, job, [], False
@@ -72,7 +74,11 @@ class Replica:
             relay.close()
 
     def check(self) -> None:
-        """Raises ``FtError`` if the ranks were not all given the same number of quorums."""
+        """Check that all ranks received the same number of quorums.
+
+        Raises:
+            FtError: they did not.
+        """
         if set(self._got) != {len(self.log)}:
             raise FtError(f"replica {self.number}: {len(self.log)} quorums, but ranks had {sorted(set(self._got))}")
 
@@ -113,7 +119,9 @@ class Replica:
         first, end = node * self.job.node, min((node + 1) * self.job.node, self.job.ranks // self.job.replicas)
 
         def take(body: bytes) -> None:
-            """The node's ranks have it: one parses for them all, as each would for itself on its own core."""
+            """Count the quorum for all ranks of the node. It is parsed once; in a run each rank parses it on its own
+            core.
+            """
             quorum = Quorum.parse(wire.unpack(body)["quorum"])
             if quorum.number != self._quorum.number:
                 raise FtError(f"node {node} was given quorum {quorum.number} in place of {self._quorum.number}")
@@ -135,7 +143,7 @@ class Replica:
             self._loop.call_later(self._draw.uniform(0.0, _UNEVEN_S), self.ask)
 
     def _die(self) -> None:
-        """The leader's connection ends without a word; later another life says hello, with nothing in memory."""
+        """Close the leader's connection without a message; later, reconnect as a new life without state."""
         self.client.close()
         self._life, self._state = self._life + 1, (0, -1)
         self.client = self._new_client()
@@ -146,7 +154,7 @@ class Replica:
 
 
 async def play(words: dict) -> list[dict]:
-    """All replicas of this process, to their end."""
+    """Run all replicas of this process until they have finished, and return their logs."""
     loop, job = asyncio.get_running_loop(), Job(**words["job"])
     failures: list[str] = []
     loop.set_exception_handler(lambda _, context: failures.append(str(context.get("exception", context))))
@@ -157,7 +165,7 @@ async def play(words: dict) -> list[dict]:
             raise FtError("the relays are not connected after 2 minutes")
         await asyncio.sleep(_LOOK_S)
     gc.collect()
-    gc.freeze()  # thousands of relays live as long as the process: no collection has to look at them again
+    gc.freeze()  # thousands of relays live as long as the process, so the garbage collector can skip them
     for replica in replicas:
         replica.begin()
     while not all(replica.is_done for replica in replicas) and not failures:

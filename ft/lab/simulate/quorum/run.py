@@ -1,4 +1,4 @@
-"""Starts the server and the processes of the replicas, and puts together what they have measured."""
+"""Start the quorum server and the processes of the replicas, and combine their measurements."""
 
 import json
 import os
@@ -22,8 +22,15 @@ _TAIL = 2000
 
 @dataclass(frozen=True)
 class Round:
-    """One quorum. Seconds from the last report of a member: ``leaders_s`` until the last leader had it, ``ranks_s``
-    until the last logical rank had it. ``change``: "none", "death" or "return": what its members had come from."""
+    """The latency of one quorum, counted from the last report of a member.
+
+    Attributes:
+        step: the training step that the quorum is for.
+        members: number of replicas in it.
+        leaders_s: seconds until the last leader received it.
+        ranks_s: seconds until the last logical rank received it.
+        change: how its members differ from those of the quorum before: "none", "death" or "return".
+    """
 
     step: int
     members: int
@@ -34,7 +41,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Measured:
-    """All rounds that count; how long it took until all was connected, and the whole emulation; processes used."""
+    """The result of an emulation.
+
+    Attributes:
+        rounds: all quorums after the warm-up.
+        seconds: duration of the whole emulation, including the start of its processes.
+        crews: number of processes that the replicas were spread over.
+    """
 
     rounds: list[Round]
     seconds: float
@@ -42,7 +55,7 @@ class Measured:
 
 
 def emulate(job: Job, crews: int) -> Measured:
-    """Runs it.
+    """Run the emulation over ``crews`` processes, beside the server's.
 
     Raises:
         FtError: one of the processes failed.
@@ -69,7 +82,7 @@ def emulate(job: Job, crews: int) -> Measured:
 
 
 def rounds(logs: list[dict]) -> Iterable[Round]:
-    """What the processes' logs say of each quorum that counts, in order."""
+    """Yield the latencies of each quorum after the warm-up, in order, from the logs of the processes."""
     found: dict[int, dict[int, list]] = {}
     for one in logs:
         for number, *entry in one["log"]:

@@ -1,4 +1,4 @@
-"""What is emulated, and over how many processes it is spread."""
+"""Parameters of the emulation, and the number of processes that it is spread over."""
 
 import os
 import random
@@ -9,20 +9,25 @@ from ft.base.errors import UserError
 from ft.job.quorum.spread import FAN_OUT, Tree
 
 WARM_UP = 5
-"""Quorums at the beginning that do not count: imports, first allocations, all tables still empty."""
+"""Number of first quorums that are not counted: they include imports, first allocations, and empty tables."""
 _SPARE_DESCRIPTORS = 256
 _PER_CONNECTION = 2
-"""Both ends of a connection between relays are in one process."""
+"""File descriptors per connection between relays, because both ends are in one process."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is emulated.
+    """Parameters of the emulation.
 
     Attributes:
-        ranks, replicas: logical ranks in all, in equal replicas. node: ranks on one node: they share its connection.
-        fan_out: of the tree of relays in each replica. rounds: quorums that count. deaths: replicas whose leader's
-            connection breaks on the way, one after the other; each comes back as a new life. seed: of all chance.
+        ranks: logical ranks in all.
+        replicas: number of replicas, all of the same size.
+        node: ranks per node; they share the node's connection.
+        fan_out: fan-out of the tree of relays in each replica.
+        rounds: number of quorums that are counted.
+        deaths: number of times that a leader's connection breaks during the run; each time its replica returns as a new
+            life.
+        seed: seed of all randomness.
     """
 
     ranks: int
@@ -34,10 +39,10 @@ class Job:
     seed: int = 1
 
     def check(self) -> "Job":
-        """Returns itself.
+        """Validate the parameters and return this object.
 
         Raises:
-            UserError: it cannot be emulated.
+            UserError: a parameter is out of range, or they contradict each other.
         """
         for name, value, least in (
             ("--ranks", self.ranks, 1),
@@ -64,16 +69,16 @@ class Job:
 
     @property
     def tree(self) -> Tree:
-        """Of the nodes of one replica."""
+        """The tree of the nodes of one replica."""
         return Tree(-(-self.ranks // self.replicas // self.node), self.fan_out)
 
     @property
     def steps(self) -> int:
-        """Quorums in all; they are for the steps 0 to this - 1."""
+        """Number of all quorums, warm-up included; they are for the steps 0 to ``steps`` - 1."""
         return WARM_UP + self.rounds
 
     def death_steps(self) -> dict[int, int]:
-        """Step -> the replica whose leader is lost in it."""
+        """Return step -> the replica whose leader is lost in it."""
         draw, span = random.Random(self.seed), self.rounds // max(1, self.deaths)
         return {WARM_UP + span * turn + span // 2: draw.randrange(self.replicas) for turn in range(self.deaths)}
 
@@ -82,10 +87,10 @@ _BETWEEN_DEATHS = 8
 
 
 def processes(job: Job) -> int:
-    """Over how many processes the replicas are spread: one for each core, or more for want of descriptors.
+    """Return over how many processes to spread the replicas: one per core, or more if file descriptors are scarce.
 
     Raises:
-        UserError: one replica alone has too many connections for a process.
+        UserError: a single replica has more connections than one process may open.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _PER_CONNECTION * job.tree.nodes + job.tree.nodes // job.fan_out + 16
@@ -99,6 +104,6 @@ def processes(job: Job) -> int:
 
 
 def raise_limit() -> None:
-    """As many descriptors as this process may have."""
+    """Raise this process's limit of open file descriptors to the hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,4 +1,4 @@
-"""What is printed of an emulation."""
+"""Format the result of an emulation as text and as JSON values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,19 +7,19 @@ from ft.lab.simulate.quorum.run import Measured
 from ft.lab.simulate.quorum.shape import Job
 
 PAPER_S, PAPER_FIRST_S, PAPER_RANKS = 0.7, 9.0, 98304
-"""FT-HSDP, section 5: the latency of its ``get_quorum`` at this scale, and that of its first version."""
+"""From FT-HSDP, section 5: the latency of ``get_quorum`` at this number of ranks, and that of its first version."""
 _PERCENTILES = (50, 90, 99, 100)
 _KINDS = {"none": "", "death": ", a replica was lost", "return": ", a replica has come"}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest of the values that so many percent do not exceed."""
+    """Return the smallest of the values that is not exceeded by ``percent`` percent of them."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
 def as_values(job: Job, measured: Measured) -> dict[str, Any]:
-    """All of it, as JSON values: seconds."""
+    """Return the result as JSON values; times are in seconds."""
     return {
         "simulation": "quorum",
         "ranks": job.ranks,
@@ -46,7 +46,7 @@ def as_values(job: Job, measured: Measured) -> dict[str, Any]:
 
 
 def as_text(job: Job, measured: Measured) -> str:
-    """All of it, for people."""
+    """Return the result as text."""
     tree, rows, relays = job.tree, _by_change(measured), job.tree.nodes * job.replicas
     each = f"{job.ranks // job.replicas}, on {tree.nodes} nodes each"
     lines = [

@@ -1,2 +1,5 @@
-"""What a recovery has to rebuild at any number of ranks: the groups that megatron-core would make, judged by the code
-that judges them in a run, and the time that takes, as far as measurements on a few ranks carry."""
+"""Predict what a recovery rebuilds at any number of ranks, and how long that takes.
+
+megatron-core lays out the process groups, the production planner decides which of them to rebuild, and measurements on
+a few ranks are extrapolated.
+"""

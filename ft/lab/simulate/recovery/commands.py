@@ -1,4 +1,4 @@
-"""``ft simulate recovery``."""
+"""The ``ft simulate recovery`` subcommand."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ _MOST_RANKS = 16384
 
 
 def add_parser(subparsers) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = subparsers.add_parser(
         "recovery",
         help="which groups a recovery rebuilds, with how many connections, on 8 to thousands of ranks",
@@ -42,10 +42,10 @@ _RANKS = "one number, several with commas, or A..B: A, 2A, 4A up to B (default: 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Works the sweep out, prints it, and draws it where that is asked for.
+    """Compute the sweep, print it, and plot it if requested.
 
     Raises:
-        UserError: no such layout, no such results, or the picture cannot be written.
+        UserError: the layout is impossible, the results are unusable, or the plot cannot be written.
     """
     from megatron.training.logging.quiet import quieten
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     entries = sweep(found, arguments.ranks_per_node, arguments.lost, arguments.experts or arguments.ep > 1)
     print(json.dumps(as_values(entries, fitted)) if arguments.json else as_text(entries, fitted))
     if arguments.plot is not None:
-        # Matplotlib takes longer to import than all else here.
+        # Imported here because importing matplotlib takes longer than everything else in this command.
         from ft.lab.simulate.recovery.picture import draw
 
         try:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fit(arguments: argparse.Namespace):
-    """What the times come from; None where neither results nor a measurement is asked for."""
+    """Return the fit that predicts times; None if neither results nor a measurement is requested."""
     from ft.lab.simulate.recovery.fit import fit, read
 
     if arguments.results is not None:

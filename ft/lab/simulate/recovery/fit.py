@@ -1,13 +1,13 @@
-"""From measured rebuilds to others: a straight line through groups and connections, and how far off it is.
+"""Linear model of the rebuild time, fitted to measured rebuilds, with its errors.
 
     time = a + b groups + c connections,   a, b, c >= 0
 
-fitted three times over the same rows: to the time of all ranks together on the cores of this machine, to the processor
-time of the rank that has most to do, and to that of the store that all meet in. The last two together are what is left
-where every rank has a core of its own. Relative errors are minimised, or the largest rows would decide alone.
+It is fitted three times to the same rows: to the wall time of all ranks sharing this machine's cores, to the CPU time
+of the busiest rank, and to the CPU time of the rendezvous store. The sum of the last two is the time where every rank
+has its own core. Relative errors are minimized; with absolute errors the largest rows alone would decide.
 
-Beyond the largest measured row all of it is extrapolation: nothing here knows of a real network, of NCCL, or of what
-begins to matter only with thousands of ranks.
+Everything beyond the largest measured row is extrapolation: the model knows nothing of a real network, of NCCL, or of
+effects that appear only with thousands of ranks.
 """
 
 import itertools
@@ -29,11 +29,14 @@ _FIX = "make it with: python tools/bench/rebuild.py --all, or leave --results ou
 
 @dataclass(frozen=True)
 class Line:
-    """A fitted time.
+    """One fitted linear model of a time.
 
     Attributes:
-        target: of ``_TIMES``. features: fields of ``Work`` that it is linear in. constant_s, slopes_s: coefficients.
-        errors: fitted / measured - 1 of every row.
+        target: the fitted column, one of ``_TIMES``.
+        features: fields of ``Work`` in which it is linear.
+        constant_s: the intercept, in seconds.
+        slopes_s: seconds per unit of each feature.
+        errors: fitted / measured - 1, one per row.
     """
 
     target: str
@@ -43,7 +46,7 @@ class Line:
     errors: tuple[float, ...]
 
     def at(self, work: Work) -> float:
-        """Seconds that it gives for ``work``; none where there is nothing to do."""
+        """Return the predicted seconds for ``work``; 0 if there are no groups to rebuild."""
         if not work.groups:
             return 0.0
         parts = (s * getattr(work, name) for s, name in zip(self.slopes_s, self.features, strict=True))
@@ -51,7 +54,7 @@ class Line:
 
     @property
     def typical_error(self) -> float:
-        """Root of the mean squared relative error."""
+        """The root mean square of the relative errors."""
         return float(numpy.sqrt(numpy.mean(numpy.square(self.errors))))
 
     @property
@@ -61,11 +64,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Fit:
-    """The three lines, and what they were fitted to.
+    """The three fitted models and the rows they were fitted to.
 
     Attributes:
-        here: of all ranks on this machine's cores. busiest, store: processor times. rows: as read.
-        checked: relative error on the rows of the most ranks of a fit to all others; None where that leaves too few.
+        here: wall time of all ranks on this machine's cores.
+        busiest: CPU time of the busiest rank.
+        store: CPU time of the rendezvous store.
+        rows: the measured rows, as read.
+        checked: holdout error: the RMS relative error, on the rows with the most ranks, of a fit to all other rows;
+            None if too few rows remain.
     """
 
     here: Line
@@ -79,11 +86,11 @@ class Fit:
         return max(row["ranks"] for row in self.rows)
 
     def spread_out(self, work: Work) -> float:
-        """Seconds with a core for every rank: the busiest rank's computing and the store's, one after the other."""
+        """Return the predicted seconds with a core per rank: CPU time of the busiest rank plus that of the store."""
         return self.busiest.at(work) + self.store.at(work)
 
     def measured(self, ranks: int, kind: str, work: Work) -> float | None:
-        """Seconds of the row that is just this, None where it was not measured."""
+        """Return the measured wall time in seconds of exactly this rebuild, None if it was not measured."""
         for row in self.rows:
             same = all(row[name] == getattr(work, name) for name in _NUMBERS[1:])
             if same and row["ranks"] == ranks and row["kind"] == kind:
@@ -92,7 +99,7 @@ class Fit:
 
 
 def fit(rows: Sequence[dict[str, Any]]) -> Fit:
-    """Fits all three lines.
+    """Fit all three models.
 
     Raises:
         UserError: there are too few rows.
@@ -107,9 +114,9 @@ def fit(rows: Sequence[dict[str, Any]]) -> Fit:
 
 
 def line(rows: Sequence[dict[str, Any]], target: str, features: tuple[str, ...]) -> Line:
-    """Least squares of relative errors without negative coefficients.
+    """Return the non-negative least-squares fit that minimizes relative errors.
 
-    With so few columns that is found by trying every set of columns that may be other than zero.
+    With so few columns it is found by trying every subset of columns with non-zero coefficients.
     """
     times = numpy.array([row[target] for row in rows], dtype=float)
     columns = numpy.array([[1.0, *(row[name] for name in features)] for row in rows], dtype=float)
@@ -128,10 +135,10 @@ def line(rows: Sequence[dict[str, Any]], target: str, features: tuple[str, ...])
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a results file, those of other benchmarks left out.
+    """Return the rows of a results file; rows of other benchmarks are left out.
 
     Raises:
-        UserError: it cannot be read, or a row is torn.
+        UserError: the file cannot be read, or a row is malformed.
     """
     try:
         lines = Path(path).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What is lost when ranks are, and what the production code decides to rebuild then."""
+"""The loss of ranks: which groups the production planner decides to rebuild, and how much work that is."""
 
 import json
 import time
@@ -24,12 +24,12 @@ USED = frozenset(
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
     }
 )
-"""Purposes of the groups that steps of a dense model use; all others are connected at their first use, if ever."""
+"""Purposes of the groups that training steps of a dense model use. All others are connected at first use, if ever."""
 
 USED_BY_EXPERTS = frozenset(
     {"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"}
 )
-"""What a model with experts uses besides, whichever way its tokens are dispatched."""
+"""Purposes of the groups that a mixture-of-experts model uses in addition, with any token dispatcher."""
 
 _WITHIN_A_REPLICA = (
     "TENSOR_MODEL_PARALLEL_GROUP",
@@ -38,19 +38,23 @@ _WITHIN_A_REPLICA = (
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
     "PIPELINE_MODEL_PARALLEL_GROUP",
 )
-"""Groups of the forward and backward pass, inner ones first: a rank runs into these before it comes to the others."""
+"""Groups of the forward and backward pass, in the order in which a rank blocks in them, all before the gradient
+reduction.
+"""
 
 _GRADIENTS = "DATA_PARALLEL_GROUP_WITH_CP"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the control plane decided, and what that took here.
+    """The control plane's rebuild plan, and what computing it cost on this machine.
 
     Attributes:
-        plan: of the production code. seconds: of that code, on this machine.
-        report_bytes: of one survivor's report on the wire. survivors: that send one.
-        read_s: reading one from the wire, on this machine; the control plane reads one after the other.
+        plan: the plan of the production code.
+        seconds: time that the planner took.
+        report_bytes: size of one survivor's report on the wire, in bytes.
+        survivors: number of survivors that send a report.
+        read_s: seconds to parse one report; the control plane parses them one after the other.
     """
 
     plan: RebuildPlan
@@ -62,12 +66,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Work:
-    """What connecting some groups comes to.
+    """The amount of work in connecting a set of groups.
 
     Attributes:
-        groups: with more than one member. memberships: their sizes, added up. connections: pairs of members that are
-            connected, n (n - 1) / 2 in a group of n, as gloo does it.
-        most_groups, most_connections: of the rank that has the most of them.
+        groups: number of groups with more than one member.
+        memberships: sum of the group sizes.
+        connections: connected pairs of members; n (n - 1) / 2 for a group of n, as gloo connects it.
+        most_groups: groups of the rank that is in the most groups.
+        most_connections: connections of the rank that has the most connections.
     """
 
     groups: int
@@ -78,18 +84,20 @@ class Work:
 
 
 def everything(groups: Iterable[GroupSpec]) -> list[str]:
-    """Names of the groups that a full rebuild connects: all that have somebody to connect."""
+    """Return the names of the groups that a full rebuild connects: those with more than one member."""
     return [group.name for group in groups if len(group.ranks) > 1]
 
 
 def decide(groups: Sequence[GroupSpec], lost: Collection[int], *, stuck: bool, experts: bool = False) -> Decision:
-    """The rebuild plan after the loss of some logical ranks.
+    """Return the rebuild plan after the loss of some logical ranks.
 
     Args:
-        stuck: every survivor has come to the operation in which it waits for a lost rank, or for one that waits itself,
-            as after a hang. Otherwise nobody was in an operation, and no fewer groups can be rebuilt. An epoch that is
-            closed at once finds survivors in between, some still in operations that would have ended.
-        experts: the model has some.
+        groups: all process groups of the layout.
+        lost: the logical ranks that are lost.
+        stuck: True: every survivor is blocked in an operation, waiting for a lost rank or for a rank that is blocked
+            itself, as after a hang. False: no survivor is in an operation, which gives the smallest possible plan. An
+            epoch that is closed at once lies in between: some survivors are in operations that would have completed.
+        experts: whether the model is a mixture of experts.
     """
     reports = _reports(groups, frozenset(lost), stuck, USED | USED_BY_EXPERTS if experts else USED)
     began = time.perf_counter()
@@ -101,7 +109,7 @@ def decide(groups: Sequence[GroupSpec], lost: Collection[int], *, stuck: bool, e
 
 
 def work_of(groups: Iterable[GroupSpec], names: Collection[str]) -> Work:
-    """Adds up what connecting the named groups takes."""
+    """Return the work of connecting the named groups."""
     names = frozenset(names)
     chosen = [group.ranks for group in groups if group.name in names and len(group.ranks) > 1]
     own_groups: dict[int, int] = {}
@@ -120,10 +128,10 @@ def work_of(groups: Iterable[GroupSpec], names: Collection[str]) -> Work:
 
 
 def blocked_in(groups: Iterable[GroupSpec], lost: Collection[int]) -> dict[int, str]:
-    """Surviving rank -> name of the group in which it ends up waiting.
+    """Return, for each surviving rank, the name of the group in which it ends up waiting.
 
-    Who shares a group of the forward and backward pass with a lost rank waits in it; who shares one with somebody who
-    waits, waits there; all others get as far as the reduction of gradients.
+    A rank that shares a group of the forward and backward pass with a lost rank blocks in that group; a rank that
+    shares one with a blocked rank blocks there; all others get as far as the gradient reduction.
     """
     groups = [group for group in groups if len(group.ranks) > 1]
     waiting: dict[int, str] = {}
@@ -148,7 +156,7 @@ def _spread(groups: list[GroupSpec], waiting: dict[int, str], standing: set[int]
 def _reports(
     groups: Sequence[GroupSpec], lost: frozenset[int], stuck: bool, used: frozenset[str]
 ) -> dict[int, list[GroupReport]]:
-    """What every worker would report, the new ones in the seats of lost ranks included."""
+    """Return what every worker would report, including the replacements of the lost ranks."""
     waiting = blocked_in(groups, lost) if stuck else {}
     reports: dict[int, list[GroupReport]] = {rank: [] for group in groups for rank in group.ranks}
     for group in groups:
@@ -161,7 +169,7 @@ def _reports(
 
 
 def _sent_and_read(groups: list[GroupReport]) -> tuple[int, float]:
-    """(bytes of a survivor's report, seconds that reading it takes)."""
+    """Return the size of a survivor's report in bytes, and the seconds to parse it."""
     text = json.dumps(to_json(WorkerReleased("n0.w0", 0, 0, groups)), separators=(",", ":"))
     began = time.perf_counter()
     from_json(WorkerReleased, json.loads(text))

@@ -1,4 +1,4 @@
-"""The production rebuild, measured on real process groups between processes of this machine."""
+"""Measure the production rebuild of real process groups between processes of this machine."""
 
 import json
 import multiprocessing
@@ -21,24 +21,32 @@ from ft.net.store import StoreServer
 from ft.state.groups import Meeting
 
 KINDS = ("full", "least", "node")
-"""All groups; those that the loss of a rank asks for; those that the loss of a node does."""
+"""Rebuild of all groups; of those that the loss of one rank requires; of those that the loss of one node requires."""
 
 LAYOUTS = (
     *(Sizes(8, tp=2, pp=2), Sizes(8), Sizes(8, pp=4), Sizes(8, tp=4)),
     *(Sizes(16, tp=2, pp=4), Sizes(16), Sizes(16, tp=2, pp=2), Sizes(16, tp=4, pp=2)),
     *(Sizes(32, tp=2, pp=4), Sizes(32), Sizes(32, tp=4, pp=4), Sizes(32, tp=2, pp=2)),
 )
-"""Enough different numbers of groups and connections to tell what each of them costs."""
+"""Layouts that differ enough in groups and connections to separate the cost of each in the fit."""
 
 RANKS_PER_NODE, ROUNDS = 4, 3
 LOST = 1
 
 
 def measure(sizes: Sizes, rounds: int = ROUNDS, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
-    """Loses ranks of a layout again and again, and rebuilds; one row per kind, medians over the rounds.
+    """Repeatedly kill ranks of a layout and rebuild the groups.
+
+    Args:
+        sizes: the layout.
+        rounds: repetitions of each kind.
+        kinds: of :data:`KINDS`.
+
+    Returns:
+        one row per kind, with medians over the rounds.
 
     Raises:
-        FtError: a rank ended, or did not come in time.
+        FtError: a rank exited, or did not respond in time.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     groups = groups_of(sizes)
@@ -48,7 +56,7 @@ def measure(sizes: Sizes, rounds: int = ROUNDS, kinds: Sequence[str] = KINDS) ->
 
 
 def names_of(groups: Sequence[GroupSpec], kind: str) -> tuple[list[int], list[str], list[str]]:
-    """(lost ranks, groups to rebuild, groups to defer) of a kind of rebuild."""
+    """Return (lost ranks, groups to rebuild, groups to defer) of one kind of rebuild."""
     lost = list(range(RANKS_PER_NODE)) if kind == "node" else [LOST]
     if kind == "full":
         return lost, everything(groups), []
@@ -74,7 +82,7 @@ def _row(sizes: Sizes, kind: str, groups: list[GroupSpec], ranks: "_Ranks", roun
 
 
 class _Ranks:
-    """The processes of a layout and the store that they meet in, which is in this process."""
+    """The worker processes of a layout; their rendezvous store runs in this process."""
 
     def __init__(self, sizes: Sizes):
         self._sizes, self._epoch = sizes, 0
@@ -101,10 +109,11 @@ class _Ranks:
                 process.join()
 
     def lose(self, lost: Sequence[int], rebuild: list[str], defer: list[str]) -> dict[str, float]:
-        """Kills ranks, puts new ones in their places and has the groups rebuilt; what that took.
+        """Kill ranks, start replacements, have the groups rebuilt, and return what that took.
 
         Returns:
-            wall_s: of the slowest rank. busiest_cpu_s: of the rank that computed most. store_cpu_s: of the store.
+            a mapping: wall_s, wall time of the slowest rank; busiest_cpu_s, CPU time of the busiest rank; store_cpu_s,
+                CPU time of the store; all in seconds.
         """
         for rank in lost:
             self._processes[rank].kill()
@@ -137,7 +146,7 @@ class _Ranks:
             self._processes[rank] = process
 
     def _await(self, what: str) -> None:
-        """Until all ranks have said so."""
+        """Wait until all ranks have set their ``what`` key of this epoch."""
         keys = [f"{what}/{self._epoch}/{rank}" for rank in range(self._sizes.ranks)]
         deadline = time.monotonic() + PATIENCE.total_seconds()
         while True:

@@ -1,4 +1,4 @@
-"""The picture of ``ft simulate recovery``: connections and seconds against ranks."""
+"""Plot of ``ft simulate recovery``: connections and seconds by number of ranks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ _SIZE_IN, _DPI = (11.0, 5.4), 150
 _COLOUR = {FULL: palette.OUTCOME["restart"], NODE: "#d98e04", RANK: "#3f8f55"}
 _NAME = {FULL: "all groups", NODE: "after the loss of a node", RANK: "after the loss of a rank"}
 _WIDTH = {FULL: 2, NODE: 4.5, RANK: 2}
-"""What the loss of a node and of a rank come to is often nearly the same: one is drawn around the other."""
+"""Line widths. The curves for a node and for a rank often coincide, so the first is drawn wider, behind the second."""
 
 _PAPER = palette.FAULT
 _STYLE = {"fontsize": 9, "color": palette.QUIET}
@@ -25,10 +25,10 @@ _MOST_TICKS = 7
 
 
 def draw(entries: Sequence[Entry], fitted: Fit | None, path: Path) -> None:
-    """Writes the picture as PNG.
+    """Write the plot as PNG.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     wide = _SIZE_IN if fitted is not None else (_SIZE_IN[0] / 1.8, _SIZE_IN[1])
     figure = Figure(figsize=wide, dpi=_DPI, facecolor=palette.PAPER, layout="constrained")

@@ -13,14 +13,18 @@ PATIENCE = timedelta(seconds=120)
 
 
 def follow(meeting: Meeting, rank: int, sizes: Sizes, epoch: int, joins: bool) -> None:
-    """Does what is ordered through the store at ``meeting`` until it is told to end.
+    """Execute the orders posted in the store at ``meeting`` until the order is "end".
 
-    Keys: ``ready/EPOCH/RANK`` when its groups are there, ``order/EPOCH`` (a JSON object: rebuild, defer; or "end"),
-    ``left/EPOCH/RANK``, ``go/EPOCH``, ``done/EPOCH/RANK`` (a JSON object of what it took).
+    Keys in the store, in their order within an epoch: ``ready/EPOCH/RANK`` (this rank's groups exist), ``order/EPOCH``
+    (a JSON object with rebuild and defer, or "end"), ``left/EPOCH/RANK`` (this rank has dropped its old connections),
+    ``go/EPOCH`` (start the rebuild), ``done/EPOCH/RANK`` (a JSON object with the times).
 
     Args:
-        epoch: the one it begins in. joins: it takes the place of a rank that was lost in it, and is connected by the
-            next order.
+        meeting: address and token of the store.
+        rank: logical rank of this process.
+        sizes: the layout.
+        epoch: the epoch in which this process starts.
+        joins: it replaces a rank that was lost in this epoch, and is connected by the next order.
     """
     store = meeting.connect().store
     store.set_timeout(PATIENCE)
@@ -52,14 +56,14 @@ def follow(meeting: Meeting, rank: int, sizes: Sizes, epoch: int, joins: bool) -
 
 
 def use_all() -> None:
-    """A barrier in every group, in the order of creation: it works, and deferred ones are connected."""
+    """Run a barrier in every group, in the order of creation: proves that each works, and connects deferred ones."""
     for group in list(dist.distributed_c10d._world.pg_names):
         if group.size() > 1:
             dist.barrier(group)
 
 
 def _rebuild(groups: Groups, order: dict, epoch: int) -> dict[str, float]:
-    """Wall and processor seconds of the production code for it; the latter over all threads of this process."""
+    """Return the wall time of the production rebuild, and its CPU time over all threads of this process."""
     began = time.process_time()
     wall = groups.rebuild(order["rebuild"], order["defer"], f"groups/{epoch}", epoch)
     cpu = time.process_time() - began

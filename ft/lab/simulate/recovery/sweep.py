@@ -1,4 +1,4 @@
-"""All that ``ft simulate recovery`` says, worked out: one entry per number of ranks and per loss."""
+"""Compute everything that ``ft simulate recovery`` shows: one entry per layout, with one rebuild per kind of loss."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ FULL, RANK, NODE = "full", "least", "node"
 
 @dataclass(frozen=True)
 class Rebuild:
-    """What one loss asks for.
+    """What one kind of loss requires to be rebuilt.
 
     Attributes:
-        kind: FULL (whatever was lost, all groups), RANK or NODE (what production rebuilds after such a loss).
-        most: with every survivor blocked in an operation. least: with none in one. deferred: groups left for later.
-        decision: of the production code for ``most``; None for FULL, which decides nothing.
-        over_all: of ``most``, the groups over all ranks.
+        kind: FULL (all groups, whatever was lost), RANK or NODE (what production rebuilds after such a loss).
+        most: work if every survivor is blocked in an operation.
+        least: work if no survivor is in an operation.
+        deferred: number of groups left to be connected at first use.
+        decision: the production decision behind ``most``; None for FULL, which needs no decision.
+        over_all: the part of ``most`` in groups that span all ranks.
     """
 
     kind: str
@@ -31,7 +33,13 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class Entry:
-    """One layout. ``groups``: all there are, those of one member too."""
+    """One layout.
+
+    Attributes:
+        sizes: the layout.
+        groups: number of all groups, including those of one member.
+        rebuilds: one per kind of loss.
+    """
 
     sizes: Sizes
     groups: int
@@ -39,12 +47,12 @@ class Entry:
 
 
 def layouts(ranks: Sequence[int], tp: int | None, pp: int | None, dp: int | None, cp: int, ep: int) -> list[Sizes]:
-    """The layouts with these numbers of ranks; of tp, pp and dp one at most is worked out, dp before pp before tp.
+    """Return the layouts with these numbers of ranks; numbers that do not fit are skipped.
 
-    Numbers of ranks that cannot be laid out so are passed over.
+    Of tp, pp and dp, at most one is derived from the number of ranks: dp first, else pp, else tp.
 
     Raises:
-        UserError: none can.
+        UserError: none of the numbers fits.
     """
     found = []
     for count in ranks:
@@ -78,11 +86,13 @@ def _sizes(ranks: int, tp: int | None, pp: int | None, dp: int | None, cp: int, 
 
 
 def sweep(found: Iterable[Sizes], ranks_per_node: int, lost: int, experts: bool) -> list[Entry]:
-    """Works every layout out.
+    """Compute the entries of all layouts.
 
     Args:
-        ranks_per_node: logical ranks of a node, neighbours. lost: the logical rank that is lost, and its node with it;
-            in a smaller layout the last one.
+        found: the layouts.
+        ranks_per_node: logical ranks of a node; they are consecutive.
+        lost: the logical rank that is lost, and its node with it; in a smaller layout the last rank.
+        experts: whether the model is a mixture of experts.
     """
     return [_entry(sizes, ranks_per_node, lost, experts) for sizes in found]
 

@@ -1,4 +1,4 @@
-"""The sweep as text and as JSON values."""
+"""Format the sweep as text and as JSON values."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +13,7 @@ _KIND = {FULL: "all groups", RANK: "a rank", NODE: "a node"}
 
 
 def as_text(entries: Sequence[Entry], fitted: Fit | None) -> str:
-    """What is rebuilt, how long it takes, and what deciding takes."""
+    """Return tables of what is rebuilt, how long it takes, and how long the decision takes."""
     parts = ["Groups to rebuild. Between two numbers: nobody else in an operation - everybody blocked in one.", ""]
     parts += [_what(entries), "", *_what_notes(entries), ""]
     if fitted is not None:
@@ -29,7 +29,7 @@ def as_text(entries: Sequence[Entry], fitted: Fit | None) -> str:
 
 
 def as_values(entries: Sequence[Entry], fitted: Fit | None) -> list[dict[str, Any]]:
-    """One mapping per number of ranks and loss."""
+    """Return one mapping per layout and kind of loss."""
     found = []
     for entry in entries:
         for rebuild in entry.rebuilds:
@@ -157,7 +157,7 @@ def _place(entry: Entry, rebuild: Rebuild) -> tuple[str, str, str]:
 
 
 def _grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The same rows, numbers of ranks and layouts said once each."""
+    """Return the rows with the number of ranks and the layout shown only once each."""
     found, last = [], None
     for row in rows:
         found.append(("", "", *row[2:]) if row[:2] == last else row)

@@ -1,4 +1,4 @@
-"""The process groups of a layout, without any of its processes: megatron-core makes them, and each is written down."""
+"""The process groups of a layout, recorded from megatron-core without starting any of its processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +12,14 @@ from ft.state.groups.registry import check_torch
 
 _BACKEND = "ft-recorded"
 WORLD, EXITS, FENCE = "WORLD", "EXIT_FLAGS", "FENCE"
-"""Over all ranks, beside core's own: torch's default group, those of ``megatron.training.exits`` and of the guard."""
+"""Groups over all ranks beside megatron-core's own: torch's default group, the exit flags of
+``megatron.training.exits``, and the recovery fence.
+"""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A layout. ``dp`` is what remains: ranks / (tp cp pp)."""
+    """A parallel layout. ``dp`` is derived: ranks / (tp cp pp)."""
 
     ranks: int
     tp: int = 1
@@ -30,7 +32,7 @@ class Sizes:
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def check(self) -> None:
-        """Raises ``UserError`` where megatron-core could not lay these ranks out."""
+        """Raise ``UserError`` if megatron-core cannot lay out these ranks."""
         for factor, names in (
             (self.tp * self.pp * self.cp, "tp x pp x cp"),
             (self.tp * self.ep * self.pp, "tp x ep x pp"),
@@ -47,7 +49,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A process group. ``name``: torch's, as in a run. ``purpose``: core's description. ``ranks``: its members."""
+    """A recorded process group.
+
+    Attributes:
+        name: torch's name of the group, the same as in a real run.
+        purpose: megatron-core's description of the group.
+        ranks: its members.
+    """
 
     name: str
     purpose: str
@@ -55,7 +63,9 @@ class GroupSpec:
 
 
 class _Recorded(dist.ProcessGroup):
-    """A process group that connects nothing; torch hands every ``new_group`` to the default one of them."""
+    """A process group that connects nothing and records every ``new_group``, which torch delegates to the default
+    group.
+    """
 
     def __init__(self, name: str, purpose: str, ranks: list[int], rank: int, found: list[GroupSpec]):
         super().__init__(rank, len(ranks))
@@ -95,18 +105,18 @@ class _Recorded(dist.ProcessGroup):
 
 
 def _make_default(options, found: list[GroupSpec]) -> _Recorded:
-    """The creator that torch calls for the backend."""
+    """Create the default group; torch calls this for the registered backend."""
     return _Recorded(options.group_id, WORLD, list(range(options.group_size)), options.group_rank, found)
 
 
 def groups_of(sizes: Sizes) -> list[GroupSpec]:
-    """Every process group of a hot-swapping run in this layout, in the order of creation.
+    """Return every process group of a hot-swap run in this layout, in the order of creation.
 
-    megatron-core itself is asked, on one process that is rank 0 of a world in which nobody else is.
+    megatron-core creates them in this process, which acts as rank 0 of a world without other processes.
 
     Raises:
-        UserError: the layout is impossible, or torch too old.
-        RuntimeError: this process has process groups of its own.
+        UserError: the layout is impossible, or torch is too old.
+        RuntimeError: this process already has process groups.
     """
     sizes.check()
     check_torch(torch.__version__)
@@ -119,7 +129,7 @@ def groups_of(sizes: Sizes) -> list[GroupSpec]:
 
 
 def make_groups(sizes: Sizes) -> None:
-    """All groups but the default one, as the start of a worker makes them."""
+    """Create all groups but the default one, as a worker does at start."""
     from megatron.training.arguments.layout import Layout
     from megatron.training.arguments.parallel import ParallelOptions
     from megatron.training.initialize import init_model_parallel

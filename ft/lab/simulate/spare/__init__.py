@@ -1,1 +1,1 @@
-"""Step-level simulation of long training under failures: SPARe, replication, and checkpoints alone."""
+"""Step-level simulation of long training runs under failures: SPARe, replication, and checkpointing alone."""

@@ -1,4 +1,4 @@
-"""When groups fail: one renewal clock for each group, or a recorded trace."""
+"""Failure times of groups: one renewal process per group, or a recorded trace."""
 
 import math
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from ft.base.errors import UserError
 
 
 class Law(Protocol):
-    """Of the failures of groups."""
+    """The distribution of the failures of groups."""
 
     def after(self, start: np.ndarray, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Times in seconds, float [n], at which ``groups``, int [n], fail next when they are new at ``start`` [n]."""
+        """Return when ``groups``, int [n], fail next if they are new at ``start``: seconds, float [n]."""
 
 
 @dataclass(frozen=True)
 class Weibull:
-    """Times between the failures of a group: Weibull, with ``shape`` 1 exponential.
+    """Weibull-distributed times between the failures of a group; with ``shape`` 1 exponential.
 
     Attributes:
-        mean_s: expected seconds between two failures of one group, N times that of the whole system.
-        shape: less than 1: new groups fail more often than old ones.
+        mean_s: mean seconds between two failures of one group, which is N times that of the whole system.
+        shape: below 1, new groups fail more often than old ones.
     """
 
     mean_s: float
@@ -36,10 +36,10 @@ class Weibull:
 
 
 class Trace:
-    """Failures that were recorded; those of a group that is already lost do not count.
+    """Recorded failures; those of a group that is already lost are ignored.
 
     Args:
-        failures: (seconds from the start, group) in any order.
+        failures: (seconds from the start, group), in any order.
     """
 
     def __init__(self, failures: Sequence[tuple[float, int]]):
@@ -59,10 +59,10 @@ class Trace:
 
 
 def read_trace(path: str | Path, groups: int) -> Trace:
-    """Reads lines of ``seconds group``, or ``seconds,group``; empty lines and what follows a # do not count.
+    """Read lines of ``seconds group`` or ``seconds,group``; empty lines are skipped, and # starts a comment.
 
     Raises:
-        UserError: the file cannot be read, or a line is not a failure of one of ``groups`` groups.
+        UserError: the file cannot be read, a line is not a failure of one of ``groups`` groups, or there is no failure.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -91,13 +91,15 @@ def _failure(words: list[str], groups: int, where: str) -> tuple[float, int]:
 
 
 class Clocks:
-    """The next failure of every group that is in the run.
+    """The next failure of every group that takes part in the run.
 
     Args:
-        law: of the failures. groups: their number. rng: of this run.
+        law: distribution of the failures.
+        groups: number of groups.
+        rng: random generator of this run.
 
     Attributes:
-        due: seconds at which each group fails, float [groups]; infinite for those that are out.
+        due: seconds at which each group fails, float [groups]; infinite if it does not fail again.
     """
 
     def __init__(self, law: Law, groups: int, rng: np.random.Generator):
@@ -106,7 +108,7 @@ class Clocks:
         self.sort()
 
     def sort(self) -> None:
-        """Must follow each change of ``due``."""
+        """Rebuild the order of failures; must be called after each change of ``due``."""
         self._order = np.argsort(self.due, kind="stable")
         self._times = [*self.due[self._order].tolist(), math.inf]
         self._place = 0
@@ -117,16 +119,18 @@ class Clocks:
         return self._times[self._place]
 
     def failed(self, until: float) -> list[int]:
-        """The groups that fail up to that second, which are then out."""
+        """Return the groups that fail up to the second ``until``, and mark them as out."""
         begin = self._place
         while self._times[self._place] <= until:
             self._place += 1
         return self._order[begin : self._place].tolist()
 
     def out(self) -> np.ndarray:
-        """The groups that have failed since the last :meth:`sort`, int [n]."""
+        """Return the groups that have failed since the last :meth:`sort`, int [n]."""
         return self._order[: self._place]
 
     def renew(self, groups: np.ndarray, start: np.ndarray) -> None:
-        """``groups``, int [n], are new at ``start``, float [n]."""
+        """Draw the next failures of ``groups``, int [n], which are new at ``start``, float [n]. Call :meth:`sort`
+        afterwards.
+        """
         self.due[groups] = self._law.after(start, groups, self._rng)

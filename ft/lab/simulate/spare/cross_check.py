@@ -1,4 +1,4 @@
-"""A small scenario by the step-level simulation and by SimGrid: the same failures, no jitter, the same answer."""
+"""Validate the step-level simulation against SimGrid: small scenarios, the same failures, no jitter."""
 
 import importlib.util
 import math
@@ -21,7 +21,7 @@ _MOST = 200_000
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case of one seed by both. ``step_level`` and ``simgrid`` have the same names."""
+    """One case of one seed, simulated both ways. ``step_level`` and ``simgrid`` have the same fields."""
 
     groups: int
     scheme: str
@@ -32,23 +32,27 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Of the total times, relative."""
+        """Relative difference of the total times."""
         return self.simgrid.total_s / self.step_level.total_s - 1.0
 
     @property
     def agrees(self) -> bool:
-        """The same events, and times that differ by no more than rounding does."""
+        """Whether all counts are equal, and the total times differ by no more than rounding."""
         counts = [{**asdict(seen), "total_s": 0.0} for seen in (self.step_level, self.simgrid)]
         return counts[0] == counts[1] and abs(self.difference) <= TOLERANCE
 
 
 def installed() -> bool:
-    """Is there a SimGrid to compare with?"""
+    """Return whether SimGrid is installed."""
     return importlib.util.find_spec("simgrid") is not None
 
 
 def check(asked: Scenario) -> None:
-    """Raises UserError where there is no SimGrid, or the scenario is not small."""
+    """Check that a comparison is possible.
+
+    Raises:
+        UserError: SimGrid is not installed, or the scenario is too large for it.
+    """
     if not installed():
         raise UserError(
             "SimGrid is not installed",
@@ -62,7 +66,7 @@ def check(asked: Scenario) -> None:
 
 
 def compare(asked: Scenario) -> list[Comparison]:
-    """Every case with every seed, without jitter.
+    """Simulate every case with every seed both ways, without jitter.
 
     Raises:
         UserError: as :func:`check`, or a redundancy cannot be placed.
@@ -76,7 +80,7 @@ def compare(asked: Scenario) -> list[Comparison]:
             period = checkpoint_period(asked, scheme, redundancy)
             result = run(job, build(job.groups, scheme, redundancy), law, period, seed)
             step_level = Seen(**{field.name: getattr(result, field.name) for field in fields(Seen)})
-            # SimGrid allows one engine in each process.
+            # SimGrid allows only one engine per process.
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 simgrid = pool.submit(_by_simgrid, job, scheme, redundancy, law, period).result()
             found.append(Comparison(job.groups, scheme, redundancy, seed, step_level, simgrid))
@@ -84,7 +88,7 @@ def compare(asked: Scenario) -> list[Comparison]:
 
 
 def recorded(asked: Scenario, seed: int) -> Law:
-    """The failures that strike both: a trace of the law's, up to where a run is given up."""
+    """Return the failures for both simulations: a trace drawn from the scenario's law, up to the limit of a run."""
     law = asked.failures()
     if isinstance(law, Trace) or math.isinf(asked.mtbf_s):
         return law

@@ -1,6 +1,6 @@
-"""A global restart: how long it takes, and what happens to the clocks of failures meanwhile.
+"""Semantics of a global restart: how long it takes, and what happens to the failure clocks meanwhile.
 
-The paper does not say; its published results come out with ``extend``.
+SPARe does not specify this; its published results are reproduced with ``extend``.
 """
 
 from collections.abc import Callable
@@ -10,14 +10,14 @@ import numpy as np
 from ft.lab.simulate.spare.clocks import Clocks
 
 Ready = Callable[[int], np.ndarray]
-"""n -> seconds that n groups take to restart, float [n]."""
+"""Number of groups n -> seconds that each of n groups takes to restart, float [n]."""
 
 
 def extend(begin: float, clocks: Clocks, ready: Ready) -> float:
-    """Clocks run on. A group that fails within its restart begins it again, and all wait for the last one.
+    """Let the clocks run on: a group that fails within its restart starts over, and all groups wait for the last one.
 
-    Groups that were lost, then or before, are new when they are ready. All that are ready early age while they wait;
-    those that fail then are lost in the first step. Returns the second of the end.
+    Groups that were lost, before or during the restart, are new when they are ready. Groups that are ready early age
+    while they wait; those that fail then are lost in the first step. Returns the second at which the restart ends.
     """
     lost = clocks.out()
     at = begin + ready(len(clocks.due))
@@ -30,7 +30,10 @@ def extend(begin: float, clocks: Clocks, ready: Ready) -> float:
 
 
 def replace(begin: float, clocks: Clocks, ready: Ready) -> float:
-    """Clocks run on. Groups that fail meanwhile are replaced at the end, as are those that failed before."""
+    """Let the clocks run on, and replace groups that fail meanwhile at the end, together with those that failed before.
+
+    Returns the second at which the restart ends.
+    """
     end = float((begin + ready(len(clocks.due))).max())
     lost = np.union1d(clocks.out(), np.flatnonzero(clocks.due <= end))
     clocks.renew(lost, np.full(len(lost), end))
@@ -39,7 +42,10 @@ def replace(begin: float, clocks: Clocks, ready: Ready) -> float:
 
 
 def ignore(begin: float, clocks: Clocks, ready: Ready) -> float:
-    """Clocks stand still. Groups that failed before are new at the end."""
+    """Stop the clocks during the restart. Groups that failed before are new at its end.
+
+    Returns the second at which the restart ends.
+    """
     lost = clocks.out()
     end = float((begin + ready(len(clocks.due))).max())
     clocks.due += end - begin

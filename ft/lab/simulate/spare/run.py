@@ -1,4 +1,4 @@
-"""One simulated run, step by step."""
+"""Simulate one training run, step by step."""
 
 import math
 from collections.abc import Iterator
@@ -17,15 +17,21 @@ _BATCH = 4096
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, all times in seconds.
+    """The simulated job. Times are in seconds.
 
     Attributes:
-        groups: N. steps: of the training. stack_s: compute of one stack. all_reduce_s: a whole one; a failed one costs
-            half of it. restart_s: of a group. save_s: of a checkpoint. shrink_s, controller_s: for each loss.
-        jitter: each event lasts as long as said times N(1, jitter^2); a barrier waits for the slowest group.
-        jitter_per: one draw for each "stack" that a group computes, or for all of a "step" together.
+        groups: number of groups, N in SPARe.
+        steps: steps of the training.
+        stack_s: compute time of one stack.
+        all_reduce_s: duration of an all-reduce; a failed all-reduce costs half of it.
+        restart_s: restart time of a group.
+        save_s: duration of a checkpoint.
+        shrink_s: cost of shrinking the communicator, for each loss.
+        controller_s: cost of SPARe's controller, for each loss.
+        jitter: each duration is multiplied by a draw from N(1, jitter^2); a barrier waits for the slowest group.
+        jitter_per: "stack": one draw for each stack that a group computes; "step": one draw for all stacks of a step.
         restart: what failure clocks do in a global restart, a key of :data:`ft.lab.simulate.spare.restart.SEMANTICS`.
-        limit: the run is given up when it has taken so many times what it takes without failures.
+        limit: the run is given up after this many times its duration without failures.
     """
 
     groups: int
@@ -43,17 +49,23 @@ class Job:
 
     @property
     def base_s(self) -> float:
-        """T_0: the training without failures, jitter and redundancy."""
+        """T_0: seconds of the training without failures, jitter and redundancy."""
         return self.steps * (self.stack_s + self.all_reduce_s)
 
 
 @dataclass
 class Seen:
-    """What anybody who watches a run can count.
+    """The totals of a run that both simulations count.
 
     Attributes:
-        total_s: all of its time. steps: kept. attempts: steps begun. stacks: computed, patch computes among them.
-            failures, losses: groups lost, and steps in which some were. patches: patch computes. restarts: global ones.
+        total_s: total time in seconds.
+        steps: steps that were kept.
+        attempts: steps begun.
+        stacks: stacks computed, patch computes included.
+        failures: groups lost.
+        losses: all-reduces that failed because groups were lost.
+        patches: patch computes.
+        restarts: global restarts.
     """
 
     total_s: float = 0.0
@@ -68,11 +80,15 @@ class Seen:
 
 @dataclass
 class Result(Seen):
-    """And where its time went, in seconds.
+    """The totals of a run, and how its time was spent, in seconds. The fields below add up to ``total_s``.
 
     Attributes:
-        useful_s: steps that were kept. rework_s: steps that a restart undid, and the one it broke. restart_s, shrink_s,
-            controller_s, save_s: the others; they add up to ``total_s``.
+        useful_s: steps that were kept.
+        rework_s: steps that a restart discarded, including the interrupted one.
+        restart_s: global restarts.
+        shrink_s: shrinking the communicator.
+        controller_s: SPARe's controller.
+        save_s: checkpoints.
     """
 
     useful_s: float = 0.0
@@ -84,12 +100,12 @@ class Result(Seen):
 
     @property
     def up_fraction(self) -> float:
-        """Share of the time not spent in restarts and shrinking; the availability of the paper's Table 2."""
+        """Fraction of the time not spent in restarts and shrinking: the availability in SPARe, table 2."""
         return 1.0 - (self.restart_s + self.shrink_s) / self.total_s
 
     @property
     def availability(self) -> float:
-        """Share of the time spent in steps that were kept; the availability of formula (2)."""
+        """Fraction of the time spent in steps that were kept: the availability of SPARe, formula (2)."""
         return self.useful_s / self.total_s
 
     @property
@@ -101,7 +117,9 @@ class Jitter:
     """Random durations.
 
     Args:
-        spread: standard deviation relative to the mean. per: one of :data:`JITTERED`. rng: of this run.
+        spread: standard deviation relative to the mean.
+        per: one of :data:`JITTERED`.
+        rng: random generator of this run.
     """
 
     def __init__(self, spread: float, per: str, rng: np.random.Generator):
@@ -115,29 +133,32 @@ class Jitter:
             yield from source(_BATCH).tolist()
 
     def one(self, seconds: float) -> float:
-        """Of one event."""
+        """Return the duration of one event."""
         return max(0.0, seconds * (1.0 + self._spread * next(self._normals)))
 
     def slowest(self, seconds: float, stacks: int, groups: int) -> float:
-        """Of the slowest of ``groups`` that compute ``stacks`` of ``seconds`` each.
+        """Return the duration of the slowest of ``groups`` groups that compute ``stacks`` stacks of ``seconds`` each.
 
-        The sum of a group is normal, so the maximum is drawn as the normal quantile of U^(1/groups).
+        A group's sum is normally distributed, so the maximum is drawn as the normal quantile of U^(1/groups).
         """
         tail = -math.expm1(-next(self._exponentials) / groups)
         slowest = -float(special.ndtri(tail))
         return max(0.0, seconds * (stacks + self._spread * stacks**self._power * slowest))
 
     def each(self, seconds: float, groups: int) -> np.ndarray:
-        """Of ``groups`` events, float [groups]."""
+        """Return the durations of ``groups`` events, float [groups]."""
         return np.maximum(0.0, seconds * (1.0 + self._spread * self._rng.standard_normal(groups)))
 
 
 def run(job: Job, scheme: Scheme, law: Law, period_s: float, seed: int) -> Result:
-    """Trains ``job.steps`` steps, or up to ``job.limit``.
+    """Simulate ``job.steps`` steps, or up to ``job.limit``.
 
     Args:
-        period_s: from the end of a checkpoint to the end of the next, formula (1).
-        seed: the same gives the same run; failure clocks and jitter have streams of their own.
+        job: the job.
+        scheme: the fault-tolerance scheme; it must be in its initial state.
+        law: distribution of the failures.
+        period_s: seconds from the end of a checkpoint to the end of the next (SPARe, formula (1)).
+        seed: determines the run; failure clocks and jitter have separate random streams.
     """
     clock_rng, jitter_rng = (np.random.default_rng([seed, stream]) for stream in range(2))
     return _Run(job, scheme, Clocks(law, job.groups, clock_rng), Jitter(job.jitter, job.jitter_per, jitter_rng)).go(
@@ -168,14 +189,14 @@ class _Run:
         return found
 
     def _step(self) -> bool:
-        """False: a type was wiped out, and the step is lost."""
+        """Simulate one step. Return False if a shard type was wiped out, which loses the step."""
         job, scheme, jitter, found = self._job, self._scheme, self._jitter, self._found
         began, aside = self._now, found.shrink_s + found.controller_s
         found.attempts += 1
         self._compute(scheme.stack)
         reduce = jitter.one(job.all_reduce_s)
         kept = True
-        # A group that fails in the second half has sent what it had to: the next all-reduce finds out.
+        # A group that fails in the second half has already sent its part: the next all-reduce detects its loss.
         while kept and self._clocks.next <= self._now + reduce / 2:
             self._now += reduce / 2
             kept = self._lose(self._clocks.failed(self._now))
@@ -231,4 +252,4 @@ class _Run:
 
 
 PARTS = tuple(field.name for field in fields(Result) if field.name.endswith("_s") and field.name != "total_s")
-"""The parts that ``total_s`` consists of."""
+"""Names of the fields that add up to ``total_s``."""

@@ -1,4 +1,4 @@
-"""What is simulated: read from a file and from flags, checked, and turned into the pieces of a run.
+"""The scenario of the SPARe simulation: read from a file and from flags, checked, and converted to simulation inputs.
 
 A scenario file is TOML with the sections and keys of :data:`FIELDS`; times are seconds, or text such as "5m".
 """
@@ -25,13 +25,19 @@ LAWS = ("weibull", "exponential", "trace", "none")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A question that makes sense.
+    """A validated scenario.
 
     Attributes:
-        job: what is trained. mtbf_s: mean time between two group failures of the whole system, infinite: none.
-        law: one of :data:`LAWS`. shape: of the Weibull distribution. trace: file of failures.
-        schemes: of :data:`SCHEMES`. redundancy: of SPARe, several at a time; empty: formula (8).
-        degree: of replication; empty: as ``redundancy``. seeds: so many runs, from ``seed`` on.
+        job: the job.
+        mtbf_s: mean seconds between two group failures anywhere in the system; infinite: no failures.
+        law: one of :data:`LAWS`.
+        shape: shape of the Weibull distribution.
+        trace: file of recorded failures, or None.
+        schemes: of :data:`SCHEMES`.
+        redundancy: redundancies of SPARe to simulate; empty: the optimum by SPARe, formula (8).
+        degree: replication degrees to simulate; empty: the same default.
+        seeds: number of runs of each case.
+        seed: the first seed.
     """
 
     job: Job
@@ -46,17 +52,21 @@ class Scenario:
     seed: int
 
     def failures(self) -> Law:
-        """Of one group; raises UserError where a trace cannot be read."""
+        """Return the distribution of the failures of one group.
+
+        Raises:
+            UserError: the trace cannot be read.
+        """
         if self.trace is not None:
             return read_trace(self.trace, self.job.groups)
         return Weibull(self.mtbf_s * self.job.groups, self.shape)
 
 
 def numbers(value: Any) -> tuple[int, ...]:
-    """Reads "9", "2..12" or "2..4,8", or a list of numbers.
+    """Parse "9", "2..12" or "2..4,8", or a list of numbers.
 
     Raises:
-        ValueError: it is none of these, or a range holds nothing.
+        ValueError: the value is none of these, or a range is empty.
     """
     try:
         found = quantities.several(",".join(map(str, value)) if isinstance(value, list) else str(value))
@@ -90,32 +100,32 @@ FIELDS = {
     "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
     "limit": Field("run", between(1.0, 1e6), 50.0, "X", "give a run up after X times what it takes without failures"),
 }  # fmt: skip
-"""By name, as in flags; "-" is "_" in files."""
+"""Fields by flag name; a "-" in a flag name is a "_" in the file."""
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The values of a scenario file by the names of :data:`FIELDS`; a trace is looked for beside the file.
+    """Return the values of a scenario file by the names of :data:`FIELDS`; the path of a trace is relative to the file.
 
     Raises:
-        UserError: it cannot be read, is no TOML, or holds a section or key that there is not.
+        UserError: the file cannot be read, is not TOML, has an unknown section or key, or has an invalid value.
     """
     return fields.read_file(path, FIELDS)
 
 
 def read_flags(given: Mapping[str, str | None]) -> dict[str, Any]:
-    """The values of flags by the names of :data:`FIELDS`; those that were not given are not there.
+    """Return the values of the flags that were given, by the names of :data:`FIELDS`.
 
     Raises:
-        UserError: a value cannot be.
+        UserError: a value is invalid.
     """
     return fields.read_flags(given, FIELDS)
 
 
 def scenario(values: Mapping[str, Any]) -> Scenario:
-    """The question that values by the names of :data:`FIELDS` ask.
+    """Build the scenario from values by the names of :data:`FIELDS`.
 
     Raises:
-        UserError: something is missing, or contradicts something else.
+        UserError: a value is missing, or two values contradict each other.
     """
     has = {name: values.get(name, field.default) for name, field in FIELDS.items()}
     if has["groups"] is None:

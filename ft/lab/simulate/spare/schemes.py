@@ -1,6 +1,7 @@
-"""What keeps a run going when groups are lost: SPARe's controller, replicas, or nothing.
+"""Fault-tolerance schemes against lost groups: SPARe's controller, replication, or checkpoints alone.
 
-A scheme answers: how many stacks does a step compute, does the run survive this loss, must something be computed again.
+A scheme determines how many stacks a step computes, whether the run survives a loss, and whether a patch compute is
+needed.
 """
 
 from collections.abc import Sequence
@@ -13,27 +14,37 @@ from ft.systems.spare.placement import Placement
 
 
 class Loss(NamedTuple):
-    """What came of lost groups. ``wiped``: a type has no host left; ``patch``: a type of this step must be computed."""
+    """The effect of losing groups.
+
+    Attributes:
+        wiped: a shard type has no host left, so a global restart is needed.
+        patch: a shard type of this step must be computed again.
+    """
 
     wiped: bool
     patch: bool
 
 
 class Scheme(Protocol):
-    """Of one run. ``stack``: stacks that a step computes; ``reorders``: a loss costs a call of the controller."""
+    """The state of a scheme in one run.
+
+    Attributes:
+        stack: number of stacks that a step computes.
+        reorders: whether a loss costs a call of the controller.
+    """
 
     stack: int
     reorders: bool
 
     def lose(self, groups: Sequence[int]) -> Loss:
-        """These groups are lost at once."""
+        """Remove these groups, which are lost at once, and return the effect."""
 
     def reset(self) -> None:
-        """All groups are back."""
+        """Restore all groups, after a global restart."""
 
 
 class Spare:
-    """SPARe, with the controller that the trainer has; ``accelerate`` as there."""
+    """SPARe with the production controller, to which ``accelerate`` is passed."""
 
     reorders = True
 
@@ -51,9 +62,9 @@ class Spare:
 
 
 class Replication:
-    """Blocks of ``degree`` groups that compute the same; the last block is short where ``degree`` does not divide N.
+    """Blocks of ``degree`` groups that compute the same; the last block is shorter if ``degree`` does not divide N.
 
-    Every group computes all shards of its block in each step, so a loss costs no patch compute. Degree 1 is training
+    Every group computes all shards of its block in each step, so a loss needs no patch compute. Degree 1 is training
     with checkpoints alone.
     """
 
@@ -74,16 +85,18 @@ class Replication:
 
 
 def block_sizes(groups: int, degree: int) -> list[int]:
-    """Of replication's blocks."""
+    """Return the number of groups in each block of replication."""
     full, rest = divmod(groups, degree)
     return [degree] * full + [rest] * bool(rest)
 
 
 def replication_endurance(groups: int, degree: int) -> float:
-    """Expected failures of random groups up to and including the one that takes the last group of a block. Exact.
+    """Return the exact expected number of random group failures until a block loses its last group, that failure
+    included.
 
-    With failure times uniform in 0..1 no block of size b is gone at p with probability 1 - p^b, and integrating the
-    product over all blocks weighs each number of failures alike, by 1 / (N + 1). The integral is one of beta functions.
+    With failure times uniform in 0..1, a block of size b survives until p with probability 1 - p^b. Integrating the
+    product over all blocks weighs each number of failures equally, by 1 / (N + 1). The integral is a sum of beta
+    functions.
     """
     full, rest = divmod(groups, degree)
     found = special.beta(1 / degree, full + 1)

@@ -1,8 +1,9 @@
-"""The same run as :mod:`ft.lab.simulate.spare.run`, as processes of SimGrid: a second opinion on its time.
+"""The run of :mod:`ft.lab.simulate.spare.run` as SimGrid actors: an independent check of its total time.
 
-Each group is an actor on a host of its own that computes, and dies when its clock says so; a coordinator waits for all,
-reduces, calls the controller, and restarts. Nothing is shared with the step-level simulation but the scheme, which says
-what a loss means, and the law of failures. Without jitter. SimGrid 3.32 and 4 are supported.
+Each group is an actor on its own host that computes, and dies when its failure clock expires. A coordinator waits for
+all groups, reduces, calls the controller, and restarts. Only the scheme, which determines the effect of a loss, and the
+distribution of failures are shared with the step-level simulation. There is no jitter. SimGrid 3.32 and 4 are
+supported.
 """
 
 import math
@@ -28,7 +29,7 @@ _PLATFORM = """<?xml version='1.0'?>
 
 
 def simulate(job: Job, scheme: Scheme, law: Law, period_s: float) -> Seen:
-    """One run. SimGrid allows one in each process.
+    """Simulate one run. SimGrid allows only one engine per process, so this can be called once.
 
     Raises:
         ImportError: SimGrid is not installed.
@@ -49,10 +50,11 @@ def simulate(job: Job, scheme: Scheme, law: Law, period_s: float) -> Seen:
 
 
 class _World:
-    """Groups that live, die, and work.
+    """The groups, their failure clocks, and their work.
 
     Attributes:
-        due: seconds at which each group's clock says that it dies. lost: those that died and have not come back.
+        due: seconds at which each group's clock lets it die.
+        lost: groups that have died and have not been renewed.
     """
 
     def __init__(self, simgrid, job: Job, law: Law):
@@ -78,13 +80,13 @@ class _World:
         return self._simgrid.Actor.create(name, where, does)
 
     def renew(self, group: int) -> None:
-        """The group is new now."""
+        """Make the group new at the current time, with a newly drawn failure."""
         if group in self.lost:
             self.lost.remove(group)
         self.arm(group, float(self._law.after(np.array([self.now]), np.array([group]), self._rng)[0]))
 
     def postpone(self, seconds: float) -> None:
-        """Every clock that runs has stood still for so long."""
+        """Postpone the failure of every group that is not lost by this many seconds."""
         for group, due in enumerate(self.due):
             if group not in self.lost and math.isfinite(due):
                 self.arm(group, due + seconds)
@@ -108,13 +110,13 @@ class _World:
                 self._working[group].kill()
 
     def watch(self, group: int, actor) -> None:
-        """What dies with the group; None: nothing any more."""
+        """Register the actor that is killed if the group dies; None: no actor any more."""
         self._working[group] = actor
         if actor is None:
             del self._working[group]
 
     def work(self, groups, seconds: float) -> None:
-        """These groups compute for so long; returns when each is done or dead."""
+        """Let these groups compute for ``seconds``; return when each is done or dead."""
         flops = seconds * _SPEED
         for group in groups:
             self._working[group] = self.start(
@@ -208,13 +210,16 @@ class _Coordinator:
         self._known.clear()
 
     def _come_back(self, group: int) -> None:
-        """One group's part of a restart: a lost one is new when it is ready; another may die on its way."""
+        """Simulate one group's part of a restart with semantics "extend".
+
+        A lost group is new when it is ready; another group may die during its restart, and then starts over.
+        """
         job, world = self._job, self._world
         if group in self._known:
             world.sleep(job.restart_s)
             world.renew(group)
             return
-        if group in world.lost:  # dead since the coordinator last looked
+        if group in world.lost:  # died after the coordinator last checked
             world.sleep(job.restart_s - (world.now - world.due[group]))
             world.renew(group)
             return

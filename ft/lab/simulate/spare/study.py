@@ -1,4 +1,4 @@
-"""A scenario's cases, each over its seeds."""
+"""Run every case of a scenario over its seeds."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,13 @@ MEASURES = ("ttt_norm", "up_fraction", "availability", "restarts", "stacks_per_s
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a mean. ``half_width``: of its 95 % confidence interval (Student's t), None with a single value."""
+    """An estimated mean.
+
+    Attributes:
+        mean: mean of the values.
+        half_width: half the width of its 95 % confidence interval (Student's t); None with a single value, or an
+            infinite mean.
+    """
 
     mean: float
     half_width: float | None
@@ -27,13 +33,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """One case.
+    """Results of one case.
 
     Attributes:
-        scheme, redundancy: the case. period_s: of its checkpoints, None without failures. results: by seed.
-        found: by the names of :data:`MEASURES`. Where a run was given up, ``ttt_norm`` is what it would have taken at
-            the rate of its steps, infinite if it kept none.
-        given_up: number of such runs. progress: share of the steps that was kept, mean.
+        scheme: one of ``SCHEMES``.
+        redundancy: redundancy of SPARe, or degree of replication.
+        period_s: seconds between checkpoints; None without failures.
+        results: one per seed.
+        found: estimates, by the names of :data:`MEASURES`. For a run that was given up, ``ttt_norm`` is extrapolated
+            from the steps it kept, and infinite if it kept none.
+        given_up: number of runs that were given up.
+        progress: fraction of the steps that was kept, mean over the seeds.
     """
 
     scheme: str
@@ -46,7 +56,7 @@ class Row:
 
 
 def study(asked: Scenario) -> Iterator[Row]:
-    """Every case of a scenario, each as soon as it is there.
+    """Yield the results of every case of a scenario, each as soon as it is available.
 
     Raises:
         UserError: a redundancy cannot be placed, or the trace cannot be read.
@@ -57,7 +67,11 @@ def study(asked: Scenario) -> Iterator[Row]:
 
 
 def cases(asked: Scenario) -> list[tuple[str, int]]:
-    """(scheme, redundancy) of a scenario, those of SPARe checked: UserError where one cannot be placed."""
+    """Return (scheme, redundancy) of every case of a scenario.
+
+    Raises:
+        UserError: a redundancy of SPARe cannot be placed.
+    """
     usual = (theory.r_star(asked.job.groups),)
     by_scheme = {"spare": asked.redundancy or usual, "replication": asked.degree or usual, "checkpoint": (1,)}
     found = [(scheme, redundancy) for scheme in asked.schemes for redundancy in by_scheme[scheme]]
@@ -68,7 +82,7 @@ def cases(asked: Scenario) -> list[tuple[str, int]]:
 
 
 def row(asked: Scenario, law: Law, scheme: str, redundancy: int) -> Row:
-    """One case over its seeds."""
+    """Run one case over its seeds."""
     job, seeds = asked.job, range(asked.seed, asked.seed + asked.seeds)
     period = checkpoint_period(asked, scheme, redundancy)
     crew = build(job.groups, scheme, redundancy)
@@ -86,19 +100,29 @@ def row(asked: Scenario, law: Law, scheme: str, redundancy: int) -> Row:
 
 
 def build(groups: int, scheme: str, redundancy: int) -> Scheme:
-    """Raises UserError where SPARe cannot place that redundancy."""
+    """Return the scheme in its initial state.
+
+    Raises:
+        UserError: SPARe cannot place that redundancy.
+    """
     if scheme == "spare":
         return Spare(Placement(groups, ruler(groups, redundancy)))
     return Replication(groups, redundancy)
 
 
 def endurance(groups: int, scheme: str, redundancy: int) -> float:
-    """Expected failures up to a global restart: (3) for SPARe, of its blocks for replication, 1 without either."""
+    """Return the expected number of failures up to a global restart.
+
+    It is SPARe, formula (3) for SPARe, that of the blocks for replication, and 1 for checkpoints alone.
+    """
     return theory.mu(groups, redundancy) if scheme == "spare" else replication_endurance(groups, redundancy)
 
 
 def checkpoint_period(asked: Scenario, scheme: str, redundancy: int) -> float:
-    """(1) in seconds, with T_f the scheme's endurance times ``mtbf_s``; infinite without failures."""
+    """Return the checkpoint period in seconds by SPARe, formula (1); infinite without failures.
+
+    T_f is the scheme's endurance times ``mtbf_s``.
+    """
     if math.isinf(asked.mtbf_s):
         return math.inf
     interval = endurance(asked.job.groups, scheme, redundancy) * asked.mtbf_s
@@ -106,7 +130,7 @@ def checkpoint_period(asked: Scenario, scheme: str, redundancy: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and confidence of independent values; infinite values make an infinite mean."""
+    """Return the mean of independent values and its confidence; infinite values make the mean infinite."""
     count, mean = len(values), math.fsum(values) / len(values)
     if count < 2 or not math.isfinite(mean):
         return Estimate(mean, None)

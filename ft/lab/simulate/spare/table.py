@@ -1,4 +1,4 @@
-"""What a study found, for people and for programs."""
+"""Format the results of a study as text and as JSON values."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _NAMES = {"spare": "SPARe", "replication": "replication", "checkpoint": "checkpo
 
 
 def as_text(asked: Scenario, rows: Sequence[Row]) -> str:
-    """A table, with what stands above and below it."""
+    """Return the table with a header that states the scenario, and an explanation of the columns."""
     job = asked.job
     law = {"weibull": f"Weibull, shape {asked.shape:g}", "trace": f"trace {asked.trace}"}.get(asked.law, asked.law)
     failing = "no failures" if asked.law == "none" else f"a failure every {seconds(asked.mtbf_s)} ({law})"
@@ -58,7 +58,10 @@ def _with_confidence(found: Estimate) -> str:
 
 
 def as_values(asked: Scenario, row: Row) -> dict[str, Any]:
-    """One case for JSON, means over the seeds; ``ttt_norm`` is None where no run kept a step. Times in seconds."""
+    """Return one case as JSON values, means over the seeds; times are in seconds.
+
+    ``ttt_norm`` is None if a run of the case kept no step.
+    """
     finite = {name: row.found[name].mean if math.isfinite(row.found[name].mean) else None for name in MEASURES}
     parts = {part: sum(getattr(result, part) for result in row.results) / len(row.results) for part in PARTS}
     return {
