@@ -111,7 +111,7 @@ def corruption(history: Sequence[Event]) -> Corruption | None:
     told = {name: [event for event in history if event.name == name] for name in _NAMES}
     if not any(told.values()):
         return None
-    # a worker that takes a rank over reports its coverage again
+    # A worker that takes a rank over reports its coverage again
     covered = {event.rank: event for event in told[events.DMR_COVERED]}
     verdicts = told[events.DMR_VERDICT]
     actions = Counter(str(event.detail.get("action")) for event in verdicts)
