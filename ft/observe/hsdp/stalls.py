@@ -40,9 +40,9 @@ class Incident:
     """A failure, a rejoin of replicas, or a full restart.
 
     Attributes:
-        kind: FAILURE (replicas that contributed to the step before do not contribute, or the step was retried), REJOIN
-            (replicas fetch the state, up to the first step to which they contribute) or RESTART (all replicas continued
-            from a checkpoint; the stall contains only the step itself).
+        kind: FAILURE: replicas that contributed to the step before do not contribute, or the step was retried. REJOIN:
+            replicas fetch the state, up to the first step to which they contribute. RESTART: all replicas continued
+            from a checkpoint, and the time since that checkpoint is part of the stall.
         replicas: the replicas concerned; none where a step was only retried, all in a RESTART.
         first: number of the first step concerned.
         last: number of the last step concerned.
@@ -53,8 +53,8 @@ class Incident:
         normal_s: duration of normal steps around, in seconds.
         retries: number of quorums that committed nothing.
         reason: the reason that the quorum server gives.
-        away_s: for a REJOIN, the seconds between the last contribution and the next first one of each replica that was
-            seen to leave.
+        away_s: for a REJOIN, one value for each replica that was seen to leave: seconds from the last step before to
+            the beginning of its first step after.
     """
 
     kind: str
@@ -124,7 +124,7 @@ def _durations(steps: Sequence[Step]) -> list[float]:
     for last, step in pairwise(steps):
         own = [step.by[r].wall - last.by[r].wall for r in step.by.keys() & last.by.keys()]
         took = statistics.median(own) if own else step.when - last.when
-        # Where steps without a record, or a full restart, lie between, the step's own recorded duration counts.
+        # Where steps that are not on record lie between, the step's own recorded duration counts.
         is_next = last.number == step.number - 1
         found.append(max(0.0, took if is_next else step.commit.step_s))
     return found
