@@ -32,7 +32,7 @@ _RESTORE = "restore a sound copy of that checkpoint, or leave it out with --step
 
 _ALLOWED = [argparse.Namespace, numpy.ndarray, numpy.dtype, numpy.empty(0).__reduce__()[0]]
 _ALLOWED += [kind for name in dir(numpy.dtypes) if isinstance(kind := getattr(numpy.dtypes, name), type)]
-"""What checkpoints hold beside tensors and Python's own types: generators' states and the run's flags."""
+"""Types in checkpoints besides tensors and Python's own types: states of random number generators, the run's flags."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,7 @@ class Stored:
 
 
 class Blocks:
-    """Reads one checkpoint's pieces once, in the order of its files, and verifies the files' checksums at the same
-    time.
-    """
+    """Reads one checkpoint's pieces once, in the order of its files, and verifies the files' checksums meanwhile."""
 
     def __init__(self, stored: Stored):
         self._stored, self._file, self._stream = stored, None, None
