@@ -10,8 +10,9 @@ def last_step(run: Run) -> int | None:
     """Return the last committed step that any file of the run mentions, or None.
 
     For a run that has not finished, this is the step that its control plane last wrote, where there is one: such a run
-    may have rolled back behind a step in its metrics. Otherwise it is the largest step in metrics, events and status;
-    metrics alone are not enough, as they may be cut short by a full disk.
+    may have rolled back behind a step in its metrics. Otherwise it is the largest step in metrics, status and events
+    (of the events of a finished run, only the last one counts). Metrics alone are not enough, as a full disk may cut
+    them short.
     """
     finished, said = run.last(events.FINISHED), _whole(run.status.get("step"))
     if finished is None and said is not None:

@@ -145,9 +145,11 @@ class _Open:
     events: list[Event] = field(default_factory=list)
 
     def last(self, name: str) -> Event | None:
+        """Return the last event called ``name`` so far, or None."""
         return next((event for event in reversed(self.events) if event.name == name), None)
 
     def first(self, name: str) -> Event | None:
+        """Return the first event called ``name`` so far, or None."""
         return next((event for event in self.events if event.name == name), None)
 
     @property

@@ -37,9 +37,11 @@ class Run:
     has_metrics: bool = False
 
     def first(self, name: str) -> Event | None:
+        """Return the first event called ``name``, or None."""
         return next((event for event in self.events if event.name == name), None)
 
     def last(self, name: str) -> Event | None:
+        """Return the last event called ``name``, or None."""
         return next((event for event in reversed(self.events) if event.name == name), None)
 
     @property

@@ -25,6 +25,7 @@ def document(title: str, sections: Iterable[str]) -> str:
 
 
 def header(name: str, subtitle: str) -> str:
+    """Return the head of the page: name and subtitle."""
     return f"<header><h1>{safe(name)}</h1><p>{safe(subtitle)}</p></header>"
 
 

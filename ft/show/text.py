@@ -22,6 +22,7 @@ def seconds(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
+    """Return a share as a percentage with one decimal, "-" for None."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 

@@ -75,6 +75,7 @@ class _Builder:
         self.tp, self.sizes, self.steps = tp, dict(sizes), []
 
     def work(self, name, kind, flops, inputs, output, size, saved=(), weight=0) -> str:
+        """Add an operator and return the name of its output."""
         moved = sum(self.sizes[one] for one in inputs) + size + weight * BF16
         self.steps.append(Work(name, kind, flops, moved, inputs, {output: size}, saved, weight))
         self.sizes[output] = size
@@ -89,9 +90,11 @@ class _Builder:
         return self.work(name, "product", 2 * rows * inner * columns, (source,), output, size, (source,), weight)
 
     def elementwise(self, name: str, inputs: tuple[str, ...], output: str, size: float, saved=()) -> str:
+        """Add an elementwise operator and return the name of its output."""
         return self.work(name, "elementwise", 0.0, inputs, output, int(size), saved)
 
     def transfer(self, name: str, kind: str, sent: float, source: str, target: str, size: float) -> str:
+        """Add a collective and return the name of its target."""
         self.steps.append(Transfer(name, kind, sent, source, target, int(size), self.sizes[source]))
         self.sizes[target] = int(size)
         return target

@@ -167,6 +167,7 @@ class _Builder:
             self.ops.append(Operator(f"s{stage}/step", "adam", place, start_us, t_us, (state,), (), checking))
 
     def tensors(self) -> Mapping[str, Tensor]:
+        """Return all tensors by name, with the time of their last use (None for tensors that are kept)."""
         return {
             name: Tensor(name, size, None if name in self.kept else self.last_use[name])
             for name, size in self.sizes.items()

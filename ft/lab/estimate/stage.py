@@ -65,6 +65,7 @@ class PartWork:
 
     @staticmethod
     def duration_us(steps: Sequence[Placed]) -> float:
+        """Return the microseconds from the beginning of the unit to the end of its last step."""
         return steps[-1].start_us + steps[-1].t_us if steps else 0.0
 
 

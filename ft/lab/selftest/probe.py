@@ -140,7 +140,7 @@ def _compare(finding: Finding, first: Sequence[torch.Tensor], again: Sequence[to
 
 
 def _deterministically(again: Again, runs: int) -> str:
-    """Return whether torch's deterministic algorithms make the operator stable."""
+    """Return the operator's result with torch's deterministic algorithms: STABLE, UNSTABLE, REFUSED or NOT_TRIED."""
     if torch.are_deterministic_algorithms_enabled():
         return NOT_TRIED
     try:

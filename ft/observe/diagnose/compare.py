@@ -22,7 +22,7 @@ class Finding:
     """A piece of a checkpoint that is not the same in all runs.
 
     Attributes:
-        piece: the piece, as stored by the first run that has it.
+        piece: the piece, as the first run describes it.
         classes: the runs, grouped by equal content of the piece.
         differences: run -> its difference from the first class, for every run outside of that class.
     """

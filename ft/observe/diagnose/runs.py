@@ -26,6 +26,7 @@ class Run:
     steps: tuple[int, ...]
 
     def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint of a step."""
         return self.folder / naming.checkpoint_name(step)
 
 

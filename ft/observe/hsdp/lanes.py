@@ -21,9 +21,11 @@ _ENDED = (events.FINISHED, events.STOPPED)
 class Lane:
     """A replica in one state, from ``begin`` to ``end`` in seconds since ``origin``.
 
-    States: ONLINE: the replica contributes. CATCHING_UP: it fetches the state from other replicas, or waits to do so.
-    REBUILDING: its world is being built, also at the beginning of the run. OFFLINE: the workers of its next incarnation
-    have not been started.
+    The states are:
+    - ONLINE: the replica contributes.
+    - CATCHING_UP: it fetches the state from other replicas, or waits to do so.
+    - REBUILDING: its world is being built, also at the beginning of the run.
+    - OFFLINE: the workers of its next incarnation have not been started.
     """
 
     replica: int

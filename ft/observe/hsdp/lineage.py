@@ -121,7 +121,11 @@ def _parent(steps: Mapping[Key, Step], by_number: Mapping[int, Sequence[Key]], c
 
 
 def _can_lead(earlier: Commit, later: Commit) -> bool:
-    """Whether the sample positions of ``earlier`` equal those at which ``later`` starts, or may precede them."""
+    """Whether ``earlier`` can have led to ``later`` by their samples.
+
+    The deals have to match. If ``later`` started from a loaded checkpoint, the positions of ``earlier`` have to equal
+    those at which ``later`` starts; else they must not exceed them.
+    """
     before = before_of(later)
     deal, positions = earlier.deal.after(earlier.positions, earlier.step, later.deal.replicas, later.deal.block)
     if deal != later.deal:

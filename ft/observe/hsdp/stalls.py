@@ -31,7 +31,7 @@ class Pace:
     normal: list[float]
 
     def stall(self, index: int) -> float:
-        """Return by how many seconds step number ``index`` exceeded its normal duration."""
+        """Return the seconds by which the step at ``index`` exceeded its normal duration."""
         return max(0.0, self.took[index] - self.normal[index])
 
 

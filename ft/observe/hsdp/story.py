@@ -20,12 +20,12 @@ class Losses:
     Attributes:
         points: (amount, loss) after each step.
         over: what the amount counts: "tokens" or "samples".
+        at: step -> amount after it.
     """
 
     points: list[tuple[float, float]]
     over: str
     at: dict[int, float]
-    """Step -> amount after it."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,11 @@ class Story:
         return self.lineage.steps
 
     def of_kind(self, kind: str) -> list[Incident]:
+        """Return the incidents of one kind (FAILURE, REJOIN or RESTART)."""
         return [one for one in self.incidents if one.kind == kind]
 
     def seconds_in(self, replica: int, state: str) -> float:
+        """Return the total seconds that the replica was in ``state``."""
         return sum(lane.end - lane.begin for lane in self.lanes if (lane.replica, lane.state) == (replica, state))
 
     def times_offline(self, replica: int) -> int:

@@ -54,6 +54,7 @@ def facts(story: Story) -> list[tuple[str, str]]:
 
 
 def steps_told(story: Story) -> str:
+    """Return the numbers of surviving, superseded and missing steps as one line."""
     found = story.lineage
     parts = [f"{len(found.steps)} surviving"]
     if found.steps:
@@ -87,6 +88,7 @@ def problems(story: Story) -> list[str]:
 
 
 def stall_told(incidents: Sequence[Incident]) -> str:
+    """Return the number of incidents and their stalls as one line."""
     if not incidents:
         return "0"
     stalls = [one.stall_s for one in incidents]
@@ -99,6 +101,7 @@ def stall_told(incidents: Sequence[Incident]) -> str:
 
 
 def effective_told(found: Effective) -> str:
+    """Return the effective training time as one line."""
     if found.measured is None:
         return "-"
     parts = [f"{percent(found.measured)} of {seconds(found.wall_s)} measured"]

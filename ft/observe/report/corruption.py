@@ -49,7 +49,7 @@ class Mismatch:
 
     @property
     def where(self) -> str:
-        """Return rank, host and device, such as "rank 3, node07, cuda:1" (without the parts that are unknown)."""
+        """Return rank ("-" if unknown), with host and device where known: "rank 3, node07, cuda:1"."""
         rank = "-" if self.event.rank is None else f"rank {self.event.rank}"
         return ", ".join((rank, *(str(d) for name in ("host", "device") if (d := self.event.detail.get(name)))))
 

@@ -45,7 +45,8 @@ class Optimum:
         without: checkpoints alone.
         r_star: redundancy by the rule of thumb, SPARe, formula (8).
         argmin_theory: redundancy among ``choices`` with the least time by the formulas.
-        argmin_simulated: redundancy among ``choices`` with the least simulated time; None where no simulated run ended.
+        argmin_simulated: redundancy among ``choices`` with the least simulated time; None where nothing was simulated,
+            or no simulated run keeps a step.
         recommended: a redundancy, or :data:`WITHOUT`.
         reason: why it is recommended.
     """

@@ -80,7 +80,7 @@ def as_values(done: Reordering, time_ms: float) -> dict[str, Any]:
 
 
 def difference(placement: Placement, failed: list[int], done: Reordering) -> str | None:
-    """Compare a decision with SciPy's maximum flow and minimum-cost assignment from the initial layout.
+    """Compare a decision with the maximum flow and minimum-cost flow that SciPy finds from the initial layout.
 
     Returns:
         What differs, or None if nothing does.
