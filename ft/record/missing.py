@@ -11,8 +11,7 @@ def last_step(run: Run) -> int | None:
 
     For a run that has not finished, this is the step that its control plane last wrote, where there is one: such a run
     may have rolled back behind a step in its metrics. Otherwise it is the largest step in metrics, status and events
-    (of the
-    events of a finished run, only that of its end counts). Metrics alone are not enough, as a full disk may cut
+    (of the events of a finished run, only that of its end counts). Metrics alone are not enough, as a full disk may cut
     them short.
     """
     finished, said = run.last(events.FINISHED), _whole(run.status.get("step"))
