@@ -1,1 +1,1 @@
-"""What people look at: reports, status and diagnosis of runs."""
+"""Observation of runs: reports, live status, and diagnosis of runs that differ."""

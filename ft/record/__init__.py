@@ -1,1 +1,1 @@
-"""The folder of a run, read back: its records, what they lack, and its recoveries."""
+"""Read the folder of a run: its event, metric and status files, what they lack, and its recoveries."""

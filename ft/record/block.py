@@ -1,4 +1,4 @@
-"""The block that ``ft run`` prints when a recovery is over."""
+"""Format the block of text that ``ft run`` prints when a recovery is over."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,16 @@ _PHASE_WORDS = {
 
 
 def recovery_block(history: Sequence[Event]) -> str:
-    """The last recovery in ``history`` (all events of the run so far) in 8 to 12 lines; "" where there is none."""
+    """Return the last recovery in ``history`` (all events of the run so far) in 8 to 12 lines, or "" where there is
+    none.
+    """
     all_of_them = found.recoveries(history)
     return describe(all_of_them[-1]) if all_of_them else ""
 
 
 def describe(recovery: Recovery) -> str:
-    """One recovery: what died, why it was judged so, who took over, how long each phase took."""
+    """Return one recovery as text: what failed, the verdict and its reason, who took over, and the time of each phase.
+    """
     title = f"-- recovery {recovery.number}: {_headline(recovery)} "
     lines = [
         title.ljust(_WIDTH, "-"),
@@ -52,7 +55,9 @@ def _headline(recovery: Recovery) -> str:
 
 
 def what_failed(recovery: Recovery) -> str:
-    """Who, and what gave it away: "worker n0.w3 (logical rank 3, node n0): killed by signal 9"."""
+    """Return which workers failed and how that was noticed: "worker n0.w3 (logical rank 3, node n0): killed by signal
+    9".
+    """
     if not recovery.detected:
         return recovery.reason or "unknown"
     parts, seen = [], set()
@@ -70,7 +75,7 @@ def what_failed(recovery: Recovery) -> str:
 
 
 def seat_changes(recovery: Recovery) -> str:
-    """ "rank 3: n0.w3 -> n0.w4"; "" where nobody's seat changed."""
+    """Return which ranks changed workers, such as "rank 3: n0.w3 -> n0.w4", or "" where there is nothing to say."""
     if recovery.outcome == found.RESTART:
         return "every worker was started anew"
     changes = [f"rank {c.rank}: {c.before or '?'} -> {c.after}" for c in recovery.seats]
@@ -103,14 +108,14 @@ def _state(recovery: Recovery) -> str:
 
 
 def _stage(rebuilt: Event) -> str:
-    """ "stage 1 rebuilt from its neighbours: weighted, 40 % + 60 %"."""
+    """Return text such as "stage 1 rebuilt from its neighbours: weighted, 40 % + 60 %"."""
     shares = " + ".join(f"{100 * share:.0f} %" for share in rebuilt.detail.get("weights", ()) if share)
     how = ", ".join(part for part in (str(rebuilt.detail.get("strategy", "")), shares) if part)
     return f"stage {rebuilt.detail.get('stage')} rebuilt from its neighbours: {how}"
 
 
 def _phase_lines(recovery: Recovery) -> list[str]:
-    """A line per phase, drawn as a part of the whole."""
+    """Return one line per phase, with a bar that shows its part of the whole recovery."""
     whole = sum(recovery.phases.values())
     lines, offset = [], 0.0
     for name in PHASES:

@@ -1,4 +1,4 @@
-"""What the files of a run lack: lines that were damaged, and steps of which there is no line."""
+"""Find what the files of a run lack: damaged lines, and steps without a line in the metrics."""
 
 from itertools import pairwise
 
@@ -7,10 +7,12 @@ from ft.record.run import METRICS, Run
 
 
 def last_step(run: Run) -> int | None:
-    """The last committed step that any file of the run tells of.
+    """Return the last committed step that any file of the run mentions, or None.
 
-    Not the metrics alone: they may have found no room. A run that has not finished may have gone back behind a step
-    that they have, and is where its control plane says.
+    For a run that has not finished, this is the step that its control plane last wrote, where there is one: such a run
+    may have rolled back behind a step in its metrics. Otherwise it is the largest step in metrics, status and events
+    (of the events of a finished run, only that of its end counts). Metrics alone are not enough, as a full disk may cut
+    them short.
     """
     finished, said = run.last(events.FINISHED), _whole(run.status.get("step"))
     if finished is None and said is not None:
@@ -21,10 +23,11 @@ def last_step(run: Run) -> int | None:
 
 
 def lacking(run: Run, step: int = 0) -> list[str]:
-    """One sentence for each file that lacks something.
+    """Return one sentence for each file that lacks something.
 
     Args:
-        step: committed at least, as far as the caller knows.
+        run: the run's folder as read.
+        step: a step that the caller knows to be committed.
     """
     found = [f"{name} has {count} damaged line(s), left out" for name, count in run.damaged.items() if count]
     missing = missing_steps(run, step)
@@ -37,8 +40,10 @@ def lacking(run: Run, step: int = 0) -> list[str]:
 
 
 def missing_steps(run: Run, step: int = 0) -> list[range]:
-    """The committed steps without a line in the metrics, from the first step there is one of; of a run that goes on,
-    those after the newest are not missing yet."""
+    """Return the committed steps that have no line in the metrics, from the first step that has one.
+
+    Steps after the newest line do not count as missing while the run has not ended.
+    """
     if not run.has_metrics:
         return []
     known = [metric["step"] for metric in run.metrics]
@@ -49,7 +54,7 @@ def missing_steps(run: Run, step: int = 0) -> list[range]:
 
 
 def expected_step(run: Run, step: int = 0) -> int:
-    """The last step that the metrics should have."""
+    """Return the last step that the metrics should contain."""
     newest = run.metrics[-1]["step"] if run.metrics else 0
     ended = last_step(run) if run.state != "not ended" else None
     return max(newest, step, ended or 0)

@@ -1,15 +1,15 @@
-"""From a run's events to its recoveries: what died, what was made of it, how long each phase took.
+"""Derive a run's recoveries from its events: what failed, how it was judged, and how long each phase took.
 
-Phases, in the order in which they follow each other (paper, figures 10 and 11):
+Phases in the order in which they follow each other (DEADPOOL, figures 10 and 11, breaks a recovery down similarly):
 
-    detect    the fault happens -> it is detected (only where the fault was injected is the first moment known)
-    release   -> the last survivor has left the closed epoch
-    assemble  -> every joiner has arrived and the repair is ordered: what it takes longer than the release
-    rebuild   -> groups are rebuilt on every worker
-    restore   -> state is in place on every worker
-    resume    -> the first new step has begun on every worker
+    detect    from the fault to its detection (known only for faults that were injected)
+    release   until the last survivor has left the closed epoch
+    assemble  until every joiner has arrived and the repair is ordered, as far as that takes longer than the release
+    rebuild   until process groups are rebuilt on every worker
+    restore   until state is in place on every worker
+    resume    until the first new step has begun on every worker
 
-A failure during a recovery prolongs that recovery: it counts as one, with several attempts.
+A failure during a recovery prolongs that recovery: both count as one recovery with several attempts.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ REPLACED, IN_PLACE, RESTART, STOPPED, UNDER_WAY = "replaced", "in place", "resta
 _RESTARTS = (events.RESTARTED, events.CONTROL_RESTARTED)
 _ENDS = (events.RESUMED, events.STOPPED, events.FINISHED)
 _HARMLESS_KINDS = {kind for kind in NAMES if all(row.outcome in (HARMLESS, UNNOTICED) for row in rows_of(kind))}
-"""Injected faults that interrupt nothing."""
+"""Kinds of injected faults that interrupt nothing."""
 
 
 @dataclass(frozen=True)
 class SeatChange:
-    """A logical rank that another worker holds now; ``before`` is None where nobody was known to."""
+    """A logical rank that changed workers; ``before`` is None where its previous worker is unknown."""
 
     rank: int
     before: str | None
@@ -41,18 +41,30 @@ class SeatChange:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One interruption of training and its end.
+    """One interruption of training and how it ended.
 
     Attributes:
-        number: from 1. closed: the epoch that ended. epoch: the one that training went on in, or None.
-        outcome: replaced (a standby took over), in place, restart (from the checkpoint), stopped, under way.
-        injected: faults that were injected and led to it. detected: what was detected, the first one first.
-        began: the first event of it, from which phases count. detected_at: wall time of the first detection or, where
-            none is on record, of the epoch's end. ended: the event that ended it, or None.
-        seats: what changed. phases: name -> seconds, those that are known, in order. total: seconds, None under way.
-        step: the committed step that was gone back to. steps_redone: with the interrupted one.
-        rebuilt, kept, deferred: groups, None where unknown. sources: logical rank -> how its state came.
-        attempts: epochs it took. stages: ``stage_rebuilt`` of the last of them.
+        number: number of the recovery, from 1.
+        closed: the epoch that was closed, or None.
+        epoch: the epoch in which training continued, or None.
+        outcome: replaced (a standby took over), in place, restart (from the checkpoint), stopped, or under way.
+        injected: the injected faults that caused it.
+        detected: the detections, in order.
+        began: the first event of the recovery, from which phases are measured.
+        detected_at: wall time of the first detection or, where none is on record, of the recovery's first event.
+        ended: the event that ended it, or None.
+        seats: the logical ranks that changed workers.
+        phases: name -> seconds, for the phases that are known, in order.
+        total: seconds from ``began`` to ``ended``, None while under way.
+        step: the committed step from which training continued, or None.
+        steps_redone: steps that were computed again, the interrupted one included; None where unknown.
+        rebuilt: number of process groups that were rebuilt, None where unknown.
+        kept: number of process groups that were kept, None where unknown.
+        deferred: number of process groups that are rebuilt on first use, None where unknown.
+        sources: logical rank -> where its state came from.
+        attempts: number of epochs that were opened, at least 1.
+        reason: why training was interrupted, from the first event that has a reason or a message.
+        stages: the ``stage_rebuilt`` events of the last attempt.
     """
 
     number: int
@@ -87,22 +99,22 @@ class Recovery:
 
     @property
     def is_over(self) -> bool:
-        """Training went on."""
+        """Whether training continued."""
         return self.outcome in (REPLACED, IN_PLACE, RESTART)
 
     @property
     def standby(self) -> str | None:
-        """The first worker that took a logical rank over."""
+        """Return the first worker that took a logical rank over, or None where no rank was taken over."""
         return self.seats[0].after if self.seats and self.outcome == REPLACED else None
 
     @property
     def groups(self) -> int | None:
-        """All groups that there are."""
+        """Return the number of all process groups, or None where unknown."""
         return None if self.rebuilt is None else self.rebuilt + (self.kept or 0) + (self.deferred or 0)
 
 
 def recoveries(history: Sequence[Event]) -> list[Recovery]:
-    """The recoveries in a run's events, in order; the last one may be under way."""
+    """Return the recoveries in a run's events, in order; the last one may be under way."""
     found: list[Recovery] = []
     reader = _Reader()
     for event in history:
@@ -113,7 +125,7 @@ def recoveries(history: Sequence[Event]) -> list[Recovery]:
 
 
 def seats_of(event: Event) -> dict[int, str]:
-    """Logical rank -> worker, of an ``epoch_opened``."""
+    """Return logical rank -> worker from an ``epoch_opened`` event."""
     seats = event.detail.get("seats")
     found = {}
     for rank, seat in seats.items() if isinstance(seats, dict) else ():
@@ -125,7 +137,7 @@ def seats_of(event: Event) -> dict[int, str]:
 
 @dataclass
 class _Open:
-    """A recovery that is being read: its events, and who sat where before it."""
+    """A recovery whose events are still being collected, with the workers' logical ranks before it."""
 
     seats_before: dict[int, str]
     injected: list[Event] = field(default_factory=list)
@@ -133,19 +145,22 @@ class _Open:
     events: list[Event] = field(default_factory=list)
 
     def last(self, name: str) -> Event | None:
+        """Return the last event called ``name`` so far, or None."""
         return next((event for event in reversed(self.events) if event.name == name), None)
 
     def first(self, name: str) -> Event | None:
+        """Return the first event called ``name`` so far, or None."""
         return next((event for event in self.events if event.name == name), None)
 
     @property
     def restarted(self) -> Event | None:
-        """The order to begin again from the checkpoint; a control plane that was started anew implies it."""
+        """Return the last order to restart from the checkpoint; the restart of the control plane implies such an order.
+        """
         return next((event for event in reversed(self.events) if event.name in _RESTARTS), None)
 
     @property
     def reopened(self) -> Event | None:
-        """The opening of the first epoch after a warm restart."""
+        """Return the opening of the first epoch after a warm restart."""
         if self.restarted is None:
             return None
         later = self.events[self.events.index(self.restarted) + 1 :]
@@ -153,7 +168,7 @@ class _Open:
 
     @property
     def ended(self) -> Event | None:
-        """What training went on with, or the run ended with."""
+        """Return the event with which training resumed or the run ended, or None."""
         last = self.events[-1]
         if last.name in (events.RESUMED, events.STOPPED):
             return last
@@ -163,7 +178,7 @@ class _Open:
 
 
 class _Reader:
-    """Cuts a history into recoveries."""
+    """Splits a history of events into recoveries."""
 
     def __init__(self):
         self.current: _Open | None = None
@@ -172,7 +187,7 @@ class _Reader:
         self._detected: list[Event] = []
 
     def take(self, event: Event) -> list[_Open]:
-        """Takes the next event in; returns the recoveries that end with it."""
+        """Process the next event; return the recoveries that it completes."""
         done = [self.end()] if self._comes_after_restart(event) else []
         if event.name == events.FAULT_INJECTED:
             self._injected.append(event)
@@ -195,27 +210,30 @@ class _Reader:
         return event.name == events.EPOCH_CLOSED or event.name in _RESTARTS
 
     def _comes_after_restart(self, event: Event) -> bool:
-        """A restarted run may train without saying that it has resumed; it is back when its first epoch has opened."""
+        """Whether ``event`` follows a restart that is complete.
+
+        A restarted run may train without reporting that it has resumed, so the opening of its first epoch completes it.
+        """
         begins = event.name in (events.FAULT_DETECTED, events.EPOCH_CLOSED, events.CHECKPOINT_SAVED, *_RESTARTS)
         return begins and self.current is not None and self.current.reopened is not None
 
     def end(self) -> _Open:
-        """The recovery that is being read, as far as it has come."""
+        """Return the current recovery with the events collected so far, and start anew."""
         done, self.current = self.current, None
         done.injected = _causes(self._injected, done)
         last = max((fault.wall for fault in done.injected), default=None)
-        # What was injected before the cause of this interruption and led to none will not lead to a later one.
+        # Faults that were injected before the cause of this interruption, without effect, will not cause a later one.
         self._injected = [f for f in self._injected if last is None or f.wall > last]
         return done
 
 
 def _concerns_training(event: Event) -> bool:
-    """A standby that dies interrupts nobody."""
+    """Whether a detected fault interrupts training; the death of a standby does not."""
     return event.rank is not None or event.worker is None
 
 
 def _causes(injected: list[Event], read: _Open) -> list[Event]:
-    """Of the faults injected so far, those that this interruption comes from."""
+    """Return those of the faults injected so far that caused this interruption."""
     if read.last(events.CONTROL_RESTARTED) is not None:
         return [f for f in injected if f.detail.get("kind") == "kill-control"][-1:]
     may = [f for f in injected if f.detail.get("kind") not in {*_HARMLESS_KINDS, "kill-control"}]
@@ -223,9 +241,9 @@ def _causes(injected: list[Event], read: _Open) -> list[Event]:
     nodes = {event.node for event in read.detected if event.node is not None}
     direct = [f for f in may if _victim(f) in ranks or (_victim(f) is None and f.node in nodes)]
     if direct:
-        # Of one victim the last: an earlier fault of its, a short hang say, was over without consequence.
+        # Only the last fault of each victim: its earlier ones (such as a short hang) ended without consequence.
         return list({(_victim(f), f.node): f for f in direct}.values())
-    # A connection breaks at both ends, and the other one may be the first to tell.
+    # A connection breaks at both ends, and the healthy end may report the failure first.
     told = [event for event in read.events if event.name == events.EPOCH_CLOSED] or read.detected
     epoch = told[0].epoch if told else None
     return [f for f in may if f.epoch in (None, epoch)][-1:]
@@ -297,7 +315,7 @@ def _changes(before: dict[int, str], after: dict[int, str]) -> list[SeatChange]:
 
 
 def _phases(read: _Open, began: Event, detected: Event, ended: Event | None) -> dict[str, float]:
-    """Differences of milestones; one that is missing adds its time to the next one that is there."""
+    """Return the time between milestones; the time of a missing milestone is added to the next one."""
     marks: list[tuple[str, float]] = []
     if began is not detected:
         marks.append(("detect", elapsed(began, detected)))
@@ -313,7 +331,7 @@ def _phases(read: _Open, began: Event, detected: Event, ended: Event | None) -> 
     repaired = [elapsed(began, event) for event in (groups, state) if event is not None]
     if repaired:
         start = marks[-1][1] if marks else 0.0
-        # Both are reported when all of it is done: how long the groups took is in the event.
+        # Both events are written when all work is done; the time of the groups is in the event's details.
         rebuild = _of(groups, "seconds")
         if isinstance(rebuild, int | float):
             marks.append(("rebuild", min(start + rebuild, max(repaired))))
@@ -332,7 +350,7 @@ def _differences(marks: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def _redone(read: _Open, step: int | None) -> int | None:
-    """Steps that are computed a second time, the interrupted one among them."""
+    """Return how many steps are computed a second time, the interrupted one included; None where unknown."""
     if step is None:
         return None
     if not read.detected and read.restarted is not None:

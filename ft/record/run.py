@@ -1,4 +1,4 @@
-"""A run's folder, read as it is: the run may still be going, or have died in the middle of a line."""
+"""Read the folder of a run that may still be running, or may have died in the middle of writing a line."""
 
 import json
 from dataclasses import dataclass, field
@@ -16,12 +16,16 @@ _FIX = "give the folder that ft run got as --run-dir"
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run.
+    """What the folder of a run contains.
 
     Attributes:
-        folder: of the run. events: in order of time. metrics: one mapping per committed step, in order of steps.
-        status: of ``status.json``, empty where there is none. decisions: lines of the journal. damaged: file -> lines
-            that are not whole. has_metrics: there is a file of them.
+        folder: path of the folder.
+        events: all events in order of time.
+        metrics: one mapping per committed step, in order of steps.
+        status: content of ``status.json``, empty where there is none.
+        decisions: number of lines in the journal.
+        damaged: file name -> number of damaged lines.
+        has_metrics: whether the metrics file exists.
     """
 
     folder: Path
@@ -33,14 +37,16 @@ class Run:
     has_metrics: bool = False
 
     def first(self, name: str) -> Event | None:
+        """Return the first event called ``name``, or None."""
         return next((event for event in self.events if event.name == name), None)
 
     def last(self, name: str) -> Event | None:
+        """Return the last event called ``name``, or None."""
         return next((event for event in reversed(self.events) if event.name == name), None)
 
     @property
     def state(self) -> str:
-        """In a word or two: "finished", "stopped with code N" or "not ended"."""
+        """Return "finished", "stopped with code N" or "not ended"."""
         stopped = self.last(events.STOPPED)
         if self.first(events.FINISHED) is not None:
             return FINISHED
@@ -48,10 +54,12 @@ class Run:
 
 
 def load(folder: str | Path) -> Run:
-    """Reads a run's folder; damaged lines are left out and counted, and of a step that was done twice the first time.
+    """Read a run's folder.
+
+    Damaged lines are left out and counted. Where a step was done twice, the metrics of the last time count.
 
     Raises:
-        UserError: there is no such folder, or nothing of a run in it.
+        UserError: there is no such folder, it contains no run, or it cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -72,7 +80,7 @@ def load(folder: str | Path) -> Run:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """``status.json``, empty where there is none or it is no JSON object."""
+    """Return the content of ``status.json``, empty where the file is missing or is no JSON object."""
     try:
         values = json.loads((folder / STATUS).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -81,14 +89,14 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def number(metric: dict[str, Any], key: str) -> float | None:
-    """A finite figure of a step, or None."""
+    """Return a finite figure of a step, or None."""
     value = metric.get(key)
     is_finite = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
     return float(value) if is_finite else None
 
 
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(the JSON objects of a file's lines, how many lines are none)."""
+    """Return (the JSON objects in a file's lines, number of damaged lines)."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:

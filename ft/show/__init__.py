@@ -1,1 +1,1 @@
-"""How figures, tables and pages look: text for terminals, axes and colours of pictures, pieces of HTML."""
+"""Presentation shared by all outputs: text for terminals, axes and colours for pictures, fragments of HTML."""

@@ -1,4 +1,4 @@
-"""Axes of the pictures: their look, legends, and what stands where there is nothing to draw."""
+"""Helpers for matplotlib axes: style, legends, and a placeholder for empty panels."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from ft.show import palette
 
 WIDTH_IN, DPI = 12.0, 150
 STYLE = {"fontsize": 9, "color": palette.QUIET}
-"""Of texts beside what is drawn."""
+"""Font size and colour of axis labels and other texts beside the plotted data."""
 
 
 class Percents(Formatter):
-    """Shares as percentages, with as many decimals as it takes to tell all ticks of an axis apart."""
+    """Tick formatter that shows shares as percentages, with as many decimals as distinguish all ticks of an axis."""
 
     def __call__(self, value: float, pos: int | None = None) -> str:
         return self.format_ticks([value])[0]
@@ -29,7 +29,7 @@ class Percents(Formatter):
 
 
 def rows(title: str, heights: Sequence[float]) -> tuple[Figure, Sequence]:
-    """A figure with a title and axes below one another, ``heights`` inches each."""
+    """Return a figure with a title and a column of axes, and the axes; ``heights`` are their heights in inches."""
     figure = Figure(figsize=(WIDTH_IN, sum(heights) + 1.9), dpi=DPI, facecolor=palette.PAPER, layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(h_pad=0.1, hspace=0.04, w_pad=0.12)
@@ -38,7 +38,7 @@ def rows(title: str, heights: Sequence[float]) -> tuple[Figure, Sequence]:
 
 
 def plain(axes, title: str, pad: int = 6) -> None:
-    """Only a bottom line, and the title at the left."""
+    """Hide all spines except the bottom one, and put the title at the left."""
     axes.set_title(title, loc="left", fontsize=10, color=palette.INK, pad=pad)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -47,14 +47,14 @@ def plain(axes, title: str, pad: int = 6) -> None:
 
 
 def empty(axes, text: str) -> None:
-    """``text`` where there is nothing to draw."""
+    """Show ``text`` in the middle of axes that have nothing to draw."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", **STYLE)
     axes.set_xticks([])
     axes.set_yticks([])
 
 
 def legend(axes, handles: Sequence, above: float = 1.0) -> None:
-    """One row at the upper right."""
+    """Add a legend as one row at the upper right."""
     axes.legend(
         handles=handles,
         loc="lower right",

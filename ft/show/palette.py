@@ -1,8 +1,8 @@
-"""Colours of the pictures; distinguishable without red and green."""
+"""Colours of the pictures, distinguishable without red-green vision."""
 
 INK, QUIET, FAINT, PAPER = "#1f2933", "#66717d", "#dfe4ea", "#ffffff"
 FIRST_WORKER = "#c3d3e4"
-"""Workers that came with a start or warm restart of all."""
+"""Colour of the workers that were started together, at the start of the run or by a warm restart."""
 
 LATER_WORKERS = ("#4f7fb0", "#3f8f55", "#b07d2a", "#a8527f", "#2f8a97", "#7468b3", "#8f6650", "#6d8a35")
 LOSS, FAULT, MISMATCH = "#33659c", "#c8322b", "#0b7a75"
@@ -21,4 +21,4 @@ OUTCOME = {
     "stopped": "#1f2933",
     "under way": "#66717d",
 }
-"""How a recovery ended, by the names of ``ft.record.recoveries``."""
+"""Colour of each outcome of a recovery (``ft.record.recoveries``)."""

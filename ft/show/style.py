@@ -1,4 +1,4 @@
-"""The look of ``report.html``."""
+"""Style sheet (CSS) of ``report.html``."""
 
 CSS = """\
 :root { --ink: #1f2933; --quiet: #66717d; --faint: #dfe4ea; --paper: #fff; --ground: #f5f7f9; }

@@ -1,11 +1,11 @@
-"""Figures and tables for a terminal without colour."""
+"""Formatting of figures and tables for a terminal without colour."""
 
 import math
 from collections.abc import Sequence
 
 
 def seconds(value: float | None) -> str:
-    """A duration with three digits that mean something: "65 ms", "1.24 s", "2 min 05 s", "60.0 days"."""
+    """Return a duration with about three significant digits: "65 ms", "1.24 s", "2 min 05 s", "60.0 days"."""
     if value is None or not math.isfinite(value):
         return "-"
     if value < 0.9995:
@@ -22,16 +22,18 @@ def seconds(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
+    """Return a share as a percentage with one decimal, "-" for None."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def count(number: int, word: str) -> str:
-    """ "1 step", "2 steps"."""
+    """Return a number with its noun, such as "1 step" or "2 steps"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns as wide as they need to be; those numbered in ``right`` flush right."""
+    """Return an aligned text table with columns as wide as their longest cell; columns in ``right`` are right-aligned.
+    """
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
     lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join("  ".join(_cell(line, widths, i, right) for i in range(len(head))).rstrip() for line in lines)
@@ -42,6 +44,6 @@ def _cell(line: Sequence[str], widths: Sequence[int], i: int, right: Sequence[in
 
 
 def shortened(text: str, width: int) -> str:
-    """One line of at most ``width`` characters."""
+    """Return ``text`` as one line of at most ``width`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 3].rstrip() + "..."

@@ -1,1 +1,1 @@
-"""What DMR will cost before any machine exists: analytic costs of a model, a cluster and a layout as a profile."""
+"""Estimate the cost of DMR without hardware: build a profile from analytic costs of a model, a cluster and a layout."""

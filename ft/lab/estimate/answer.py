@@ -1,4 +1,4 @@
-"""The estimate: a question's profile, planned by the planner that plans real runs."""
+"""Compute the estimate: build an analytic profile and plan it with the planner that plans real runs."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,14 @@ from ft.systems.dmr.plan.planner import Options, plan
 
 @dataclass(frozen=True)
 class Estimate:
-    """One batch of a question.
+    """The estimate for one batch size of a question.
 
-    Args:
-        shares: of the iteration by schedule, without its optimizer step.
-        flops_share: of the devices' peak that the model's own FLOPs reach without DMR (recomputation not counted).
+    Attributes:
+        layout: how the model is laid out.
+        shares: naive DMR overhead and idle share of the iteration, by its schedule, without the optimizer step.
+        plan: the planner's result.
+        flops_share: share of the devices' peak FLOP/s that the model's own FLOPs reach without DMR (recomputation not
+            counted).
     """
 
     layout: Layout
@@ -27,12 +30,15 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration without DMR."""
+        """Return the seconds of an iteration without DMR."""
         return self.plan.predicted.t_none / 1e6
 
 
 def cluster_of(asked: Question) -> Cluster:
-    """The cluster, calibrated where that is asked for, at the middle one of the batches; one factor serves all."""
+    """Return the cluster of a question, calibrated if the question asks for that.
+
+    The calibration uses the middle one of the batch sizes; its factor is used for all of them.
+    """
     if asked.calibration is None:
         return asked.cluster
     by_size = sorted(asked.layouts, key=lambda layout: layout.batch)
@@ -40,7 +46,7 @@ def cluster_of(asked: Question) -> Cluster:
 
 
 def estimate(asked: Question, layout: Layout, cluster: Cluster) -> Estimate:
-    """Of one of the question's layouts, on its (calibrated) cluster.
+    """Estimate one of the question's layouts on its (calibrated) cluster.
 
     Raises:
         UserError: training alone does not fit the budget.

@@ -1,8 +1,8 @@
-"""What one GPU executes and sends for one layer: its operators, their sizes, its transfers.
+"""Operators and transfers of one transformer layer on one GPU, with their FLOPs and bytes.
 
-Tensor and sequence parallel as in Korthikanti et al. 2022 (arXiv 2205.05198): activations between the products are
-split along the sequence, gathered before the first product and reduce-scattered after the second. Operators are those
-that a fused implementation launches; sizes are for one microbatch on one of TP ranks, bf16.
+Tensor and sequence parallelism follow Korthikanti et al. 2022 (arXiv 2205.05198): activations between the products are
+split along the sequence, gathered before the first product and reduce-scattered after the second. The operators are
+those that a fused implementation launches; sizes are for one microbatch on one of TP ranks, in bf16.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,16 @@ FORWARD, BACKWARD = "", ".backward"
 class Work:
     """One operator.
 
-    Args:
-        kind: "product", "attention" or "elementwise": which rate it runs at.
-        flops: of the operator.
-        moved: bytes it reads and writes.
-        inputs: tensors it needs, weights apart.
-        outputs: what it makes, bytes by name.
+    Attributes:
+        name: name of the operator.
+        kind: "product", "attention" or "elementwise"; it determines the rate.
+        flops: FLOPs of the operator.
+        moved: bytes that it reads and writes.
+        inputs: names of the input tensors, without weights.
+        outputs: name of an output tensor -> bytes.
         saved: inputs that its backward needs.
-        weight: parameters of a product, whose gradient the backward makes.
-        mutates: it changes an input, as the accumulation of gradients does.
+        weight: number of parameters of a product, whose gradient the backward computes.
+        mutates: whether it changes an input, as gradient accumulation does.
     """
 
     name: str
@@ -43,14 +44,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective, exposed: nothing is computed until it ends.
+    """One exposed collective: nothing is computed until it ends.
 
-    Args:
+    Attributes:
+        name: name of the collective.
         kind: "tp" or "ep".
         sent: bytes that each rank sends.
-        source, target: the tensor before and after.
+        source: name of the tensor before the collective.
+        target: name of the tensor after the collective.
         size: bytes of ``target``.
-        back: bytes of the gradient that the backward's counterpart makes.
+        back: bytes of the gradient that its counterpart in the backward produces.
     """
 
     name: str
@@ -66,12 +69,13 @@ Step = Work | Transfer
 
 
 class _Builder:
-    """Collects steps and remembers how large each tensor is."""
+    """Collects steps and remembers the size of each tensor in bytes."""
 
     def __init__(self, tp: int, sizes: dict[str, int]):
         self.tp, self.sizes, self.steps = tp, dict(sizes), []
 
     def work(self, name, kind, flops, inputs, output, size, saved=(), weight=0) -> str:
+        """Add an operator and return the name of its output."""
         moved = sum(self.sizes[one] for one in inputs) + size + weight * BF16
         self.steps.append(Work(name, kind, flops, moved, inputs, {output: size}, saved, weight))
         self.sizes[output] = size
@@ -80,32 +84,34 @@ class _Builder:
     def product(
         self, name: str, rows: float, inner: float, columns: float, source: str, output: str, weight=None
     ) -> str:
-        """(rows, inner) by (inner, columns) -> (rows, columns)."""
+        """Add the product of a (rows, inner) by an (inner, columns) matrix."""
         weight = int(inner * columns) if weight is None else int(weight)
         size = int(rows * columns * BF16)
         return self.work(name, "product", 2 * rows * inner * columns, (source,), output, size, (source,), weight)
 
     def elementwise(self, name: str, inputs: tuple[str, ...], output: str, size: float, saved=()) -> str:
+        """Add an elementwise operator and return the name of its output."""
         return self.work(name, "elementwise", 0.0, inputs, output, int(size), saved)
 
     def transfer(self, name: str, kind: str, sent: float, source: str, target: str, size: float) -> str:
+        """Add a collective and return the name of its target."""
         self.steps.append(Transfer(name, kind, sent, source, target, int(size), self.sizes[source]))
         self.sizes[target] = int(size)
         return target
 
     def gather(self, source: str) -> str:
-        """All-gather along the sequence."""
+        """Add an all-gather along the sequence."""
         full = self.sizes[source] * self.tp
         return self.transfer(f"gather {source}", "tp", full * (1 - 1 / self.tp), source, source + "_full", full)
 
     def scatter(self, source: str, target: str) -> str:
-        """Reduce-scatter along the sequence."""
+        """Add a reduce-scatter along the sequence."""
         full = self.sizes[source]
         return self.transfer(f"scatter {source}", "tp", full * (1 - 1 / self.tp), source, target, full / self.tp)
 
 
 def forward(model: Model, layout: Layout) -> list[Step]:
-    """One layer: "x" comes in, "y" goes out, both split along the sequence."""
+    """Return the forward of one layer from input "x" to output "y", both split along the sequence."""
     part = model.sequence * layout.micro * model.hidden * BF16 // layout.tp
     build = _Builder(layout.tp, {"x": part})
     _attention(build, model, layout)
@@ -119,20 +125,20 @@ def forward(model: Model, layout: Layout) -> list[Step]:
 
 
 def embedding(model: Model, layout: Layout) -> list[Step]:
-    """Before the first layer: makes "y"."""
+    """Return the forward of the embedding, before the first layer; its output is "y"."""
     build = _Builder(layout.tp, {})
     build.elementwise("embedding", (), "y", model.sequence * layout.micro * model.hidden * BF16 / layout.tp)
     return build.steps
 
 
 def embedding_backward(model: Model, layout: Layout) -> list[Step]:
-    """Adds the gradient of "y" to the table's rows in fp32."""
+    """Return the operator that adds the gradient of "y" to the rows of the embedding table in fp32."""
     part = model.sequence * layout.micro * model.hidden / layout.tp
     return [Work("embedding.backward", "elementwise", 0.0, part * (BF16 + 2 * FP32), ("d y",), {}, mutates=True)]
 
 
 def head(model: Model, layout: Layout) -> list[Step]:
-    """After the last layer: "x" becomes logits, split along the vocabulary, and the loss, in fp32."""
+    """Return the output layer's forward: from "x" to logits, split along the vocabulary, and the loss in fp32."""
     tokens = model.sequence * layout.micro
     build = _Builder(layout.tp, {"x": tokens * model.hidden * BF16 // layout.tp})
     build.elementwise("norm", ("x",), "norm", build.sizes["x"], ("x",))
@@ -162,11 +168,16 @@ def _attention(build: _Builder, model: Model, layout: Layout) -> None:
 def _up(
     build: _Builder, model: Model, layout: Layout, size: tuple[float, float], source: str, name: str, copies: int = 1
 ) -> None:
-    """The first product or products of an MLP, and what is between them and the last one.
+    """Add the first product or products of an MLP, and the activation before its last product.
 
     Args:
+        build: collects the steps.
+        model: the model.
+        layout: how the model is laid out.
         size: tokens, and width on this rank.
-        copies: experts on this rank, with a weight each.
+        source: name of the input tensor.
+        name: prefix of the steps' names.
+        copies: number of experts on this rank, each with a weight of its own.
     """
     tokens, f = size
     weight = copies * model.hidden * f
@@ -186,7 +197,10 @@ def _mlp(build: _Builder, model: Model, layout: Layout, width: int, source: str,
 
 
 def _experts(build: _Builder, model: Model, layout: Layout) -> None:
-    """Routed experts on EP ranks, each expert's width split over TP / EP; tokens are spread evenly (ASSUMED)."""
+    """Add routed experts on EP ranks, each expert's width split over TP / EP ranks.
+
+    Tokens are spread evenly over experts (ASSUMED).
+    """
     experts, tokens = model.experts, model.sequence * layout.micro
     here, split = tokens / layout.tp, layout.tp // layout.ep
     arriving = tokens * experts.active / layout.ep
@@ -205,9 +219,12 @@ def _experts(build: _Builder, model: Model, layout: Layout) -> None:
 
 
 def backward(steps: Sequence[Step]) -> list[Step]:
-    """The backward of a layer's forward: gradients are called "d " and the tensor; products make two, and accumulate
-    that of their weight in fp32. Transfers turn round: a gather's gradient is reduce-scattered, and the reverse. What
-    sequence parallel gathers again for weight gradients overlaps with a product and is left out."""
+    """Return the backward of a layer's forward.
+
+    The gradient of a tensor is called "d " plus the tensor's name. A product has two gradients, and accumulates that of
+    its weight in fp32. Transfers are reversed: the gradient of a gather is reduce-scattered, and vice versa. The second
+    gather of sequence parallelism, for weight gradients, overlaps with a product and is left out.
+    """
     sizes = _sizes(steps)
     same = {"d " + one: "d " + add for add in ("x1", "y") for one in _added(steps, add)}
     found: list[Step] = []
@@ -223,12 +240,12 @@ def backward(steps: Sequence[Step]) -> list[Step]:
 
 
 def _added(steps: Sequence[Step], output: str) -> tuple[str, ...]:
-    """What is added to the residual: its gradient is that of the sum."""
+    """Return the tensors that are added to the residual for ``output``; their gradient equals that of the sum."""
     return next((one.inputs[1:] for one in steps if isinstance(one, Work) and output in one.outputs), ())
 
 
 def _sizes(steps: Sequence[Step]) -> dict[str, int]:
-    """Bytes of every tensor by name; a norm's input is as large as what it makes."""
+    """Return the bytes of every tensor by name; the input of a norm is as large as its output."""
     sizes: dict[str, int] = {}
     for step in steps:
         sizes |= {step.target: step.size, step.source: step.back} if isinstance(step, Transfer) else step.outputs
@@ -262,12 +279,15 @@ def _product_backward(step: Work, sizes: dict[str, int]) -> list[Step]:
 
 
 def _other_backward(step: Work, sizes: dict[str, int], same: dict[str, str]) -> Work:
-    """Attention executes 2.5 times the FLOPs of its forward: it recomputes the scores (Dao 2023, arXiv 2307.08691). The
-    gradient of a norm joins that of the residual beside it."""
+    """Return the backward of an operator other than a product.
+
+    Attention executes 2.5 times the FLOPs of its forward, because it recomputes the scores (Dao 2023, arXiv
+    2307.08691). The gradient of a norm is added to that of the residual beside it.
+    """
     gradients = tuple(same.get("d " + output, "d " + output) for output in step.outputs if output != "loss")
     around = {"norm1": ("d x1",), "norm2": ("d y",)}.get(step.name, ())
     inputs = (*step.saved, *gradients, *around)
-    # Which expert a token visits has no gradient; how much of its result counts has one.
+    # The choice of a token's experts has no gradient; the weights of their outputs have one.
     outputs = {"d " + one: sizes[one] for one in step.inputs if (step.name, one) != ("permute", "router")}
     moved = sum(step.outputs.values()) + sum(outputs.values()) + sum(sizes[one] for one in step.saved)
     moved += sum(sizes[one.removeprefix("d ")] for one in around)
@@ -275,8 +295,10 @@ def _other_backward(step: Work, sizes: dict[str, int], same: dict[str, str]) -> 
 
 
 def saved_bytes(steps: Sequence[Step]) -> int:
-    """What a layer keeps for its backward where nothing is recomputed. A gathered tensor counts as the part it was
-    gathered from (sequence parallel gathers it again)."""
+    """Return the bytes that a layer keeps for its backward without recomputation.
+
+    A gathered tensor counts as the part that it was gathered from, as sequence parallelism gathers it again.
+    """
     sizes = _sizes(steps)
     part = {step.target: step.source for step in steps if isinstance(step, Transfer) and step.kind == "tp"}
     kept = {part.get(one, one) for step in steps if isinstance(step, Work) for one in step.saved}

@@ -1,8 +1,9 @@
-"""Transfers slowed down until the model shows what was measured.
+"""Calibrate a cluster: slow transfers down until the model shows a measured idle share or DMR overhead.
 
-By rate alone, tensor parallel on NVSwitch and the bubbles leave a GPU idle for a third of the time; SpareTrain measured
-68 % and 77 % on such machines, for reasons it does not print. One factor on every transfer stands for all of them. It
-is the same for windows in and between nodes, so that how the idle time divides into kinds stays what the rates say.
+By rates alone, the model lets tensor parallelism on NVSwitch and pipeline bubbles leave a GPU idle for a third of the
+time; SpareTrain measured 68 % and 77 % on such machines and does not give the reasons. One factor on every transfer
+stands for all of them. It is the same within and between nodes, so that the division of the idle time into kinds of
+windows remains that of the rates.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +22,12 @@ FASTEST, SLOWEST, STEPS = 0.01, 1000.0, 40
 
 @dataclass(frozen=True)
 class Shares:
-    """Of one iteration without its optimizer step: what naive DMR adds, and how long stages compute nothing (mean)."""
+    """Shares of one iteration without its optimizer step.
+
+    Attributes:
+        naive_overhead: time that naive DMR adds, as a share of the time without DMR.
+        idle: share of the time in which a stage computes nothing (mean over stages).
+    """
 
     naive_overhead: float
     idle: float
@@ -29,7 +35,13 @@ class Shares:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Of one part and direction, microseconds: operators, transfers, verification of all operators."""
+    """Times of one part in one direction (forward or backward), in microseconds.
+
+    Attributes:
+        computed: time of the operators.
+        sent: time of the transfers.
+        checked: time to verify all operators.
+    """
 
     computed: float
     sent: float
@@ -37,18 +49,22 @@ class _Unit:
 
 
 def shares(model: Model, layout: Layout, cluster: Cluster) -> Shares:
-    """What a cluster shows, by its schedule."""
+    """Return the shares that a cluster shows according to its schedule."""
     return _shares(_units(model, layout, cluster), pipeline_of(model, layout, cluster), 1.0)
 
 
 def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, share: float) -> Cluster:
-    """The cluster with the slowdown at which ``target`` comes out as ``share``.
+    """Return the cluster with the slowdown at which ``target`` equals ``share``.
 
     Args:
+        model: the model.
+        layout: how the model is laid out.
+        cluster: the cluster, whose own slowdown is ignored.
         target: "naive_overhead" or "idle".
+        share: the measured share.
 
     Raises:
-        UserError: no slowdown does that.
+        UserError: no slowdown achieves that.
     """
     cluster = replace(cluster, slowdown=1.0)
     units, pipeline = _units(model, layout, cluster), pipeline_of(model, layout, cluster)
@@ -72,7 +88,7 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
 
 
 def _units(model: Model, layout: Layout, cluster: Cluster) -> list[tuple[_Unit, _Unit]]:
-    """Of each part, its forward and its backward."""
+    """Return the (forward, backward) times of each part."""
     return [(_unit(work.forward), _unit(work.backward)) for work in part_works(model, layout, cluster)]
 
 

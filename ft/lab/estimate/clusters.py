@@ -1,4 +1,4 @@
-"""Devices and networks: documented peak rates, and the share of them that is assumed to be reached."""
+"""Devices and networks: documented peak rates, and the assumed achieved shares of them."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,11 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, by its data sheet.
+    """One GPU as described by its data sheet.
 
-    Args:
-        flops: dense bf16 matrix products, FLOP/s (data sheets print twice that, with sparsity).
+    Attributes:
+        name: name for the command line.
+        flops: dense bf16 FLOP/s of matrix products (data sheets print twice that, for sparse matrices).
         memory: bytes.
         memory_rate: bytes/s.
         link: bytes/s to the other GPUs of its node, one way (half of what data sheets print).
@@ -29,15 +30,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Reached:
-    """Shares of the peak rates that are reached, and latencies. ASSUMED, not measured: figures usual in reports of
-    training on these devices.
+    """Achieved shares of the peak rates, and latency.
 
-    Args:
-        products: of ``Device.flops``, in matrix products.
-        attention: of ``Device.flops``, in fused attention.
-        memory: of ``Device.memory_rate``, in elementwise operators.
-        link, network: of the bandwidth in and between nodes.
-        latency_s: of one collective or message.
+    These are ASSUMED, not measured: they are usual in reports of training on these devices.
+
+    Attributes:
+        products: share of ``Device.flops`` in matrix products.
+        attention: share of ``Device.flops`` in fused attention.
+        memory: share of ``Device.memory_rate`` in elementwise operators.
+        link: share of the bandwidth within a node.
+        network: share of the bandwidth between nodes.
+        latency_s: latency of one collective or message in seconds.
     """
 
     products: float = 0.70
@@ -52,13 +55,14 @@ class Reached:
 class Cluster:
     """Nodes of equal GPUs.
 
-    Args:
-        gpus: in all.
-        per_node: GPUs in a node.
+    Attributes:
+        device: the GPU.
+        gpus: number of GPUs in all.
+        per_node: number of GPUs in a node.
         network: bytes/s between nodes for each GPU, one way.
+        reached: achieved shares of the peak rates.
         reserved: bytes of each GPU for its context, communication buffers and fragmentation. ASSUMED.
-        slowdown: every transfer takes this many times longer than by rate; 1 unless calibrated to a measured idle
-            share (``calibrate.py``).
+        slowdown: factor on the time of every transfer; 1 unless calibrated to a measured share (``calibrate.py``).
     """
 
     device: Device
@@ -88,13 +92,16 @@ DEVICES = {
 }
 
 NETWORKS = {"h200": 50 * GB, "h100": 50 * GB, "h100-nvl": 50 * GB, "a100": 25 * GB, "a100-40gb": 25 * GB}
-"""Bytes/s for each GPU, one way, of NVIDIA's own systems: InfiniBand NDR 400 Gb/s (DGX H100, H200), HDR 200 Gb/s
-(A100)."""
+"""Bytes/s for each GPU, one way, in NVIDIA's own systems: InfiniBand NDR 400 Gb/s (DGX H100, H200) and HDR 200 Gb/s
+(A100).
+"""
 
 
 def device_named(name: str) -> Device:
-    """Raises:
-    UserError: no device has this name.
+    """Return the device called ``name``.
+
+    Raises:
+        UserError: no device has this name.
     """
     if name not in DEVICES:
         raise UserError(f"no device is called {name!r}", f"one of: {', '.join(DEVICES)}")

@@ -1,4 +1,4 @@
-"""``ft dmr estimate``."""
+"""Implement ``ft dmr estimate``."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ A scenario file (examples/dmr) holds the same as the flags, which override it.""
 
 
 def add_parser(subparsers) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = subparsers.add_parser(
         "estimate",
         help="what DMR will cost a model on a cluster, before any machine exists",
@@ -34,10 +34,10 @@ def add_parser(subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the estimate.
+    """Print the estimate.
 
     Raises:
-        UserError: the question makes no sense, or training alone does not fit the budget.
+        UserError: the question is inconsistent, or training alone does not fit the budget.
     """
     values = read_file(arguments.scenario) if arguments.scenario else {}
     given = read_flags({name: getattr(arguments, name.replace("-", "_")) for name in FIELDS})

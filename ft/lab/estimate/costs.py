@@ -1,12 +1,14 @@
-"""Seconds that operators and transfers take: the slower of arithmetic and memory (a roofline), by assumed shares of the
-documented rates."""
+"""Estimate the seconds of operators and transfers with a roofline model.
+
+An operator takes the longer of its arithmetic and its memory time; each rate is an assumed share of the documented one.
+"""
 
 from ft.lab.estimate.block import Transfer, Work
 from ft.lab.estimate.clusters import Cluster
 
 
 def seconds(step: Work | Transfer, cluster: Cluster) -> float:
-    """Of an operator, or of a collective within a node."""
+    """Return the seconds of an operator, or of a collective within a node."""
     if isinstance(step, Transfer):
         return transfer_seconds(step.sent, cluster.device.link * cluster.reached.link, cluster)
     reached, device = cluster.reached, cluster.device
@@ -15,17 +17,17 @@ def seconds(step: Work | Transfer, cluster: Cluster) -> float:
 
 
 def read_seconds(size: float, cluster: Cluster) -> float:
-    """Reading (or writing) ``size`` bytes of the device's memory."""
+    """Return the seconds of reading (or writing) ``size`` bytes of the device's memory."""
     return size / (cluster.device.memory_rate * cluster.reached.memory)
 
 
 def transfer_seconds(sent: float, rate: float, cluster: Cluster) -> float:
-    """``sent`` bytes at ``rate`` bytes/s; nothing sent takes no time."""
+    """Return the seconds of sending ``sent`` bytes at ``rate`` bytes/s; 0 where nothing is sent."""
     return (sent / rate + cluster.reached.latency_s) * cluster.slowdown if sent else 0.0
 
 
 def message_seconds(sent: float, same_node: bool, cluster: Cluster) -> float:
-    """A message of ``sent`` bytes between two stages."""
+    """Return the seconds of a message of ``sent`` bytes between two pipeline stages."""
     device, reached = cluster.device, cluster.reached
     rate = device.link * reached.link if same_node else cluster.network * reached.network
     return transfer_seconds(sent, rate, cluster)

@@ -1,4 +1,4 @@
-"""How a model is laid over a cluster: parallelism, microbatches, recomputation."""
+"""Layout of a model on a cluster: sizes of parallel groups, microbatches, recomputation."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,16 @@ RECOMPUTE = ("full", "none")
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one parameter. The default is mixed precision as in Megatron: bf16 weights, fp32 gradients, fp32 master
-    weights and both Adam moments (Rajbhandari et al. 2019, arXiv 1910.02054: 12 for the optimizer).
+    """Bytes of training state per parameter.
 
-    Args:
-        optimizer: divided by the data-parallel size where ``sharded``.
+    The default is mixed precision as in Megatron: bf16 weights, fp32 gradients, fp32 master weights and both Adam
+    moments (Rajbhandari et al. 2019, arXiv 1910.02054: 12 bytes for the optimizer).
+
+    Attributes:
+        weight: bytes of the weight.
+        gradient: bytes of the gradient.
+        optimizer: bytes of the optimizer state; divided by the data-parallel size where ``sharded``.
+        sharded: whether data-parallel ranks share the optimizer state.
     """
 
     weight: int = 2
@@ -25,26 +30,28 @@ class Bytes:
 
 
 STATES = {"megatron": Bytes(), "titan": Bytes(weight=4, gradient=4, optimizer=8)}
-"""TorchTitan keeps weights, gradients and both moments in fp32; its bf16 copies live only while they are used."""
+"""Bytes per parameter by trainer. TorchTitan keeps weights, gradients and both moments in fp32; its bf16 copies exist
+only while they are used.
+"""
 
 
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the parallel groups and of the batch.
 
-    Args:
-        tp: tensor parallel, with sequence parallel; within a node.
-        pp: pipeline stages.
-        chunks: model chunks of each stage; more than one: the interleaved schedule.
-        ep: experts of a layer are spread over this many ranks, within a node, taken from the tensor-parallel group.
-        dp: data-parallel copies.
+    Attributes:
+        tp: tensor-parallel size, with sequence parallelism; within a node.
+        pp: number of pipeline stages.
+        ep: expert-parallel size, within a node; its ranks are taken from the tensor-parallel group.
+        dp: number of data-parallel copies.
         batch: sequences of an iteration, over all copies.
+        chunks: model chunks of each stage; more than one: the interleaved schedule.
         micro: sequences of a microbatch.
-        recompute: "full", every layer is an activation-checkpointing segment; or "none".
-        early_stop: recomputation stops before the segment's last operator whose inputs the backward needs, as torch's
-            non-reentrant checkpoints do and Megatron's do not.
-        fused_gate: an MLP's gate and up matrices are one product, as in Megatron; TorchTitan has two.
-        state: bytes of a parameter.
+        recompute: "full" (every layer is an activation-checkpointing segment) or "none".
+        early_stop: whether recomputation stops before the segment's last operator whose inputs the backward needs, as
+            in torch's non-reentrant checkpoints, unlike Megatron's.
+        fused_gate: whether an MLP's gate and up matrices are one product, as in Megatron; TorchTitan has two.
+        state: bytes of training state per parameter.
     """
 
     tp: int
@@ -65,24 +72,31 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Of one iteration on each stage."""
+        """Return the number of microbatches of one iteration on each stage."""
         return self.batch // (self.micro * self.dp)
 
     @property
     def parts(self) -> int:
-        """Pieces that the model is cut into; part ``chunk * pp + stage`` is a stage's chunk."""
+        """Return the number of parts that the model is cut into; part ``chunk * pp + stage`` is that chunk of that
+        stage.
+        """
         return self.pp * self.chunks
 
     def layers(self, model: Model) -> list[int]:
-        """Layers of each part. Where the number does not divide, parts far from the embedding and the output layer get
-        one more, later ones first: fewer microbatches are in flight there."""
+        """Return the number of layers of each part.
+
+        Where the layers do not divide evenly, parts other than the first and the last get one more, later parts first,
+        because fewer microbatches are in flight there.
+        """
         base, more = divmod(model.layers, self.parts)
         by_room = sorted(range(self.parts), key=lambda part: (part in (0, self.parts - 1), -part))
         return [base + (part in by_room[:more]) for part in range(self.parts)]
 
     def check(self, model: Model, cluster: Cluster) -> None:
-        """Raises:
-        UserError: the layout cannot be, with the numbers that exclude each other.
+        """Check that the layout is possible.
+
+        Raises:
+            UserError: it is not; the message names the conflicting numbers.
         """
         for name in ("tp", "pp", "ep", "dp", "batch", "micro", "chunks"):
             if getattr(self, name) < 1:
@@ -120,11 +134,13 @@ class Layout:
 
 
 def fitted(model: Model, cluster: Cluster, pp: int, tp: int | None = None, ep: int | None = None, **others) -> Layout:
-    """The layout where only the stages are given: tensor parallel fills a node, data parallel what is left. GPUs that
-    make no whole copy stay unused.
+    """Return a layout for a given number of stages: by default, tensor parallelism fills a node, data parallelism the
+    rest.
+
+    GPUs that do not suffice for a whole copy stay unused.
 
     Raises:
-        UserError: the layout cannot be.
+        UserError: the layout is impossible.
     """
     if tp is None:
         most = max(1, cluster.gpus // max(pp, 1))

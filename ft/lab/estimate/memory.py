@@ -1,4 +1,4 @@
-"""Bytes on one GPU of a stage: states of its parameters, and activations of the microbatches in flight."""
+"""Memory of one GPU of a stage: training state of its parameters, and activations of the microbatches in flight."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,14 +11,13 @@ from ft.systems.dmr.plan.schedule import Pipeline, Unit, orders
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Of one GPU, bytes.
+    """Memory of one GPU in bytes.
 
-    Args:
+    Attributes:
         states: weights, gradients, optimizer.
-        kept: of one microbatch in each chunk, from its forward to its backward: inputs of the segments (full
-            recomputation: 2 * s * b * h of each layer, over TP), or all that the backward needs.
-        working: what one layer's forward and backward hold while they run; where nothing is recomputed, transients
-            only.
+        kept: per chunk, what one microbatch holds from its forward to its backward: with full recomputation the inputs
+            of the segments (2 * s * b * h of each layer, divided by TP), else everything that the backward needs.
+        working: what one layer's forward and backward hold while they run; without recomputation, transients only.
         ends: the output layer's logits, on the last stage while it runs.
     """
 
@@ -29,7 +28,10 @@ class StageMemory:
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> float:
-    """Parameters on one GPU of a stage; experts are spread over EP x TP / EP ranks like all else over TP."""
+    """Return the number of parameters on one GPU of a stage.
+
+    All parameters are divided by TP: experts are spread over EP ranks, and each of them over TP / EP ranks.
+    """
     found = sum(layout.layers(model)[stage :: layout.pp]) * model.layer_parameters
     first, last = stage == 0, stage == layout.pp - 1
     ends = int(first) + int(last) if layout.pp > 1 or not model.tied else 1
@@ -37,14 +39,14 @@ def stage_parameters(model: Model, layout: Layout, stage: int) -> float:
 
 
 def state_bytes(model: Model, layout: Layout, stage: int) -> float:
-    """Of weights, gradients and optimizer."""
+    """Return the bytes of weights, gradients and optimizer state on one GPU of a stage."""
     each = layout.state
     optimizer = each.optimizer / (layout.dp if each.sharded else 1)
     return stage_parameters(model, layout, stage) * (each.weight + each.gradient + optimizer)
 
 
 def stage_memory(model: Model, layout: Layout, stage: int) -> StageMemory:
-    """What a stage holds."""
+    """Return what one GPU of a stage holds."""
     tokens = model.sequence * layout.micro
     steps = forward(model, layout)
     saved = saved_bytes(steps)
@@ -63,8 +65,10 @@ def stage_memory(model: Model, layout: Layout, stage: int) -> StageMemory:
 
 
 def over_units(memory: StageMemory, order: Iterable[Unit]) -> Iterator[tuple[Unit, float, float]]:
-    """(unit, bytes while it runs, bytes after it) of a stage's units in their order. A unit's transients count from its
-    beginning to its end."""
+    """Yield (unit, bytes while it runs, bytes after it) for a stage's units in their order.
+
+    A unit's transient memory counts from its beginning to its end.
+    """
     held = memory.states
     for unit in order:
         if not unit.backward:
@@ -76,7 +80,7 @@ def over_units(memory: StageMemory, order: Iterable[Unit]) -> Iterator[tuple[Uni
 
 
 def peak_bytes(model: Model, layout: Layout, stage: int) -> float:
-    """The most that a stage holds in an iteration without DMR."""
+    """Return the peak memory of a stage in an iteration without DMR, in bytes."""
     pipeline = Pipeline(stages=layout.pp, microbatches=layout.microbatches, chunks=layout.chunks)
     memory = stage_memory(model, layout, stage)
     return max(running for _, running, _ in over_units(memory, orders(pipeline)[stage]))

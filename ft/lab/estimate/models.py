@@ -1,4 +1,4 @@
-"""Shapes of published transformers, their parameters and FLOPs."""
+"""Shapes of published transformers, with their numbers of parameters and FLOPs."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from ft.base.errors import UserError
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of every MLP.
+    """A mixture of experts that replaces every MLP.
 
-    Args:
-        count: of experts in a layer.
-        active: experts that a token visits.
-        shared: width of the expert that every token visits, 0 for none; the others are ``Model.ffn`` wide.
+    Attributes:
+        count: number of experts in a layer.
+        active: number of experts that a token is routed to.
+        shared: width of the expert that every token visits, 0 for none; routed experts have the width ``Model.ffn``.
     """
 
     count: int
@@ -22,14 +22,23 @@ class Experts:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder: RMS norms, grouped attention, embedding and output layer apart.
+    """A decoder with RMS norms, grouped-query attention, and an embedding separate from the output layer unless
+    ``tied``.
 
-    Args:
+    Attributes:
+        name: name for the command line.
+        layers: number of layers.
+        hidden: hidden size.
+        heads: number of attention heads.
+        kv_heads: number of key-value heads.
+        head: size of a head.
         ffn: width of the MLP, or of one expert.
+        vocabulary: size of the vocabulary.
         sequence: tokens of a training sequence.
-        gated: the MLP has a third matrix (SwiGLU).
-        causal: attention computes the lower triangle only; older counts of FLOPs take all of it.
-        tied: the output layer is the embedding.
+        experts: the mixture of experts, or None.
+        gated: whether the MLP has a third matrix (SwiGLU).
+        causal: whether attention computes only the lower triangle; older counts of FLOPs take all of it.
+        tied: whether the output layer is the embedding.
         source: where the shape is published.
     """
 
@@ -50,7 +59,7 @@ class Model:
 
     @property
     def attention_parameters(self) -> int:
-        """Query, key, value and output matrices of a layer."""
+        """Return the number of parameters in the query, key, value and output matrices of a layer."""
         return self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
 
     @property
@@ -58,17 +67,17 @@ class Model:
         return self.hidden * self.experts.count if self.experts else 0
 
     def mlp_parameters(self, width: int) -> int:
-        """Of an MLP or expert ``width`` wide."""
+        """Return the number of parameters of an MLP or expert of the given width."""
         return (3 if self.gated else 2) * self.hidden * width
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts of a layer that a router chooses among; 0 without experts."""
+        """Return the number of parameters of a layer's routed experts; 0 without experts."""
         return self.experts.count * self.mlp_parameters(self.ffn) if self.experts else 0
 
     @property
     def dense_parameters(self) -> int:
-        """Of a layer, without the routed experts."""
+        """Return the number of parameters of a layer without its routed experts."""
         mlp = self.mlp_parameters(self.experts.shared if self.experts else self.ffn)
         return self.attention_parameters + mlp + self.router_parameters + 2 * self.hidden
 
@@ -87,20 +96,20 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets."""
+        """Return the number of parameters that process one token."""
         if self.experts is None:
             return self.parameters
         asleep = (self.experts.count - self.experts.active) * self.mlp_parameters(self.ffn)
         return self.parameters - self.layers * asleep
 
     def flops_per_token(self, recompute: bool = False) -> float:
-        """Of forward and backward, in matrix products and attention: 6 for each parameter but the embedding (a table),
-        and 12 * hidden * sequence for each layer's attention, half of it where that is causal.
+        """Return the FLOPs of forward and backward per token, in matrix products and attention.
 
-        Source: Narayanan et al. 2021 (arXiv 2104.04473), appendix.
+        They are 6 for each parameter but the embedding (a table), and 12 * hidden * sequence for each layer's
+        attention, half of it where attention is causal: Narayanan et al. 2021 (arXiv 2104.04473), appendix.
 
         Args:
-            recompute: the layers' forward is executed twice (full activation checkpointing).
+            recompute: whether the layers' forward is executed twice (full activation checkpointing).
         """
         norms = self.layers * 2 * self.hidden + self.hidden
         output = self.embedding_parameters
@@ -194,8 +203,10 @@ MODELS = _named(
 
 
 def model_named(name: str) -> Model:
-    """Raises:
-    UserError: no model has this name.
+    """Return the model called ``name``.
+
+    Raises:
+        UserError: no model has this name.
     """
     if name not in MODELS:
         raise UserError(f"no model is called {name!r}", f"one of: {', '.join(MODELS)}")

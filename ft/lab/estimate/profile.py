@@ -1,4 +1,4 @@
-"""The trace that a profile of the run would give: all stages of one iteration, from analytic costs."""
+"""Build the trace that profiling a run would give: all stages of one iteration, from analytic costs."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -25,8 +25,11 @@ from ft.systems.dmr.plan.trace import (
 
 
 def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:
-    """1F1B, interleaved where stages have chunks, without overlap. All stages share a node if they fit, else messages
-    go between nodes. What stages hand over is split over the tensor-parallel ranks."""
+    """Return the pipeline: 1F1B, interleaved where stages have several chunks, without overlap of communication.
+
+    If all stages fit into one node they share it; otherwise messages go between nodes. A message between stages is
+    split over the tensor-parallel ranks.
+    """
     sent = model.sequence * layout.micro * model.hidden * BF16 / layout.tp
     same_node = layout.tp * layout.pp <= cluster.per_node
     comm_us = message_seconds(sent, same_node, cluster) * MICRO if layout.pp > 1 else 0.0
@@ -34,24 +37,27 @@ def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:
 
 
 def part_works(model: Model, layout: Layout, cluster: Cluster) -> list[PartWork]:
-    """Of every part, in order."""
+    """Return the work of every part of the model, in order."""
     return [part_work(model, layout, cluster, part) for part in range(layout.parts)]
 
 
 def schedule(works: list[PartWork], pipeline: Pipeline) -> Timeline:
-    """When each stage runs what, without DMR."""
+    """Return the timeline of all stages without DMR."""
     times = [(PartWork.duration_us(work.forward), PartWork.duration_us(work.backward)) for work in works]
     return simulate(pipeline, lambda unit: times[unit.chunk * pipeline.stages + unit.stage][unit.backward])
 
 
 def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None = None) -> Trace:
-    """The trace of an iteration.
+    """Return the trace of an iteration.
 
     Args:
-        budget: bytes on each GPU; None: those of the device.
+        model: the model.
+        layout: how the model is laid out.
+        cluster: the cluster.
+        budget: bytes on each GPU; None: all memory of the device.
 
     Raises:
-        UserError: the layout cannot be.
+        UserError: the layout is impossible.
     """
     layout.check(model, cluster)
     works, pipeline = part_works(model, layout, cluster), pipeline_of(model, layout, cluster)
@@ -90,7 +96,7 @@ def _fingerprint(model: Model, layout: Layout, cluster: Cluster) -> dict[str, ob
 
 
 class _Builder:
-    """Collects operators, windows and tensors, whose memory is given back after their last use."""
+    """Collects operators, windows and tensors; a tensor's memory is freed after its last use."""
 
     def __init__(self, layout: Layout, cluster: Cluster):
         self.layout, self.cluster = layout, cluster
@@ -101,7 +107,7 @@ class _Builder:
         self.kept: set[str] = set()
 
     def unit(self, unit: Unit, work: PartWork, start_us: float) -> None:
-        """Everything that a stage does in one unit, which begins at ``start_us``."""
+        """Add everything that a stage does in one unit, which begins at ``start_us``."""
         prefix = f"s{unit.stage}c{unit.chunk}m{unit.microbatch}/"
         for i, step in enumerate(work.backward if unit.backward else work.forward):
             tensors = [prefix + name for name in (*step.inputs, *step.outputs)]
@@ -134,15 +140,22 @@ class _Builder:
         return Operator(name, step.step.name, place, begin, step.t_us, tuple(inputs), tuple(outputs), checking)
 
     def _segment(self, place: Place, step: Placed) -> Segment | None:
-        """A row-parallel product is followed by a reduce-scatter, and executes as one operator with it in DTensor."""
+        """Return the activation-checkpointing segment of an operator, or None.
+
+        A row-parallel product at the end of a segment is followed by a reduce-scatter; in DTensor both are one
+        operator.
+        """
         if not step.segment:
             return None
         tail = step.last and self.layout.tp > 1 and step.step.kind == "product"
         return Segment(f"m{place.microbatch}l{place.layer}", step.last, tail)
 
     def optimizers(self, parameters: list[float], start_us: float) -> None:
-        """One operator on each stage: Adam reads the gradient, the weight and both moments in fp32, and writes them but
-        the gradient, and a bf16 weight."""
+        """Add one optimizer operator on each stage.
+
+        Adam reads the gradient, the weight and both moments in fp32, writes all but the gradient, and writes a bf16
+        weight.
+        """
         for stage, count in enumerate(parameters):
             state = f"s{stage}/optimizer"
             count /= self.layout.dp if self.layout.state.sharded else 1
@@ -154,6 +167,7 @@ class _Builder:
             self.ops.append(Operator(f"s{stage}/step", "adam", place, start_us, t_us, (state,), (), checking))
 
     def tensors(self) -> Mapping[str, Tensor]:
+        """Return all tensors by name, with the time of their last use (None for tensors that are kept)."""
         return {
             name: Tensor(name, size, None if name in self.kept else self.last_use[name])
             for name, size in self.sizes.items()
@@ -161,7 +175,7 @@ class _Builder:
 
 
 def _memory(model: Model, layout: Layout, cluster: Cluster, timeline: Timeline) -> Mapping[int, tuple]:
-    """Changes at the beginning and the end of every unit."""
+    """Return the (time, bytes) points of each stage: one at the beginning and one at the end of every unit."""
     found = {}
     for stage, units in enumerate(timeline.order):
         memory = stage_memory(model, layout, stage)

@@ -1,4 +1,4 @@
-"""What is estimated: read from a file and from flags, checked, and turned into model, cluster and layouts.
+"""Read the scenario of an estimate from a file and from flags, check it, and build model, cluster and layouts.
 
 A scenario file is TOML with the sections and keys of :data:`FIELDS`. Flags override it.
 """
@@ -21,11 +21,12 @@ from ft.systems.dmr.plan.trace import INTER, INTRA
 class Field:
     """A key of the scenario file, and the flag of the same name.
 
-    Args:
-        section: of the file.
-        read: text or TOML value -> value; ValueError where it is none.
-        default: None: there is none.
-        metavar, help: for the flag.
+    Attributes:
+        section: section of the file.
+        read: converts text or a TOML value to the value; raises ValueError for invalid input.
+        default: the default value; None: there is none.
+        metavar: placeholder in the help of the flag.
+        help: help of the flag.
     """
 
     section: str
@@ -37,13 +38,15 @@ class Field:
 
 @dataclass(frozen=True)
 class Question:
-    """A question that makes sense.
+    """A consistent scenario.
 
-    Args:
-        layouts: one for each batch, else equal.
+    Attributes:
+        model: the model.
+        cluster: the cluster.
+        layouts: one layout for each batch size, otherwise equal.
         budget: bytes that each GPU may use.
-        calibration: ("idle" or "naive_overhead", share), or None: transfers go by rate alone.
-        kinds: of windows that the planner may use.
+        calibration: ("idle" or "naive_overhead", share), or None for transfers at the assumed rates.
+        kinds: kinds of windows that the planner may use.
     """
 
     model: Model
@@ -107,14 +110,14 @@ FIELDS = {
     "naive-overhead": Field("calibration", _SHARE, None, "SHARE", "... until naive DMR costs this"),
     "bubbles": Field("plan", _flag, True, "BOOL", "pipeline bubbles are windows too (default: true)"),
 }  # fmt: skip
-"""By name, as in flags; "-" is "_" in files."""
+"""All fields by name as in flags; in files, "-" is written "_"."""
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The values of a scenario file by the names of :data:`FIELDS`.
+    """Return the values of a scenario file by the names of :data:`FIELDS`.
 
     Raises:
-        UserError: it cannot be read, is no TOML, or holds a section, key or value that cannot be.
+        UserError: the file cannot be read, is no TOML, or contains an invalid section, key or value.
     """
     try:
         text = tomllib.loads(Path(path).read_text())
@@ -136,10 +139,10 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def read_flags(given: Mapping[str, str | None]) -> dict[str, Any]:
-    """The values of flags by the names of :data:`FIELDS`, None where a flag is not there.
+    """Return the values of the flags that were given, by the names of :data:`FIELDS`.
 
     Raises:
-        UserError: a value cannot be.
+        UserError: a value is invalid.
     """
     return {name: _read(name, value, f"--{name} {value}") for name, value in given.items() if value is not None}
 
@@ -152,10 +155,10 @@ def _read(name: str, value: Any, said: str) -> Any:
 
 
 def question(values: Mapping[str, Any]) -> Question:
-    """What values by the names of :data:`FIELDS` ask.
+    """Build the question from values by the names of :data:`FIELDS`.
 
     Raises:
-        UserError: something is missing, or contradicts something else.
+        UserError: a value is missing, or contradicts another one.
     """
     has = {name: values.get(name, field.default) for name, field in FIELDS.items()}
     for name in ("model", "gpus"):

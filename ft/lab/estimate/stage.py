@@ -1,5 +1,7 @@
-"""What one part of the model (a stage, or its chunk) does for one microbatch: its steps in order, with their times and
-the names of their tensors."""
+"""Work of one part of the model (a stage, or one of its chunks) for one microbatch.
+
+The work is a sequence of steps with their times and the names of their tensors.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +20,19 @@ MICRO = 1e6
 
 @dataclass(frozen=True)
 class Placed:
-    """A step of a layer, ``start_us`` after its unit begins.
+    """A step of a layer, with its time and tensors.
 
-    Args:
-        layer: within the part; the embedding is -1, the output layer the number of layers.
-        inputs, outputs: names of tensors, unique within a microbatch in a part.
-        compare_us: what comparing takes, beside executing the step again; 0 for transfers.
-        segment: it belongs to the layer's activation-checkpointing segment. last: it is the segment's last.
+    Attributes:
+        step: the operator or transfer.
+        layer: number within the part; -1 is the embedding, the number of layers is the output layer.
+        phase: forward, recomputation or backward.
+        start_us: start in microseconds since the beginning of the unit.
+        t_us: duration in microseconds.
+        inputs: names of tensors, unique within a microbatch in a part.
+        outputs: names of tensors, unique within a microbatch in a part.
+        compare_us: microseconds of the comparison, in addition to executing the step again; 0 for transfers.
+        segment: whether it belongs to the layer's activation-checkpointing segment.
+        last: whether it is the last step of the segment.
     """
 
     step: Step
@@ -41,8 +49,14 @@ class Placed:
 
 @dataclass
 class PartWork:
-    """Of one microbatch: steps of its forward and of its backward (recomputation included), and sizes of tensors in
-    bytes by name. ``first``: number of the part's first layer in the model, from 1; 0 is the embedding."""
+    """Work of one part for one microbatch.
+
+    Attributes:
+        first: number of the part's first layer in the model, from 1; 0 is the embedding.
+        forward: steps of the forward.
+        backward: steps of the backward, recomputation included.
+        sizes: name of a tensor -> bytes.
+    """
 
     first: int = 1
     forward: list[Placed] = field(default_factory=list)
@@ -51,11 +65,12 @@ class PartWork:
 
     @staticmethod
     def duration_us(steps: Sequence[Placed]) -> float:
+        """Return the microseconds from the beginning of the unit to the end of its last step."""
         return steps[-1].start_us + steps[-1].t_us if steps else 0.0
 
 
 def part_work(model: Model, layout: Layout, cluster: Cluster, part: int) -> PartWork:
-    """Everything that a GPU does for one microbatch in one part of the model."""
+    """Return everything that a GPU does for one microbatch in one part of the model."""
     layers = layout.layers(model)[part]
     one_layer = block.forward(model, layout)
     back = block.backward(one_layer)
@@ -85,7 +100,9 @@ def part_work(model: Model, layout: Layout, cluster: Cluster, part: int) -> Part
 
 
 def _recomputed(steps: Sequence[Step], early_stop: bool) -> list[Step]:
-    """What recomputation executes: all, or up to where the last tensor that the backward needs is there."""
+    """Return the steps that recomputation executes: all, or up to the last step that creates a tensor the backward
+    needs.
+    """
     if not early_stop:
         return list(steps)
     needed = [i for i, step in enumerate(steps) if isinstance(step, Work) and step.saved]
@@ -93,9 +110,12 @@ def _recomputed(steps: Sequence[Step], early_stop: bool) -> list[Step]:
 
 
 class _Lay:
-    """Lays steps one after the other. A name is made unique by layer and by whether it is an activation of the forward
-    ("f"), of the recomputation ("r") or a gradient ("g"); what one layer hands to the next is "x" and "d" and the
-    number of the layer that takes it."""
+    """Places steps one after the other and names their tensors.
+
+    A name is made unique by the layer's number and by whether the tensor is an activation of the forward ("f"), of the
+    recomputation ("r") or a gradient ("g"). Tensors passed between layers are called "x" or "d" plus the number of the
+    layer that receives them.
+    """
 
     def __init__(self, cluster: Cluster):
         self.cluster, self.work, self.times = cluster, PartWork(), {}
@@ -110,7 +130,8 @@ class _Lay:
         segment: Sequence[Step] = (),
         last: Step | None = None,
     ) -> None:
-        """Appends the steps of one layer. ``activations``: "f" or "r", where the layer's activations come from."""
+        """Append the steps of one layer; ``activations`` ("f" or "r") says which pass created the layer's activations.
+        """
         made: dict[str, str] = {}
         members = {id(step) for step in segment if isinstance(step, Work)}
         for step in steps:
@@ -121,7 +142,7 @@ class _Lay:
             inputs = tuple(made.get(one) or self._name(one, layer, phase, activations) for one in given)
             for one, size in found.items():
                 name = self._name(one, layer, phase, activations)
-                # A tensor that several operators read gets a gradient from each; the last one stands for the sum.
+                # A tensor that several operators read gets a gradient from each; the last gradient stands for the sum.
                 while name in made.values():
                     name += "'"
                 made[one] = name
@@ -157,8 +178,12 @@ class _Lay:
         return f"{activations}{layer}/{name}"
 
     def _compare_us(self, step: Step, inputs: Sequence[str], outputs: Sequence[str], segment: bool) -> float:
-        """What is recomputed anyway is compared by digests, each execution reading its own outputs; else the outputs of
-        both are read. What accumulates changes an fp32 buffer, twice as large as what it adds."""
+        """Return the microseconds of comparing the results of two executions.
+
+        Steps that are recomputed anyway are compared by digests, and each execution reads its own outputs; for other
+        steps the outputs of both executions are read. Accumulation changes an fp32 buffer, twice as large as what it
+        adds.
+        """
         if isinstance(step, Transfer):
             return 0.0
         size = sum(self.work.sizes[one] for one in outputs)

@@ -1,4 +1,4 @@
-"""Estimates for people and for programs."""
+"""Format estimates as text or JSON values."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ SAID = {
 
 
 def as_text(asked: Question, cluster: Cluster, found: Sequence[Estimate]) -> str:
-    """Tables, and what they rest on."""
+    """Return tables of the estimates, the planner's reasons, and the assumptions."""
     why = "\n".join([f"batch {found[-1].layout.batch}:", *(f"  {reason}" for reason in reasons(found[-1].plan))])
     return "\n\n".join([_head(asked, found[0]), _overheads(found), _sets(found), why, assumed(asked, cluster)])
 
@@ -72,7 +72,7 @@ def _sets(found: Sequence[Estimate]) -> str:
 
 
 def by_set(one: Estimate) -> dict[str, float]:
-    """Each set's share of the time of all operators."""
+    """Return each set's share of the total time of all operators."""
     times: Counter[str] = Counter(dict.fromkeys(SETS, 0.0))
     for op in one.plan.trace.ops:
         times[one.plan.assign[op.id].set] += op.t_us
@@ -81,7 +81,7 @@ def by_set(one: Estimate) -> dict[str, float]:
 
 
 def assumed(asked: Question, cluster: Cluster) -> str:
-    """What is documented, and what is not."""
+    """Return text that says which figures are documented, assumed and calibrated."""
     reached, device = cluster.reached, cluster.device
     lines = [
         f"documented: {asked.model.source}; {device.source}",
@@ -104,7 +104,7 @@ def assumed(asked: Question, cluster: Cluster) -> str:
 
 
 def as_values(asked: Question, cluster: Cluster, found: Sequence[Estimate]) -> dict[str, Any]:
-    """For JSON: seconds, bytes, shares."""
+    """Return the estimates as JSON values, in seconds, bytes and shares."""
     return {
         "model": asked.model.name,
         "parameters": asked.model.parameters,

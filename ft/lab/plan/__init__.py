@@ -1,1 +1,1 @@
-"""What a run will cost and can lose, said before it is started: ``ft plan``."""
+"""Planning tools (``ft plan``): predict what failures cost a run and what state it can lose, before it is started."""

@@ -1,4 +1,4 @@
-"""``ft plan``: one subcommand for each question."""
+"""Implement ``ft plan``, which has one subcommand for each question."""
 
 import argparse
 import importlib
@@ -16,7 +16,7 @@ _SUBCOMMANDS = (
 
 
 def add_parser(subparsers) -> None:
-    """Adds ``plan``; each of its subcommands sets ``main`` as all of ``ft`` do."""
+    """Add ``plan`` with its subcommands; each of them sets the default ``main``, as all commands of ``ft`` do."""
     parser = subparsers.add_parser(
         "plan", help="what failures cost a run, what its memory can hold, how stages and groups share work"
     )

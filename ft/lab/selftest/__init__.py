@@ -1,1 +1,1 @@
-"""Which operators of a training step are not reproducible on this machine: what DMR would raise false alarms about."""
+"""Self-test for DMR: find the operators of a training step that are not reproducible bit for bit on this machine."""

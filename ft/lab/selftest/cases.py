@@ -1,4 +1,4 @@
-"""Training steps that between them execute what a GPT of megatron-core does."""
+"""Training configurations that together execute the operators of a megatron-core GPT."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _SIZES = {
     "large": {"vocab": 8000, "hidden": 256, "length": 256},
     "huge": {"vocab": 50000, "hidden": 2048, "length": 1024},
 }
-"""On a GPU what its blocks add up in any order shows with many of them: "huge" is for these."""
+"""Sizes of the models. "huge" is for GPUs, where a varying order of summation shows only with many thread blocks."""
 
 _KINDS = {
     "dense": "--position-embedding-type learned_absolute --hidden-dropout 0.1 --attention-dropout 0.1",
@@ -31,14 +31,14 @@ _PRECISIONS = {"fp32": "", "bf16": "--bf16"}
 
 @dataclass(frozen=True)
 class Case:
-    """One model to train for a step or two. ``flags``: of the trainer."""
+    """One model to train for a few steps; ``flags`` are the trainer's."""
 
     name: str
     flags: str
 
 
 def cases(device: str, *, deterministic: bool = False) -> list[Case]:
-    """What is trained on a ``device`` ("cpu" or "cuda") where nothing else was asked for."""
+    """Return the cases that are trained by default on a ``device`` ("cpu" or "cuda")."""
     sizes = ("small", "huge") if device == "cuda" else ("small", "large")
     extra = " --deterministic-mode" if deterministic else ""
     return [

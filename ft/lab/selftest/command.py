@@ -1,4 +1,4 @@
-"""``ft dmr selftest``: which operators here are not reproducible."""
+"""Implement ``ft dmr selftest``, which finds the operators that are not reproducible on this machine."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ alarms. Exit code 0: all are stable; 1: some are not; 2: the flags make no sense
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "selftest",
         help="which operators here are not reproducible",
@@ -34,16 +34,16 @@ def add_parser(questions) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what was found.
+    """Run the self-test and print its result.
 
     Returns:
-        0 where all operators are stable, 1 where some are not.
+        0 if all operators are stable, 1 if some are not.
 
     Raises:
-        UserError: the flags make no sense, or the file cannot be written.
+        UserError: the flags are invalid, or the file cannot be written.
     """
     _refuse(arguments)
-    # torch and megatron-core take seconds to import: a mistyped flag is told before.
+    # Imported here because torch and megatron-core take seconds to import; mistyped flags are reported before.
     import torch
 
     from ft.lab.selftest.text import as_text, as_values
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron.training.logging.quiet import quieten
 
     quieten()
-    patches.apply(WITH_DMR)  # what a run with DMR executes
+    patches.apply(WITH_DMR)  # the patches of a run with DMR
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     outcome = test(arguments)
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def test(arguments: argparse.Namespace):
-    """The outcome, an ``ft.lab.selftest.text.Outcome``; after ``megatron.patches.apply``.
+    """Run the self-test and return an ``ft.lab.selftest.text.Outcome``; call ``megatron.patches.apply`` before.
 
     Raises:
         UserError: the flags do not work.

@@ -1,8 +1,8 @@
-"""Operators of a real training step, executed again and again on the very inputs that they come with.
+"""Execute the operators of a real training step repeatedly on their actual inputs, and compare the results.
 
-Nothing is recorded for later: the inputs are there, with their strides and aliases, at the moment of the call. What an
-operator draws is drawn anew from the same state of the generator, what it writes in place is computed beside
-(``ft.systems.dmr.runtime.redundant``), as DMR itself does at run time.
+Repetition happens at the moment of the call, when the inputs exist with their strides and aliases; nothing is recorded
+for later. Random operators draw again from the same state of the generator, and operators that write in place are
+computed on copies (``ft.systems.dmr.runtime.redundant``), as DMR does at run time.
 """
 
 import contextlib
@@ -18,8 +18,9 @@ from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors
 from ft.systems.dmr.runtime.redundant import check_in_place, execute_again, state_before, written
 
 STABLE, UNSTABLE, REFUSED, NOT_TRIED = "stable", "unstable", "refused", "not tried"
-"""What becomes of an unstable operator with torch's deterministic algorithms. REFUSED: torch has none for it.
-NOT_TRIED: they are on already, or have to be from the start of the process."""
+"""Whether torch's deterministic algorithms make an unstable operator stable. REFUSED: torch has no such algorithm for
+it. NOT_TRIED: they are enabled already, or have to be enabled from the start of the process.
+"""
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 Again = Callable[[], list[torch.Tensor]]
@@ -27,11 +28,12 @@ Again = Callable[[], list[torch.Tensor]]
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """Calls that are taken for alike.
+    """Calls of an operator that are treated as equivalent.
 
-    Args:
-        operator: as DMR names it. dtypes: of the tensors it is given. magnitude: log2 of the elements of the largest
-            tensor, rounded up: how kernels split work depends on size.
+    Attributes:
+        operator: DMR's name of the operator.
+        dtypes: dtypes of the input tensors.
+        magnitude: bit length of the largest input's number of elements, as kernels split work by size.
     """
 
     operator: str
@@ -41,12 +43,17 @@ class Kind:
 
 @dataclass(slots=True)
 class Finding:
-    """What executing calls of one kind again has shown.
+    """The result of executing calls of one kind repeatedly.
 
     Attributes:
-        kind: of the calls. case: the training step of the first one. shapes: of the tensors that one was given.
-        calls: how many were executed again. runs: second executions, all together.
-        differing: those that did not come out as the first. elements: most that differed in one, ``of`` so many.
+        kind: kind of the calls.
+        case: training step in which the kind occurred first.
+        shapes: shapes of the input tensors of the first call.
+        calls: number of calls that were repeated.
+        runs: number of repetitions of all calls together.
+        differing: number of repetitions whose result differed from the first one.
+        elements: largest number of elements that differed in one repetition.
+        of: number of elements of the output in that repetition.
         deterministic: None while stable; else STABLE, UNSTABLE, REFUSED or NOT_TRIED.
     """
 
@@ -66,10 +73,11 @@ class Finding:
 
 
 class Probe(TorchDispatchMode):
-    """Within, every operator is executed ``runs`` times more on its first ``calls`` calls of a kind.
+    """Dispatch mode that repeats the first ``calls`` calls of each kind ``runs`` times.
 
     Attributes:
-        findings: by kind. case: a name for what is under way.
+        findings: kind -> finding.
+        case: name of the training step that is being executed.
     """
 
     def __init__(self, runs: int, calls: int = 2):
@@ -99,7 +107,7 @@ class Probe(TorchDispatchMode):
         return self.findings[alike]
 
     def _execute(self, finding: Finding, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The call itself, and the others beside it."""
+        """Execute the call itself, and its repetitions on the side."""
         if not kind.written:
             state = state_before(kind, args, kwargs)
             out = func(*args, **kwargs)
@@ -132,7 +140,7 @@ def _compare(finding: Finding, first: Sequence[torch.Tensor], again: Sequence[to
 
 
 def _deterministically(again: Again, runs: int) -> str:
-    """Whether torch's deterministic algorithms make it stable."""
+    """Return the operator's result with torch's deterministic algorithms: STABLE, UNSTABLE, REFUSED or NOT_TRIED."""
     if torch.are_deterministic_algorithms_enabled():
         return NOT_TRIED
     try:

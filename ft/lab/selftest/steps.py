@@ -1,4 +1,4 @@
-"""Trains a model for a step or two on this rank alone, with every operator watched."""
+"""Train a model for a few steps on this rank alone, under a probe that watches every operator."""
 
 import contextlib
 import io
@@ -30,11 +30,16 @@ from megatron.training.pretrain import assemble
 from megatron.training.step import train_step
 
 STEPS = 2
-"""The second one finds gradients and optimizer states that are not zero."""
+"""Steps to train: in the second one, gradients and optimizer states are not zero."""
 
 
 def watch(case: Case, probe: Probe, layers: int = 0) -> None:
-    """Trains ``case`` under ``probe``. ``layers``: at most so many; 0: all.
+    """Train ``case`` under ``probe``.
+
+    Args:
+        case: the model to train.
+        probe: watches the operators.
+        layers: largest number of layers; 0: all.
 
     Raises:
         UserError: the flags do not work on one rank, or the model does not fit this device.
@@ -59,9 +64,9 @@ def watch(case: Case, probe: Probe, layers: int = 0) -> None:
 
 
 def alone(options: Options, layers: int = 0) -> Options:
-    """The same model on one rank, trained on made-up data and saved nowhere.
+    """Return options for the same model on one rank, trained on mock data and without checkpoints.
 
-    What is split over ranks otherwise is whole here: operators of a tensor-parallel layer are larger.
+    Layers that are usually split over ranks are whole, so operators of a tensor-parallel layer are larger.
     """
     given, training = options.parallel, options.training
     if options.model.num_layers and layers:
@@ -91,12 +96,12 @@ def alone(options: Options, layers: int = 0) -> Options:
         evaluation=EvaluationOptions(eval_iters=0),
         checkpoint=CheckpointOptions(),
         logging=LoggingOptions(log_interval=STEPS + 1),
-        fault_tolerance=FaultToleranceOptions(ft_dmr="piggyback"),  # operators are those of a run with DMR
+        fault_tolerance=FaultToleranceOptions(ft_dmr="piggyback"),  # so that the operators are those of a run with DMR
     )
 
 
 def _numbers(options: Options) -> TokenizerOptions:
-    """A vocabulary of the same size, without its files."""
+    """Return options for a tokenizer with a vocabulary of the same size that needs no files."""
     has_data = options.data.data_path or options.data.train_data_path
     prefixes = dataset_prefixes(options.data) if has_data else []
     size = build_tokenizer(options.tokenizer, prefixes).vocab_size
@@ -105,7 +110,7 @@ def _numbers(options: Options) -> TokenizerOptions:
 
 @contextlib.contextmanager
 def _one_rank(options: Options) -> Iterator[None]:
-    """A world of this process, without a network."""
+    """Create a world with only this process, without a network."""
     here = patches.platform()
     here.select_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = here.choose_backend(options.parallel.distributed_backend)

@@ -1,4 +1,4 @@
-"""The outcome of a self-test, for people and as JSON values."""
+"""Format the outcome of a self-test as text or JSON values."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,11 +21,15 @@ _HEAD = ("operator", "dtypes", "largest", "differed", "elements", "with --determ
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a self-test has found.
+    """The result of a self-test.
 
-    Args:
-        device: its name; threads: of the CPU; torch: its version; deterministic: the mode was on.
-        cases: training steps that were watched. findings: one of each kind of calls.
+    Attributes:
+        device: name of the device.
+        threads: number of CPU threads.
+        torch: version of torch.
+        deterministic: whether torch's deterministic algorithms were enabled.
+        cases: the training configurations that were executed.
+        findings: one finding for each kind of calls.
     """
 
     device: str
@@ -37,17 +41,17 @@ class Outcome:
 
     @property
     def unstable(self) -> list[Finding]:
-        """Ordered by operator."""
+        """Return the findings of unstable operators, ordered by operator."""
         return sorted((one for one in self.findings if not one.is_stable), key=lambda one: one.kind)
 
     def names(self) -> Unstable:
-        """What a run has to be told."""
+        """Return the list of unstable operators that a run with DMR reads."""
         operators = dict.fromkeys(one.kind.operator for one in self.unstable)
         return Unstable(tuple(operators), self.torch, self.device)
 
 
 def as_text(outcome: Outcome) -> str:
-    """A table of what is unstable, and what can be done about it."""
+    """Return a table of the unstable operators, with advice."""
     operators = {one.kind.operator for one in outcome.findings}
     runs = sum(one.runs for one in outcome.findings)
     where = f"{outcome.device}, {count(outcome.threads, 'thread')}, torch {outcome.torch}"
@@ -64,7 +68,7 @@ def as_text(outcome: Outcome) -> str:
 
 
 def as_values(outcome: Outcome) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Return the outcome as JSON values."""
     return {
         "device": outcome.device,
         "threads": outcome.threads,

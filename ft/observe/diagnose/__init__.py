@@ -1,1 +1,1 @@
-"""Diagnosis of runs: where several runs of the same training come apart, and whose fault that is."""
+"""Diagnosis of runs that should be equal: the first step, parameter and rank that differ, and the deviating run."""

@@ -1,4 +1,5 @@
-"""``ft diagnose compare``: checkpoints of several runs in, the first step, parameter, rank and run that differ out."""
+"""Implement ``ft diagnose compare``: find the first step, parameter, rank and run that differ among runs' checkpoints.
+"""
 
 import argparse
 import json
@@ -20,7 +21,7 @@ _SHOWN = 20
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "compare",
         help="the first step, parameter and rank that differ among runs that should be equal, and the outlier",
@@ -41,15 +42,15 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Compares and prints.
+    """Compare the runs and print the result.
 
     Returns:
-        0 equal, 1 different.
+        0 if they are equal, 1 if they differ.
 
     Raises:
         UserError: a folder, a checkpoint or their combination cannot be compared.
     """
-    # torch takes longer to import than help takes to show.
+    # Imported here because importing torch takes longer than showing the help.
     from ft.observe.diagnose.compare import compare
     from ft.observe.diagnose.runs import open_runs
     from ft.observe.diagnose.text import as_text, as_values

@@ -1,4 +1,4 @@
-"""``ft diagnose``: one subcommand for each question."""
+"""Implement ``ft diagnose``, which has one subcommand for each question."""
 
 import argparse
 import importlib
@@ -6,11 +6,11 @@ import importlib
 from ft.base.errors import UserError
 
 _SUBCOMMANDS = ("ft.observe.diagnose.command",)
-"""Modules with an ``add_parser`` each, in the order in which help shows them."""
+"""Modules with an ``add_parser`` function each, in the order in which help lists them."""
 
 
 def add_parser(subparsers) -> None:
-    """Adds ``diagnose`` with its subcommands; each of them sets ``main`` as all of ``ft`` do."""
+    """Add ``diagnose`` with its subcommands; each of them sets the default ``main``, as all commands of ``ft`` do."""
     parser = subparsers.add_parser(
         "diagnose",
         help="where runs of the same training come apart: step, parameter, rank",

@@ -1,4 +1,4 @@
-"""Several runs' checkpoints against each other: step by step, piece by piece, up to the first step that differs."""
+"""Compare the checkpoints of several runs bit for bit, up to the first step that differs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,19 +10,21 @@ from ft.observe.diagnose.runs import Run, check_alike, common_steps, notes
 from ft.observe.diagnose.stored import COMMON, Blocks, Piece, Stored, read
 
 Classes = tuple[tuple[int, ...], ...]
-"""Runs by number, those with equal bits together: the largest class first, and among equals that of the first run."""
+"""Equivalence classes of runs (by number) with equal bits: the largest class first, ties in the order of the first run.
+"""
 
 _DESCRIBES = ("args", "options", "content_metadata")
-"""What in the common part of a checkpoint says what the run was given, and not what came out of it."""
+"""Keys in the common part of a checkpoint that describe the run's inputs, not its results; they are not compared."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A piece that is not the same in all runs.
+    """A piece of a checkpoint that is not the same in all runs.
 
-    Args:
-        classes: which runs agree on it.
-        differences: of every run beyond the first class, from that class.
+    Attributes:
+        piece: the piece, as the first run describes it.
+        classes: the runs, grouped by equal content of the piece.
+        differences: run -> its difference from the first class, for every run outside of that class.
     """
 
     piece: Piece
@@ -30,20 +32,23 @@ class Finding:
     differences: dict[int, Difference]
 
     def has_majority(self, runs: int) -> bool:
+        """Whether more than half of ``runs`` runs agree on the piece."""
         return 2 * len(self.classes[0]) > runs
 
 
 @dataclass
 class Comparison:
-    """What came of it.
+    """The result of a comparison.
 
-    Args:
-        steps: compared, in order; the last one differs if ``findings`` is not empty.
-        left: further common steps, after the one that differs.
-        pieces: shards and objects in one checkpoint.
-        bytes: of one checkpoint.
+    Attributes:
+        runs: the runs that were compared.
+        steps: the steps that were compared, in order; the last one differs if ``findings`` is not empty.
+        left: further common steps after the one that differs, which were not compared.
+        pieces: number of shards and objects in one checkpoint.
+        bytes: size of one checkpoint in bytes.
+        findings: the pieces that differ at the last step.
         stored: the checkpoints of the last step, one for each run.
-        notes: what a reader should know.
+        notes: sentences that a reader of the comparison should know.
     """
 
     runs: list[Run]
@@ -57,18 +62,20 @@ class Comparison:
 
     @property
     def step(self) -> int | None:
-        """The first step that differs."""
+        """Return the first step that differs, or None."""
         return self.steps[-1] if self.findings else None
 
 
 def compare(runs: list[Run], asked: Sequence[int] | None = None, *, quick: bool = False) -> Comparison:
-    """Compares ``runs`` up to the first step at which they differ.
+    """Compare ``runs`` up to the first step at which they differ.
 
-    Reads every file once, a block of it at a time; only pieces that differ are held whole, one in all runs.
+    Reads every file once, one block at a time. Only pieces that differ are held whole in memory, one at a time for all
+    runs.
 
     Args:
+        runs: the runs.
         asked: the steps to compare; None: all that every run has.
-        quick: files whose size and CRC-32 are equal by the manifests are equal.
+        quick: whether files with equal size and CRC-32 in the manifests count as equal without being read.
 
     Raises:
         UserError: a checkpoint is incomplete or damaged, or the runs are not of the same training.
@@ -107,7 +114,7 @@ def _shards(stored: Sequence[Stored], quick: bool) -> Iterator[Finding]:
 
 
 def _equal(blocks: Iterator[tuple]) -> bool:
-    """Whether all runs have the same bytes; reads on to the end in any case, for the checksums."""
+    """Whether all runs have the same bytes; always reads to the end, so that checksums can be verified."""
     equal = True
     for first, *others in blocks:
         equal = all(block == first for block in others) and equal
@@ -120,7 +127,7 @@ def _equal_files(stored: Sequence[Stored]) -> set[str]:
 
 
 def _common(stored: Sequence[Stored]) -> Iterator[Finding]:
-    """What is not sharded: counters, schedule, the optimizer's groups."""
+    """Yield the differences in the part that is not sharded: counters, schedule, the optimizer's groups."""
     values = []
     for each in stored:
         state = each.common()
@@ -132,7 +139,7 @@ def _common(stored: Sequence[Stored]) -> Iterator[Finding]:
 
 
 def _finding(piece: Piece, values: Sequence[Any]) -> Finding | None:
-    """What differs among the runs' values of one piece; None if nothing does."""
+    """Return how the runs' values of one piece differ; None if they do not."""
     classes = classed(values, lambda a, b: of_values(a, b) is None)
     if len(classes) == 1:
         return None
@@ -142,7 +149,7 @@ def _finding(piece: Piece, values: Sequence[Any]) -> Finding | None:
 
 
 def classed(values: Sequence[Any], equal: Callable[[Any, Any], bool]) -> Classes:
-    """Groups the numbers of ``values`` that are equal; ``equal`` has to be an equivalence."""
+    """Group the numbers of ``values`` that are equal; ``equal`` has to be an equivalence relation."""
     groups: list[list[int]] = []
     for number, value in enumerate(values):
         group = next((g for g in groups if equal(values[g[0]], value)), None)

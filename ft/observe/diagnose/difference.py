@@ -1,4 +1,4 @@
-"""How two values differ that should have the same bits."""
+"""Measure how two values differ that should have the same bits."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,22 +11,25 @@ import torch
 from ft.systems.dmr.digest.bits import integers
 
 _BLOCK = 1 << 20
-"""Elements looked at together: what a comparison needs beyond both tensors is some tens of bytes for each of them."""
+"""Elements compared at a time: beyond both tensors, a comparison needs some tens of bytes for each of these elements.
+"""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between a value and its reference.
+    """The difference between a value and its reference.
 
-    Args:
-        elements: that the value has.
-        differing: of them, in at least one bit.
-        not_finite: of those, NaN or infinite on one side; ``ulp`` and ``absolute`` leave them out.
-        ulp: largest distance in representable numbers in between, of floating-point elements.
-        absolute: largest distance.
-        first, last: flat index of the first and of the last differing element; None without an order.
-        values: the reference's and this one's at ``first``, where they are numbers.
-        mask: which bits differ, in any element.
+    Attributes:
+        elements: number of elements of the value.
+        differing: number of elements that differ in at least one bit.
+        not_finite: number of differing elements that are NaN or infinite on one side; ``ulp`` and ``absolute`` ignore
+            them.
+        ulp: largest distance of floating-point elements, in representable numbers.
+        absolute: largest absolute distance.
+        first: flat index of the first differing element; None where elements have no order.
+        last: flat index of the last differing element; None where elements have no order.
+        values: the values of the reference and of this value at ``first``, where they are numbers.
+        mask: the bits that differ, in any element.
     """
 
     elements: int
@@ -41,9 +44,9 @@ class Difference:
 
 
 def of_tensors(reference: torch.Tensor, found: torch.Tensor) -> Difference | None:
-    """The difference of two tensors on the CPU; None where all bits are equal, so that NaN is equal to itself.
+    """Return the difference of two CPU tensors; None where all bits are equal (so NaN is equal to itself).
 
-    Tensors of another dtype or shape differ in every element.
+    Tensors of different dtype or shape differ in every element.
     """
     if reference.dtype != found.dtype or reference.shape != found.shape:
         return Difference(found.numel(), found.numel())
@@ -59,7 +62,7 @@ def of_tensors(reference: torch.Tensor, found: torch.Tensor) -> Difference | Non
 
 
 def _of_elements(like: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor, at: torch.Tensor) -> Difference:
-    """Of differing elements: their bits on both sides, and their flat indices."""
+    """Return the difference of the differing elements, given by their bits on both sides and their flat indices."""
     a, b = ours.view(like.dtype), theirs.view(like.dtype)
     ulp, absolute, finite = None, None, torch.ones(len(at), dtype=torch.bool)
     if like.is_floating_point():
@@ -84,9 +87,9 @@ def _of_elements(like: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor, a
 
 
 def _ulps(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Distances of floating-point numbers given by their bits: IEEE formats count up in sign and magnitude.
+    """Return the distances in ULP of floating-point numbers given by their bits, which IEEE formats order by magnitude.
 
-    A distance beyond int64, which only doubles of different signs have, is cut off there.
+    Distances beyond int64, which only float64 numbers of different signs can have, are clamped to its maximum.
     """
     most = torch.iinfo(torch.int64).max
     magnitude = torch.iinfo(ours.dtype).max if ours.dtype != torch.uint8 else 0x7F
@@ -97,7 +100,7 @@ def _ulps(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def merged(a: Difference, b: Difference) -> Difference:
-    """Two parts of one value as one; ``elements`` is the first's, and places are those of the one that comes first."""
+    """Merge the differences of two parts of one value, given in order; ``elements`` is taken from the first."""
     return Difference(
         elements=a.elements,
         differing=a.differing + b.differing,
@@ -116,7 +119,7 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 def of_values(reference: Any, found: Any) -> Difference | None:
-    """The difference of two values other than tensors: numbers, texts, arrays, and containers of them."""
+    """Return the difference of two values: numbers, texts, arrays, tensors, and containers of them; None if equal."""
     kinds = {type(reference), type(found)}
     if kinds == {float} or (kinds == {int} and max(abs(reference), abs(found)) < 2**63):
         kind = torch.float64 if kinds == {float} else torch.int64
@@ -130,7 +133,7 @@ def of_values(reference: Any, found: Any) -> Difference | None:
 
 
 def leaves(value: Any, name: str = "") -> dict[str, Any]:
-    """What containers hold in the end, by the path to it: ``optimizer.param_groups[0].lr``."""
+    """Return the values inside of nested containers by their path, such as ``optimizer.param_groups[0].lr``."""
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "fiub":
         return {name: torch.from_numpy(numpy.array(value))}
     if isinstance(value, Mapping):

@@ -1,15 +1,17 @@
-"""Where a logical rank is in the grid of its run, and which ranks hold the same shards."""
+"""Compute a logical rank's coordinates in the parallel grid of its run, and the ranks that hold the same shards."""
 
 from collections.abc import Mapping
 from functools import lru_cache
 
 
 def coordinates(rank: int, layout: Mapping[str, int | None], pipeline_first: bool) -> dict[str, int]:
-    """The place of ``rank``: ``tp``, ``cp``, ``dp``, ``pp``, and ``etp``, ``ep``, ``edp`` where experts are spread.
+    """Return the coordinates of ``rank``: ``tp``, ``cp``, ``dp``, ``pp``, and with expert parallelism ``etp``, ``ep``,
+    ``edp``.
 
     Args:
-        layout: sizes, as checkpoints have them (``tp``, ``cp``, ``ep``, ``etp``, ``pp``, ``world_size``); 1 if absent.
-        pipeline_first: --use-tp-pp-dp-mapping: ranks are counted along the pipeline before data parallelism.
+        rank: the logical rank.
+        layout: sizes as in a checkpoint (``tp``, ``cp``, ``ep``, ``etp``, ``pp``, ``world_size``); 1 if absent.
+        pipeline_first: --use-tp-pp-dp-mapping: the pipeline dimension varies faster than data parallelism.
     """
     size = {name: layout.get(name) or 1 for name in ("tp", "cp", "ep", "pp")}
     size["etp"] = layout.get("etp") or size["tp"]
@@ -22,7 +24,7 @@ def coordinates(rank: int, layout: Mapping[str, int | None], pipeline_first: boo
 def _place(
     rank: int, inner: tuple[tuple[str, int], ...], replicas: str, pp: int, layout: Mapping, pipeline_first: bool
 ) -> dict[str, int]:
-    """Mixed radix: the first dimension counts fastest, as in megatron-core's ``RankGenerator``."""
+    """Decode a rank in mixed radix: the first dimension varies fastest, as in megatron-core's ``RankGenerator``."""
     held = pp
     for _, size in inner:
         held *= size
@@ -34,10 +36,13 @@ def _place(
 
 
 def copies(rank: int, layout: Mapping[str, int | None], pipeline_first: bool, expert: bool) -> list[int]:
-    """The other ranks that hold the shard of a parameter that ``rank`` holds: its data-parallel replicas.
+    """Return the other ranks that hold the same shard of a parameter as ``rank``: its data-parallel replicas.
 
     Args:
-        expert: the parameter is one of an expert that is spread over expert-parallel ranks.
+        rank: the logical rank.
+        layout: sizes as for ``coordinates``.
+        pipeline_first: as for ``coordinates``.
+        expert: whether the parameter belongs to an expert; with expert parallelism its replicas are other ranks.
     """
     spread = expert and (layout.get("ep") or 1) > 1
     group = _groups(tuple(sorted(layout.items())), pipeline_first, spread)
@@ -46,7 +51,7 @@ def copies(rank: int, layout: Mapping[str, int | None], pipeline_first: bool, ex
 
 @lru_cache
 def _groups(layout: tuple[tuple[str, int | None], ...], pipeline_first: bool, spread: bool) -> list[list[int]]:
-    """Every rank's replicas, and itself."""
+    """Return for every rank the list of its replicas, itself included."""
     sizes, names = dict(layout), ("etp", "ep", "pp") if spread else ("tp", "pp")
     groups: dict[tuple, list[int]] = {}
     held = []

@@ -1,4 +1,4 @@
-"""Runs to compare: which steps they have in common, whether they are of the same training, and what to know of them."""
+"""Open the runs to compare: find their common steps, check that they are of the same training, and collect caveats."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ft.observe.diagnose.stored import Stored
 from megatron.training.checkpointing import naming, verify
 
 _BESIDE = ("checkpoint", "logging", "fault_tolerance", "evaluation")
-"""Groups of flags that leave the numbers alone, and so do these of other groups:"""
+"""Groups of flags that do not affect the computed numbers; ``_NO_MATTER`` lists such flags of other groups."""
 _NO_MATTER = {
     *("data_cache_path", "num_workers", "mmap_bin_files", "num_dataset_builder_threads", "local_rank"),
     *("exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal", "distributed_timeout_minutes"),
@@ -19,21 +19,22 @@ _NO_MATTER = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run's --save folder; ``steps`` are those of its checkpoints, ``name`` is as the user wrote it."""
+    """One run's --save folder; ``steps`` are those of its checkpoints, ``name`` is the path as the user wrote it."""
 
     name: str
     folder: Path
     steps: tuple[int, ...]
 
     def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint of a step."""
         return self.folder / naming.checkpoint_name(step)
 
 
 def open_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs in ``folders``.
+    """Return the runs in ``folders``.
 
     Raises:
-        UserError: there are fewer than two, the same twice, or one that is not there or holds no checkpoint.
+        UserError: there are fewer than two folders, one is given twice, is missing, or holds no checkpoint.
     """
     if len(folders) < 2:
         raise UserError("one run has nothing to be compared with", "give two --save folders or more")
@@ -57,10 +58,10 @@ def _open(folder: Path) -> Run:
 
 
 def common_steps(runs: Sequence[Run], asked: Sequence[int] | None) -> tuple[int, ...]:
-    """The steps to compare, in order.
+    """Return the steps to compare, in order.
 
     Raises:
-        UserError: there are none, or a run lacks one that was asked for.
+        UserError: the runs have no step in common, or a run lacks a step that was asked for.
     """
     for step in asked or ():
         for run in runs:
@@ -83,10 +84,10 @@ def _listed(steps: Iterable[int]) -> str:
 
 
 def check_alike(runs: Sequence[Run], stored: Sequence[Stored]) -> None:
-    """Makes sure that checkpoints are of one model, one layout and one content.
+    """Check that the checkpoints have the same model, layout, training inputs and content.
 
     Raises:
-        UserError: they are not; it names what differs.
+        UserError: they do not; the message names what differs.
     """
     first = stored[0].manifest
     for run, each in zip(runs[1:], stored[1:], strict=True):
@@ -116,7 +117,8 @@ def _check_pieces(pair: str, first: Stored, other: Stored) -> None:
 
 
 def notes(runs: Sequence[Run], stored: Sequence[Stored]) -> list[str]:
-    """What a reader of the comparison should know: lone steps, flags and versions that differ, no determinism."""
+    """Return caveats about the comparison: steps only some runs have, flags and versions that differ, no determinism.
+    """
     found = []
     for run in runs:
         if lone := set(run.steps) - _common(runs):
@@ -145,6 +147,6 @@ def _different(name: str, runs: Sequence[Run], values: Sequence[Any]) -> list[st
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """One indented line for each name whose values differ."""
+    """Return one indented line for each name whose values differ."""
     names = sorted(ours.keys() | theirs.keys())
     return "".join(f"\n    {n}: {ours.get(n)} and {theirs.get(n)}" for n in names if ours.get(n) != theirs.get(n))

@@ -1,4 +1,4 @@
-"""A checkpoint as it lies on the disk: its pieces in the order of its files, read a block at a time."""
+"""Read a checkpoint from disk: its pieces in the order of its files, one block at a time."""
 
 import argparse
 import io
@@ -20,7 +20,7 @@ from megatron.training.checkpointing import naming, verify
 from megatron.training.checkpointing.manifest import Manifest, ManifestError
 
 COMMON = "common.pt"
-"""The file with what is the same on all ranks; rank 0 writes it."""
+"""The file with the part that is the same on all ranks; rank 0 writes it."""
 
 BLOCK = 1 << 20
 """Bytes read at a time."""
@@ -32,19 +32,22 @@ _RESTORE = "restore a sound copy of that checkpoint, or leave it out with --step
 
 _ALLOWED = [argparse.Namespace, numpy.ndarray, numpy.dtype, numpy.empty(0).__reduce__()[0]]
 _ALLOWED += [kind for name in dir(numpy.dtypes) if isinstance(kind := getattr(numpy.dtypes, name), type)]
-"""What checkpoints hold beside tensors and Python's own types: generators' states and the run's flags."""
+"""Types in checkpoints besides tensors and Python's own types: states of random number generators, the run's flags."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """One shard of a tensor, or one object.
 
-    Args:
+    Attributes:
         name: key of the tensor or object in the checkpoint.
-        offsets: of the shard in the whole tensor; None for an object.
-        sizes: of the shard; ``whole``: of the tensor.
-        dtype: None for an object.
-        file, start, length: the bytes that hold it.
+        offsets: offsets of the shard in the whole tensor; None for an object.
+        sizes: shape of the shard.
+        whole: shape of the whole tensor.
+        dtype: dtype of the tensor; None for an object.
+        file: name of the file that holds the piece.
+        start: offset in the file in bytes.
+        length: length in bytes.
     """
 
     name: str
@@ -58,29 +61,29 @@ class Piece:
 
     @property
     def key(self) -> tuple:
-        """What it is called in the checkpoint of another run."""
+        """Return the key that identifies the piece in the checkpoints of all runs."""
         return self.name, self.offsets
 
     @property
     def shape(self) -> tuple:
-        """What has to be equal for two pieces of one key to be comparable."""
+        """Return what has to be equal for two pieces with the same key to be comparable."""
         return self.sizes, self.whole, self.dtype
 
     @property
     def rank(self) -> int:
-        """The logical rank that wrote it."""
+        """Return the logical rank that wrote the piece."""
         match = _WRITER.fullmatch(self.file)
         return int(match.group(1)) if match else 0
 
 
 @dataclass
 class Stored:
-    """One checkpoint.
+    """One checkpoint on disk.
 
-    Args:
-        path: its folder.
-        manifest: what it says about itself.
-        pieces: by key.
+    Attributes:
+        path: folder of the checkpoint.
+        manifest: the checkpoint's description of itself.
+        pieces: key -> piece.
     """
 
     path: Path
@@ -88,10 +91,10 @@ class Stored:
     pieces: dict[tuple, Piece] = field(repr=False)
 
     def whole(self, piece: Piece) -> Any:
-        """The tensor or object.
+        """Read a whole tensor or object.
 
         Raises:
-            UserError: the file is damaged, or holds a type that is not read from checkpoints.
+            UserError: the file is damaged, or contains a type that is not read from checkpoints.
         """
         with _named(self.path / piece.file), open(self.path / piece.file, "rb") as stream:
             stream.seek(piece.start)
@@ -99,12 +102,16 @@ class Stored:
         return _decoded(self, piece.file, piece.name, io.BytesIO(data))
 
     def common(self) -> dict[str, Any]:
-        """What is the same on all ranks. Raises UserError as :meth:`whole` does."""
+        """Read the part that is the same on all ranks.
+
+        Raises:
+            UserError: as for ``whole``.
+        """
         with _named(self.path / COMMON), open(self.path / COMMON, "rb") as stream:
             return _decoded(self, COMMON, COMMON, stream)
 
     def check(self, file: str) -> None:
-        """Makes sure that a file is what was written.
+        """Check that a file is unchanged since it was written.
 
         Raises:
             UserError: it is not.
@@ -117,7 +124,7 @@ class Stored:
 
 
 class Blocks:
-    """Reads one checkpoint's pieces once, in their order, and checks the files' checksums on the way."""
+    """Reads one checkpoint's pieces once, in the order of its files, and verifies the files' checksums meanwhile."""
 
     def __init__(self, stored: Stored):
         self._stored, self._file, self._stream = stored, None, None
@@ -125,7 +132,11 @@ class Blocks:
         self._checked: set[str] = set()
 
     def of(self, piece: Piece) -> Iterator[bytes]:
-        """The bytes of ``piece``. Raises UserError for a file that cannot be read, ends early, or is damaged."""
+        """Yield the bytes of ``piece`` in blocks.
+
+        Raises:
+            UserError: a file cannot be read, ends early, or is damaged.
+        """
         if piece.file != self._file:
             self.finish()
             self._open(piece.file)
@@ -142,14 +153,18 @@ class Blocks:
             yield data
 
     def finish(self) -> None:
-        """Leaves the file that was read last. Raises UserError where its checksum is not the manifest's."""
+        """Close the current file.
+
+        Raises:
+            UserError: its checksum differs from that in the manifest.
+        """
         if self._stream is None:
             return
         self._stream.close()
         self._stream, file = None, self._file
         record = self._stored.manifest.files[file]
         if file not in self._checked and self._crc != record.crc32:
-            self._stored.check(file)  # it is damaged, or its pieces were not read in order
+            self._stored.check(file)  # the file is damaged, or its pieces were not read in order
         self._checked.add(file)
         self._file = None
 
@@ -160,10 +175,10 @@ class Blocks:
 
 
 def read(path: Path) -> Stored:
-    """The checkpoint in folder ``path``.
+    """Return the checkpoint in folder ``path``.
 
     Raises:
-        UserError: it is incomplete, a file of it is missing, has another size or, of the small ones, is damaged.
+        UserError: it is incomplete, a file is missing or has another size, or one of its small files is damaged.
     """
     with _named(path):
         try:
@@ -189,7 +204,7 @@ def read(path: Path) -> Stored:
 
 
 def _pieces(metadata: Metadata) -> list[Piece]:
-    """In the order of files and of places in them."""
+    """Return the pieces in the order of ranks, files and positions."""
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     sizes = {(name, tuple(c.offsets)): tuple(c.sizes) for name, about in tensors.items() for c in about.chunks}
     found = []
@@ -216,7 +231,7 @@ def _decoded(stored: Stored, file: str, name: str, stream: Any) -> Any:
 
 
 class _named:
-    """Turns the operating system's errors into UserErrors about ``path``."""
+    """Context manager that turns errors of the operating system into UserErrors about ``path``."""
 
     def __init__(self, path: Path):
         self._path = path

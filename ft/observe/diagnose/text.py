@@ -1,4 +1,4 @@
-"""A comparison for people and for programs."""
+"""Format a comparison of runs as text or JSON values."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _GATHERED = "fully_reshardable"
 
 
 def as_text(found: Comparison, shown: int) -> str:
-    """Verdict, ranks, the first ``shown`` subjects that differ, and notes."""
+    """Return the verdict, the table of ranks, the first ``shown`` subjects that differ, and notes."""
     parts = [_headline(found)]
     if found.findings:
         made, wrote = rows(found), ranks(found)
@@ -48,7 +48,7 @@ def _verdict(found: Comparison, made: Sequence[Row]) -> list[str]:
 
 
 def _accused(found: Comparison, run: int) -> str:
-    """The ranks suspected in ``run``; empty where that would be most of them."""
+    """Return a line about the ranks suspected in ``run``, or "" where that would be most of its ranks."""
     manifest, among = found.stored[run].manifest, suspects(found, run)
     if not among or 2 * len(among) > max(2, manifest.layout["world_size"]):
         return ""
@@ -59,7 +59,7 @@ def _accused(found: Comparison, run: int) -> str:
 
 
 def _span(found: Comparison) -> str:
-    """What the steps before say about when it happened."""
+    """Return what the earlier steps show about when the difference arose."""
     if len(found.steps) < 2:
         return ", the first one compared"
     last = found.steps[-2]
@@ -94,7 +94,7 @@ def _cells(found: Comparison, row: Row) -> list[str]:
 
 
 def _bit(mask: int) -> int | None:
-    """The number of the only bit that differs, from 0; None if there are several or none."""
+    """Return the number of the only bit that differs, from 0; None if several bits or none differ."""
     return mask.bit_length() - 1 if mask.bit_count() == 1 else None
 
 
@@ -114,7 +114,7 @@ def _place(place: dict[str, int]) -> str:
 
 
 def _where(found: Comparison, wrote: Sequence[RankShare]) -> list[str]:
-    """What the ranks that are named do and do not mean."""
+    """Return sentences about what the ranks in the tables mean, and how to locate a fault more precisely."""
     lines = []
     if copied := [share for share in wrote if share.copies]:
         one = copied[0]
@@ -134,7 +134,7 @@ def _where(found: Comparison, wrote: Sequence[RankShare]) -> list[str]:
 
 
 def as_values(found: Comparison) -> dict[str, Any]:
-    """For JSON: everything that differs. Numbers that JSON does not have are texts."""
+    """Return everything that differs as JSON values; numbers that JSON lacks (NaN, infinities) become texts."""
     names = [run.name for run in found.runs]
     guilty = outliers(found)
     made = rows(found)

@@ -1,4 +1,4 @@
-"""From pieces that differ to an answer: which run, which parameter, which rank. Pure functions."""
+"""Attribute the pieces that differ to a run, a parameter and a rank. All functions are pure."""
 
 import math
 import re
@@ -22,13 +22,14 @@ _KINDS = {"param": "master weight"}
 
 @dataclass(frozen=True)
 class Subject:
-    """What a piece is a part of.
+    """The parameter or state that a piece is part of.
 
-    Args:
-        kind: ``weight``, ``master weight``, the optimizer's name of a state (``exp_avg``), ``generators``, ``extra
-            state`` or ``value`` (of the part that is the same on all ranks).
-        name: of the parameter, with the number of its layer.
-        stacked: the checkpoint's first dimension counts layers; it is in the name and not in ``index``.
+    Attributes:
+        kind: ``weight``, ``master weight``, the optimizer's name of a state (such as ``exp_avg``), ``generators``,
+            ``extra state``, or ``value`` (in the part that is the same on all ranks).
+        name: name of the parameter, with the number of its layer.
+        stacked: whether the checkpoint's first dimension counts layers; the layer is then in ``name`` and not in
+            ``Row.index``.
     """
 
     kind: str
@@ -38,15 +39,17 @@ class Subject:
 
 @dataclass(frozen=True)
 class Row:
-    """One subject in one run.
+    """The difference of one subject in one run.
 
-    Args:
-        run: number of the run that deviates; ``reference`` that of a run it is held against.
-        elements: of the whole subject.
-        difference: over all shards; its places are in the first shard that differs.
-        index: of the first differing element in the whole subject; ``()`` without an order.
+    Attributes:
+        run: number of the run that deviates.
+        reference: number of a run that it is compared with.
+        subject: what differs.
+        elements: number of elements of the whole subject.
+        difference: the differences of all shards merged; its positions are in the first shard that differs.
+        index: index of the first differing element in the whole subject; ``()`` where elements have no order.
         ranks: logical ranks that wrote shards that differ.
-        majority: most runs agree on the reference.
+        majority: whether most runs agree with the reference.
     """
 
     run: int
@@ -60,7 +63,7 @@ class Row:
 
 
 def subject(piece: Piece) -> Subject:
-    """What ``piece`` is a part of, by the names that megatron-core gives to what it stores."""
+    """Return what ``piece`` is part of, derived from megatron-core's names in checkpoints."""
     if piece.file == COMMON:
         return Subject("value", piece.name)
     if piece.offsets is None:
@@ -79,9 +82,10 @@ def subject(piece: Piece) -> Subject:
 
 
 def rows(found: Comparison) -> list[Row]:
-    """What differs, by run and subject: the largest distance first, and before it what is not finite.
+    """Return what differs by run and subject: values that are not finite first, then by absolute distance, largest
+    first.
 
-    Not by ULP: once a fault has spread, the numbers around zero are the farthest apart by that.
+    ULP is not used for sorting: once a fault has spread, numbers around zero have the largest distance in ULP.
     """
     together: dict[tuple[int, Subject], list[tuple[Finding, Difference]]] = {}
     for finding in found.findings:
@@ -115,7 +119,7 @@ def _row(found: Comparison, run: int, about: Subject, parts: Sequence[tuple[Find
 
 
 def _index(piece: Piece, flat: int | None, stacked: bool) -> tuple[int, ...]:
-    """The place of a shard's element number ``flat`` in the whole tensor."""
+    """Return the index in the whole tensor of a shard's element number ``flat``."""
     if piece.offsets is None or flat is None:
         return ()
     place = []
@@ -126,19 +130,24 @@ def _index(piece: Piece, flat: int | None, stacked: bool) -> tuple[int, ...]:
 
 
 def outliers(found: Comparison) -> tuple[int, ...]:
-    """The runs that deviate from a majority of runs, wherever there is one."""
+    """Return the runs that deviate from a majority of runs in at least one piece."""
     runs = len(found.runs)
     return tuple(sorted({run for f in found.findings if f.has_majority(runs) for run in f.differences}))
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one logical rank wrote of a run that deviates.
+    """The pieces that one logical rank of a deviating run wrote.
 
-    Args:
-        place: its coordinates; ``copies``: the ranks with copies of its parameters, none of which was stored.
-        pieces: that it wrote; ``differing`` those that differ; ``elements`` that differ in them.
-        ulp: the largest distance.
+    Attributes:
+        run: number of the run.
+        rank: the logical rank.
+        place: coordinates of the rank in the parallel grid.
+        copies: ranks that hold copies of the rank's parameters, which were not stored.
+        pieces: number of pieces that the rank wrote.
+        differing: number of those pieces that differ.
+        elements: number of elements that differ in them.
+        ulp: largest distance in ULP, or None.
     """
 
     run: int
@@ -152,7 +161,7 @@ class RankShare:
 
 
 def ranks(found: Comparison) -> list[RankShare]:
-    """Every rank that wrote something that differs, by run; what is the same on all ranks is left out."""
+    """Return every rank that wrote a piece that differs, by run; the part that is the same on all ranks is left out."""
     shares = []
     for run, stored in enumerate(found.stored):
         by_rank: dict[int, list[Finding]] = {}
@@ -178,17 +187,17 @@ def _share(found: Comparison, run: int, rank: int, pieces: int, mine: Sequence[F
 
 
 def rank_place(manifest: Manifest, rank: int) -> dict[str, int]:
-    """Coordinates of a rank in the run that wrote a checkpoint."""
+    """Return the coordinates of a rank in the run that wrote a checkpoint."""
     return coordinates(rank, manifest.layout, _pipeline_first(manifest.run))
 
 
 def suspects(found: Comparison, run: int) -> tuple[int, ...]:
-    """The ranks of which at least one went wrong in ``run``, as narrow as what is stored allows.
+    """Return the smallest set of ranks, as far as the checkpoint allows, of which at least one went wrong in ``run``.
 
-    A piece that differs convicts the rank that wrote it where every rank stores its own: shards of the optimizer's
-    state as they lie in memory, generators, and anything that no other rank has a copy of. Parameters are the work of
-    that data-parallel rank whose optimizer shard they are in, and are written by another one: they do not count
-    beside pieces that convict, and alone leave all of these ranks suspect.
+    A piece that differs convicts the rank that wrote it if every rank stores its own state: shards of the optimizer
+    state as they are in memory, random number generators, and everything of which no other rank has a copy. Parameters
+    are computed by the data-parallel rank whose optimizer shard contains them, and written by another rank. They are
+    ignored if other pieces convict a rank; otherwise all ranks with a copy of them are suspects.
     """
     mine = _sharded(found, run)
     own = {_writer(found, run, f) for f in mine if _is_own(found, run, f)}
@@ -197,7 +206,9 @@ def suspects(found: Comparison, run: int) -> tuple[int, ...]:
 
 
 def _is_own(found: Comparison, run: int, finding: Finding) -> bool:
-    """Whether ``finding`` is about the state of the rank that wrote it, and not of one it has it from."""
+    """Whether ``finding`` concerns state that the rank which wrote it computed itself, not state received from another
+    rank.
+    """
     stored = found.stored[run].manifest.optimizer
     in_memory = stored != "fully_reshardable" and _BUCKET.fullmatch(finding.piece.name) is not None
     generators = subject(finding.piece).kind == "generators"
@@ -209,17 +220,18 @@ def _sharded(found: Comparison, run: int) -> list[Finding]:
 
 
 def _writer(found: Comparison, run: int, finding: Finding) -> int:
-    """The rank of ``run`` that wrote its piece; runs that were saved in different ways may differ in that."""
+    """Return the rank of ``run`` that wrote the piece, which may differ between runs that were saved in different ways.
+    """
     return found.stored[run].pieces.get(finding.piece.key, finding.piece).rank
 
 
 def _copies(found: Comparison, run: int, findings: Sequence[Finding]) -> tuple[int, ...]:
-    """The other ranks that hold what one rank of ``run`` wrote."""
+    """Return the other ranks that hold what one rank of ``run`` wrote."""
     manifest = found.stored[run].manifest
     expert = all(".experts." in f.piece.name for f in findings)
     return tuple(copies(_writer(found, run, findings[0]), manifest.layout, _pipeline_first(manifest.run), expert))
 
 
 def _pipeline_first(run: Mapping[str, Any]) -> bool:
-    """Whether a run, as its manifest describes it, had --use-tp-pp-dp-mapping."""
+    """Whether the run that a manifest describes used --use-tp-pp-dp-mapping."""
     return bool(run.get("options", {}).get("parallel", {}).get("use_tp_pp_dp_mapping"))

@@ -1,1 +1,1 @@
-"""What the folder of an FT-HSDP run tells: which steps survived, every sample once, replicas over time, stalls."""
+"""Reports on the folder of an FT-HSDP run: surviving steps, audit of samples, replicas over time, stalls."""

@@ -1,8 +1,9 @@
-"""Every sample exactly once: what was trained in the surviving steps against what the state says was taken.
+"""Audit that every sample was trained exactly once: compare the samples trained with those counted as consumed.
 
-Trained is what the healthy replicas of each surviving step read: from where their own loaders stood (``at``), or else
-from the position before the step. Taken is what the positions after the last step stand for. Both are sets of samples
-of the run's order, so a change of the number of replicas makes no difference.
+The samples trained are those that the healthy replicas of each surviving step read: from the position at which their
+own loaders stood (``at``) or, where it is not recorded, from the position before the step. The samples consumed are
+those that the positions after the last step imply. Both are sets of samples of the run's global order, so a change of
+the number of replicas does not matter.
 """
 
 from collections.abc import Mapping
@@ -20,16 +21,19 @@ _NOTHING = numpy.empty((0, 2), numpy.int64)
 
 @dataclass(frozen=True)
 class Audit:
-    """Counts of samples.
+    """The result of an audit, in numbers of samples.
 
     Attributes:
-        trained: in the surviving steps on record. replicas: the same by replica. earlier: taken before the first of
-            these steps, which the record does not reach back to. unproven: taken in steps that are missing from it.
-        duplicates: trained again. gaps: taken, as the state says, and never trained: lost. unaccounted: trained, and
-            the state says they are still to come.
-        waiting: not taken yet, though later samples are: replicas that were away have them to come, in order.
-        problems: sentences: where the record contradicts itself. examples: what the duplicates, gaps and unaccounted
-            samples are.
+        trained: samples trained in the surviving steps on record.
+        replicas: replica -> samples that it trained.
+        earlier: samples consumed before the first of these steps, before which the record has nothing.
+        unproven: samples consumed in steps that are missing from the record.
+        duplicates: samples trained again.
+        gaps: samples that the state counts as consumed and that were never trained (lost).
+        unaccounted: samples that were trained and that the state counts as still to come.
+        waiting: samples not consumed yet although later ones are; replicas that were away will train them, in order.
+        problems: sentences about contradictions in the record.
+        examples: sentences that name duplicates, gaps and unaccounted samples.
     """
 
     trained: int
@@ -45,12 +49,12 @@ class Audit:
 
     @property
     def is_clean(self) -> bool:
-        """Each sample is proven to have been trained once."""
+        """Whether each sample is proven to have been trained exactly once."""
         return not (self.duplicates or self.gaps or self.unaccounted or self.unproven or self.problems)
 
 
 def audit(found: Lineage) -> Audit:
-    """The audit of the surviving steps."""
+    """Audit the surviving steps."""
     if not found.steps:
         return Audit(0, {})
     problems, replicas = list(found.conflicts), {}
@@ -91,8 +95,10 @@ def audit(found: Lineage) -> Audit:
 
 
 def _read(step: Step, before: Mapping[int, int]) -> list[tuple[int, int, int]]:
-    """(replica, stream, position it was read from) of all that a step trained, as those that read it say themselves;
-    of one whose line is missing, as it should have been."""
+    """Return (replica, stream, start position) for everything that a step trained.
+
+    Positions are those that the replicas recorded themselves; where a replica's line is missing, the position expected.
+    """
     commit = step.commit
     if commit.stack is None:
         ats = {replica: own.at for replica, own in step.by.items() if own.at is not None}
@@ -109,7 +115,7 @@ def _read(step: Step, before: Mapping[int, int]) -> list[tuple[int, int, int]]:
 
 
 class _Reads:
-    """Stretches of streams that were read; those that follow one another are kept as one."""
+    """The sections of each stream that were read; consecutive sections are merged."""
 
     def __init__(self):
         self._stretches: dict[tuple[Deal, int], list[list[int]]] = {}
@@ -122,7 +128,7 @@ class _Reads:
             stretches.append([begin, begin + commit.batch])
 
     def ranges(self) -> list[numpy.ndarray]:
-        """(n, 2) ranges of samples for each stretch."""
+        """Return an (n, 2) array of ranges of samples for each section."""
         return [
             deal.stream(replica).ranges(begin, end)
             for (deal, replica), stretches in self._stretches.items()
@@ -131,7 +137,10 @@ class _Reads:
 
 
 def _carried(last: Commit, commit: Commit) -> dict[int, int]:
-    """Positions before a commit, as the line before it says; in that one's deal where the numbers are still of it."""
+    """Return the positions before a commit according to the commit before it.
+
+    Where the deal has changed, the positions are converted to the deal that the earlier commit implies.
+    """
     if commit.deal == last.deal:
         return dict(last.positions)
     _, positions = last.deal.after(last.positions, last.step, commit.deal.replicas, commit.deal.block)
@@ -171,7 +180,7 @@ def _misread(step: Step, before: Mapping[int, int]) -> list[str]:
 
 
 def _compare(trained: numpy.ndarray, taken: numpy.ndarray) -> dict[str, numpy.ndarray]:
-    """(n, 2) ranges of each kind of mistake. A sample trained three times is twice among the duplicates."""
+    """Return (n, 2) ranges for each kind of error; a sample trained three times is twice among the duplicates."""
     borders = numpy.unique(numpy.concatenate([trained.ravel(), taken.ravel()]))
     if not len(borders):
         return {"duplicates": _NOTHING, "gaps": _NOTHING, "unaccounted": _NOTHING}
@@ -185,7 +194,7 @@ def _compare(trained: numpy.ndarray, taken: numpy.ndarray) -> dict[str, numpy.nd
 
 
 def _covered(borders: numpy.ndarray, ranges: numpy.ndarray) -> numpy.ndarray:
-    """How many of ``ranges`` cover each piece between two borders."""
+    """Return how many of ``ranges`` cover each piece between two consecutive borders."""
     change = numpy.zeros(len(borders), numpy.int64)
     numpy.add.at(change, numpy.searchsorted(borders, ranges[:, 0]), 1)
     numpy.add.at(change, numpy.searchsorted(borders, ranges[:, 1]), -1)

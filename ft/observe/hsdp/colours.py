@@ -1,4 +1,4 @@
-"""Colours of replicas' states and of incidents, from those of the other pictures."""
+"""Colours of replicas' states and of incidents, taken from the palette of all pictures."""
 
 from ft.observe.hsdp.lanes import CATCHING_UP, OFFLINE, ONLINE, REBUILDING
 from ft.observe.hsdp.stalls import FAILURE, REJOIN, RESTART

@@ -1,4 +1,4 @@
-"""What ``ft report`` and ``ft status`` do with the folder of an FT-HSDP run."""
+"""Implement ``ft report`` and ``ft status`` for the folder of an FT-HSDP run."""
 
 import time
 from pathlib import Path
@@ -12,17 +12,17 @@ from ft.observe.report.presence import gone
 from ft.show.files import replace
 
 _RECENT = 1 << 18
-"""Bytes of each file of commits that tell how a run stands: some hundreds of steps."""
+"""Bytes read from the end of each file of commits for the status: some hundreds of steps."""
 
 _NODES = 2
-"""Nobody says how many nodes have launchers: another one may take the lease over."""
+"""Assumed number of nodes with launchers, as no file records it; with 2, another node may take the lease over."""
 
 NOT_CLEAN = 1
-"""Exit code of a report whose audit found samples twice or lost, or a record that does not prove otherwise."""
+"""Exit code of a report whose audit found duplicate or lost samples, or a record that does not disprove them."""
 
 
 def write_report(folder: str | Path) -> tuple[str, int]:
-    """Writes ``timeline.png`` and ``report.html`` into the run's folder.
+    """Write ``timeline.png`` and ``report.html`` into the run's folder.
 
     Returns:
         (a summary for the terminal, exit code: 0, or ``NOT_CLEAN``).
@@ -30,7 +30,7 @@ def write_report(folder: str | Path) -> tuple[str, int]:
     Raises:
         UserError: there is no such run, or its folder cannot be written.
     """
-    # Matplotlib takes longer to import than everything else that the command line does.
+    # Imported here because importing matplotlib takes longer than all else that the command line does.
     from ft.observe.hsdp.page import page
     from ft.observe.hsdp.story import tell
     from ft.observe.hsdp.text import summary
@@ -47,7 +47,7 @@ def write_report(folder: str | Path) -> tuple[str, int]:
 
 
 def now(folder: str | Path) -> tuple[str, dict[str, Any], bool]:
-    """(text, JSON values, whether it has ended) of the run at this moment.
+    """Return (text, JSON values, whether the run has ended) for the run at this moment.
 
     Raises:
         UserError: there is no such run.
@@ -55,6 +55,6 @@ def now(folder: str | Path) -> tuple[str, dict[str, Any], bool]:
     record = load(folder, _RECENT)
     found = status(record, time.time())
     if not found.ended and (why := gone(Path(folder) / LAUNCHERS, None, _NODES, is_steady=True)):
-        record = load(folder, _RECENT)  # it may have ended while its lease was watched
+        record = load(folder, _RECENT)  # the run may have ended while its lease was watched
         found = status(record, time.time(), why)
     return as_text(found, str(record.folder)), as_values(found), found.ended

@@ -1,7 +1,8 @@
-"""Effective training time: the share of the time that training at full strength without a stop would have needed.
+"""Compute effective training time: the share of the wall time that uninterrupted training at full strength would need.
 
-The paper's formula (section 6.1): of 18 minutes between failures a replica is away for 10, of which all stand still for
-3; with 12 replicas (8 + 7 * 11/12) / 18 = 80 %. Where all wait for the repair it is (18 - 10) / 18 = 44 %.
+FT-HSDP, section 6.1: with a failure every 18 minutes, a replica is away for 10 minutes of them, and all replicas stall
+for 3 of those. With 12 replicas this is (8 + 7 * 11/12) / 18 = 80 %. If all replicas wait for the repair it is (18 -
+10) / 18 = 44 %.
 """
 
 import statistics
@@ -15,11 +16,14 @@ PAPER_BETWEEN_S, PAPER_REPAIR_S, PAPER_STALL_S, PAPER_REPLICAS = 1080.0, 600.0, 
 
 
 def asynchronous(between_s: float, repair_s: float, stall_s: float, replicas: float, lost: float = 1) -> float:
-    """Effective training time where the others go on, by the paper's formula in its general form.
+    """Return the effective training time (0 to 1) if the other replicas continue: FT-HSDP, section 6.1, generalised.
 
     Args:
-        between_s: from one failure to the next. repair_s: until the lost replicas contribute again. stall_s: of this,
-            and of their return, in which all stand still. lost: replicas in one failure.
+        between_s: seconds from one failure to the next.
+        repair_s: seconds until the lost replicas contribute again.
+        stall_s: seconds of the failure and the rejoin during which all replicas stall.
+        replicas: number of replicas.
+        lost: number of replicas lost in one failure.
     """
     stall = min(stall_s, between_s)
     away = min(max(repair_s, stall), between_s)
@@ -27,20 +31,25 @@ def asynchronous(between_s: float, repair_s: float, stall_s: float, replicas: fl
 
 
 def synchronous(between_s: float, repair_s: float) -> float:
-    """Effective training time where all wait until the lost replica is repaired."""
+    """Return the effective training time (0 to 1) if all replicas wait until the lost one is repaired."""
     return (between_s - min(repair_s, between_s)) / between_s
 
 
 @dataclass(frozen=True)
 class Effective:
-    """Effective training time of a run.
+    """Effective training time of a run, as shares from 0 to 1.
 
     Attributes:
-        measured: normal step time x share of replicas that contributed, summed over the steps, of the time that these
-            took. wall_s: this time. failures: in it. between_s: ``wall_s`` for each failure, None without any.
-            stall_s: mean for each failure, its rejoin included. repair_s: mean until the replica contributed again.
-        formula: the paper's, with these. paper_rate: the same with a failure every 18 minutes. None without a failure
-            that was repaired. waiting: the formula where all wait, at that rate, with this ``repair_s``.
+        measured: sum over the steps of (normal step time x share of replicas that contributed), divided by ``wall_s``.
+        wall_s: total duration of the steps in seconds.
+        failures: number of failures in that time.
+        between_s: ``wall_s`` per failure, None without a failure.
+        stall_s: mean stall per failure in seconds, its rejoin included.
+        repair_s: mean seconds until a lost replica contributed again.
+        formula: result of the formula of FT-HSDP, section 6.1, with these figures; None without a repaired failure.
+        paper_rate: the same with a failure every 18 minutes; None without a repaired failure.
+        waiting: the formula for replicas that all wait for the repair, with a failure every 18 minutes and this
+            ``repair_s``.
     """
 
     measured: float | None
@@ -55,7 +64,7 @@ class Effective:
 
 
 def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], replicas: int) -> Effective:
-    """The effective training time of the surviving ``steps``, of which ``pace`` says how long they took."""
+    """Return the effective training time of the surviving ``steps``, whose durations ``pace`` holds."""
     wall = sum(pace.took)
     if not steps or wall <= 0:
         return Effective(None)

@@ -1,4 +1,4 @@
-"""Replicas over time: what each of them was at, from when to when."""
+"""Compute the states of each replica over time (online, catching up, rebuilding, offline)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +21,11 @@ _ENDED = (events.FINISHED, events.STOPPED)
 class Lane:
     """A replica in one state, from ``begin`` to ``end`` in seconds since ``origin``.
 
-    ONLINE: it contributes. CATCHING_UP: it fetches the state of the others, or waits to. REBUILDING: its world is
-    being built, at the beginning of the run as well. OFFLINE: no worker of its next life has been started.
+    The states are:
+    - ONLINE: the replica contributes.
+    - CATCHING_UP: it fetches the state from other replicas, or waits to do so.
+    - REBUILDING: its world is being built, also at the beginning of the run.
+    - OFFLINE: the workers of its next incarnation have not been started.
     """
 
     replica: int
@@ -33,7 +36,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class _Turn:
-    """At ``at`` a replica turns to ``state``, if it is in one of ``when`` (empty: in any)."""
+    """A transition of a replica to ``state`` at wall time ``at``; it applies only in the states ``when`` (empty: in
+    any).
+    """
 
     at: float
     state: str
@@ -41,23 +46,25 @@ class _Turn:
 
 
 def origin(record: Record, steps: Sequence[Step]) -> float:
-    """Wall time that the lanes count from: the first thing on record."""
+    """Return the wall time at which the lanes start: the first thing on record."""
     times = [event.wall for _, event in record.history[:1]]
     times += [step.when - step.commit.step_s for step in steps[:1]]
     return min(times, default=0.0)
 
 
 def last_moment(record: Record, steps: Sequence[Step]) -> float:
-    """Wall time of the last thing on record."""
+    """Return the wall time of the last thing on record."""
     times = [event.wall for _, event in record.history[-1:]]
     return max(times + [step.when for step in steps[-1:]], default=0.0)
 
 
 def lanes(record: Record, steps: Sequence[Step], took: Sequence[float]) -> list[Lane]:
-    """All lanes, by replica and in order of time.
+    """Return all lanes, by replica and in order of time.
 
     Args:
-        steps: the surviving ones. took: seconds that each took.
+        record: the run's record.
+        steps: the surviving steps.
+        took: duration of each step in seconds.
     """
     zero, end = origin(record, steps), last_moment(record, steps)
     found = []
@@ -69,7 +76,7 @@ def lanes(record: Record, steps: Sequence[Step], took: Sequence[float]) -> list[
 
 
 def _told(replica: int, record: Record, steps: Sequence[Step]) -> list[_Turn]:
-    """Turns that events tell of."""
+    """Return the transitions that events report."""
     own = record.replicas.get(replica)
     found = [turn for event in (own.events if own else ()) if (turn := _of_own(event)) is not None]
     begun = steps[0].when if steps else float("inf")
@@ -86,7 +93,10 @@ def _of_own(event: Event) -> _Turn | None:
 
 
 def _of_server(replica: int, event: Event, begun: float) -> _Turn | None:
-    """``begun``: wall time of the first step; before it there is nothing to catch up with."""
+    """Return the transition that a quorum server's event reports for ``replica``, or None.
+
+    ``begun`` is the wall time of the first step; before it a replica has nothing to catch up with.
+    """
     if replica_of(event) != replica:
         return None
     if event.name == events.REPLICA_OFFLINE:
@@ -97,7 +107,11 @@ def _of_server(replica: int, event: Event, begun: float) -> _Turn | None:
 
 
 def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told: Sequence[float]) -> list[_Turn]:
-    """Turns that commits prove: at the beginning of the step, or at its end where events ``told`` fall into it."""
+    """Return the transitions that commits prove.
+
+    Each is dated to the beginning of its step, or to its end where a reported transition (``told``) falls into the
+    step.
+    """
     found, told, at, last = [], sorted(told), 0, _OVER
     for step, seconds in zip(steps, took, strict=True):
         begin, state = step.when - seconds, _part(replica, step)
@@ -110,8 +124,10 @@ def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told:
 
 
 def _proven(state: str, last: str, is_told: bool) -> tuple[str, ...]:
-    """From which states a commit turns a replica to ``state``, which was in ``last`` by the one before."""
-    if state == OFFLINE:  # one that is there already and waits to join is in no quorum either
+    """Return the states in which a commit changes a replica's state to ``state``; ``last`` is its state by the commit
+    before.
+    """
+    if state == OFFLINE:  # A replica that is rebuilding, or waits to join, is in no quorum either and keeps its state.
         return (ONLINE, CATCHING_UP) if last == CATCHING_UP and not is_told else (ONLINE,)
     if not is_told:
         return ()
@@ -132,7 +148,7 @@ def _lanes(replica: int, turns: Sequence[_Turn], zero: float, end: float) -> lis
         if state == _OVER or at <= since:
             return
         begin = since
-        if found and found[-1].state == state and found[-1].end == since - zero:  # it had left this state for no time
+        if found and found[-1].state == state and found[-1].end == since - zero:  # it had left this state for zero time
             begin = found.pop().begin + zero
         found.append(Lane(replica, state, begin - zero, at - zero))
 

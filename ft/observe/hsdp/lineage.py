@@ -1,8 +1,9 @@
-"""Which of the committed steps are in the state that survived.
+"""Determine which committed steps are part of the state that survived.
 
-A step may be committed by some replicas and not by others: then the others commit it again, in a later quorum, and the
-first ones fetch that state, or were lost. The furthest commit is in the surviving state, and each commit names the one
-before it; what is not on that chain was superseded. After a full restart that is the work since the checkpoint.
+A step may be committed by some replicas and not by others. The others then commit it again in a later quorum, and the
+former replicas fetch that state, or were lost. The latest commit is in the surviving state, and each commit names its
+predecessor; commits outside of this chain are superseded. After a full restart, these are the steps since the
+checkpoint.
 """
 
 import statistics
@@ -16,18 +17,18 @@ _MOST_SENTENCES = 50
 _SHARED = ("healthy", "behind", "batch", "deal", "positions", "stack", "owners", "patch")
 
 Key = tuple[int, int]
-"""(quorum, step): the greater one is the later one."""
+"""(quorum, step) of a commit; the greater key is the later commit."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step: what its members say of it, replica -> its own line."""
+    """A committed step; ``by`` maps each replica that committed it to its own line in the commit log."""
 
     by: Mapping[int, Commit]
 
     @cached_property
     def commit(self) -> Commit:
-        """A line of a healthy member, where one is on record."""
+        """Return the line of a healthy member, or of any member where no healthy one is on record."""
         healthy = [number for number in sorted(self.by) if number in self.by[number].healthy]
         return self.by[healthy[0] if healthy else min(self.by)]
 
@@ -37,12 +38,12 @@ class Step:
 
     @cached_property
     def when(self) -> float:
-        """Wall time of the commit."""
+        """Return the wall time of the commit."""
         return statistics.median(commit.wall for commit in self.by.values())
 
     @cached_property
     def digests(self) -> dict[int, int]:
-        """Replica -> digest of its state after the step, of those that made one."""
+        """Return replica -> digest of its state after the step, for the replicas that computed one."""
         return {replica: commit.digest for replica, commit in self.by.items() if commit.digest is not None}
 
     @property
@@ -52,11 +53,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The steps of the surviving state, in order, and all else that was committed.
+    """The steps of the surviving state, in order, and all other commits.
 
     Attributes:
-        missing: numbers (first, last) of steps that are in the state and on nobody's record.
-        conflicts: sentences about members of one quorum that say different things of a step, or whose states differ.
+        steps: the steps of the surviving state.
+        superseded: the commits that are not in it.
+        missing: (first, last) numbers of steps that are in the state but in no replica's record.
+        conflicts: sentences about members of one quorum whose lines about a step, or whose states, differ.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -66,7 +69,7 @@ class Lineage:
 
 
 def lineage(commits: Mapping[int, Sequence[Commit]]) -> Lineage:
-    """The surviving steps among those that replicas committed (replica -> its lines)."""
+    """Return the surviving steps among the committed ones (``commits``: replica -> its lines)."""
     by_key: dict[Key, dict[int, Commit]] = {}
     for replica, lines in sorted(commits.items()):
         for commit in lines:
@@ -79,7 +82,7 @@ def lineage(commits: Mapping[int, Sequence[Commit]]) -> Lineage:
 
 
 def _chain(steps: Mapping[Key, Step]) -> tuple[dict[Key, None], list[tuple[int, int]]]:
-    """Keys from the furthest commit back, and the steps missing between them."""
+    """Return the keys from the latest commit backwards, and the steps that are missing between them."""
     chain: dict[Key, None] = {}
     missing = []
     by_number: dict[int, list[Key]] = {}
@@ -96,11 +99,11 @@ def _chain(steps: Mapping[Key, Step]) -> tuple[dict[Key, None], list[tuple[int, 
 
 
 def _parent(steps: Mapping[Key, Step], by_number: Mapping[int, Sequence[Key]], commit: Commit) -> Key | None:
-    """The commit that ``commit`` came after, as near as the record knows it.
+    """Return the commit that ``commit`` followed, as far as the record shows, or None.
 
-    A state that was loaded from a persistent checkpoint does not say in which quorum its last step was committed: it is
-    the latest one whose samples are where the run goes on. Where the step before is on nobody's record, it is the last
-    one before that can have led to it.
+    A state that was loaded from a persistent checkpoint does not name the quorum of its last step: its parent is the
+    latest commit whose sample positions equal those at which the run continues. Where no replica has a record of the
+    step before, the parent is the last earlier commit that can have led to this one.
     """
     named = (commit.before, commit.step - 1)
     if commit.before and named in steps:
@@ -118,7 +121,11 @@ def _parent(steps: Mapping[Key, Step], by_number: Mapping[int, Sequence[Key]], c
 
 
 def _can_lead(earlier: Commit, later: Commit) -> bool:
-    """The samples of ``earlier`` are where those of ``later`` go on, or before that."""
+    """Whether ``earlier`` can have led to ``later`` by their samples.
+
+    The deals have to match. If ``later`` started from a loaded checkpoint, the positions of ``earlier`` have to equal
+    those at which ``later`` starts; else they must not exceed them.
+    """
     before = before_of(later)
     deal, positions = earlier.deal.after(earlier.positions, earlier.step, later.deal.replicas, later.deal.block)
     if deal != later.deal:
@@ -129,7 +136,7 @@ def _can_lead(earlier: Commit, later: Commit) -> bool:
 
 
 def before_of(commit: Commit) -> dict[int, int]:
-    """Positions before a commit, in its deal, as its own line says."""
+    """Return the positions before a commit, in its own deal, as its own line implies them."""
     before = dict(commit.positions)
     for replica in commit.streams:
         before[replica] = max(0, before.get(replica, 0) - commit.batch)

@@ -1,4 +1,4 @@
-"""``report.html`` of an FT-HSDP run."""
+"""Build ``report.html`` of an FT-HSDP run."""
 
 import json
 import time
@@ -22,9 +22,10 @@ _MOST_EVENTS = 5000
 
 
 def page(story: Story, timeline: bytes) -> str:
-    """The report as HTML text.
+    """Return the report as HTML text.
 
     Args:
+        story: the run's record and all that is derived from it.
         timeline: the picture of ``ft.observe.hsdp.timeline`` as PNG.
     """
     name = story.record.folder.resolve().name

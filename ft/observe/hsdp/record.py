@@ -1,4 +1,4 @@
-"""The folder of an FT-HSDP run, read as it is: replicas may be missing, lines torn, the run under way."""
+"""Read the folder of an FT-HSDP run, which may lack replicas, contain torn lines, or belong to a live run."""
 
 import re
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _FIX = "give the folder that ft run got as --run-dir"
 
 @dataclass(frozen=True)
 class ReplicaRecord:
-    """What is known of one replica: its own run's events and metrics, and the steps it committed."""
+    """The record of one replica: the steps that it committed, and its own run's events and metrics."""
 
     commits: list[Commit] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -29,17 +29,20 @@ class ReplicaRecord:
 
     @property
     def state(self) -> str:
-        """In a word or two, as of any run; "nothing on record" where there is no event."""
+        """Return "finished", "stopped with code N" or "not ended", or "nothing on record" where there is no event."""
         return run.Run(Path(), self.events).state if self.events else NOTHING
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of the run.
+    """The record of a whole run.
 
     Attributes:
-        replicas: those with a folder. events: of the quorum server, in order of time. positions: of loader_state, None
-            where there is none; problem: why it could not be read.
+        folder: folder of the run.
+        replicas: number of a replica -> its record, for the replicas that have a folder.
+        events: events of the quorum server, in order of time.
+        positions: content of loader_state, None where there is none.
+        problem: why loader_state could not be read, or "".
     """
 
     folder: Path
@@ -50,21 +53,21 @@ class Record:
 
     @cached_property
     def count(self) -> int:
-        """Replicas of the run, with or without a folder."""
+        """Return the number of replicas of the run, with or without a folder."""
         dealt = (commit.deal.replicas for one in self.replicas.values() for commit in one.commits)
         told = (1 + number for event in self.events if (number := replica_of(event)) is not None)
         return max([1 + max(self.replicas), *dealt, *told])
 
     @cached_property
     def history(self) -> list[tuple[int | None, Event]]:
-        """All events in order of time, each with the replica in whose folder it is; None: the quorum server's."""
+        """Return all events in order of time, each with the replica that wrote it, None for the quorum server."""
         found = [(None, event) for event in self.events]
         found += [(number, event) for number, one in self.replicas.items() for event in one.events]
         return sorted(found, key=lambda item: item[1].wall)
 
     @property
     def state(self) -> str:
-        """In a few words: "finished", "not ended", or what became of which replica."""
+        """Return the state in a few words: "finished", "not ended", or the states of the replicas where they differ."""
         states = {number: one.state for number, one in sorted(self.replicas.items())}
         if len(set(states.values())) == 1:
             return next(iter(states.values()))
@@ -74,18 +77,19 @@ class Record:
 
 
 def is_hsdp(folder: str | Path) -> bool:
-    """The folder is that of a run of several replicas, and not of one of them."""
+    """Whether the folder belongs to a run of several replicas, not to a single one of them."""
     return bool(_folders(Path(folder)))
 
 
 def load(folder: str | Path, most: int | None = None) -> Record:
-    """Reads the run's folder; torn lines are left out.
+    """Read the run's folder, leaving out torn lines.
 
     Args:
-        most: bytes to read from the end of each file of commits; None: all.
+        folder: folder of the run.
+        most: number of bytes to read from the end of each file of commits; None: all.
 
     Raises:
-        UserError: there is nothing of such a run, or it cannot be read.
+        UserError: the folder contains no replica's folder, or cannot be read.
     """
     folder = Path(folder)
     found = _folders(folder)
@@ -103,7 +107,7 @@ def load(folder: str | Path, most: int | None = None) -> Record:
 
 
 def replica_of(event: Event) -> int | None:
-    """The replica that an event of the quorum server is about."""
+    """Return the replica that an event of the quorum server concerns, or None."""
     number = event.detail.get("replica")
     return number if isinstance(number, int) and number >= 0 else None
 

@@ -1,4 +1,4 @@
-"""The panels of a run with stacked shard types (SPARe): its stacks, and who computed which type."""
+"""Draw the panels of a run with stacked shard types (SPARe): stacks per step, and which group computed which type."""
 
 import numpy
 from matplotlib.colors import ListedColormap
@@ -13,7 +13,7 @@ _MOST_LABELS = 24
 
 
 def draw_depth(axes, story: Story) -> None:
-    """Stacks of every step; where types were patched, a mark."""
+    """Draw the number of stacks of every step, and a mark on each step with patch computes."""
     plain(axes, "Stacks per step, and patch computes")
     numbers = [step.number for step in story.steps]
     axes.step(
@@ -36,7 +36,7 @@ def draw_depth(axes, story: Story) -> None:
 
 
 def draw_owners(axes, story: Story) -> None:
-    """The layout over time: a row for each shard type, in the colour of the group that computed it."""
+    """Draw the layout over time: a row for each shard type, in the colour of the group that computed it."""
     plain(axes, "Who computed which shard type")
     steps, types = story.steps, story.record.count
     owners = numpy.full((types, steps[-1].number - steps[0].number + 1), numpy.nan)

@@ -1,4 +1,4 @@
-"""What a run with stacked shard types (SPARe) comes to: stacks per step, patch computes."""
+"""Summarise a run with stacked shard types (SPARe): stacks per step and patch computes."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def has_stacks(steps: Sequence[Step]) -> bool:
 
 
 def stacks_told(steps: Sequence[Step]) -> str:
-    """In one line."""
+    """Return one line with the mean and largest number of stacks and the number of patch computes."""
     depths = [depth(step) for step in steps]
     patched = [step for step in steps if step.commit.patch]
     types = sum(len(step.commit.patch) for step in patched)
@@ -24,6 +24,6 @@ def stacks_told(steps: Sequence[Step]) -> str:
 
 
 def depth(step: Step) -> int:
-    """Shards that the group with most of them computed in the step."""
+    """Return the largest number of shard types that one group computed in the step."""
     owners = step.commit.owners
     return max((owners.count(group) for group in set(owners)), default=1)

@@ -1,4 +1,7 @@
-"""What failures and returns of replicas cost the others: time of their steps beyond that of normal steps around."""
+"""Measure what failures and rejoins of replicas cost the other replicas.
+
+The cost (stall) of a step is its time in excess of the median time of normal steps around it.
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,27 +20,41 @@ _ANOTHER_SERVER = 1000
 
 @dataclass(frozen=True)
 class Pace:
-    """How long the surviving steps took, in seconds: each of them, and normal ones around it."""
+    """Durations of the surviving steps in seconds.
+
+    Attributes:
+        took: the duration of each step.
+        normal: for each step, the median duration of undisturbed steps around it.
+    """
 
     took: list[float]
     normal: list[float]
 
     def stall(self, index: int) -> float:
+        """Return the seconds by which the step at ``index`` exceeded its normal duration."""
         return max(0.0, self.took[index] - self.normal[index])
 
 
 @dataclass(frozen=True)
 class Incident:
-    """A failure, or the return of replicas.
+    """A failure, a rejoin of replicas, or a full restart.
 
     Attributes:
-        kind: FAILURE: replicas that were in the step before are not, or the step was tried again; REJOIN: replicas
-            fetch the state, up to their first step; RESTART: all went on from a checkpoint, what was done since it is
-            in the stall. replicas: which; none where a step was only tried again, all in a RESTART.
-        first, last: numbers of its steps. begin, end: wall time of the steps. stall_s: beyond their normal time.
-        longest_s: of its steps. normal_s: time of normal steps around. retries: quorums that came to nothing.
-        reason: as the quorum server gives it. away_s: of a rejoin, for each replica that was seen to go, the time from
-            its last step before to its first one after.
+        kind: FAILURE: replicas that contributed to the step before do not contribute, or the step was retried. REJOIN:
+            replicas fetch the state, up to the first step to which they contribute. RESTART: all replicas continued
+            from a checkpoint, and the time since that checkpoint is part of the stall.
+        replicas: the replicas concerned; none where a step was only retried, all in a RESTART.
+        first: number of the first step concerned.
+        last: number of the last step concerned.
+        begin: wall time at which the first step began.
+        end: wall time at which the last step was committed.
+        stall_s: seconds of the steps in excess of their normal duration.
+        longest_s: duration of the longest of the steps in seconds.
+        normal_s: duration of normal steps around, in seconds.
+        retries: number of quorums that committed nothing.
+        reason: the reason that the quorum server gives.
+        away_s: for a REJOIN, one value for each replica that was seen to leave: seconds from the last step before to
+            the beginning of its first step after.
     """
 
     kind: str
@@ -56,7 +73,7 @@ class Incident:
 
 @dataclass
 class _Span:
-    """Indices of steps [first, last], and whose they are."""
+    """Indices of the first and the last step of an incident, the replicas concerned, and how long each was away."""
 
     first: int
     last: int
@@ -65,9 +82,10 @@ class _Span:
 
 
 def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Incident]]:
-    """The incidents in the surviving steps, in order, and the pace that they are measured by.
+    """Return the pace of the surviving steps, and their incidents in order.
 
     Args:
+        steps: the surviving steps, in order.
         server: events of the quorum server, in order of time.
     """
     retries = _retries(steps)
@@ -93,24 +111,27 @@ def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Inc
 
 
 def _is_loaded(step: Step) -> bool:
-    """Its state was loaded from a checkpoint: that has no quorum."""
+    """Whether the state before the step was loaded from a checkpoint, which names no quorum."""
     return step.commit.before == 0 and step.number > 1
 
 
 def _durations(steps: Sequence[Step]) -> list[float]:
-    """Seconds from commit to commit by the clock of replicas that made both; the first step's own time."""
+    """Return the seconds between consecutive commits; for the first step, the duration that it recorded itself.
+
+    Each difference is taken on the clocks of the replicas that committed both steps (the median over these replicas).
+    """
     found = [max(0.0, steps[0].commit.step_s)] if steps else []
     for last, step in pairwise(steps):
         own = [step.by[r].wall - last.by[r].wall for r in step.by.keys() & last.by.keys()]
         took = statistics.median(own) if own else step.when - last.when
-        # Steps that are not on record, or a restart of the whole run, lie between: there the step's own time counts.
+        # Where steps that are not on record lie between, the step's own recorded duration counts.
         is_next = last.number == step.number - 1
         found.append(max(0.0, took if is_next else step.commit.step_s))
     return found
 
 
 def _normal(took: Sequence[float], disturbed: set[int]) -> list[float]:
-    """For each step the median time of undisturbed ones near it."""
+    """Return for each step the median duration of undisturbed steps near it."""
     calm = [index for index in range(len(took)) if index not in disturbed] or list(range(len(took)))
     found, at = [], 0
     for index in range(len(took)):
@@ -122,9 +143,9 @@ def _normal(took: Sequence[float], disturbed: set[int]) -> list[float]:
 
 
 def _retries(steps: Sequence[Step]) -> dict[int, int]:
-    """Index of a step -> quorums for it before the one in which it was committed.
+    """Return index of a step -> number of quorums for it before the one in which it was committed.
 
-    One quorum server numbers them one after the other; another one's numbers begin far above.
+    A quorum server numbers its quorums consecutively; the numbers of another server begin far above.
     """
     gaps = {
         index: step.commit.quorum - step.commit.before - 1 for index, step in enumerate(steps) if step.commit.before
@@ -136,15 +157,18 @@ def _failures(steps: Sequence[Step], retries: Mapping[int, int]) -> list[_Span]:
     found = []
     for index, (last, step) in enumerate(pairwise(steps), 1):
         lost = set(last.commit.healthy) - set(step.commit.healthy)
-        lost &= set(range(step.commit.deal.replicas))  # a run that goes on with fewer has lost nobody
+        # A run that continues with fewer replicas has not lost any by that.
+        lost &= set(range(step.commit.deal.replicas))
         if lost or index in retries:
             found.append(_Span(index, index, lost))
     return ([_Span(0, 0)] if 0 in retries else []) + found
 
 
 def _rejoins(steps: Sequence[Step], begun: set[int]) -> list[_Span]:
-    """From the first step in which a replica fetches to the first one to which it contributes; overlapping ones are
-    one. ``begun``: indices of steps with which all replicas began."""
+    """Return the spans from the first step in which a replica fetches to the first step to which it contributes.
+
+    Overlapping spans are merged. ``begun`` contains the indices of steps that all replicas began together (restarts).
+    """
     spans: list[_Span] = []
     since: dict[int, int] = {}  # replica -> index of the step in which it began to fetch
     seen: dict[int, int] = {}  # replica -> index of the last step to which it contributed
@@ -153,7 +177,7 @@ def _rejoins(steps: Sequence[Step], begun: set[int]) -> list[_Span]:
         if index in begun:
             since, seen = {}, dict.fromkeys(range(commit.deal.replicas), index)
             continue
-        for replica in set(since) - set(commit.members):  # it went again
+        for replica in set(since) - set(commit.members):  # the replica left again
             del since[replica]
         for replica in commit.behind:
             since.setdefault(replica, index)
@@ -168,7 +192,7 @@ def _rejoins(steps: Sequence[Step], begun: set[int]) -> list[_Span]:
 
 
 def _away(steps: Sequence[Step], last: int | None, index: int) -> list[float]:
-    """Seconds from the commit of step ``last`` to the beginning of step ``index``."""
+    """Return the seconds from the commit of step ``last`` to the beginning of step ``index``, both by index."""
     return [] if last is None else [max(0.0, steps[index - 1].when - steps[last].when)]
 
 
@@ -187,7 +211,7 @@ def _joined(spans: Sequence[_Span]) -> list[_Span]:
 def _incident(
     kind: str, span: _Span, own: Sequence[int], steps: Sequence[Step], pace: Pace, retries: int = 0, reason: str = ""
 ) -> Incident:
-    """``own``: indices of the steps whose stall is this incident's."""
+    """Build an incident; ``own`` are the indices of the steps whose stall it accounts for."""
     return Incident(
         kind=kind,
         replicas=tuple(sorted(span.replicas)),
@@ -205,7 +229,7 @@ def _incident(
 
 
 def _reason(span: _Span, steps: Sequence[Step], server: Sequence[Event]) -> str:
-    """What the quorum server said of these replicas during the step, or of the quorum that was made anew."""
+    """Return the quorum server's reasons for these replicas being offline, else its reason for the repeated quorum."""
     begin = steps[span.first - 1].when if span.first else 0.0
     during = [event for event in server if begin - 1.0 <= event.wall <= steps[span.first].when]
     said = [

@@ -1,4 +1,4 @@
-"""The state of an FT-HSDP run at this moment."""
+"""Compute the current state of an FT-HSDP run."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from ft.show.text import seconds, table
 
 @dataclass(frozen=True)
 class Member:
-    """One replica: ``age``: seconds since it last committed a step, None before it has."""
+    """The state of one replica; ``age`` is the seconds since it last committed a step, None before its first commit."""
 
     replica: int
     state: str
@@ -25,8 +25,20 @@ class Member:
 
 @dataclass(frozen=True)
 class Status:
-    """A run at one moment; ``healthy``, ``behind``: of the last quorum that committed; ``gone``: why nobody is at it
-    any more, "" while somebody is or may be."""
+    """The state of a run at one moment.
+
+    Attributes:
+        phase: "starting", "training", or the final state.
+        ended: whether all replicas have ended.
+        step: number of the last committed step, or None.
+        quorum: number of the last quorum that committed, or None.
+        healthy: the replicas that contributed in that quorum.
+        behind: the replicas that fetched the state in that quorum.
+        age: seconds since the last commit, or None.
+        step_s: duration of a normal step in seconds, or None.
+        members: the replicas.
+        gone: why the run has no live launcher any more, "" while it has, or may have, one.
+    """
 
     phase: str
     ended: bool
@@ -50,7 +62,7 @@ class Status:
 
 
 def status(record: Record, now: float, gone: str = "") -> Status:
-    """What is known of the run at the wall time ``now``."""
+    """Return what is known of the run at the wall time ``now`` (``gone``: see ``Status``)."""
     steps = lineage({number: one.commits for number, one in record.replicas.items()}).steps
     pace, _ = find(steps, record.events)
     last = steps[-1] if steps else None
@@ -71,7 +83,7 @@ def status(record: Record, now: float, gone: str = "") -> Status:
 
 
 def as_text(found: Status, folder: str) -> str:
-    """The status as a few lines and a table of the replicas."""
+    """Return the status as a few lines and a table of the replicas."""
     age = (
         ""
         if found.age is None or found.ended
@@ -99,7 +111,7 @@ def as_text(found: Status, folder: str) -> str:
 
 
 def as_values(found: Status) -> dict[str, Any]:
-    """The status as JSON values."""
+    """Return the status as JSON values."""
     return {
         "phase": found.phase,
         "ended": found.ended,

@@ -1,4 +1,4 @@
-"""Everything that is told of a run, worked out once from its record."""
+"""Combine everything that the reports show of an FT-HSDP run, computed once from its record."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,17 +15,22 @@ from ft.record.run import number
 
 @dataclass(frozen=True)
 class Losses:
-    """(amount, loss) after each surviving step whose loss is known; ``over``: what the amount counts."""
+    """The loss after each surviving step whose loss is known.
+
+    Attributes:
+        points: (amount, loss) after each step.
+        over: what the amount counts: "tokens" or "samples".
+        at: step -> amount after it.
+    """
 
     points: list[tuple[float, float]]
     over: str
     at: dict[int, float]
-    """Step -> amount after it."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """A run's record and what it tells. ``zero``: wall time that times count from."""
+    """A run's record and all that is derived from it; ``zero`` is the wall time at which times start."""
 
     record: Record
     lineage: Lineage
@@ -42,19 +47,21 @@ class Story:
         return self.lineage.steps
 
     def of_kind(self, kind: str) -> list[Incident]:
+        """Return the incidents of one kind (FAILURE, REJOIN or RESTART)."""
         return [one for one in self.incidents if one.kind == kind]
 
     def seconds_in(self, replica: int, state: str) -> float:
+        """Return the total seconds that the replica was in ``state``."""
         return sum(lane.end - lane.begin for lane in self.lanes if (lane.replica, lane.state) == (replica, state))
 
     def times_offline(self, replica: int) -> int:
-        """How often the replica stopped contributing."""
+        """Return how often the replica stopped contributing."""
         own = [lane for lane in self.lanes if lane.replica == replica]
         return sum(a.state == ONLINE and b.state in (OFFLINE, REBUILDING) for a, b in pairwise(own))
 
 
 def tell(record: Record) -> Story:
-    """The story of a run."""
+    """Derive the story of a run from its record."""
     found = lineage({number: one.commits for number, one in record.replicas.items()})
     pace, incidents = find(found.steps, record.events)
     return Story(
@@ -71,7 +78,10 @@ def tell(record: Record) -> Story:
 
 
 def _losses(record: Record, steps: Sequence[Step]) -> Losses:
-    """Losses by the commits, or by the metrics of a member; over tokens, where these are known of all steps."""
+    """Return the losses from the commits, or else from the metrics of a member.
+
+    The amount counts tokens where the tokens of all steps are known, else samples.
+    """
     metrics = {replica: {m["step"]: m for m in one.metrics} for replica, one in record.replicas.items()}
     length = _tokens_per_sample(metrics)
     knows = all(step.commit.tokens is not None for step in steps) or length is not None
@@ -90,7 +100,7 @@ def _losses(record: Record, steps: Sequence[Step]) -> Losses:
 
 
 def _tokens_per_sample(metrics) -> float | None:
-    """As a step's figures have it: tokens per second, seconds and samples."""
+    """Return the tokens per sample, computed from a step's tokens per second, seconds and samples, or None."""
     for steps in metrics.values():
         for each in steps.values():
             figures = [number(each, name) for name in ("tokens_per_s", "step_time_s", "global_batch_size")]

@@ -1,4 +1,4 @@
-"""What ``ft report`` says of an FT-HSDP run on the terminal; the page says the same."""
+"""Build the text that ``ft report`` prints about an FT-HSDP run; the HTML page reuses parts of it."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _MOST_PROBLEMS = 12
 
 
 def summary(story: Story, files: Sequence[Path]) -> str:
-    """A few figures, a table of the replicas, one of failures and returns, and where the files are."""
+    """Return key figures, a table of replicas, a table of failures and rejoins, and the paths of the files written."""
     lines = [f"{name:<10} {value}" for name, value in facts(story)]
     lines += [f"{'':<10} {text}" for text in problems(story)]
     lines += ["", table(REPLICA_HEAD, replica_rows(story), right=range(2, len(REPLICA_HEAD)))]
@@ -29,7 +29,7 @@ def summary(story: Story, files: Sequence[Path]) -> str:
 
 
 def facts(story: Story) -> list[tuple[str, str]]:
-    """(name, value) of what matters most."""
+    """Return the key figures as (name, value)."""
     took = story.pace.normal[-1] if story.steps else None
     restarts = story.of_kind(RESTART)
     found = [
@@ -54,6 +54,7 @@ def facts(story: Story) -> list[tuple[str, str]]:
 
 
 def steps_told(story: Story) -> str:
+    """Return the numbers of surviving, superseded and missing steps as one line."""
     found = story.lineage
     parts = [f"{len(found.steps)} surviving"]
     if found.steps:
@@ -66,7 +67,7 @@ def steps_told(story: Story) -> str:
 
 
 def audit_told(story: Story) -> str:
-    """The audit in one line that begins with its verdict."""
+    """Return the audit as one line that begins with its verdict."""
     found = story.audit
     parts = [f"{found.trained} trained", f"{found.duplicates} duplicates", f"{found.gaps} gaps"]
     parts += [f"{found.unaccounted} trained that the state does not know of"] if found.unaccounted else []
@@ -77,7 +78,7 @@ def audit_told(story: Story) -> str:
 
 
 def problems(story: Story) -> list[str]:
-    """Sentences on what is wrong with samples and record; nothing where all is well."""
+    """Return sentences about what is wrong with samples and record, none where all is well."""
     found = [*story.audit.examples, *story.audit.problems]
     more = [f"and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
     unread = [f"loader_state: {story.record.problem}"] if story.record.problem else []
@@ -87,6 +88,7 @@ def problems(story: Story) -> list[str]:
 
 
 def stall_told(incidents: Sequence[Incident]) -> str:
+    """Return the number of incidents and their stalls as one line."""
     if not incidents:
         return "0"
     stalls = [one.stall_s for one in incidents]
@@ -99,6 +101,7 @@ def stall_told(incidents: Sequence[Incident]) -> str:
 
 
 def effective_told(found: Effective) -> str:
+    """Return the effective training time as one line."""
     if found.measured is None:
         return "-"
     parts = [f"{percent(found.measured)} of {seconds(found.wall_s)} measured"]
@@ -112,7 +115,7 @@ REPLICA_HEAD = ("replica", "state", "samples", "position", "times offline", *STA
 
 
 def replica_rows(story: Story) -> list[tuple[str, ...]]:
-    """A row for each replica, as ``REPLICA_HEAD`` names them."""
+    """Return a row for each replica, with the columns of ``REPLICA_HEAD``."""
     positions = story.steps[-1].commit.positions if story.steps else {}
     rows = []
     for replica in range(story.record.count):
@@ -134,7 +137,7 @@ INCIDENT_HEAD = ("what", "replicas", "steps", "stall", "longest step", "away", "
 
 
 def incident_rows(story: Story) -> list[tuple[str, ...]]:
-    """A row for each failure and return, as ``INCIDENT_HEAD`` names them."""
+    """Return a row for each incident, with the columns of ``INCIDENT_HEAD``."""
     return [
         (
             one.kind if one.replicas else "step retried",
@@ -150,7 +153,7 @@ def incident_rows(story: Story) -> list[tuple[str, ...]]:
 
 
 def superseded(story: Story) -> list[str]:
-    """A line for each stretch of steps that was committed and is not in the surviving state."""
+    """Return a line for each sequence of steps that was committed but is not in the surviving state."""
     stretches: list[list] = []
     for step in story.lineage.superseded:
         last = stretches[-1][-1] if stretches else None

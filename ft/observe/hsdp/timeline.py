@@ -1,4 +1,4 @@
-"""The picture of an FT-HSDP run: replicas over time, what failures and returns cost, the loss over tokens."""
+"""Draw the picture of an FT-HSDP run: replicas over time, time of steps with incidents, and the loss."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ from ft.show.axes import DPI, STYLE, empty, legend, plain, rows
 from ft.show.text import count, percent, shortened
 
 _MOST_LABELS = 24
-_LEAST_WIDTH = 1 / 600  # of the whole: what is shorter is still to be seen
+_LEAST_WIDTH = 1 / 600  # share of the whole width: shorter lanes are drawn that wide to stay visible
 
 
 def draw(story: Story, path: str | Path) -> None:
-    """Writes the picture as PNG.
+    """Write the picture as PNG.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     height = max(1.3, min(4.5, 0.42 * story.record.count + 0.5))
     panels = [(height, _draw_lanes), (1.7, _draw_steps), (2.3, _draw_loss)]
@@ -62,7 +62,7 @@ def _draw_lanes(axes, story: Story) -> None:
 
 
 def _draw_steps(axes, story: Story) -> None:
-    """Time of every step, and above it, in colour, what it took beyond the normal."""
+    """Draw the time of every step, with the steps of incidents in colour."""
     plain(axes, "Time of steps")
     if not story.steps:
         empty(axes, "no step is on record")

@@ -1,1 +1,1 @@
-"""What a run's folder tells: recoveries, goodput, timeline, status."""
+"""Reports on the folder of one run: its recoveries, goodput, timeline and current status."""

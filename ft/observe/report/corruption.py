@@ -1,5 +1,7 @@
-"""Silent data corruption, from a run's events: how operators were verified, what did not come out the same, and what
-followed from it (``ft.systems.dmr.runtime.witness`` writes these events). Values of any kind are taken as they come.
+"""Summarise what redundant execution (DMR) recorded in a run's events about silent data corruption.
+
+The result says how operators were verified, which of them mismatched, and what was done about it. The events are
+written by ``ft.systems.dmr.runtime.witness``. Malformed values in their details are tolerated.
 """
 
 from collections import Counter
@@ -17,7 +19,7 @@ WORDS = {
     "D_intra": "in windows inside units",
     "unchecked": "unchecked (not reproducible)",
 }
-"""What the sets of a plan (``ft.systems.dmr.plan.assign.SETS``) are called here."""
+"""Display names of the sets of a verification plan (``ft.systems.dmr.plan.assign.SETS``)."""
 
 BESIDE = {
     "in windows": "verified in their window",
@@ -26,17 +28,20 @@ BESIDE = {
     "unverified": "held against nothing",
     "not in the plan": "not found in the plan",
 }
-"""What is counted beside the sets (``ft.systems.dmr.runtime.engine.Engine.coverage``)."""
+"""Display names of the counts that overlap with the sets (``ft.systems.dmr.runtime.engine.Engine.coverage``)."""
 
 _RETRY, _EVICT, _GIVE_UP = "retry", "evict", "give up"
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One operator that did not come out the same, or a tensor that arrived otherwise than it was sent; as texts.
+    """One operator whose two executions differed, or one tensor that arrived different from what was sent.
+
+    The properties format the fields of the event for tables.
 
     Attributes:
-        event: it was told in. follows: what was done about that attempt.
+        event: the mismatch event.
+        follows: the action that was taken on that attempt at the step, as text.
     """
 
     event: Event
@@ -44,41 +49,46 @@ class Mismatch:
 
     @property
     def where(self) -> str:
-        """ "rank 3, node07, cuda:1"."""
+        """Return rank ("-" if unknown), with host and device where known: "rank 3, node07, cuda:1"."""
         rank = "-" if self.event.rank is None else f"rank {self.event.rank}"
         return ", ".join((rank, *(str(d) for name in ("host", "device") if (d := self.event.detail.get(name)))))
 
     @property
     def attempt(self) -> str:
-        """ "20", "20, attempt 2"."""
+        """Return the step, with the attempt if it was not the first one: "20" or "20, attempt 2"."""
         number, step = self.event.detail.get("attempt"), self.event.step
         return f"{step}, attempt {number}" if isinstance(number, int) and number > 1 else str(step)
 
     @property
     def elements(self) -> str:
-        """ "3 of 4096"; "some" where only digests were compared."""
+        """Return how many elements differ, such as "3 of 4096", or "some" where only digests were compared."""
         elements, of = self.event.detail.get("elements"), self.event.detail.get("of")
         return "some" if elements is None else str(elements) if of is None else f"{elements} of {of}"
 
     @property
     def layer(self) -> str:
-        """ "outside" for 0: embedding, loss, optimizer."""
+        """Return the layer number, or "outside" for layer 0 (embedding, loss, optimizer)."""
         return str(self.event.detail.get("layer") or "outside")
 
     def said(self, key: str) -> str:
+        """Return the event's detail ``key`` as text, "-" where it is absent or empty."""
         value = self.event.detail.get(key)
         return "-" if value is None or value == "" else str(value)
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """What DMR did in a run.
+    """What redundant execution (DMR) did in a run.
 
     Attributes:
-        strategy: how operators were verified; None where nobody said. covered: set -> operators of all ranks' first
-            iterations, the largest first. ranks: so many told.
-        mismatches: in order of time. redone: attempts at steps that were taken once more. evicted: logical ranks whose
-            node was given up, in order. gave_up: the run ended with it. clean: steps that came out right in the end.
+        strategy: how operators were verified; None where no event names it.
+        covered: set -> number of operators in the first iteration, summed over ranks, the largest set first.
+        ranks: number of ranks that reported their coverage.
+        mismatches: all mismatches in order of time.
+        redone: number of attempts at steps that were repeated.
+        evicted: logical ranks whose node was evicted, in order.
+        gave_up: whether the run was ended because of corruption.
+        clean: number of steps that completed correctly after a mismatch.
     """
 
     strategy: str | None
@@ -92,16 +102,17 @@ class Corruption:
 
     @property
     def steps(self) -> list[int]:
-        """Those that something went wrong in."""
+        """Return the steps with at least one mismatch, sorted."""
         return sorted({one.event.step for one in self.mismatches if one.event.step is not None})
 
 
 def corruption(history: Sequence[Event]) -> Corruption | None:
-    """What DMR did; None of a run that knows nothing of it."""
+    """Return what DMR did in a run, or None if the run has no DMR events."""
     told = {name: [event for event in history if event.name == name] for name in _NAMES}
     if not any(told.values()):
         return None
-    covered = {event.rank: event for event in told[events.DMR_COVERED]}  # who takes a rank over tells again
+    # A worker that takes a rank over reports its coverage again
+    covered = {event.rank: event for event in told[events.DMR_COVERED]}
     verdicts = told[events.DMR_VERDICT]
     actions = Counter(str(event.detail.get("action")) for event in verdicts)
     evictions = [event for event in verdicts if event.detail.get("action") == _EVICT]
@@ -123,7 +134,7 @@ _NAMES = (events.DMR_COVERED, events.DMR_MISMATCH, events.DMR_VERDICT, events.DM
 
 
 def _covered(told: Any) -> dict[str, int]:
-    """Operators by set, the largest first; then what is counted beside."""
+    """Sum operators over ranks by set, the largest set first; the overlapping counts of ``BESIDE`` come last."""
     total: Counter[str] = Counter()
     for event in told:
         counts = event.detail.get("counts")

@@ -1,4 +1,4 @@
-"""What DMR did, for the terminal and for ``report.html``."""
+"""Show what DMR did in a run, on the terminal and in ``report.html``."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,8 @@ _HEAD = ("step", "where", "operator", "phase", "layer", "microbatch", "compared"
 
 
 def summary_of(found: Corruption) -> str:
-    """One line: "piggyback: 3 mismatches, 1 step redone, rank 3 evicted; operators: 120 at once, ..."."""
+    """Return one line such as "piggyback: 3 mismatches, 1 attempt redone, rank 3 evicted; operators: 120 at once, ...".
+    """
     what = [count(len(found.mismatches), "mismatch").replace("mismatchs", "mismatches")]
     what += [f"{count(found.redone, 'attempt')} redone"] if found.redone else []
     if found.evicted:
@@ -23,13 +24,13 @@ def summary_of(found: Corruption) -> str:
 
 
 def coverage(found: Corruption) -> str:
-    """ "120 at once, 80 with the recomputation"; sets nobody knows go by their own names."""
+    """Return text such as "120 at once, 80 with the recomputation"; unknown sets keep their own names."""
     words = {**WORDS, **BESIDE}
     return ", ".join(f"{number} {words.get(name, name)}" for name, number in found.covered.items())
 
 
 def text_table(found: Corruption) -> str:
-    """The first mismatches; "" where there is none."""
+    """Return a table of the first mismatches, or "" where there is none."""
     if not found.mismatches:
         return ""
     shown = found.mismatches[:_MOST_LINES]
@@ -39,7 +40,7 @@ def text_table(found: Corruption) -> str:
 
 
 def panel(found: Corruption) -> str:
-    """HTML: what was verified how, and every mismatch."""
+    """Return HTML that says how operators were verified and lists the mismatches (the first 200 of them)."""
     of = count(found.ranks, "rank")
     told = f"{safe(found.strategy)}; operators of a step, {of} together: {safe(coverage(found))}."
     lines = [f"<p>{told if found.covered else 'How operators were verified is not on record.'}</p>"]
@@ -53,7 +54,7 @@ def panel(found: Corruption) -> str:
 
 
 def card(found: Corruption) -> tuple[str, str, str]:
-    """The headline figure: (name, value, note)."""
+    """Return the headline figure as (name, value, note)."""
     steps = count(len(found.steps), "step")
     note = f"in {steps}, {found.clean} of them clean in the end" if found.mismatches else str(found.strategy or "")
     return "mismatches (DMR)", str(len(found.mismatches)), note

@@ -1,4 +1,4 @@
-"""How much of a run's time went into steps that counted."""
+"""Compute goodput: the share of a run's wall time that was spent on steps that counted."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,15 +13,17 @@ from ft.record.run import number
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time went, in seconds.
+    """Where the time of a run went, in seconds.
 
     Attributes:
         wall: from the opening of the first epoch to the end of the run, or to the last thing known of it.
-        startup: before that, from the start of the run.
-        productive: the sum of the times of the steps that were committed and not gone back on.
-        recovering: the sum of ``lost``. lost: by recovery's number, from the fault to the next step.
-        other: the rest of ``wall``: work that was redone, evaluations, saves, waiting.
-        step: median time of a step, None before there is one. steps: committed ones.
+        startup: from the start of the run to the opening of the first epoch.
+        productive: total time of the steps that were committed and not rolled back.
+        recovering: total of ``lost``.
+        other: the rest of ``wall``: repeated work, evaluations, saves, waiting.
+        step: median time of a step, None before there is a step.
+        steps: number of committed steps.
+        lost: number of a recovery -> seconds from its fault to the next step.
     """
 
     wall: float
@@ -35,15 +37,17 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Productive part of the wall time, None where nothing was measured."""
+        """Return ``productive`` as a share of ``wall`` (0 to 1), None where nothing was measured."""
         return min(1.0, self.productive / self.wall) if self.wall > 0 and self.steps else None
 
 
 def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: Sequence[Recovery]) -> Goodput:
-    """Goodput of a run.
+    """Compute the goodput of a run.
 
     Args:
-        metrics: one mapping per step, with ``step_time_s``. history: events in order of time. found: their recoveries.
+        metrics: one mapping per step, with ``step_time_s``.
+        history: events in order of time.
+        found: the recoveries in ``history``.
     """
     times = [t for m in metrics if (t := number(m, "step_time_s")) is not None]
     productive = sum(times)
@@ -63,7 +67,7 @@ def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: 
 
 
 def _spans(history: Sequence[Event], productive: float) -> tuple[float, float]:
-    """(wall time of training, of what came before it); without events the steps are all there is."""
+    """Return (wall time of training, wall time before it) in seconds; without events, wall time is the steps' time."""
     if not history:
         return productive, 0.0
     begin = next((e for e in history if e.name == events.RUN_STARTED), history[0])
@@ -71,5 +75,6 @@ def _spans(history: Sequence[Event], productive: float) -> tuple[float, float]:
     end = next((e for e in reversed(history) if e.name in (events.FINISHED, events.STOPPED)), history[-1])
     ended = end.name in (events.FINISHED, events.STOPPED)
     wall = elapsed(opened, end)
-    # A run that goes on says nothing while nothing happens, but its steps were done.
+    # A run that has not ended writes no events during undisturbed training, so its steps may reach beyond the last
+    # event.
     return (wall if ended else max(wall, productive)), elapsed(begin, opened)

@@ -1,4 +1,4 @@
-"""Who held which logical rank from when to when."""
+"""Compute which worker held which logical rank during which interval."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,14 @@ from ft.record.recoveries import Recovery, seats_of
 
 @dataclass(frozen=True)
 class Tenure:
-    """A worker's time on a logical rank; ``begin`` and ``end`` in seconds since the first epoch opened.
+    """The interval during which a worker held a logical rank.
 
-    ``is_first``: it came with a start of all workers.
+    Attributes:
+        rank: the logical rank.
+        worker: the worker's name.
+        begin: seconds from the opening of the first epoch to the start of the interval.
+        end: seconds from the opening of the first epoch to the end of the interval.
+        is_first: whether the worker got the rank when all workers were started together.
     """
 
     rank: int
@@ -23,14 +28,17 @@ class Tenure:
 
 
 def origin(history: Sequence[Event]) -> float:
-    """Wall time that pictures count from: the opening of the first epoch, or the first event there is."""
+    """Return the wall time at which pictures start: the opening of the first epoch, else the first event, else 0."""
     opened = next((event for event in history if event.name == events.EPOCH_OPENED), None)
     first = opened or (history[0] if history else None)
     return first.wall if first is not None else 0.0
 
 
 def tenures(history: Sequence[Event], found: Sequence[Recovery]) -> list[Tenure]:
-    """Every election in the order of its end. One that a fault ended, ends at the fault and not at the next epoch."""
+    """Return the tenures: those that ended early in the order of their ends, then the current ones by rank.
+
+    A tenure that was ended by a fault ends at the time of the fault, not at the opening of the next epoch.
+    """
     zero = origin(history)
     held: dict[int, tuple[str, float, bool]] = {}
     done = []
@@ -52,7 +60,7 @@ def tenures(history: Sequence[Event], found: Sequence[Recovery]) -> list[Tenure]
 
 
 def _interrupted(opened: Event, found: Sequence[Recovery]) -> float:
-    """Wall time at which the epoch before ``opened`` was interrupted."""
+    """Return the wall time at which the epoch before ``opened`` was interrupted."""
     times = [
         r.began.wall for r in found if r.began.wall <= opened.wall and (not r.ended or opened.wall <= r.ended.wall)
     ]
@@ -60,7 +68,10 @@ def _interrupted(opened: Event, found: Sequence[Recovery]) -> float:
 
 
 def end_of_time(history: Sequence[Event], productive: float) -> float:
-    """Seconds that a picture spans; a run without late events is as long as its steps."""
+    """Return the number of seconds that a picture spans.
+
+    A run that has not ended spans at least ``productive`` seconds, the time of its steps, as steps write no events.
+    """
     zero = origin(history)
     last = max((event.wall for event in history), default=zero) - zero
     ended = any(event.name in (events.FINISHED, events.STOPPED) for event in history)

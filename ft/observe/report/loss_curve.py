@@ -1,4 +1,4 @@
-"""The loss over steps or tokens, as inline SVG with the faults marked."""
+"""Draw the loss over steps or tokens as inline SVG, with the faults marked."""
 
 import html
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _MOST_POINTS = 2000
 
 @dataclass(frozen=True)
 class Mark:
-    """A line across the curve at ``at``, with what it stands for."""
+    """A vertical line across the curve at the amount ``at``, with the tooltip ``title``."""
 
     at: float
     colour: str
@@ -27,7 +27,7 @@ class Mark:
 
 
 def loss_svg(metrics: Sequence[dict[str, Any]], found: Sequence[Recovery]) -> str:
-    """The loss over the steps, or a sentence where there is none to draw."""
+    """Return the loss over the steps as SVG, or a sentence where no losses are on record."""
     points = [(m["step"], loss) for m in metrics if (loss := number(m, "loss")) is not None]
     marks = [
         Mark(r.step + 1, palette.OUTCOME[r.outcome], f"recovery {r.number}, step {r.step + 1}: {what_failed(r)}")
@@ -38,7 +38,13 @@ def loss_svg(metrics: Sequence[dict[str, Any]], found: Sequence[Recovery]) -> st
 
 
 def curve(points: Sequence[tuple[float, float]], over: str, marks: Sequence[Mark]) -> str:
-    """A loss over ``over``, a number that grows from point to point; at least one point."""
+    """Return the loss as SVG over an amount that grows from point to point.
+
+    Args:
+        points: (amount, loss); at least one.
+        over: what the amount counts, such as "step" or "tokens"; the label of the axis.
+        marks: vertical lines to draw.
+    """
     points = [*points[: -1 : max(1, len(points) // _MOST_POINTS)], points[-1]]
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
     ticks = [float(t) for t in MaxNLocator(5).tick_values(min(p[1] for p in points), max(p[1] for p in points))]
@@ -64,7 +70,7 @@ def curve(points: Sequence[tuple[float, float]], over: str, marks: Sequence[Mark
 
 
 def _short(value: float) -> str:
-    """ "20000", "250k", "1.5M", "30B"."""
+    """Return a short form of a number, such as "20000", "250k", "1.5M" or "30B"."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e5, "k")):
         if value >= size:
             return f"{value / (1e3 if unit == 'k' else size):g}{unit}"

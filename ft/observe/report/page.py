@@ -1,4 +1,4 @@
-"""``report.html``: one file that tells a run's story, readable without a network."""
+"""Build ``report.html``, a self-contained page about one run that needs no network."""
 
 import json
 import shlex
@@ -25,9 +25,12 @@ _MOST_EVENTS = 5000
 
 
 def page(run: Run, found: Sequence[Recovery], times: Goodput, timeline: bytes) -> str:
-    """The report as HTML text.
+    """Return the report as HTML text.
 
     Args:
+        run: the run's folder as read.
+        found: the recoveries of the run.
+        times: where the run's time went.
         timeline: the picture of ``ft.observe.report.timeline`` as PNG.
     """
     name, checked = run.folder.resolve().name, corruption(run.events)
@@ -112,7 +115,7 @@ def _injected(event: Event) -> str:
 
 
 def _phase_bar(recovery: Recovery, longest: float) -> str:
-    """A bar as long as the recovery is beside the longest one, and the phases in words."""
+    """Return a bar whose length is relative to the longest recovery, and the phases as text."""
     if not recovery.phases or longest <= 0:
         return "-"
     parts = "".join(_phase_part(name, took, took / longest) for name, took in recovery.phases.items())
@@ -126,7 +129,7 @@ def _phase_part(name: str, took: float, share: float) -> str:
 
 
 def _rebuilds(run: Run) -> str:
-    """Nothing where no stage was rebuilt."""
+    """Return the table of rebuilt stages, or "" where no stage was rebuilt."""
     made = rebuilds.rebuilds(run)
     if not made:
         return ""

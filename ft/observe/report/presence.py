@@ -1,4 +1,7 @@
-"""Whether anybody is still at a run that has not ended: its files alone look the same after a SIGKILL."""
+"""Decide whether a run that has not ended still has a live control plane.
+
+The files of a run alone do not show this: they look the same after a SIGKILL.
+"""
 
 from pathlib import Path
 
@@ -6,19 +9,24 @@ from ft.platform import election as election
 from ft.platform import processes
 
 GONE_S = 60.0
-"""A control plane of another host that has written nothing for so long does not come back: one that takes over may be
-importing for half of that."""
+"""Seconds without any write after which a control plane on another host counts as lost. A successor may spend up to
+half of that time on imports.
+"""
 
 _SUCCESSION_S, _RENEWAL_S = 5.0, 0.5
-"""Another node takes the lease over within the first; on one node nobody does, and a renewal comes in the second."""
+"""Seconds to watch the lease for a renewal: long enough for another node to take the lease over, and long enough for
+one renewal on a single node, where no other node can.
+"""
 
 
 def gone(folder: Path, age: float | None, nodes: int, *, is_steady: bool = False) -> str:
-    """Why nobody is at the run any more; "" while somebody is, or may be.
+    """Return why the run has no control plane any more, or "" while it has, or may have, one.
 
     Args:
-        folder: of the lease. age: seconds since anything was written, None: nothing was. nodes: of the run.
-        is_steady: whoever has the lease renews it without a pause from the moment that it is taken over.
+        folder: the folder that holds the lease.
+        age: seconds since the run last wrote anything, or None if it never did.
+        nodes: number of nodes of the run.
+        is_steady: whether a lease holder renews the lease without a pause from the moment it takes the lease over.
     """
     standing = election.read(folder)
     if standing is None:

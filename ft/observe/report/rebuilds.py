@@ -1,4 +1,4 @@
-"""Pipeline stages that were rebuilt from their neighbours (CheckFree), and what that did to the loss."""
+"""List the pipeline stages that were rebuilt from their neighbours (CheckFree), and the effect on the loss."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,24 @@ from ft.record.run import Run, number
 from ft.show.text import count, seconds
 
 _LEVEL_STEPS = 5
-"""Batches differ: the loss before a rebuild is the mean over so many steps."""
+"""Number of steps over which the loss before a rebuild is averaged, because the loss varies from batch to batch."""
 
 HEAD = ("step", "stage", "made from", "seconds", "loss before", "after", "jump", "made good")
 
 
 @dataclass(frozen=True)
 class Rebuild:
-    """One stage, once.
+    """One rebuild of one pipeline stage.
 
     Attributes:
-        step: the committed step it was rebuilt at. stage, strategy, weights, seconds: as in the event.
-        before: mean loss of the last steps up to that one. after: loss of the step that followed; None where unknown.
-        good_after: steps until the loss was back at ``before``, None while it is not.
+        step: the committed step at which the stage was rebuilt.
+        stage: number of the stage, from the event; -1 where the event lacks it.
+        strategy: how the stage was rebuilt, from the event.
+        weights: shares of the neighbours in the new stage, from the event.
+        seconds: duration of the rebuild, from the event.
+        before: mean loss of the last steps up to ``step``; None where unknown.
+        after: loss of the step that followed; None where unknown.
+        good_after: number of steps until the loss was back at ``before``; None while it is not.
     """
 
     step: int
@@ -37,12 +42,12 @@ class Rebuild:
 
     @property
     def jump(self) -> float | None:
-        """How much the loss has risen."""
+        """Return by how much the loss has risen, or None where that is unknown."""
         return None if self.before is None or self.after is None else self.after - self.before
 
 
 def rebuilds(run: Run) -> list[Rebuild]:
-    """In order; of a rebuild that was begun again at the same step, the last time."""
+    """Return the rebuilds in order; where one was repeated at the same step, only the last repetition."""
     losses = {m["step"]: loss for m in run.metrics if (loss := number(m, "loss")) is not None}
     found: dict[tuple[int, int], Rebuild] = {}
     for event in run.events:
@@ -53,7 +58,7 @@ def rebuilds(run: Run) -> list[Rebuild]:
 
 
 def rows(found: Sequence[Rebuild]) -> list[tuple[str, ...]]:
-    """A line for each, under ``HEAD``."""
+    """Return one table row for each rebuild, with the columns of ``HEAD``."""
     return [
         (
             str(r.step),

@@ -1,4 +1,4 @@
-"""The state of a run at this moment, from what its control plane last wrote."""
+"""Compute the current state of a run from what its control plane last wrote."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,12 +11,14 @@ from ft.show.text import seconds, table
 _AGO = {False: "updated", True: "ended"}
 
 STALE_S = 10.0
-"""A control plane that lives writes its state at every change, and its agents' beats are changes."""
+"""Age in seconds from which a status counts as stale. A live control plane writes its state at every change, and each
+heartbeat of an agent is a change.
+"""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One worker: who it is, where it is, what it is at."""
+    """One worker: its logical rank (None for a standby), name, node, activity, step, and snapshot lag in steps."""
 
     rank: int | None
     worker: str
@@ -28,14 +30,24 @@ class Member:
 
 @dataclass(frozen=True)
 class Status:
-    """A run at one moment.
+    """The state of a run at one moment.
 
     Attributes:
-        phase: of the control plane, or of the run where it has ended. step: committed steps. lag: steps between the
-            committed step and the newest snapshot that all peers hold, None where there is none. age: seconds since
-            this was true, or None. protected: a worker has ever trained under a guard, None: nobody said. hot_swap:
-            peers hold snapshots. nodes: of the run. gone: why nobody is at the run any more, "" while somebody is or
-            may be. lacking: sentences about what the run's files lack.
+        phase: phase of the control plane, or the final state of a run that has ended.
+        epoch: the current epoch, or None.
+        step: number of committed steps.
+        lag: steps between the committed step and the newest snapshot that all peers hold, None where there is none.
+        restarts: number of warm restarts, or None.
+        age: seconds since the state was written, or None.
+        ended: whether the run has ended.
+        members: the workers and standbys.
+        last: the most recent recovery, or None.
+        recovered: number of recoveries that are over.
+        protected: whether a worker has ever joined the run under protection; None where no file says so.
+        hot_swap: whether peers hold snapshots.
+        gone: why the run has no live control plane any more, "" while it has, or may have, one.
+        nodes: number of nodes of the run.
+        lacking: sentences about what is missing from the run's files.
     """
 
     phase: str
@@ -60,10 +72,12 @@ class Status:
 
 
 def status(run: Run, now: float, gone: str = "") -> Status:
-    """What is known of ``run`` at the wall time ``now``; a run without status.json is told from its events.
+    """Return what is known of ``run`` at the wall time ``now``; without status.json it is derived from the events.
 
     Args:
-        gone: why nobody is at the run, if it has not ended.
+        run: the run's folder as read.
+        now: wall time in seconds since 1970.
+        gone: why the run has no live control plane any more; ignored if the run has ended.
     """
     said = run.status
     found = recoveries(run.events)
@@ -72,7 +86,7 @@ def status(run: Run, now: float, gone: str = "") -> Status:
     epoch = next((event.epoch for event in reversed(run.events) if event.epoch is not None), None)
     protected = said.get("protected")
     step = records.last_step(run)
-    if protected is False and run.metrics:  # the control plane hears nothing of such a run's steps
+    if protected is False and run.metrics:  # the control plane gets no reports of such a run's steps
         step = run.metrics[-1]["step"]
     return Status(
         phase=run.state if ended else str(said.get("phase") or "unknown"),
@@ -94,7 +108,7 @@ def status(run: Run, now: float, gone: str = "") -> Status:
 
 
 def as_text(found: Status, folder: str) -> str:
-    """The status as a few lines and a table of the members."""
+    """Return the status as a few lines and a table of the members."""
     age = (
         ""
         if found.age is None
@@ -125,7 +139,7 @@ def as_text(found: Status, folder: str) -> str:
 
 
 def as_values(found: Status) -> dict[str, Any]:
-    """The status as JSON values."""
+    """Return the status as JSON values."""
     last = found.last
     return {
         "phase": found.phase,
@@ -170,7 +184,7 @@ def _members(said: dict[str, Any]) -> list[Member]:
 
 
 def _member(rank: int | None, values: Any, state: str) -> Member:
-    """From a worker's name, or a mapping that has it."""
+    """Build a member from a worker's name, or from a mapping that contains the name."""
     values = values if isinstance(values, dict) else {"worker": values}
     beat = values.get("beat")
     values = {**values, **beat} if isinstance(beat, dict) else values
@@ -193,7 +207,10 @@ def _rank(member: Member) -> str:
 
 
 def _at_the_end(members: list[Member], state: str, step: int | None) -> list[Member]:
-    """The last heartbeats were sent before the end: a run that has finished has committed its last step everywhere."""
+    """Return the members as they were at the end of the run.
+
+    The last heartbeats are older than the end. After a run that has finished, every rank has committed the last step.
+    """
     if state == FINISHED:
         return [replace(m, state="finished", step=None if m.rank is None else step, lag=None) for m in members]
     return [replace(m, state=f"ended (last seen: {m.state})", lag=None) for m in members]

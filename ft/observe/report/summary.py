@@ -1,4 +1,4 @@
-"""What ``ft report`` says on the terminal."""
+"""Build the text that ``ft report`` prints on the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,8 @@ from ft.show.text import percent, seconds, shortened, table
 
 
 def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence[Path]) -> str:
-    """A few figures, tables of the recoveries and of what DMR has found, and where the files are."""
+    """Return key figures, tables of recoveries, DMR mismatches and rebuilt stages, and the paths of the files written.
+    """
     facts = [
         ("run", f"{run.folder} ({run.state})"),
         ("steps", f"{times.steps}, {seconds(times.step)} each (median)"),

@@ -1,4 +1,4 @@
-"""The picture of a run: who held which logical rank when, how recoveries went, what the loss did."""
+"""Draw the picture of a run: which worker held which logical rank when, the phases of recoveries, and the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,16 @@ _DIAMOND = {"markersize": 7, "color": palette.MISMATCH, "markeredgecolor": "whit
 
 @dataclass(frozen=True)
 class _Scene:
-    """What is drawn. ``end``: seconds of the time axis. ``checked``: what DMR found, where it was on."""
+    """The data of one picture.
+
+    Attributes:
+        run: the run's folder as read.
+        found: the recoveries of the run.
+        lanes: which worker held which rank when.
+        zero: wall time at which the time axis starts.
+        end: length of the time axis in seconds.
+        checked: what DMR found; None where it was off.
+    """
 
     run: Run
     found: Sequence[Recovery]
@@ -39,10 +48,10 @@ class _Scene:
 
 
 def draw(run: Run, found: Sequence[Recovery], path: str | Path) -> None:
-    """Writes the picture as PNG.
+    """Write the picture as PNG.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     productive = sum(number(m, "step_time_s") or 0.0 for m in run.metrics)
     lanes, checked = tenures(run.events, found), corruption(run.events)
@@ -72,7 +81,7 @@ def _draw_lanes(axes, scene: _Scene) -> None:
         begin = recovery.began.wall - scene.zero
         width = max(recovery.total if recovery.total is not None else scene.end - begin, least)
         axes.axvspan(begin, begin + width, color=palette.OUTCOME[recovery.outcome], alpha=0.2, linewidth=0, zorder=1)
-        # Who is not replaced stands still as well: paler for as long.
+        # The other workers wait as well: their bars are paler for the duration of the recovery.
         axes.axvspan(begin, begin + width, color=palette.PAPER, alpha=0.45, linewidth=0, zorder=3)
         for event in recovery.detected or [recovery.began]:
             if event.rank is not None:
@@ -94,7 +103,7 @@ def _draw_lanes(axes, scene: _Scene) -> None:
 
 
 def _wrong(scene: _Scene) -> list[Event]:
-    """Mismatches that can be shown on a rank's lane, one of each attempt at a step."""
+    """Return the mismatches that have a lane to be drawn on, the first one of each rank and attempt at a step."""
     found = [one.event for one in scene.checked.mismatches] if scene.checked is not None else []
     shown = {
         (event.rank, event.step, event.epoch, str(event.detail.get("attempt"))): event for event in reversed(found)
@@ -113,7 +122,7 @@ def _draw_bars(axes, scene: _Scene) -> None:
         colour = palette.FIRST_WORKER if lane.is_first else colours[lane.worker]
         end = max(lane.end, scene.end) if _is_last(lane, scene) else lane.end
         axes.barh(lane.rank, end - lane.begin, left=lane.begin, height=0.7, color=colour, zorder=2)
-        # A label that does not fit says less than none: about 7 characters in 6 % of the width.
+        # Labels that do not fit are left out; 7 characters need about 6 % of the width.
         fits = (end - lane.begin) / scene.end > 0.009 * len(lane.worker) + 0.01
         if fits and scene.ranks <= _MOST_LABELS:
             text = palette.INK if lane.is_first else "white"
@@ -122,7 +131,7 @@ def _draw_bars(axes, scene: _Scene) -> None:
 
 
 def _free_from(at: float, scene: _Scene) -> float:
-    """``at``, or the end of the recovery that it lies in: labels stand beside the pale parts."""
+    """Return ``at``, or the end of the recovery that contains it, so that labels stay clear of the pale parts."""
     for recovery in scene.found:
         begin = recovery.began.wall - scene.zero
         if recovery.total is not None and begin <= at < begin + recovery.total:
@@ -135,7 +144,7 @@ def _is_last(lane: Tenure, scene: _Scene) -> bool:
 
 
 def _number_recoveries(axes, scene: _Scene) -> None:
-    """Numbers above the lanes, where there is room for them."""
+    """Write the recoveries' numbers above the lanes, skipping those that would overlap."""
     last = float("-inf")
     for recovery in scene.found:
         at = recovery.began.wall - scene.zero

@@ -1,1 +1,1 @@
-"""What failures cost a run: the paper's section IV, for restarts from a checkpoint and for hot-swap."""
+"""Planner for the cost of failures (DEADPOOL, section IV), with restarts from a checkpoint and with hot-swap."""

@@ -1,4 +1,4 @@
-"""The three ways to go on after a failure, side by side."""
+"""Compare three ways to continue after a failure: restart, restart with Young's checkpoint interval, and hot-swap."""
 
 from dataclasses import dataclass, replace
 
@@ -7,16 +7,21 @@ from ft.lab.plan.disruption.flags import Plan
 from ft.lab.plan.disruption.model import DAY_S, Cost, of_hot_swap, of_restart, standbys_for
 
 RARE = 1e-3
-"""How seldom a standby may be missing with the number that is recommended."""
+"""Largest acceptable probability that a failure finds no standby, for the recommended number of standbys."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to go on, and what it costs.
+    """One way to continue after a failure, and its cost.
 
     Attributes:
-        name: for people. key: for programs. interval: steps between its checkpoints, 0 for none. cost: per failure.
-        mttf_s: as in the plan. gpus: that train. standby_gpus: that are paid for and do not.
+        name: name in tables.
+        key: name in JSON.
+        interval: steps between its checkpoints, 0 for none.
+        cost: expected cost per failure.
+        mttf_s: seconds of progress between two failures, as in the plan.
+        gpus: number of GPUs that train.
+        standby_gpus: number of GPUs that are paid for as standbys.
     """
 
     name: str
@@ -33,22 +38,25 @@ class Way:
 
     @property
     def useful(self) -> float:
-        """Share of all GPU hours paid for, standbys and all, that gets the run on."""
+        """Return the share of all GPU hours paid for, standbys included, that gets the run on."""
         return self.efficiency * self.gpus / (self.gpus + self.standby_gpus)
 
     @property
     def lost_gpu_hours(self) -> float:
-        """GPU hours per day on the clock that are paid for and do not get the run on."""
+        """Return the GPU hours per day of wall time that are paid for and do not get the run on."""
         return (1 - self.useful) * (self.gpus + self.standby_gpus) * DAY_S / 3600
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The ways in the order of the table, and figures beside them.
+    """The ways in the order of the table, with related figures.
 
     Attributes:
-        young_s, daly_s: seconds between checkpoints that cost least, by both. no_standby: probability that a failure
-            finds none. standbys: with which one is missing in at most ``RARE`` of all failures.
+        ways: the ways.
+        young_s: optimal seconds between checkpoints by Young.
+        daly_s: optimal seconds between checkpoints by Daly.
+        no_standby: probability that a failure finds no standby.
+        standbys: number of standbys with which at most a share ``RARE`` of all failures finds none.
     """
 
     ways: list[Way]
@@ -67,16 +75,17 @@ class Answer:
 
     @property
     def recovery_ratio(self) -> float | None:
-        """Time to regain the progress that a failure found: hot-swap's over a restart's at the given interval.
+        """Return the time to regain the lost progress with hot-swap, divided by that with a restart at the given
+        interval.
 
-        None where a restart takes none.
+        None if a restart takes no time.
         """
         theirs = self.given.cost.recovery
         return self.hot_swap.cost.recovery / theirs if theirs else None
 
 
 def answer(plan: Plan) -> Answer:
-    """Works the plan out."""
+    """Compute the answer for a plan."""
     cluster, training = plan.cluster, plan.training
     best_s = young(training.checkpoint_s, cluster.mttf_s)
     best = replace(training, interval=in_steps(best_s, training.step_s))

@@ -1,4 +1,4 @@
-"""``ft plan disruption``."""
+"""Implement ``ft plan disruption``: compare the cost of failures with hot-swap and with restarts."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ Times have a unit (ms, s, m or min, h, d): 45ms, 2.5m, 90d."""
 
 
 def add_parser(subparsers) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = subparsers.add_parser(
         "disruption",
         help="what failures cost: hot-swap beside restarts from checkpoints",
@@ -28,16 +28,16 @@ def add_parser(subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the comparison, and draws it where that is asked for.
+    """Print the comparison, and draw it if that is asked for.
 
     Raises:
-        UserError: the question makes no sense, or the picture cannot be written.
+        UserError: the flags are inconsistent, or the picture cannot be written.
     """
     plan = plan_of(arguments)
     found = answer(plan)
     print(json.dumps(as_values(plan, found)) if arguments.json else as_text(plan, found))
     if arguments.plot is not None:
-        # Matplotlib takes longer to import than all else here.
+        # Imported here because importing matplotlib takes longer than everything else in this command.
         from ft.lab.plan.disruption.picture import draw
 
         try:

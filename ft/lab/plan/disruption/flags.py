@@ -1,4 +1,4 @@
-"""The flags of ``ft plan disruption``, and what they come to."""
+"""Define the flags of ``ft plan disruption``, and build the question from them."""
 
 import argparse
 import statistics
@@ -17,7 +17,7 @@ _PARTS = ("detect", "rebuild", "restore")
 
 @dataclass(frozen=True)
 class Plan:
-    """The question. ``fallback``: steps between the checkpoints of a hot-swapping run, 0 for none."""
+    """The question; ``fallback`` is the number of steps between the checkpoints of a hot-swapping run, 0 for none."""
 
     cluster: Cluster
     training: Training
@@ -30,7 +30,7 @@ class Plan:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag."""
+    """Add every flag."""
     group = parser.add_argument_group("cluster")
     group.add_argument("--gpus", type=count(), required=True, metavar="N", help="that train, standbys not counted")
     group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
@@ -95,10 +95,10 @@ _FALLBACK = "steps between checkpoints of a hot-swapping run (default: --checkpo
 
 
 def plan_of(given: argparse.Namespace) -> Plan:
-    """The question that was asked.
+    """Build the plan from the flags.
 
     Raises:
-        UserError: something is missing, or contradicts something else.
+        UserError: a flag is missing, or contradicts another one.
     """
     run = measured(load(given.from_run)) if given.from_run is not None else None
     step = _or_measured(given.step_time, run and run.step_s, "--step-time", "how long a step takes")
@@ -158,10 +158,10 @@ def _or_measured(given: float | None, run: float | None, flag: str, what: str) -
 
 
 def _replay(text: str | None) -> Replay:
-    """``text``: steps with commas between them, or the path of a file with one on each line.
+    """Return the replay model for steps separated by commas, or for a file with one step on each line.
 
     Raises:
-        UserError: it is neither.
+        UserError: ``text`` is neither.
     """
     if text is None:
         return Uniform()

@@ -1,4 +1,4 @@
-"""The times of a run that was: step and recovery parts, as ``ft plan disruption --from-run`` takes them."""
+"""Read the times of a recorded run (step, parts of a recovery) for ``ft plan disruption --from-run``."""
 
 import statistics
 from collections.abc import Iterable
@@ -22,11 +22,13 @@ _PART_OF = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run's events and metrics say.
+    """Times from a run's events and metrics.
 
     Attributes:
-        step_s: median seconds of a step, None without metrics. parts: mean seconds of each part of a hot-swap.
-        hot_swaps: how many there were. restart_s: mean seconds of a warm restart from the checkpoint, None without one.
+        step_s: median seconds of a step, None without metrics.
+        parts: mean seconds of each part of a hot-swap.
+        hot_swaps: number of hot-swaps.
+        restart_s: mean seconds of a warm restart from the checkpoint, None without one.
     """
 
     step_s: float | None
@@ -36,7 +38,7 @@ class Measured:
 
 
 def measured(run: Run) -> Measured:
-    """Reads the times of a run.
+    """Read the times of a run.
 
     Raises:
         UserError: no hot-swap was completed in it.

@@ -1,18 +1,18 @@
-"""What a failure costs, and what is left of the time: the formulas of the paper's section IV.
+"""Expected cost of a failure and effective training time: the formulas of DEADPOOL, section IV.
 
     E[C_ckpt]    = C_overhead + E[T_restart] + t_step E[R]
     E[C_hotswap] = C_overhead + E[T_hotswap] + t_step E[phi]
     E[C_rate]    = lambda E[C],  lambda = 1 / MTTF
     eta          = MTTF / (MTTF + E[C])
 
-C_overhead is what was paid between two failures to be able to go on after one: MTTF seconds of progress lie between
-them, and so MTTF / (K t_step) checkpoints, or MTTF / t_step protected steps.
+C_overhead is the cost of protection between two failures. MTTF seconds of progress lie between them, and therefore MTTF
+/ (K t_step) checkpoints, or MTTF / t_step protected steps.
 
-The paper counts the interrupted step (phi of it is lost) for hot-swap only. A restart loses it as well, so here it
-counts for both; with E[phi] = 1/2, t_step (E[R] + E[phi]) is the K/2 t_step that the paper calculates with, and with
-E[phi] = 0 it is the formula above.
+DEADPOOL counts the lost part phi of the interrupted step for hot-swap only. A restart loses it as well, so here it
+counts for both. With E[phi] = 1/2, t_step (E[R] + E[phi]) is the K/2 t_step that DEADPOOL calculates with; with E[phi]
+= 0 it is the formula above.
 
-Failures during a recovery are left out, as in the paper: the model holds where E[C] is well below MTTF.
+Failures during a recovery are left out, as in DEADPOOL: the model holds where E[C] is well below MTTF.
 """
 
 import math
@@ -26,11 +26,14 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """Who can fail, and how often.
+    """The cluster, and how often it fails.
 
     Attributes:
-        gpus: that train. gpus_per_node: of one node. mttf_s: seconds of progress between two failures of the run.
-        standby_nodes: that wait for one. repair_s: until a failed node is back as a standby.
+        gpus: number of GPUs that train.
+        gpus_per_node: number of GPUs of one node.
+        mttf_s: seconds of progress between two failures of the run.
+        standby_nodes: number of standby nodes.
+        repair_s: seconds until a failed node is back as a standby.
     """
 
     gpus: int
@@ -45,22 +48,24 @@ class Cluster:
 
     @property
     def in_repair(self) -> float:
-        """Nodes that are on average away for repair: failures in the time that one takes."""
+        """Return the mean number of nodes in repair: the failures during the time of one repair."""
         return self.repair_s / self.mttf_s
 
     @property
     def no_standby(self) -> float:
-        """Probability that a failure finds no standby."""
+        """Return the probability that a failure finds no standby."""
         return missing(self.standby_nodes, self.in_repair)
 
 
 @dataclass(frozen=True)
 class Training:
-    """What both ways of going on have in common.
+    """Parameters shared by all ways to continue.
 
     Attributes:
-        step_s: seconds of a step. interval: steps between two checkpoints. checkpoint_s: seconds that training stands
-            still for one. restart_s: seconds from a failure to the first step after a restart, without replay.
+        step_s: seconds of a step.
+        interval: steps between two checkpoints.
+        checkpoint_s: seconds for which one checkpoint stops training.
+        restart_s: seconds from a failure to the first step after a restart, without replay.
         interrupted: E[phi], the part of the interrupted step that was done.
     """
 
@@ -73,11 +78,11 @@ class Training:
 
 @dataclass(frozen=True)
 class HotSwap:
-    """What a hot-swap takes.
+    """Durations of a hot-swap.
 
     Attributes:
-        parts: name -> seconds, in order; "detect" comes before it is known whether there is a standby.
-        protect_s: by which the snapshots prolong each step.
+        parts: name -> seconds, in order; "detect" precedes the knowledge whether there is a standby.
+        protect_s: seconds by which snapshots prolong each step.
     """
 
     parts: Mapping[str, float]
@@ -89,7 +94,9 @@ class Cost:
     """Expected seconds per failure.
 
     Attributes:
-        overhead: paid before it. latency: part -> seconds that nothing is computed. replay: computed a second time.
+        overhead: cost of protection before the failure.
+        latency: part -> seconds during which nothing is computed.
+        replay: seconds of steps that are computed again.
     """
 
     overhead: float
@@ -98,31 +105,32 @@ class Cost:
 
     @property
     def recovery(self) -> float:
-        """What the failure itself causes: without the overhead."""
+        """Return the seconds that the failure itself causes, without the overhead."""
         return sum(self.latency.values()) + self.replay
 
     @property
     def total(self) -> float:
-        """E[C]."""
+        """Return E[C] in seconds."""
         return self.overhead + self.recovery
 
     def per_day(self, mttf_s: float) -> float:
-        """E[C_rate] of a day of progress, in seconds."""
+        """Return E[C_rate] for a day of progress, in seconds."""
         return self.total * DAY_S / mttf_s
 
     def efficiency(self, mttf_s: float) -> float:
-        """Eta: the share of the time in which the run gets on."""
+        """Return eta: the share of the time that gets the run on."""
         return mttf_s / (mttf_s + self.total)
 
 
 def mttf(gpus: int, gpus_per_node: int, mtbf_gpu_s: float | None, mtbf_node_s: float | None) -> float:
-    """Seconds between two failures of a run: rates of independent parts add up. ``None``: these never fail."""
+    """Return the seconds between two failures of a run; the rates of independent parts add up. ``None``: never fails.
+    """
     rate = (gpus / mtbf_gpu_s if mtbf_gpu_s else 0.0) + (gpus / gpus_per_node / mtbf_node_s if mtbf_node_s else 0.0)
     return 1.0 / rate
 
 
 def of_restart(cluster: Cluster, training: Training, replay: Replay) -> Cost:
-    """E[C_ckpt]."""
+    """Return E[C_ckpt]."""
     return Cost(
         overhead=_checkpoints(cluster, training),
         latency={"restart": training.restart_s},
@@ -131,9 +139,10 @@ def of_restart(cluster: Cluster, training: Training, replay: Replay) -> Cost:
 
 
 def of_hot_swap(cluster: Cluster, training: Training, replay: Replay, swap: HotSwap) -> Cost:
-    """E[C_hotswap]; where no standby is left the run restarts, so the checkpoints of ``training`` are written here too.
+    """Return E[C_hotswap].
 
-    ``training.interval`` 0: there are none, and a standby must always be left.
+    If no standby is left the run restarts, so the checkpoints of ``training`` are written here too. With
+    ``training.interval`` 0 there are none, and a standby must always be left.
     """
     alone = cluster.no_standby
     overhead = swap.protect_s * cluster.mttf_s / training.step_s
@@ -148,10 +157,10 @@ def of_hot_swap(cluster: Cluster, training: Training, replay: Replay, swap: HotS
 
 
 def missing(standby_nodes: int, in_repair: float) -> float:
-    """Probability that all standbys are gone when a failure strikes.
+    """Return the probability that no standby is left when a failure strikes.
 
-    Nodes away for repair are Poisson distributed around their mean (failures without memory, each repaired on its own:
-    an M/G/infinity queue), and a failure sees that distribution.
+    The number of nodes in repair is Poisson distributed around its mean, because failures are memoryless and repairs
+    are independent (an M/G/infinity queue), and a failure sees that distribution.
     """
     if standby_nodes == 0:
         return 1.0
@@ -163,7 +172,7 @@ def missing(standby_nodes: int, in_repair: float) -> float:
 
 
 def standbys_for(probability: float, in_repair: float) -> int:
-    """The least number of standby nodes with which one is missing at most that often."""
+    """Return the least number of standby nodes with which a failure finds none with at most ``probability``."""
     if in_repair == 0:
         return 1
     needed, there, log = 0, 0.0, math.log(in_repair)

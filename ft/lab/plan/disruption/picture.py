@@ -1,4 +1,4 @@
-"""The picture of ``ft plan disruption``: what a failure costs, and what is left of the time as the cluster grows."""
+"""Draw the picture of ``ft plan disruption``: cost of a failure, and effective training time against cluster size."""
 
 import math
 from dataclasses import replace
@@ -31,10 +31,10 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def draw(plan: Plan, found: Answer, path: Path) -> None:
-    """Writes the picture as PNG.
+    """Write the picture as PNG.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     figure = Figure(figsize=_SIZE_IN, dpi=_DPI, facecolor=palette.PAPER, layout="constrained")
     FigureCanvasAgg(figure)
@@ -100,9 +100,9 @@ def _draw_curves(axes, plan: Plan, found: Answer) -> None:
 
 
 def _scaled(plan: Plan, gpus: float):
-    """The cluster at another size: the time between two failures shrinks as parts are added."""
+    """Return the cluster at another size; with more parts, the time between two failures shrinks."""
     cluster = plan.cluster
-    # The interval that was given stays; standbys grow with the cluster, or they would run out.
+    # The checkpoint interval stays as given; standbys grow with the cluster, as they would run out otherwise.
     standbys = round(cluster.standby_nodes * max(1.0, gpus / cluster.gpus))
     return replace(cluster, mttf_s=cluster.mttf_s * cluster.gpus / gpus, standby_nodes=standbys)
 

@@ -1,4 +1,4 @@
-"""How many completed steps a failure throws away: both models of the paper's section IV."""
+"""Models of how many completed steps a failure throws away (DEADPOOL, section IV): uniform and empirical."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ class Replay(Protocol):
     """A model of R, the number of steps completed since the last checkpoint when a failure strikes."""
 
     def expected(self, interval: int) -> float:
-        """E[R] with a checkpoint every ``interval`` steps."""
+        """Return E[R] with a checkpoint every ``interval`` steps."""
 
     def describe(self) -> str:
-        """The model in a few words."""
+        """Return the model in a few words."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """A failure strikes at any time alike: R is uniform on 0 .. K-1, and E[R] = (K - 1) / 2."""
+    """Failures strike uniformly in time: R is uniform on 0 .. K-1, and E[R] = (K - 1) / 2."""
 
     def expected(self, interval: int) -> float:
         return (interval - 1) / 2
@@ -28,11 +28,11 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Empirical:
-    """Failures as they came: E[R] = sum over r of r Pr(R = r).
+    """Failures as recorded: E[R] = sum over r of r Pr(R = r).
 
     Attributes:
         steps: number of completed steps at which each failure struck, counted from any checkpoint. With a checkpoint
-            every K steps, one at step s throws s mod K away.
+            every K steps, a failure at step s throws away s mod K steps.
     """
 
     steps: Sequence[int]

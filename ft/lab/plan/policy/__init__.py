@@ -1,1 +1,1 @@
-"""``ft plan policy``: which rung of recovery serves after which failure."""
+"""Implementation of ``ft plan policy``: which kind of recovery is used after which failure."""

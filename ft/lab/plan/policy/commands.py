@@ -1,4 +1,4 @@
-"""``ft plan policy``."""
+"""Implement ``ft plan policy``: show the kinds of recovery in order of preference, and which one follows a failure."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ _RUNGS = {
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "policy",
         help="the order of recovery rungs, and which serves after which failure",
@@ -40,10 +40,10 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the rungs and what typical failures come to, or the answer for one failure.
+    """Print the kinds of recovery and what follows typical failures, or the decision for one failure.
 
     Raises:
-        UserError: the stages make no sense.
+        UserError: the stages are invalid.
     """
     blocks = _blocks(given)
     if given.lost is None:
@@ -85,7 +85,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[str, str, Rung]]:
-    """(what happened, CheckFree, the rung) for the failures one should have thought of."""
+    """Return (failure, CheckFree mode, decision) for the typical failures."""
     last, middle = len(blocks) - 1, len(blocks) // 2
     losses = {"ranks die, peer copies exist": frozenset()}
     losses |= {f"stage {stage} lost everywhere": frozenset({stage}) for stage in (middle, 0, last)}
@@ -109,7 +109,7 @@ def _all_text(failures: list[tuple[str, str, Rung]]) -> str:
 
 
 def _why(rung: Rung) -> str:
-    """Of a restart, what decided: why the rung above it does not bear."""
+    """Return the reason; for a restart, why the kind of recovery before it cannot be used."""
     _, found, against = rung.reason.partition(f"{AGAINST}: ")
     return against.split(";")[0] if found else rung.reason
 

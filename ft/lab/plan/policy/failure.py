@@ -1,4 +1,4 @@
-"""A failure as the control plane would see it: one rank on each stage, peer copies in a ring."""
+"""Build a failure as the control plane sees it: one rank on each stage, with peer copies in a ring."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,10 +10,13 @@ STEP = 0
 
 
 def failure(blocks: Sequence[int], lost: Collection[int], checkfree: str) -> tuple[Memory, Stages]:
-    """What ``ft.job.control.recovery_plan.decide`` is told when nobody holds the state of the stages ``lost`` any more.
+    """Return the arguments of ``ft.job.control.recovery_plan.decide`` if no rank holds the state of the ``lost``
+    stages.
 
     Args:
-        blocks: by stage, its transformer blocks. checkfree: as of ``Stages``.
+        blocks: number of transformer blocks of each stage.
+        lost: the stages without any copy of their state.
+        checkfree: as in ``Stages``.
     """
     stages = range(len(blocks))
     holdings = {stage: Holdings([STEP], {}) for stage in stages if stage not in lost}

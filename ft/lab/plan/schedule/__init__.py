@@ -1,1 +1,1 @@
-"""``ft plan schedule``: the order in which pipeline stages run microbatches, its cost, and whether it may run."""
+"""Planner for pipeline schedules (``ft plan schedule``): order of microbatches, cost, and validity."""

@@ -1,4 +1,4 @@
-"""``ft plan schedule``."""
+"""Implement ``ft plan schedule``: plan, check, compare and draw pipeline schedules."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ _NUMBER = argument(between(0.0, 1e12))
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "schedule",
         help="order per stage, bubbles and message order of pipeline schedules, those of CheckFree+ too",
@@ -56,10 +56,10 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Plans, prints, draws and writes.
+    """Plan, print, draw and write the schedule.
 
     Raises:
-        UserError: there is no such schedule, it may not run, or a file cannot be written.
+        UserError: the schedule does not exist, is invalid, or a file cannot be written.
     """
     units = given.pp * given.microbatches * max(1, given.chunks)
     if units > _MOST_UNITS:
@@ -83,7 +83,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _draw(found: Planned, path: Path) -> None:
-    # Matplotlib takes longer to import than all else here.
+    # Imported here because importing matplotlib takes longer than everything else in this command.
     from ft.lab.plan.schedule.picture import draw
 
     try:

@@ -1,4 +1,4 @@
-"""The picture of a schedule: what each stage runs over time."""
+"""Draw a pipeline schedule: the units that each stage runs over time."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ _COLOURS = {
 }
 _LANE = 0.84
 _NUMBERED = 340
-"""Moments of the shortest unit that a picture may be long for microbatches' numbers to be readable."""
+"""Largest length of a schedule, in durations of its shortest unit, at which the microbatches' numbers are readable."""
 
 
 def draw(found: Planned, path: Path) -> None:
-    """Writes the picture as PNG.
+    """Write the picture as PNG.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     shape = found.shape
     title = f"{found.kind}: {shape.stages} stages, {shape.microbatches} microbatches"

@@ -1,4 +1,4 @@
-"""``ft plan schedule`` for people and for programs."""
+"""Format the result of ``ft plan schedule`` as text or JSON values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _MOST_FAULTS = 4
 
 
 def as_text(found: Planned, beside: Sequence[Planned]) -> str:
-    """The schedule, its check, its order, and what others cost."""
+    """Return the schedule's cost, the result of its check, its order, and the cost of other schedules."""
     shape = found.shape
     times = f"forward {shape.f:g}, backward {shape.b:g}, message {shape.comm:g}"
     head = f"{found.kind}: {shape.stages} stages, {shape.microbatches} microbatches; {times}"
@@ -71,7 +71,7 @@ def _compared(found: Planned, planned: Sequence[Planned]) -> str:
 
 
 def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
-    """The same for programs; times in the unit in which they were given."""
+    """Return the same as JSON values; times are in the unit in which they were given."""
     program = found.program
     return {
         **_summary(found),
@@ -84,7 +84,7 @@ def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
 
 
 def predicted(found: Planned) -> dict[str, Any]:
-    """What the file of the steps says about them: the times that were given, and what comes of them."""
+    """Return the part of the schedule file that describes it: the given times, and the results for them."""
     given = {"forward": found.shape.f, "backward": found.shape.b, "comm": found.shape.comm}
     return given | {name: value for name, value in _summary(found).items() if name not in ("kind", "valid")}
 

@@ -1,1 +1,1 @@
-"""What snapshots and peer copies ask of a cluster, and what risk is left, before a run is started."""
+"""Planner for snapshots: memory and bandwidth that peer copies need, and the remaining risk of losing state."""

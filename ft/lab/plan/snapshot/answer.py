@@ -1,4 +1,4 @@
-"""What k copies cost and what risk they leave, for one cluster and one model."""
+"""Compute what k peer copies of each snapshot cost and what risk they leave, for one cluster and one model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,18 @@ MONTH = 30 * 86400.0
 
 @dataclass(frozen=True)
 class Question:
-    """A run that is to be started.
+    """The planned run.
 
     Attributes:
-        where: logical rank -> kind -> name of its failure domains. groups: data-parallel groups.
-        shards: logical rank -> its snapshot's bytes. copies_complete: a peer copy holds all of a rank's state.
-        pcie, network: bytes per second, of one GPU and of one node in each direction.
-        step_s: one step, None where it is not known. optimizer_s: its part in which tensors change.
-        failures: how often what fails.
+        where: logical rank -> kind -> name of its failure domains.
+        groups: the data-parallel groups.
+        shards: logical rank -> bytes of its snapshot.
+        copies_complete: whether a peer copy contains all of a rank's state.
+        pcie: bytes per second between one GPU and its host.
+        network: bytes per second of one node, in each direction.
+        step_s: seconds of a step, None where unknown.
+        optimizer_s: seconds of the step during which tensors change.
+        failures: how often each kind of component fails.
     """
 
     where: Mapping[int, Mapping[str, str]]
@@ -36,25 +40,37 @@ class Question:
 
     @property
     def copies_carry(self) -> bool:
-        """Whether there is anything in a peer copy that data-parallel peers do not have anyway."""
+        """Whether peer copies contain any state that data-parallel peers do not hold anyway."""
         return any(shard.owned > 0 for shard in self.shards.values())
 
     @property
     def window_s(self) -> float | None:
-        """From the start of a snapshot to the next optimizer step: the time in which all has to be over."""
+        """Return the seconds from the start of a snapshot to the next optimizer step; the copies have to be complete
+        within them.
+        """
         return None if self.step_s is None else self.step_s - self.optimizer_s
 
 
 @dataclass(frozen=True)
 class Answer:
-    """For ``k`` copies. Bytes are those of the node that has most, or of one step.
+    """The result for ``k`` copies. Bytes are those of the node with the most, or those of one step.
 
     Attributes:
-        own, copies: host memory for a node's own snapshots (two buffers each) and for those it holds for others.
-        d2h: copied to the host on one GPU. sent, received: over one node's network.
-        d2h_s, network_s: what those take. transfer_s: both overlapped, chunk by chunk.
-        formula: formula (1) per step; correlated: its correlated form for the kind of domain that fails most, None
-            without any. risk: of this placement. problems: sentences.
+        k: number of peer copies.
+        own: host memory for a node's own snapshots (two buffers each), in bytes.
+        copies: host memory for the copies that the node holds for others (two buffers each), in bytes.
+        d2h: bytes copied to the host by one GPU.
+        sent: bytes sent by one node.
+        received: bytes received by one node.
+        d2h_s: seconds of the copy to the host.
+        network_s: seconds of the transfer over the network.
+        transfer_s: seconds of both, overlapped chunk by chunk.
+        fits: whether ``transfer_s`` fits into the window; None where the window is unknown.
+        formula: DEADPOOL, formula (1), per step; per window of exposure where the step time is unknown.
+        correlated: its correlated form for the kind of failure domain that fails most often; None without failure
+            domains.
+        risk: risk of this placement.
+        problems: sentences about the placement's problems.
     """
 
     k: int
@@ -78,7 +94,7 @@ class Answer:
 
 
 def answer(question: Question, k: int) -> Answer:
-    """Places ``k`` copies and adds up what follows."""
+    """Place ``k`` copies of each snapshot and compute their cost and risk."""
     where, shards = question.where, question.shards
     holders = place(where, question.groups, k)
     node = {rank: kinds[NODE] for rank, kinds in where.items()}
@@ -116,7 +132,7 @@ def answer(question: Question, k: int) -> Answer:
 
 
 def _formulas(question: Question, k: int) -> tuple[float, float | None]:
-    """Formula (1) and its correlated form per step, with the cluster's shards and failure rates."""
+    """Return DEADPOOL's formula (1) and its correlated form, per step, with the cluster's shards and failure rates."""
     per = question.step_s or question.failures.window
     rates = {kind: 1.0 / mtbf for kind, mtbf in question.failures.mtbf.items()}
     node = rates.pop(NODE, 0.0)

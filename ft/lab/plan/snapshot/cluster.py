@@ -1,4 +1,4 @@
-"""Which logical rank is on which node of which racks, and who are data-parallel peers."""
+"""Map logical ranks to nodes and racks, to pipeline stages and to data-parallel groups."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,13 +10,16 @@ from megatron.training.arguments.layout import Layout
 
 
 def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_rack: int | None) -> list[dict[str, str]]:
-    """kind -> name for each node, in order.
+    """Return kind -> name of failure domain for each node, in order.
 
     Args:
-        topology: with the hosts in ``hosts``, or its own first ones. per_rack: nodes in a rack, without a topology.
+        count: number of nodes.
+        topology: the cluster's topology, or None.
+        hosts: names of the nodes in the topology; if empty, its first hosts are the nodes.
+        per_rack: number of nodes in a rack, for use without a topology; None: no racks.
 
     Raises:
-        UserError: there are too few hosts, or one is not in the topology.
+        UserError: there are too few hosts, or a host is not in the topology.
     """
     if topology is None:
         racks = {} if per_rack is None else {i: {"rack": f"r{i // per_rack}"} for i in range(count)}
@@ -30,12 +33,12 @@ def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_ra
 
 
 def seats(nodes: Sequence[Mapping[str, str]], per_node: int) -> dict[int, Mapping[str, str]]:
-    """Logical rank -> kind -> name: nodes in order, as torchrun."""
+    """Return logical rank -> kind -> name of failure domain; ranks fill the nodes in order, as with torchrun."""
     return {rank: nodes[rank // per_node] for rank in range(len(nodes) * per_node)}
 
 
 def stage_of(grid: Layout, pipeline_first: bool) -> list[int]:
-    """The pipeline stage of each logical rank. ``pipeline_first``: --use-tp-pp-dp-mapping."""
+    """Return the pipeline stage of each logical rank (``pipeline_first``: --use-tp-pp-dp-mapping)."""
     inner, outer = grid.tp * grid.cp, grid.dp
     if pipeline_first:
         return [rank // inner % grid.pp for rank in range(grid.world_size)]
@@ -43,8 +46,10 @@ def stage_of(grid: Layout, pipeline_first: bool) -> list[int]:
 
 
 def data_parallel_groups(grid: Layout, pipeline_first: bool) -> list[list[int]]:
-    """Groups of ranks that hold the same part of the model, in ring order; core's orders TP, CP, DP, PP and TP, CP, PP,
-    DP."""
+    """Return the groups of ranks that hold the same part of the model, in ring order.
+
+    Ranks are ordered TP, CP, DP, PP as in megatron-core or, with ``pipeline_first``, TP, CP, PP, DP.
+    """
     if pipeline_first:
         ranks = numpy.arange(grid.world_size).reshape(grid.dp, grid.pp, grid.cp, grid.tp).transpose(1, 3, 0, 2)
     else:

@@ -1,4 +1,4 @@
-"""``ft plan snapshot``."""
+"""Implement ``ft plan snapshot``."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ Give the trainer's own flags after its name; its size may be given with --params
 
 
 def add_parser(subparsers) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = subparsers.add_parser(
         "snapshot",
         help="what peer copies cost in memory and bandwidth, and what risk they leave",
@@ -30,10 +30,10 @@ def add_parser(subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table or, with ``--json``, the values.
+    """Print the table or, with ``--json``, the values.
 
     Raises:
-        UserError: the question makes no sense.
+        UserError: the flags are invalid or contradict each other.
     """
     plan = plan_of(arguments)
     answers = [answer(plan.question, k) for k in plan.copies]

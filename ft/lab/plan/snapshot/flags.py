@@ -1,4 +1,4 @@
-"""The flags of ``ft plan snapshot``, and the question that they ask."""
+"""Define the flags of ``ft plan snapshot``, and build the question from them."""
 
 import argparse
 from dataclasses import dataclass
@@ -14,17 +14,24 @@ from ft.platform.topology import NODE, read_topology
 from megatron.training.arguments import Layout, Options, layout, parse
 
 GB = 1e9
-_GPU_MTBF_S = 18 * 60.0 * 100_000  # the paper's section V-C: an interruption every 18 min on 100,000 GPUs
+_GPU_MTBF_S = 18 * 60.0 * 100_000  # DEADPOOL, section V-C: an interruption every 18 min on 100,000 GPUs
 _DOMAIN_MTBF = "730d"
-_RECOVERY = "30s"  # the paper's figure 10: 17.1 to 29.8 s
+_RECOVERY = "30s"  # DEADPOOL, figure 11: 17.1 to 29.8 s
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The question with what the table says about it.
+    """The question, with what the output says about it.
 
     Attributes:
-        parameters: of the whole model. has_flags: the run's own flags are known, not only its size.
+        question: the question.
+        grid: sizes of the parallel groups.
+        nodes: number of nodes.
+        parameters: number of parameters of the whole model.
+        copies: the numbers of copies to compare.
+        host_memory: bytes of a node's host memory, or None.
+        expects_rack_failures: whether there are failure domains other than nodes.
+        has_flags: whether the trainer's flags are known, not only the model's size.
     """
 
     question: Question
@@ -38,7 +45,7 @@ class Plan:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag; the trainer's own follow the name of its script, as with ``ft run``."""
+    """Add every flag; the trainer's own flags follow the name of its script, as with ``ft run``."""
     group = parser.add_argument_group("cluster")
     group.add_argument("--nodes", type=count(), required=True, metavar="N", help="that train, standbys not counted")
     group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
@@ -111,10 +118,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of(given: argparse.Namespace) -> Plan:
-    """What is asked.
+    """Build the plan from the flags.
 
     Raises:
-        UserError: it makes no sense.
+        UserError: the flags are invalid or contradict each other.
     """
     words = given.command[1:] if given.command and not given.command[0].startswith("--") else given.command
     options = parse(words[1:] if words[:1] == ["--"] else words)

@@ -1,22 +1,22 @@
-"""The probability that a state is lost with all its copies: the paper's formula (1), and failures that are correlated.
+"""Probability that a state is lost with all its copies: DEADPOOL's formula (1), and a model with correlated failures.
 
-Formula (1) (section V-C): nodes fail independently, each within a step with probability p; a shard is lost when its
-owner and its k holders fail within the same step; the union bound over D shards is ``D p^(k+1)``. The paper's
-correlated form puts q, the probability that a failure domain fails within a step, in the place of p.
+Formula (1) (DEADPOOL, section V-C): nodes fail independently, each within a step with probability p. A shard is lost
+when its owner and its k holders fail within the same step; the union bound over D shards is ``D p^(k+1)``. DEADPOOL's
+correlated form replaces p by q, the probability that a failure domain fails within a step.
 
-Both take it for granted that owner and holders have nothing in common. The model here goes by the placement. Nodes
-fail with rate ``1 / mtbf``, and so do failure domains, which take all their nodes along; all of that independently. A
-failure opens a window: until the lost ranks are seated again and their copies are sent again, what it took is not
-protected. State is lost when everything that is left of an owner and its holders goes down within that window. For a
-failure of ``c``, let ``M_c`` be the smallest sets of further components that bring this about for some owner (a domain
-that takes several nodes along counts once, and so does a set that several owners are lost by). Then
+Both assume that owner and holders share no failure domain. The model here uses the actual placement. Nodes fail with
+rate ``1 / mtbf``, and so do failure domains, which take down all their nodes; all failures are independent. A failure
+opens a window: what it took is unprotected until the lost ranks have workers again and their copies are sent again.
+State is lost when all other nodes that hold it, the owner's and the holders', go down within that window. For a failure
+of ``c``, let ``M_c`` be the minimal sets of further components whose failures cause this for some owner (a domain that
+takes down several nodes counts once, and so does a set by which several owners lose their state). Then
 
     P(loss | c) <= min(1, sum over m in M_c of product over f in m of P(f fails within the window))
     P(loss | a failure) = sum over c of rate(c) / rate * P(loss | c)
 
-and over a time T, ``1 - exp(-rate T P(loss | a failure))``. With nodes alone and the k copies on k other nodes the
-second line times the rate is ``(k + 1) D p^(k+1)`` per window: k + 1 times formula (1), as any one of the k + 1 may be
-the first.
+and over a time T, ``1 - exp(-rate T P(loss | a failure))``. If only nodes fail and the k copies are on k other nodes,
+the second line times the rate is ``(k + 1) D p^(k+1)`` per window: k + 1 times formula (1), because any of the k + 1
+nodes may be the first to fail.
 """
 
 import itertools
@@ -28,26 +28,28 @@ from ft.platform.topology import NODE
 
 Where = Mapping[int, Mapping[str, str]]
 Component = tuple[str, str]
-"""(kind, name) of what can fail: a node, a rack, ..."""
+"""(kind, name) of a component that can fail: a node, a rack, ..."""
 
 
 def formula_1(shards: int, p: float, k: int) -> float:
-    """Bound on the probability per step that a shard is lost: ``D p^(k+1)``; with q for p its correlated form."""
+    """Return the bound on the probability per step that a shard is lost: ``D p^(k+1)``; with q for p, its correlated
+    form.
+    """
     return min(1.0, shards * p ** (k + 1))
 
 
 def over(steps: float, per_step: float) -> float:
-    """Probability of at least one loss in so many steps."""
+    """Return the probability of at least one loss in ``steps`` steps."""
     return 1.0 if per_step >= 1 else -math.expm1(steps * math.log1p(-per_step))
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How often what fails.
+    """How often each kind of component fails.
 
     Attributes:
-        mtbf: kind of component ("node", "rack", ...) -> seconds between two failures of one of them. Kinds that are not
-            in it do not fail.
+        mtbf: kind of component ("node", "rack", ...) -> seconds between two failures of one component; other kinds do
+            not fail.
         window: seconds until what a failure took is protected again.
     """
 
@@ -55,32 +57,39 @@ class Failures:
     window: float
 
     def within(self, kind: str) -> float:
-        """Probability that one component of this kind fails within the window."""
+        """Return the probability that one component of this kind fails within the window."""
         return -math.expm1(-self.window / self.mtbf[kind]) if kind in self.mtbf else 0.0
 
 
 @dataclass(frozen=True)
 class Risk:
-    """``rate``: failures per second of all components together; ``per_failure``: probability that one loses state;
-    ``by_kind``: the same for failures of one kind."""
+    """The risk of losing state.
+
+    Attributes:
+        rate: failures per second of all components together.
+        per_failure: probability that a failure loses state.
+        by_kind: the same for failures of each kind of component.
+    """
 
     rate: float
     per_failure: float
     by_kind: Mapping[str, float] = field(default_factory=dict)
 
     def within(self, seconds: float) -> float:
-        """Probability of at least one loss in so long a time."""
+        """Return the probability of at least one loss within ``seconds``."""
         return -math.expm1(-self.rate * seconds * self.per_failure)
 
 
 def risk(where: Where, holders: Mapping[int, Sequence[int]], failures: Failures) -> Risk:
-    """The risk of a placement.
+    """Return the risk of a placement.
 
     Args:
-        where: logical rank -> kind -> name. holders: owner -> holders of its copies.
+        where: logical rank -> kind -> name of its failure domains.
+        holders: owner -> holders of its copies.
+        failures: how often each kind of component fails.
     """
     nodes = {kinds[NODE]: kinds for kinds in where.values()}
-    number: dict[Component, int] = {}  # small numbers make sets that are found fast
+    number: dict[Component, int] = {}  # small integers make set operations fast
     parts = [[number.setdefault(part, len(number)) for part in kinds.items()] for kinds in nodes.values()]
     kinds = [kind for kind, _ in number]
     chance = [failures.within(kind) for kind in kinds]
@@ -110,7 +119,7 @@ def risk(where: Where, holders: Mapping[int, Sequence[int]], failures: Failures)
 def _sets_on(
     where: Where, holders: Mapping[int, Sequence[int]], node_of: Mapping[str, int]
 ) -> dict[int, set[frozenset[int]]]:
-    """Node -> the sets of nodes it belongs to which hold all there is of some state."""
+    """Return node -> the sets of nodes, including it, that together hold all copies of some state."""
     seat = {rank: node_of[kinds[NODE]] for rank, kinds in where.items()}
     found: dict[int, set[frozenset[int]]] = {}
     for nodes in {frozenset([seat[owner], *[seat[rank] for rank in held]]) for owner, held in holders.items()}:
@@ -120,7 +129,7 @@ def _sets_on(
 
 
 def _components(parts: Sequence[Sequence[int]]) -> dict[int, frozenset[int]]:
-    """Everything that can fail -> the nodes that go down with it."""
+    """Return each component that can fail -> the nodes that go down with it."""
     members: dict[int, list[int]] = {}
     for node, of_node in enumerate(parts):
         for part in of_node:
@@ -129,7 +138,10 @@ def _components(parts: Sequence[Sequence[int]]) -> dict[int, frozenset[int]]:
 
 
 def _shape(rests: Sequence[Sequence[int]], fatal: Sequence[Sequence[int]], kinds: Sequence[str]) -> tuple:
-    """What the ways down depend on, without the names of components: in a regular cluster most have the same."""
+    """Return everything that the result of ``_ways_down`` depends on, without the components' names.
+
+    In a regular cluster most failures have the same shape, so the result can be reused.
+    """
     names: dict[int, int] = {}
     return tuple(
         tuple([tuple([(names.setdefault(part, len(names)), kinds[part]) for part in fatal[node]]) for node in rest])
@@ -138,7 +150,8 @@ def _shape(rests: Sequence[Sequence[int]], fatal: Sequence[Sequence[int]], kinds
 
 
 def _ways_down(nodes: Sequence[int], fatal: Sequence[Sequence[int]]) -> set[frozenset[int]]:
-    """The smallest sets of components whose failures take all of ``nodes`` down; the empty one where there are none."""
+    """Return the minimal sets of components whose failures take down all ``nodes``; for no nodes, only the empty set.
+    """
     ways = set(map(frozenset, itertools.product(*[fatal[node] for node in nodes])))
     if len(set(map(len, ways))) == 1:
         return ways

@@ -1,7 +1,7 @@
-"""What of a model's state is on one rank of each pipeline stage, from the flags that the run will be started with.
+"""Compute the size of one rank's snapshot for each pipeline stage, from the flags of the run.
 
-The numbers are those of megatron-core's GPT (parameters of its modules, layer by layer) and of
-:mod:`ft.state.snapshot.capture`: main parameters and optimizer state, which the distributed optimizer shards.
+The numbers follow megatron-core's GPT (parameters of its modules, layer by layer) and :mod:`ft.state.snapshot.capture`
+(main parameters and optimizer state, which the distributed optimizer shards).
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from megatron.training.arguments import Options
 
 MAIN, MOMENTS = 4, {"adam": 8, "sgd": 4}
-"""Bytes per parameter: the fp32 main copy, and the optimizer's own fp32 tensors."""
+"""Bytes per parameter: of the fp32 main copy, and of the optimizer's own fp32 tensors."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """On one rank of a stage: ``dense`` and ``expert`` parameters, as numbers of elements."""
+    """Numbers of ``dense`` and ``expert`` parameters on one rank of a stage."""
 
     dense: float
     expert: float = 0.0
@@ -27,7 +27,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's snapshot in bytes: what goes to peers too, and what only stays here."""
+    """One rank's snapshot in bytes: the part that is sent to peers too, and the part that stays on the rank."""
 
     owned: float
     replicated: float
@@ -36,10 +36,13 @@ class Shard:
 def shards(
     stages: list[Parameters], options: "Options", grid: Layout, per_parameter: float | None = None
 ) -> list[Shard]:
-    """Snapshot of one rank of each pipeline stage.
+    """Return the snapshot of one rank of each pipeline stage.
 
     Args:
-        per_parameter: bytes of main copy and optimizer state for a parameter; default: fp32 ones.
+        stages: parameters of one rank of each stage.
+        options: the trainer's options.
+        grid: sizes of the parallel groups.
+        per_parameter: bytes of main copy and optimizer state for a parameter; default: those of fp32.
     """
     optimizer = options.optimizer
     momentum = optimizer.optimizer == "adam" or optimizer.sgd_momentum != 0
@@ -61,16 +64,16 @@ def shards(
 
 
 def even(total: float, expert: float, grid: Layout) -> list[Parameters]:
-    """``total`` parameters, ``expert`` of them in experts, spread evenly."""
+    """Spread ``total`` parameters, of which ``expert`` belong to experts, evenly over the ranks."""
     dense = (total - expert) / (grid.tp * grid.pp)
     return [Parameters(dense, expert / (grid.etp * grid.ep * grid.pp))] * grid.pp
 
 
 def from_flags(options: "Options", grid: Layout) -> list[Parameters]:
-    """Parameters of one rank of each stage.
+    """Return the parameters of one rank of each stage.
 
     Raises:
-        UserError: a flag that the size depends on is missing, or layers cannot be split over the stages.
+        UserError: a flag that determines the size is missing, or layers cannot be split over the stages.
     """
     _check(options, grid)
     model, tp, hidden = options.model, grid.tp, options.model.hidden_size
@@ -128,7 +131,7 @@ def _moe_layers(options: "Options") -> list[bool]:
 
 
 def _stages(options: "Options", grid: Layout) -> list[int]:
-    """The stage of each layer: stages in turn, with the interleaved schedule several times."""
+    """Return the stage of each layer; with the interleaved schedule, each stage gets several ranges of layers."""
     parallel, layers, chunks = options.parallel, options.model.num_layers, grid.vpp or 1
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     before, after = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
@@ -152,7 +155,7 @@ def _stages(options: "Options", grid: Layout) -> list[int]:
 
 
 def _layer(options: "Options", grid: Layout, is_moe: bool) -> Parameters:
-    """One transformer layer on one rank."""
+    """Return the parameters of one transformer layer on one rank."""
     model, tp, hidden = options.model, grid.tp, options.model.hidden_size
     queries = model.num_attention_heads * model.kv_channels
     groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
@@ -170,7 +173,7 @@ def _layer(options: "Options", grid: Layout, is_moe: bool) -> Parameters:
         dense += _mlp(options, moe.moe_shared_expert_intermediate_size, tp)
     one = _mlp(options, moe.moe_ffn_hidden_size or model.ffn_hidden_size, grid.etp)
     if grid.ep == 1:
-        return Parameters(dense + moe.num_experts * one)  # trained and sharded like everything else
+        return Parameters(dense + moe.num_experts * one)  # these experts are sharded like all other parameters
     return Parameters(dense, moe.num_experts / grid.ep * one)
 
 

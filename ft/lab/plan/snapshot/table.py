@@ -1,4 +1,4 @@
-"""The answers of ``ft plan snapshot`` as text and as JSON values."""
+"""Format the answers of ``ft plan snapshot`` as text or JSON values."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,7 +14,7 @@ _PER_FAILURE, _PER_MONTH = "loss of state, per failure", "loss of state, per mon
 
 
 def as_values(plan: Plan, answers: list[Answer]) -> dict[str, Any]:
-    """Bytes, seconds and probabilities, for ``--json``."""
+    """Return bytes, seconds and probabilities for ``--json``."""
     question = plan.question
     return {
         "nodes": plan.nodes,
@@ -42,7 +42,8 @@ def as_values(plan: Plan, answers: list[Answer]) -> dict[str, Any]:
 
 
 def as_text(plan: Plan, answers: list[Answer]) -> str:
-    """A table with a column for doing without and one for each number of copies, and what cannot be had below it."""
+    """Return a table with a column for a run without snapshots and one for each number of copies, followed by problems.
+    """
     rows = [("", [f"k = {found.k}" for found in answers]), *_memory(plan, answers), *_traffic(plan, answers)]
     rows += _losses(plan, answers)
     without = _without(plan, answers)
@@ -63,13 +64,13 @@ def as_text(plan: Plan, answers: list[Answer]) -> str:
 
 
 def _without(plan: Plan, answers: list[Answer]) -> dict[str, str]:
-    """Returns the table cells, by row name, of a run that restarts from checkpoints alone."""
+    """Return the table cells, by row name, of a run that restarts from checkpoints alone."""
     cells = {"": "none", _PER_FAILURE: _chance(1.0), _PER_MONTH: _chance(_without_per_month(answers))}
     return cells | dict.fromkeys((_NODE_MEMORY, _TO_HOST, _SENT, _RECEIVED), "0")
 
 
 def _without_per_month(answers: list[Answer]) -> float:
-    """Probability of at least one failure: each loses the state of its ranks."""
+    """Return the probability of at least one failure; without snapshots, each failure loses the state of its ranks."""
     return replace(answers[0].risk, per_failure=1.0).within(MONTH)
 
 

@@ -1,1 +1,1 @@
-"""``ft plan spare``: how many failures SPARe endures, what it computes for that, and how it is laid out."""
+"""Planner for SPARe (``ft plan spare``): failures endured, computing overhead, placement, and optimal redundancy."""

@@ -1,4 +1,4 @@
-"""``ft plan spare``: one subcommand for each question about SPARe."""
+"""Implement ``ft plan spare``, which has one subcommand for each question about SPARe."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ _SUBCOMMANDS = (
     "ft.lab.plan.spare.simulate",
     "ft.lab.plan.spare.cross_check",
 )
-"""Modules with an ``add_parser`` each, in the order in which help shows them."""
+"""Modules with an ``add_parser`` function each, in the order in which help lists them."""
 
 _DESCRIPTION = """\
 SPARe: each of N shard types is hosted by r of N groups (the redundancy), and the survivors of failures reorder their
@@ -23,7 +23,7 @@ Numbers of groups and redundancies may be ranges (2..12) and lists (200,600): th
 
 
 def add_parser(subparsers) -> None:
-    """Adds ``spare`` with its subcommands; each of them sets ``main`` as all of ``ft`` do."""
+    """Add ``spare`` with its subcommands; each of them sets the default ``main``, as all commands of ``ft`` do."""
     parser = subparsers.add_parser(
         "spare",
         help="redundancy for SPARe: failures endured, stacks computed, placement, reordering",

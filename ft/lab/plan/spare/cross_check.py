@@ -1,4 +1,5 @@
-"""``ft plan spare cross-check``."""
+"""Implement ``ft plan spare cross-check``: compare the step-level simulation with a SimGrid model of the same scenario.
+"""
 
 import argparse
 import json
@@ -17,7 +18,7 @@ _HEAD = ("N", "scheme", "R", "seed", "step level", "SimGrid", "restarts", "failu
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "cross-check",
         help="a small scenario against SimGrid",
@@ -31,10 +32,10 @@ def add_parser(questions) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints both answers; 1 if they differ.
+    """Print both results; return 1 if they differ.
 
     Raises:
-        UserError: SimGrid is not installed, or the scenario makes no sense or is not small.
+        UserError: SimGrid is not installed, or the scenario is invalid or too large.
     """
     found = [one for asked in asked_for(arguments, _NAMES, arguments.scenario) for one in compare(asked)]
     if arguments.json:

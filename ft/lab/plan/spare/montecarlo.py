@@ -1,4 +1,4 @@
-"""``ft plan spare montecarlo``: random failures up to the wipe-out."""
+"""Implement ``ft plan spare montecarlo``: run random failures up to the wipe-out (SPARe, appendix C)."""
 
 import argparse
 from typing import Any
@@ -20,7 +20,7 @@ _number = argument(whole(-(10**18), 10**18))
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "montecarlo",
         help="failures endured and stacks by random trials of the controller",
@@ -34,10 +34,10 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints what the trials gave.
+    """Print the results of the trials.
 
     Raises:
-        UserError: a size cannot be placed, or the number of trials or the seed makes no sense.
+        UserError: a size cannot be placed, or the number of trials or the seed is invalid.
     """
     placements = [Placement(groups, ruler(groups, redundancy)) for groups, redundancy in sizes(given)]
     outcomes = [run_trials(placement, given.trials, given.seed) for placement in placements]
@@ -49,7 +49,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def as_values(outcome: Outcome) -> dict[str, Any]:
-    """The outcome for programs; ``patch_rate`` and ``failures_sem`` are null where there is none."""
+    """Return the outcome as JSON values; ``patch_rate`` and ``failures_sem`` are null where undefined."""
     return {
         "failures_mean": outcome.failures_mean,
         "failures_sem": outcome.failures_sem,

@@ -1,4 +1,4 @@
-"""``ft plan spare optimize``."""
+"""Implement ``ft plan spare optimize``: recommend the redundancy that trains fastest."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ _FLAGS = (
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "optimize",
         help="the redundancy that trains fastest, and its checkpoint period",
@@ -41,10 +41,10 @@ def add_parser(questions) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the comparison and the recommendation, and draws them where that is asked for.
+    """Print the comparison and the recommendation, and draw them if that is asked for.
 
     Raises:
-        UserError: the question makes no sense, a redundancy cannot be placed, or the picture cannot be written.
+        UserError: the flags are inconsistent, a redundancy cannot be placed, or the picture cannot be written.
     """
     arguments.scheme = None
     several = asked_for(arguments, _FLAGS)
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n\n".join(as_text(*each) for each in found))
     if arguments.plot is not None:
-        # Matplotlib takes longer to import than all else here.
+        # Imported here because importing matplotlib takes longer than everything else in this command.
         from ft.lab.plan.spare.picture import draw
 
         try:
@@ -85,7 +85,7 @@ def _answer(asked: Scenario, simulated: bool) -> Optimum:
 
 
 def as_values(asked: Scenario, found: Optimum) -> dict[str, Any]:
-    """For JSON, times in seconds."""
+    """Return the comparison as JSON values, with times in seconds."""
     return {
         "groups": asked.job.groups,
         "r_star": found.r_star,
@@ -115,7 +115,7 @@ def _values(one: Choice) -> dict[str, Any]:
 
 
 def as_text(asked: Scenario, found: Optimum) -> str:
-    """The table and the recommendation."""
+    """Return the table and the recommendation."""
     head = ("R", "time to train (7)", "available (2)", "simulated", "available", "up", "restarts", "checkpoint every")
     rows = [_cells(one) for one in (found.without, *found.choices)]
     simulated = "-" if found.argmin_simulated is None else str(found.argmin_simulated)

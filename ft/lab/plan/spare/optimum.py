@@ -1,5 +1,7 @@
-"""Which redundancy trains fastest: by the rule of thumb, by formula (7), and simulated; one of them is recommended, or
-none: checkpoints alone."""
+"""Find the SPARe redundancy that trains fastest: by the rule of thumb (8), by formula (7), and simulated.
+
+The formulas are those of the SPARe paper. The recommendation may be no redundancy at all (checkpoints alone).
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +12,21 @@ from ft.lab.simulate.spare.study import Row, checkpoint_period, endurance
 from ft.systems.spare import theory
 
 _ALIKE = 0.01
-"""Times to train that differ by no more than this part are taken as equal."""
+"""Relative difference up to which times to train count as equal."""
 WITHOUT = 1
-"""Redundancy of checkpoints alone: one host for each type, and every failure ends in a global restart."""
+"""Redundancy that stands for checkpoints alone: one host for each type, and every failure ends in a global restart."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One redundancy.
+    """One redundancy and what it costs.
 
     Attributes:
-        ttt_norm, availability: by formulas (7) and (2). period_s: formula (1).
-        simulated: None where nothing was simulated.
+        redundancy: hosts of each type, or :data:`WITHOUT`.
+        ttt_norm: time to train relative to a run without failures, by SPARe, formula (7).
+        availability: share of the time that gets the run on, by SPARe, formula (2).
+        period_s: seconds between checkpoints, by SPARe, formula (1).
+        simulated: result of the simulation; None where nothing was simulated.
     """
 
     redundancy: int
@@ -33,11 +38,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The answer.
+    """The comparison and the recommendation.
 
     Attributes:
-        without: checkpoints alone. argmin_theory, argmin_simulated: of ``choices``; None where nothing was simulated.
-        recommended: a redundancy, or :data:`WITHOUT`. reason: of that.
+        choices: the redundancies that were compared.
+        without: checkpoints alone.
+        r_star: redundancy by the rule of thumb, SPARe, formula (8).
+        argmin_theory: redundancy among ``choices`` with the least time by the formulas.
+        argmin_simulated: redundancy among ``choices`` with the least simulated time; None where nothing was simulated,
+            or no simulated run keeps a step.
+        recommended: a redundancy, or :data:`WITHOUT`.
+        reason: why it is recommended.
     """
 
     choices: tuple[Choice, ...]
@@ -50,13 +61,15 @@ class Optimum:
 
     @property
     def period_s(self) -> float:
-        """Of checkpoints with what is recommended."""
+        """Return the seconds between checkpoints with the recommended redundancy."""
         every = (self.without, *self.choices)
         return next(choice.period_s for choice in every if choice.redundancy == self.recommended)
 
 
 def choice(asked: Scenario, redundancy: int, simulated: Row | None) -> Choice:
-    """What the formulas say of a redundancy, or of checkpoints alone, beside what was simulated."""
+    """Return what the formulas predict for a redundancy, or for checkpoints alone, together with the simulation's
+    result.
+    """
     job, scheme = asked.job, "checkpoint" if redundancy == WITHOUT else "spare"
     period = checkpoint_period(asked, scheme, redundancy)
     interval = endurance(job.groups, scheme, redundancy) * asked.mtbf_s
@@ -66,7 +79,7 @@ def choice(asked: Scenario, redundancy: int, simulated: Row | None) -> Choice:
 
 
 def optimum(asked: Scenario, choices: Sequence[Choice], without: Choice) -> Optimum:
-    """Chooses among ``choices``, of which there is one at least, and doing ``without``."""
+    """Choose among ``choices`` (at least one) and checkpoints alone (``without``)."""
     star = theory.r_star(asked.job.groups)
     by_theory = min(choices, key=lambda one: one.ttt_norm)
     by_simulation = min(choices, key=_simulated)
@@ -86,7 +99,7 @@ def optimum(asked: Scenario, choices: Sequence[Choice], without: Choice) -> Opti
 
 
 def _better_without(by_theory: Choice, by_simulation: Choice, without: Choice) -> str | None:
-    """Why checkpoints alone are as good as the best redundancy; None: they are not."""
+    """Return why checkpoints alone are as good as the best redundancy, or None if they are not."""
     simulated = without.simulated is not None
     alone = _simulated(without) if simulated else without.ttt_norm
     best = by_simulation if simulated else by_theory
@@ -109,7 +122,10 @@ def _simulated(one: Choice) -> float:
 
 
 def _recommended(choices: Sequence[Choice], best: Choice, star: int, by_theory: int) -> tuple[int, str]:
-    """The smallest redundancy that is as good as the best: it holds the least data and loses the fewest stacks."""
+    """Return the smallest redundancy that is as good as the best one, and the reason.
+
+    A smaller redundancy holds less data on each group and loses fewer stacks.
+    """
     alike = [one for one in choices if _simulated(one) <= _simulated(best) * (1 + _ALIKE)]
     found = min(alike, key=lambda one: one.redundancy)
     said = f"simulated, it trains in {_simulated(found):.2f} times the time without failures"

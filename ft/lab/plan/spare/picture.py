@@ -1,4 +1,4 @@
-"""The picture of ``ft plan spare optimize``: time-to-train and availability against redundancy."""
+"""Draw the picture of ``ft plan spare optimize``: time to train and availability against redundancy."""
 
 import math
 from pathlib import Path
@@ -15,16 +15,17 @@ from ft.show.text import seconds
 
 _SIZE_IN, _DPI = (10.0, 4.4), 100
 _HIGHEST = 2.0
-"""Times the best: what is worse is cut off, for its distance would hide how little the good ones differ."""
+"""Upper limit of the time axis relative to the best time; larger times would hide the differences among the good ones.
+"""
 
 _THEORY, _SIMULATED = palette.QUIET, palette.LATER_WORKERS[0]
 
 
 def draw(asked: Scenario, found: Optimum, path: Path) -> None:
-    """Writes the picture as PNG.
+    """Write the picture as PNG.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     figure = Figure(figsize=_SIZE_IN, dpi=_DPI, facecolor=palette.PAPER, layout="constrained")
     FigureCanvasAgg(figure)

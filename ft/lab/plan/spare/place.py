@@ -1,4 +1,4 @@
-"""``ft plan spare place``: which group hosts which types."""
+"""Implement ``ft plan spare place``: compute which group hosts which shard types."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ The optimal Golomb ruler where it fits, else a modular one made or searched for 
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "place",
         help="a ruler that places the types, and the layout that it makes",
@@ -31,10 +31,10 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the rulers, and writes the layout where that is asked for.
+    """Print the rulers, and write the layout if that is asked for.
 
     Raises:
-        UserError: a size cannot be placed, the ruler given is none, or the file cannot be written.
+        UserError: a size cannot be placed, the given ruler is invalid, or the file cannot be written.
     """
     if given.out is not None and len(sizes(given)) > 1:
         raise UserError("--out holds one layout, and several sizes are asked for", "give one --groups and --redundancy")

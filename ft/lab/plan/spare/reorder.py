@@ -1,4 +1,4 @@
-"""``ft plan spare reorder``: what the controller does when groups are lost at once."""
+"""Implement ``ft plan spare reorder``: show what the SPARe controller decides when groups are lost at once."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ _WIDTH = 100
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "reorder",
         help="stack, moves and patch computes after a loss of groups",
@@ -37,10 +37,10 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the decisions; with ``--check`` returns 1 where another solver decides otherwise.
+    """Print the decisions; with ``--check``, return 1 if another solver decides differently.
 
     Raises:
-        UserError: a size cannot be placed, or the failed groups make no sense.
+        UserError: a size cannot be placed, or the failed groups are invalid.
     """
     found = []
     for groups, redundancy in sizes(given):
@@ -64,7 +64,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def as_values(done: Reordering, time_ms: float) -> dict[str, Any]:
-    """The decision for programs."""
+    """Return the decision as JSON values."""
     moves = [
         {"group": move.group, "type": move.kind, "from": move.from_position, "to": move.to_position}
         for move in done.moves
@@ -80,7 +80,11 @@ def as_values(done: Reordering, time_ms: float) -> dict[str, Any]:
 
 
 def difference(placement: Placement, failed: list[int], done: Reordering) -> str | None:
-    """What SciPy's maximum flow and shortest paths, from the initial layout, find otherwise; None: nothing."""
+    """Compare a decision with the maximum flow and minimum-cost flow that SciPy finds from the initial layout.
+
+    Returns:
+        What differs, or None if nothing does.
+    """
     from ft.systems.spare.controller.flow import min_cost, smallest_stack
 
     alive = np.ones(placement.groups, dtype=bool)

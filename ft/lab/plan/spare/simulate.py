@@ -1,4 +1,4 @@
-"""``ft plan spare simulate``."""
+"""Implement ``ft plan spare simulate``: simulate training under failures step by step."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ _TITLES = {
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "simulate",
         help="time-to-train of SPARe, replication and checkpoints alone, step by step",
@@ -40,15 +40,15 @@ def add_parser(questions) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser, names) -> None:
-    """Adds the flags of these :data:`FIELDS`, in groups by the sections of a scenario file."""
+    """Add the flags of these :data:`FIELDS`, grouped by the sections of a scenario file."""
     fields.add_flags(parser, {name: FIELDS[name] for name in names}, _TITLES)
 
 
 def asked_for(given: argparse.Namespace, names, file: str | None = None) -> list[Scenario]:
-    """The scenario of a file, where there is one, and of the flags ``names``: one for each of ``--groups``.
+    """Return the scenarios, one for each of ``--groups``, from the file (if there is one) and the flags ``names``.
 
     Raises:
-        UserError: one of them does not make sense.
+        UserError: a scenario is invalid.
     """
     values = read_file(file) if file is not None else {}
     flags = {name: getattr(given, name.replace("-", "_")) for name in names}
@@ -64,10 +64,10 @@ def _groups(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what became of every case.
+    """Print the result of every case.
 
     Raises:
-        UserError: the scenario makes no sense, or a redundancy cannot be placed.
+        UserError: the scenario is invalid, or a redundancy cannot be placed.
     """
     found = [(asked, list(study(asked))) for asked in asked_for(arguments, FIELDS, arguments.scenario)]
     if arguments.json:

@@ -1,4 +1,4 @@
-"""``ft plan spare theory``: the closed forms."""
+"""Implement ``ft plan spare theory``: evaluate the closed forms of the SPARe paper."""
 
 import argparse
 from typing import Any
@@ -16,7 +16,7 @@ _number = argument(whole(-(10**18), 10**18))
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand."""
     parser = questions.add_parser(
         "theory",
         help="failures endured and stacks per step by the paper's formulas",
@@ -29,10 +29,10 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the answers.
+    """Print the results.
 
     Raises:
-        UserError: a size or the number of failures makes no sense.
+        UserError: a size or the number of failures is invalid.
     """
     answers = [answer(groups, redundancy, given.failures) for groups, redundancy in sizes(given)]
     print(as_json(given, answers) if given.json else _as_text(given, answers))
@@ -40,10 +40,10 @@ def run(given: argparse.Namespace) -> int:
 
 
 def answer(groups: int, redundancy: int, failures: int | None = None) -> dict[str, Any]:
-    """The closed forms for one size, ``rho`` only with ``failures``.
+    """Return the closed forms for one size; ``rho`` only if ``failures`` is given.
 
     Raises:
-        UserError: as :mod:`ft.systems.spare.theory`.
+        UserError: as in :mod:`ft.systems.spare.theory`.
     """
     found: dict[str, Any] = {
         "mu": theory.mu(groups, redundancy),
