@@ -36,7 +36,7 @@ _MAX_DIMENSIONS = 64  # torch's own limit
 _HEAD_WORDS = 2 + 2 * _MAX_DIMENSIONS
 _SEED_BYTES = 16
 
-# The place in this table is part of the digest's value: new dtypes go to the end.
+# The position in this table is part of the digest's value: new dtypes are appended at the end.
 DTYPES = [
     "bool",
     "uint8",
@@ -73,7 +73,8 @@ def _drawn(seed: int, purpose: bytes, count: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def table(seed: int) -> np.ndarray:
-    """The keys of a seed: int64, [LEVELS, COLUMNS, WORDS]; 256 KiB, a millisecond's work, remembered.
+    """Return the keys of a seed as int64 [LEVELS, COLUMNS, WORDS] (256 KiB, computed in about a millisecond and
+    cached).
 
     Raises:
         UserError: the seed is negative or longer than 128 bits.
@@ -83,7 +84,8 @@ def table(seed: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def keys(seed: int, device: torch.device) -> torch.Tensor:
-    """``table(seed)`` on a device. The first call there copies, and waits for the copy; later ones do nothing."""
+    """Return ``table(seed)`` on a device. The first call copies the table and waits for the copy; later calls are
+    cached."""
     return torch.from_numpy(table(seed)).to(device)
 
 
@@ -94,7 +96,7 @@ def _head_keys(seed: int) -> list[list[int]]:
 
 @lru_cache(maxsize=4096)
 def head(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> tuple[int, ...]:
-    """What the dtype and the shape add to the digest: one signed 64-bit number per column.
+    """Return what the dtype and the shape add to the digest: one signed 64-bit number per column.
 
     Raises:
         UserError: the dtype has no bytes of its own (quantised), or the seed is out of range.
@@ -110,5 +112,5 @@ def head(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> tuple[int, ..
 
 
 def signed(number: int) -> int:
-    """``number`` mod 2^64, as int64 holds it."""
+    """Return ``number`` mod 2^64 as a signed 64-bit integer."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,4 +1,4 @@
-"""Who is told what DMR finds: people, by lines on the terminal; the run's event file, where there is one."""
+"""Report what DMR finds: to people by lines on the terminal, and to the event file of the run if there is one."""
 
 import socket
 import sys
@@ -20,7 +20,7 @@ _MOST_EVENTS, _MOST_LINES = 20, 3
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a rank computes."""
+    """The host and device on which a rank computes."""
 
     host: str
     device: str
@@ -34,7 +34,8 @@ class Origin:
 
 
 class Teller:
-    """Of one rank. ``session``: its place in a run of ``ft run`` with hot-swap, or None."""
+    """Reports the findings of one rank (``protection.Witness``). ``session``: the session of ``ft run`` with hot-swap,
+    or None."""
 
     def __init__(self, session: "Session | None" = None):
         self._session = session
@@ -42,7 +43,8 @@ class Teller:
         self.can_evict = session is not None
 
     def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
-        """See ``protection.Witness``: each rank tells of its own, rank 0 says what follows."""
+        """Report a wrong attempt, see ``protection.Witness``: each rank reports its own mismatches, rank 0 the
+        consequence."""
         rank = dist.get_rank()
         own = reports.get(rank, ())
         where = f"rank {rank} on {self._origin.host}, {self._origin.device}"
