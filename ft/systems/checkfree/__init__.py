@@ -1,1 +1,2 @@
-"""CheckFree and CheckFree+: a pipeline stage that is lost everywhere is rebuilt from its neighbours."""
+"""CheckFree and CheckFree+: rebuild a pipeline stage that was lost on all data-parallel ranks from its neighbour
+stages."""
