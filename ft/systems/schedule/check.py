@@ -34,8 +34,8 @@ def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list
 
 
 def _units(program: Program):
-    """Yield violations of: a unit's input is there when it starts, and each unit of each microbatch runs exactly once.
-    """
+    """Yield violations of: a unit's input is there when it starts, and each unit of each microbatch runs exactly
+    once."""
     routes = program.routes
     wanted = Counter(unit for microbatch in range(len(routes.ways)) for unit in routes.units(microbatch))
     for unit in (Counter(unit for s in range(len(program.stages)) for unit in program.order(s)) - wanted).elements():

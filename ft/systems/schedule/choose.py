@@ -26,8 +26,8 @@ resulting programs."""
 _SMALL = ((2, 1), (1, 1), (1, 2), (1, 3))
 """Those of them with short periods, for which all weaves are found quickly."""
 _MOST_TRIED = 12
-"""Number of weaves that are tried for each grid: those that hold the fewest microbatches, which are also the shortest.
-"""
+"""Number of weaves that are tried for each grid: those that hold the fewest microbatches, which are also the
+shortest."""
 _OFF = (0.9, 1.1)
 
 

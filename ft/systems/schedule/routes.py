@@ -1,7 +1,7 @@
 """The route of each microbatch through the physical stages: normal, or with the first two and the last two swapped.
 
-CheckFree+ (CheckFree, section 4.3; ``../shared/science/checkfree.md``) sends half of the microbatches through the
-blocks of stages 1, 0, 2, ..., P - 3, P - 1, P - 2, so that neighbours learn each other's work.
+CheckFree+ (CheckFree, section 4.3) sends half of the microbatches through the blocks of stages 1, 0, 2, ..., P - 3, P -
+1, P - 2, so that neighbours learn each other's work.
 """
 
 from collections.abc import Sequence

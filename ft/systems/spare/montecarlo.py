@@ -1,5 +1,5 @@
-"""Monte Carlo simulation of group failures: groups fail one after the other in random order until the first wipe-out.
-"""
+"""Monte Carlo simulation of group failures: groups fail one after the other in random order until the first
+wipe-out."""
 
 import math
 from dataclasses import dataclass

@@ -45,8 +45,8 @@ class StackLoaders:
         self._stream = self._due = None
 
     def read(self, deal: Deal, types: Sequence[int], starts: Sequence[int]) -> None:
-        """Read these types from these positions in the current step, and continue in later steps until the next call.
-        """
+        """Read these types from these positions in the current step, and continue in later steps until the next
+        call."""
         if not self._loaders or not types or self._is_next(tuple(types), tuple(starts)):
             return
         self._stream = StackStream(deal, types, starts, self.shard)
@@ -61,8 +61,8 @@ class StackLoaders:
         return None if self._stream is None else self._stream.level(self._loaders[0].consumed_samples)
 
     def _is_next(self, types: tuple[int, ...], starts: tuple[int, ...]) -> bool:
-        """Return whether the loaders reach these positions anyway, so that the data they have prefetched can be used.
-        """
+        """Return whether the loaders reach these positions anyway, so that the data they have prefetched can be
+        used."""
         if self._stream is None or self._due is None or self._due[0] != types:
             return False
         steps, rest = divmod(self._loaders[0].consumed_samples, self._stream.step_samples)

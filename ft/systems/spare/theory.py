@@ -110,8 +110,8 @@ def restart_interval(groups: int, redundancy: int, mtbf: float) -> float:
 
 
 def time_to_train(groups: int, redundancy: int, mtbf: float, save: float, restart: float) -> float:
-    """Return the time to train, relative to plain data parallelism without failures, with checkpoints at the period of
-    (1) (7).
+    """Return the time to train relative to that of plain data parallelism without failures (7). Checkpoints are saved
+    at the period of (1).
 
     Raises:
         UserError: as :func:`mu` and :func:`checkpoint_period`.

@@ -111,15 +111,15 @@ class Iteration:
         return output
 
     def backward(self, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
-        """See ``Work``."""
+        """Run the backward of a unit, see ``Work``."""
         return backward_step(taken, output, gradient, self._kind, self._config)
 
     def empty(self) -> torch.Tensor:
-        """See ``Work``."""
+        """Return a tensor with the shape of an activation, see ``Work``."""
         return torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=self._device, requires_grad=True)
 
     def release(self, output: torch.Tensor) -> None:
-        """See ``Work``."""
+        """Free the data of a sent output, see ``Work``."""
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
 

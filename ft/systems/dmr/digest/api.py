@@ -53,8 +53,8 @@ def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
 
 
 def writer(device: torch.device | str) -> Backend:
-    """Return ``write(tensor, seed, out)``, which writes ``digest(tensor, seed)`` into ``out``, int64 [2] on ``device``.
-    """
+    """Return ``write(tensor, seed, out)``, which writes ``digest(tensor, seed)`` into ``out``, int64 [2] on
+    ``device``."""
     return _backend(torch.device(device).type)
 
 

@@ -1,24 +1,26 @@
-"""What the digest is: its keys, its head and its proof. Every backend computes exactly this.
+"""Define the digest: a multilinear hash, with its keys, its head, and the proof of its error bound. Every backend
+computes exactly this.
 
-A tensor's bytes, in logical (row-major) order and filled up with zeros, are little-endian signed 32-bit words
-``w[0], w[1], ...``, cut into blocks of ``WORDS``. A block becomes two 64-bit numbers, one per column ``c``::
+A tensor's bytes, in logical (row-major) order and padded with zeros, are little-endian signed 32-bit words ``w[0],
+w[1], ...``, divided into blocks of ``WORDS`` words. A block is hashed to two 64-bit numbers, one per column ``c``::
 
     h[c] = sum over i of K[level][c][i] * w[i]        (mod 2^64; the multilinear hash of Lemire and Kaser,
                                                        "Strongly universal string hashing is fast", 2014)
 
-The numbers of all blocks, written one after the other, are the words of the next level, with its own keys, until one
-block is left. To its two numbers the hash of the head is added: the dtype and the shape, with keys of their own.
+The concatenated numbers of all blocks are the words of the next level, which has its own keys, until one block is left.
+The hash of the head (the dtype and the shape), with keys of its own, is added to the two numbers of this block.
 
-**Proof.** Let two different tensors have equal heads. At level 0 some block differs; let ``d[i]`` be the differences
-of its words, not all zero. ``|d[i]| < 2^32``, so a ``d[j]`` that is not zero is ``2^t * odd`` with ``t <= 31``.
-Whatever the other keys are, ``K[j] * d[j]`` has one value mod 2^64 for at most ``2^t`` of the ``2^64`` keys ``K[j]``:
-a column agrees with probability ``<= 2^-33``, both with ``<= 2^-66``, for the columns' keys are independent. If the
-blocks' numbers differ, the same holds for the next level, whose keys are independent again. With at most ``LEVELS``
-levels two different tensors have equal digests with probability ``<= LEVELS * 2^-66 = 2^-64``. Different heads: the
-same, with the head's keys. The bound is over keys drawn uniformly, whatever the two tensors are. Here they are
-SHAKE-256 of the seed: as good for everything that cannot tell SHAKE-256 from chance, as hardware faults cannot.
+**Proof.** Let two different tensors have equal heads. At level 0 some block differs; let ``d[i]`` be the differences of
+its words, not all zero. Since ``|d[i]| < 2^32``, a ``d[j]`` that is not zero is ``2^t * odd`` with ``t <= 31``.
+Whatever the other keys are, ``K[j] * d[j]`` has one value mod 2^64 for at most ``2^t`` of the ``2^64`` keys ``K[j]``: a
+column agrees with probability ``<= 2^-33``, and both columns with ``<= 2^-66``, because their keys are independent. If
+the blocks' numbers differ, the same holds for the next level, whose keys are independent again. With at most ``LEVELS``
+levels, two different tensors have equal digests with probability ``<= LEVELS * 2^-66 = 2^-64``. If the heads differ,
+the same argument applies to the head's keys. The bound holds for uniformly drawn keys, whatever the two tensors are.
+The actual keys are SHAKE-256 of the seed, which is equivalent for anything that cannot distinguish SHAKE-256 from
+random numbers, as hardware faults cannot.
 
-The sums are integers mod 2^64: their order, and with it the number of threads, has no influence.
+The sums are integers mod 2^64, so that their order, and with it the number of threads, does not affect the result.
 """
 
 import hashlib

@@ -19,8 +19,8 @@ from ft.systems.dmr.plan.trace import INTER, RECOMPUTE, Operator
 
 MOST_TRIES, MOST_LOOKED_AT = 64, 512
 """Number of segments of one block that are tried against the memory limit, and that are considered at all, best first.
-A block of n operators has n(n + 1) segments, and in a profile that names no layers a block has thousands of operators.
-"""
+A block of n operators has n(n + 1) segments, and in a profile that names no layers a block has thousands of
+operators."""
 
 NEAREST, EMPTIEST = 4, 4
 """Number of windows that are tried for a segment: the first ones after it that have time (they keep memory for the
@@ -53,8 +53,8 @@ class Candidate:
     again: tuple[Operator, ...] = ()
 
     def span(self, draft: Draft) -> tuple[float, float]:
-        """Return (when all of it has been executed, until when a replay finds its tensors unchanged), in microseconds.
-        """
+        """Return (when all of it has been executed, until when a replay finds its tensors unchanged), in
+        microseconds."""
         executed = max(op.end_us for op in self.ops)
         return executed, min(draft.deadline(op) for op in (*self.again, *self.ops))
 

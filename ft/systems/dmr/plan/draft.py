@@ -1,5 +1,5 @@
-"""The plan of one stage while it is being made: the assignments, the time left in windows, and the memory that is kept.
-"""
+"""The plan of one stage while it is being made: the assignments, the time left in windows, and the memory that is
+kept."""
 
 import bisect
 from collections.abc import Iterable
@@ -51,8 +51,8 @@ class Draft:
         return op.id in self._deferrable and op.id not in self.assign
 
     def deadline(self, op: Operator) -> float:
-        """Return until when the operator must be verified: when one of its tensors is changed or the optimizer begins.
-        """
+        """Return until when the operator must be verified: when one of its tensors is changed or the optimizer
+        begins."""
         latest = self._drained
         for name in op.tensors:
             times = self._changes.get(name)

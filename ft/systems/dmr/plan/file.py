@@ -1,4 +1,9 @@
-"""Read and write plan files: a trace, how each of its operators is verified, and the predicted costs."""
+"""Read and write plan files: a trace, how each of its operators is verified, and the predicted costs.
+
+A plan file is a trace file (``ft.systems.dmr.plan.trace_file``) with these additions: ``assign`` (operator id ->
+``set``, and for D sets ``window`` and ``agc_segment``), ``agc_segments`` (the fields of ``AgcSegment``), ``predicted``
+and ``phases`` (the fields of ``Predicted``).
+"""
 
 from collections.abc import Mapping
 from itertools import islice

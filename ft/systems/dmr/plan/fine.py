@@ -12,8 +12,8 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Operator
 
 
 def fine(draft: Draft) -> None:
-    """Assign the remaining operators to windows, in order of time; those that fit no window are verified immediately.
-    """
+    """Assign the remaining operators to windows, in order of time; those that fit no window are verified
+    immediately."""
     waiting = [op for op in draft.ops if draft.open(op)]
     waiting.sort(key=lambda op: op.end_us)
     queue = _Queue()
@@ -34,7 +34,7 @@ def _fill(draft: Draft, queue: "_Queue", slot: int) -> None:
     while (op := queue.longest(draft.room[slot])) is not None:
         queue.remove(op)
         if not draft.reaches(op, slot) or not draft.defer(op, slot):
-            # Later windows would keep its tensors longer still.
+            # Deferring it to a later window would keep its tensors even longer.
             draft.give_up(op.id)
 
 

@@ -16,8 +16,8 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Operator, Window
 from ft.systems.dmr.plan.waiting import Entry, Waiting
 
 SOON = 256
-"""Number of following windows within which a verification should find one that is long enough, where memory is scarce.
-"""
+"""Number of following windows within which a verification should find one that is long enough, where memory is
+scarce."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The trace of one iteration: the executed operators with their times, the idle windows, and the memory in use.
 
 A trace comes from a profile of a run or from the estimator. Times are microseconds since the iteration began, sizes are
-bytes. The file format is that of science/dmr.md ("Plan file") with what a planner needs besides: ``stage`` and
-``t0_us`` of each operator, the table of tensors, and the schedule of the pipeline.
+bytes. ``ft.systems.dmr.plan.trace_file`` describes the file format.
 """
 
 from collections.abc import Iterable, Mapping
@@ -110,8 +109,8 @@ class Operator:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor. ``free_us``: when training itself frees its memory; None if it outlives the iteration (parameters).
-    """
+    """One tensor. ``free_us``: when training itself frees its memory; None if it outlives the iteration
+    (parameters)."""
 
     id: str
     bytes: float
@@ -148,8 +147,8 @@ def rooms(windows: Iterable[Window]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use on each stage: stage -> ((from when, bytes), ...) in order of time; each value holds until the next.
-    """
+    """Bytes in use on each stage: stage -> ((from when, bytes), ...) in order of time; each value holds until the
+    next."""
 
     timeline: Mapping[int, tuple[tuple[float, float], ...]]
     budget: float | None = None

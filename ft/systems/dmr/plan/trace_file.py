@@ -1,4 +1,14 @@
-"""Read, check and write trace files. The format is that of science/dmr.md, "Plan file", without its plan."""
+"""Read, check and write trace files: one JSON object with times in microseconds and sizes in bytes.
+
+- ``version``, and ``fingerprint`` with the properties of the run (FINGERPRINT).
+- ``ops``: each has ``id``, ``name``, ``phase``, ``t0_us`` and ``t_us``, and optionally ``stage``, ``microbatch``,
+  ``layer``, ``chunk``, ``in_ids``, ``out_ids``, ``mutates``, ``rng``, ``deterministic``, ``compare_us``, ``defer_us``,
+  ``ac_segment``, ``is_segment_last`` and ``comm_tail`` (``Operator``, ``Checking``, ``Segment``).
+- ``tensors``: each has ``id``, ``bytes``, and ``free_us`` unless it outlives the iteration.
+- ``windows``: each has ``id``, ``t0_us``, ``dur_us`` and ``kind``, and optionally ``stage`` and ``dynamic``.
+- ``memory``: ``budget``, and ``timeline`` with ``stage``, ``t_us`` and ``live`` for each change.
+- ``schedule``: the fields of ``Pipeline``, or null. ``early_stop``: as in ``Trace``.
+"""
 
 import math
 from collections.abc import Mapping

@@ -66,7 +66,7 @@ class Waiting:
         del self._by_time[bisect.bisect_left(self._by_time, (entry.check_us, -number))]
         if entry.bytes:
             del self._holding[bisect.bisect_left(self._holding, (entry.check_us, op))]
-            # Sums of sizes that are not whole numbers are not exact.
+            # Reset to 0 when nothing is held, because sums of fractional sizes are not exact.
             self.held = self.held - entry.bytes if self._holding else 0.0
         return entry
 

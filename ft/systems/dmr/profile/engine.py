@@ -25,17 +25,17 @@ class ProfilingEngine(Engine):
         self._recorder = recorder
 
     def window(self, kind: str) -> None:
-        """See ``megatron.patches.double_execution.Listener``."""
+        """Begin to record a wait, see ``megatron.patches.double_execution.Listener``."""
         if self.is_active:
             self._recorder.waits(kind)
 
     def waited(self) -> None:
-        """See ``Listener``."""
+        """End the recording of a wait, see ``Listener``."""
         if self.is_active:
             self._recorder.waited()
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """See ``Listener``."""
+        """Begin to record a wait whose duration differs in every iteration, see ``Listener``."""
         if self.is_active:
             self._recorder.waits(EP, dynamic=True)
 

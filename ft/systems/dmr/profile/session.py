@@ -1,5 +1,5 @@
-"""A profiling run: warm-up iterations, one iteration that is recorded in full, timed iterations, and the profile file.
-"""
+"""A profiling run: warm-up iterations, one iteration that is recorded in full, timed iterations, and the profile
+file."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence

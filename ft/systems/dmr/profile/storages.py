@@ -49,8 +49,8 @@ class Storages:
         return storage is not None and (storage._cdata in self._live or storage._cdata in self._lasting)
 
     def sweep(self, event: int) -> None:
-        """Record that storages which no longer exist were freed before event number ``event``, which is about to begin.
-        """
+        """Record that storages which no longer exist were freed before event number ``event``, which is about to
+        begin."""
         gone = [key for key, (reference, _) in self._live.items() if reference.expired()]
         for key in gone:
             _, number = self._live.pop(key)
@@ -65,5 +65,5 @@ class Storages:
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
-    except NotImplementedError:  # sparse tensors and the like have none
+    except NotImplementedError:  # sparse tensors, for example, have none
         return None

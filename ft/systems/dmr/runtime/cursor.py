@@ -1,5 +1,5 @@
-"""The execution position of a rank in an iteration: the unit of work, the layer, and the number of the operator in it.
-"""
+"""The execution position of a rank in an iteration: the unit of work, the layer, and the number of the operator in
+it."""
 
 from dataclasses import dataclass
 
@@ -98,9 +98,11 @@ class ExecutionCursor:
         return before
 
     def back(self, unit: Unit) -> None:
+        """Return to ``unit`` at the end of a recomputation."""
         self.unit = unit
 
     def at(self, operator: str, index: int) -> At:
+        """Return the execution of operator number ``index`` at the current position."""
         unit = self.unit
         return At(operator, unit.phase, unit.chunk, unit.microbatch, self.layer, index)
 

@@ -111,6 +111,7 @@ class Waiting:
         return len(self._entries)
 
     def put(self, one: Entry) -> None:
+        """Add an entry."""
         self._entries[id(one)] = one
         if one.due >= 0:
             self._next_due = min(self._next_due, one.due)

@@ -160,6 +160,7 @@ def word_at(tensor: torch.Tensor, element: int) -> torch.Tensor:
 
 
 def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> None:
+    """Invert one bit of an element."""
     word = word_at(tensor, element)
     word.bitwise_xor_(_mask(word.dtype, bit))
 

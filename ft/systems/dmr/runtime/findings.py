@@ -98,9 +98,11 @@ class Findings:
         self.unverified = 0
 
     def rows(self) -> Rows:
+        """Return an empty table of digests on this device with the seed of the run."""
         return Rows(self.device, self.seed)
 
     def note(self, mismatch: Mismatch) -> None:
+        """Record a mismatch."""
         self._known.append(mismatch)
 
     def pair(self, at: At, how: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:

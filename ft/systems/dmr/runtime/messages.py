@@ -39,15 +39,19 @@ class Messages:
         self._table = torch.zeros(size, dtype=torch.int64, device=self._findings.device)
 
     def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the activations that a chunk has received for a microbatch."""
         self._put(_CAME_IN, chunk, microbatch, tensors)
 
     def forward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the activations that a chunk sends for a microbatch."""
         self._put(_SENT_ON, chunk, microbatch, tensors)
 
     def backward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the gradients that a chunk has received for a microbatch."""
         self._put(_CAME_BACK, chunk, microbatch, tensors)
 
     def backward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the gradients that a chunk sends for a microbatch."""
         self._put(_SENT_BACK, chunk, microbatch, tensors)
 
     def compare(self) -> None:

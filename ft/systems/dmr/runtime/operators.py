@@ -83,8 +83,8 @@ def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:
 
 
 def is_counted(kind: Nature, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether the operator appears in plans and profiles: it computes, and the computation can be repeated here.
-    """
+    """Return whether the operator appears in plans and profiles: it computes, and the computation can be repeated
+    here."""
     return kind.executes and not (kind.copies and _changes_device(args, kwargs))
 
 

@@ -66,6 +66,7 @@ class Replay:
 
     @property
     def is_whole(self) -> bool:
+        """Return whether all operators of the segment have been recorded."""
         return len(self._steps) == self._size
 
     def record(

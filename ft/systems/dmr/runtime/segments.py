@@ -2,7 +2,7 @@
 
 A digest of the results of every forward operator is kept and compared with the digest in the recomputation. Comparing
 only the output of the segment is not complete: tensors that the backward pass reads besides, such as the statistics of
-a layer norm, may be wrong without an effect on that output (science/dmr.md).
+a layer norm, may be wrong without an effect on that output.
 
 A recomputation may contain operators that its forward pass did not, because core executes them only where gradients are
 recorded, such as the auxiliary loss of a router. These extra operators have no partner and are verified immediately.

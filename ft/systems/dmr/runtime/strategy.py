@@ -1,5 +1,5 @@
-"""Strategies that decide for each operator how it is verified: the same way for all operators, or as a DMR plan says.
-"""
+"""Strategies that decide for each operator how it is verified: the same way for all operators, or as a DMR plan
+says."""
 
 import bisect
 from collections import Counter
@@ -75,8 +75,8 @@ class Naive:
 
 
 class Piggyback:
-    """Strategy that verifies what is recomputed anyway by its recomputation, and everything else immediately (P-DMR).
-    """
+    """Strategy that verifies what is recomputed anyway by its recomputation, and everything else immediately
+    (P-DMR)."""
 
     name, misfits = "piggyback", NO_MISFITS
 

@@ -59,6 +59,7 @@ class Undo:
         self._position.set(position)
 
     def close(self) -> None:
+        """Stop the background copier."""
         self._copier.close()
 
     def _note(self, error: BaseException | None) -> None:

@@ -62,13 +62,14 @@ class Teller:
             self._observe(events.DMR_VERDICT, step=step, attempt=attempt, **verdict)
 
     def clean(self, step: int, attempt: int) -> None:
-        """See ``protection.Witness``."""
+        """Report that a repeated step came out right, see ``protection.Witness``. Only rank 0 reports."""
         if dist.get_rank() == 0:
             _say(f"DMR: step {step} came out clean at attempt {attempt}")
             self._observe(events.DMR_CLEAN, step=step, attempt=attempt)
 
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
-        """See ``protection.Witness``."""
+        """Report how operators were verified, see ``protection.Witness``. Only rank 0 prints; every rank writes an
+        event."""
         if dist.get_rank() == 0:
             told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
             print(f"DMR ({strategy}): operators of rank 0 in step {step}: {told}", flush=True)

@@ -180,6 +180,7 @@ def cover(s: State, first: int, end: int) -> None:
 
 
 def restore_owners(s: State) -> None:
+    """Set the owners and loads back to ``former``."""
     n = s.size[GROUPS]
     for w in range(n):
         s.load[w] = 0

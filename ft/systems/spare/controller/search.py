@@ -71,8 +71,8 @@ def assign_all(s: State, stack: int, free: int) -> bool:
 
 
 def settle(s: State, t: int, stack: int) -> bool:
-    """Assign type t to its first surviving host that has it in its first ``stack`` positions; return False if none has.
-    """
+    """Assign type t to its first surviving host that has it in its first ``stack`` positions; return False if none
+    has."""
     r = s.size[REDUNDANCY]
     for j in range(r):
         h = s.hosts[t * r + j]
@@ -245,11 +245,13 @@ def shift_potentials(s: State) -> None:
 
 
 def remember(s: State, place: int) -> None:
+    """Record that the potential of a type (``place`` below N) or of a group (N + group) is not 0."""
     s.shifted[s.size[SHIFTED]] = place
     s.size[SHIFTED] += 1
 
 
 def forget_potentials(s: State) -> None:
+    """Reset all potentials to 0."""
     n = s.size[GROUPS]
     for i in range(s.size[SHIFTED]):
         place = s.shifted[i]
