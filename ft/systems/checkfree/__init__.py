@@ -1,2 +1,1 @@
-"""CheckFree and CheckFree+: rebuild a pipeline stage that was lost on all data-parallel ranks from its neighbour
-stages."""
+"""CheckFree and CheckFree+: rebuild a pipeline stage that is lost on all replicas from its neighbour stages."""

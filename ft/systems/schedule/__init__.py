@@ -1,2 +1,1 @@
-"""Pipeline schedules: orders of units, their simulation, the batches of messages between stages, and validity
-checks."""
+"""Pipeline schedules: orders of units, their simulation, batches of messages between stages, validity checks."""

@@ -34,8 +34,7 @@ def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list
 
 
 def _units(program: Program):
-    """Yield violations of: a unit's input is there when it starts, and each unit of each microbatch runs exactly
-    once."""
+    """Yield violations of: inputs are there when a unit starts, and each unit runs exactly once."""
     routes = program.routes
     wanted = Counter(unit for microbatch in range(len(routes.ways)) for unit in routes.units(microbatch))
     for unit in (Counter(unit for s in range(len(program.stages)) for unit in program.order(s)) - wanted).elements():
@@ -96,8 +95,7 @@ def _memory(program: Program, most: Sequence[int]):
 
 
 def in_flight(program: Program) -> list[int]:
-    """Return for each stage the maximum number of microbatches that have begun their forward there and not ended their
-    backward."""
+    """Return for each stage the maximum number of microbatches between their forward and their backward there."""
     return [peak(program.order(stage)) for stage in range(len(program.stages))]
 
 

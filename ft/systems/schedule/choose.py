@@ -1,5 +1,4 @@
-"""Plan a schedule of a kind: its program, its cost, and whether it is valid; or the cheapest valid one of several
-kinds."""
+"""Plan a schedule of a kind, with its program, cost and validity, or the cheapest valid one of several kinds."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ resulting programs."""
 _SMALL = ((2, 1), (1, 1), (1, 2), (1, 3))
 """Those of them with short periods, for which all weaves are found quickly."""
 _MOST_TRIED = 12
-"""Number of weaves that are tried for each grid: those that hold the fewest microbatches, which are also the
-shortest."""
+"""Number of weaves tried for each grid: those that hold the fewest microbatches, also the shortest ones."""
 _OFF = (0.9, 1.1)
 
 
@@ -80,8 +78,7 @@ class Planned:
 
     @property
     def bubble(self) -> float | None:
-        """Return the share of the iteration in which a stage runs no unit (all have the same work); None if it
-        deadlocks."""
+        """Return the share of the iteration in which a stage runs no unit, equal on all; None on deadlock."""
         if self.ran.stuck:
             return None
         return 1 - self.shape.microbatches * (self.shape.f + self.shape.b) / self.ran.end

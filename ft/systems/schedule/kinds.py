@@ -88,8 +88,7 @@ def _passes(stages: int, microbatches: int) -> list[list[list[Unit]]]:
 
 
 def _merged(routes: Routes, passes: Sequence[Sequence[Sequence[Unit]]], duration: Duration) -> list[list[Unit]]:
-    """Return the units of both passes for each stage in the order in which they can run; the first pass has
-    priority."""
+    """Return both passes' units of each stage in the order in which they can run; the first pass has priority."""
     stages = [_Merging(routes, [list(reversed(one[stage])) for one in passes]) for stage in range(routes.stages)]
     ended: dict[Unit, float] = {}
     moments = [0.0]
@@ -125,6 +124,5 @@ class _Merging:
         return None
 
     def _second_may_begin(self) -> bool:
-        """Return whether a forward of the second pass may run: all forwards of the first have run, and there is
-        memory."""
+        """Return whether a second-pass forward may run: all first-pass forwards have, and there is memory."""
         return self._held < self._most and all(unit.backward for unit in self._left[0])

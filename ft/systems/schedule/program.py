@@ -47,8 +47,7 @@ class Program:
 
 
 def posted(program: Program) -> tuple[dict[tuple[int, int], list[Unit]], dict[tuple[int, int], list[Unit]]]:
-    """Return (source, target) -> units whose results are sent, in their order, and the same for those that are
-    received."""
+    """Return (source, target) -> units whose results are sent, in order, and the same for those received."""
     sent: dict[tuple[int, int], list[Unit]] = {}
     received: dict[tuple[int, int], list[Unit]] = {}
     for stage in range(len(program.stages)):

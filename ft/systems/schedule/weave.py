@@ -47,8 +47,7 @@ class Weave(NamedTuple):
 
 
 _SEARCHED = 8
-"""Number of stages up to which delays are searched; wider weaves are derived from narrower ones, two middle stages at a
-time."""
+"""Number of stages up to which delays are searched; wider weaves grow from narrower ones by two middle stages."""
 _MOST_DELAY = 12
 
 
@@ -104,8 +103,7 @@ def _tilings(stages: int, f: int, b: int, delay: int) -> Iterator[Weave]:
 
 
 def _ways(stages: int, f: int, b: int, delay: int) -> Iterator[tuple[Way, tuple[int, ...]]]:
-    """Yield every way with at most ``delay`` that never occupies a stage twice at once, and what it occupies, by
-    position."""
+    """Yield ways with at most ``delay`` that occupy no stage twice at once, and what they occupy, by position."""
     period = 2 * (f + b)
     for forwards, left in _chains(stages, f, 0, delay):
         taken = [_shifted((1 << f) - 1, start, period) for start in forwards]
@@ -114,8 +112,7 @@ def _ways(stages: int, f: int, b: int, delay: int) -> Iterator[tuple[Way, tuple[
 
 
 def _chains(length: int, step: int, start: int, delay: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the starts of a chain of units with a total delay of at most ``delay`` between them, and the delay that is
-    left."""
+    """Yield the starts of a chain of units, with at most ``delay`` between them in total, and the delay left."""
     if length == 1:
         yield (start,), delay
         return
@@ -127,8 +124,7 @@ def _chains(length: int, step: int, start: int, delay: int) -> Iterator[tuple[tu
 def _back(
     taken: Sequence[int], earliest: int, b: int, delay: int, period: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the backwards through positions whose forwards occupy ``taken``: starts and all that is occupied, by
-    position."""
+    """Yield backwards through positions whose forwards occupy ``taken``: starts, and all occupied, by position."""
     if not taken:
         yield (), ()
         return

@@ -62,8 +62,7 @@ def prime_power(number: int) -> tuple[int, int] | None:
 
 
 def _generators(q: int, degree: int) -> Iterator[Iterator[tuple[int, ...]]]:
-    """Yield for each monic polynomial over GF(q) the powers of its root t: 1, t, t^2, ... as coefficients of 1, t,
-    ..."""
+    """Yield, for each monic polynomial over GF(q), the powers of its root t as coefficients of 1, t, ..."""
     factors = prime_power(q)
     if factors is None:
         return
@@ -74,8 +73,7 @@ def _generators(q: int, degree: int) -> Iterator[Iterator[tuple[int, ...]]]:
 
 
 def _powers(tail: tuple[int, ...], plus: Multiply, times: Multiply) -> Iterator[tuple[int, ...]]:
-    """Yield the powers, ending before one that is 1 again; for degree 3, where only planes matter, before one in
-    GF(q)."""
+    """Yield powers until one is 1 again; for degree 3, where only planes matter, until one is in GF(q)."""
     power = (1,) + (0,) * (len(tail) - 1)
     one = power
     while True:

@@ -1,5 +1,4 @@
-"""Monte Carlo simulation of group failures: groups fail one after the other in random order until the first
-wipe-out."""
+"""Monte Carlo simulation: groups fail one after the other in random order until the first wipe-out."""
 
 import math
 from dataclasses import dataclass

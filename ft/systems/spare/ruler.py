@@ -23,8 +23,7 @@ BUILD_GROUPS = 20_000
 """Number of groups up to which a ruler is constructed; beyond it, only the optimal ones of up to 28 marks are used."""
 
 SEARCH_NODES = 20_000
-"""Number of marks that one search tries. It is a number and not a time, so that the result is the same on every
-machine."""
+"""Number of marks that one search tries, not a time limit, so that the result is the same on every machine."""
 
 
 def ruler(groups: int, redundancy: int) -> tuple[int, ...]:
@@ -138,8 +137,7 @@ def _special(groups: int) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _cut(redundancy: int, groups: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shortest pieces of Bose's and Ruzsa's rulers with ``redundancy`` marks, for more marks than the table
-    has."""
+    """Yield the shortest pieces of Bose's and Ruzsa's rulers, for more marks than the table has."""
     if 3 * redundancy**2 > 2 * groups:
         return  # their length is at least 0.75 r^2; beyond half the number of groups they rarely fit
     for q in range(redundancy, redundancy + 12):

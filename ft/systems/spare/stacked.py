@@ -45,8 +45,7 @@ class StackLoaders:
         self._stream = self._due = None
 
     def read(self, deal: Deal, types: Sequence[int], starts: Sequence[int]) -> None:
-        """Read these types from these positions in the current step, and continue in later steps until the next
-        call."""
+        """Read these types from these positions in the current step, and go on from there in later steps."""
         if not self._loaders or not types or self._is_next(tuple(types), tuple(starts)):
             return
         self._stream = StackStream(deal, types, starts, self.shard)
@@ -61,8 +60,7 @@ class StackLoaders:
         return None if self._stream is None else self._stream.level(self._loaders[0].consumed_samples)
 
     def _is_next(self, types: tuple[int, ...], starts: tuple[int, ...]) -> bool:
-        """Return whether the loaders reach these positions anyway, so that the data they have prefetched can be
-        used."""
+        """Return whether the loaders reach these positions anyway, so that their prefetched data is usable."""
         if self._stream is None or self._due is None or self._due[0] != types:
             return False
         steps, rest = divmod(self._loaders[0].consumed_samples, self._stream.step_samples)
@@ -190,8 +188,7 @@ class StackedWork(Work):
         return self._answers[healthy]
 
     def _follow_state(self) -> None:
-        """Adopt the controller's state from the trainer's extra state, which may come from another replica or a
-        checkpoint."""
+        """Adopt the controller's state from the extra state, which may be another replica's or a checkpoint's."""
         there = self._extra().get(KEY)
         if there is not None and there != self._noted:
             self._controller, self._noted = Controller.restore(there), there

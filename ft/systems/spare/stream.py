@@ -35,8 +35,7 @@ class StackStream:
         return self._streams[place].index(self._starts[place] + step * self._shard + offset)
 
     def within(self, samples: int) -> int:
-        """Return the number of positions in whole steps that need only the first ``samples`` samples of the run's
-        order."""
+        """Return how many positions, in whole steps, need only the run's first ``samples`` samples."""
         left = (stream.within(samples) - start for stream, start in zip(self._streams, self._starts, strict=True))
         return max(0, min(left) // self._shard) * self.step_samples
 

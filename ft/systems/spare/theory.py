@@ -82,8 +82,7 @@ def rho(groups: int, failures: int) -> float:
 
 
 def stack_mean(groups: int, redundancy: int) -> float:
-    """Return the mean number of stacks per step up to the first wipe-out, including patch computes (5); errors as
-    :func:`mu`."""
+    """Return the mean stacks per step up to the first wipe-out, with patch computes (5); errors as :func:`mu`."""
     mean = mu(groups, redundancy)
     return sum(capacity(groups, k) + rho(groups, k) for k in range(math.floor(mean))) / mean
 

@@ -51,8 +51,7 @@ def _follow(part: Any, param: torch.nn.Parameter, main: torch.nn.Parameter) -> N
 
 
 def _main(part: Any, param: torch.nn.Parameter) -> torch.nn.Parameter | None:
-    """Return the parameter that ``part`` of core's optimizer updates for ``param``; None if there is none on this
-    rank."""
+    """Return the parameter that ``part`` of core's optimizer updates for ``param``; None if not on this rank."""
     if isinstance(part, DistributedOptimizer):
         if param not in part.model_param_group_index_map:
             return None

@@ -47,8 +47,7 @@ class ReplicatedEnds:
                     self.twin = ranks[1] if dist.get_rank() == ranks[0] else ranks[0]
 
     def params(self, chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the parameters of embedding and head that this stage has, as originals or copies, tied weights
-        included."""
+        """Yield this stage's parameters of embedding and head, originals or copies, including tied weights."""
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         for name, param in model.named_parameters():
             if name.startswith(_PARTS):
@@ -59,8 +58,7 @@ class ReplicatedEnds:
         return [param for _, param in self.params(chunk) if getattr(param, "shared_embedding", False)]
 
     def mark(self, chunk: torch.nn.Module) -> None:
-        """Mark the copies, before the optimizer is made: they do not count in gradient norms, and are replicas in
-        checkpoints."""
+        """Mark the copies before the optimizer is made: not in gradient norms, and replicas in checkpoints."""
         if not self.roles.is_double:
             return
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -87,8 +85,7 @@ class ReplicatedEnds:
                 dist.all_reduce(param.main_grad, group=self.group)
 
     def sum_losses(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return [loss sum, tokens] of all microbatches on the last stage, an empty list elsewhere. Collective in the
-        pair."""
+        """Return [loss sum, tokens] of all microbatches on the last stage, [] elsewhere. Collective in the pair."""
         if not self.roles.heads:
             return []
         device = torch.cuda.current_device()

@@ -53,8 +53,7 @@ def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
 
 
 def writer(device: torch.device | str) -> Backend:
-    """Return ``write(tensor, seed, out)``, which writes ``digest(tensor, seed)`` into ``out``, int64 [2] on
-    ``device``."""
+    """Return a function ``write(tensor, seed, out)`` that writes the digest to ``out``, int64 [2] on ``device``."""
     return _backend(torch.device(device).type)
 
 
@@ -97,8 +96,7 @@ def _fast(device_type: str) -> Backend | None:
 
 
 def _agrees(fast: Backend, device_type: str) -> bool:
-    """Return whether ``fast`` and plain torch agree on 50,003 bytes: several blocks, two levels, and a partial last
-    word."""
+    """Return whether both agree on 50,003 bytes: several blocks, two levels, and a partial last word."""
     tensor = torch.arange(50_003, device=device_type).mul_(40_503).to(torch.uint8)
     both = torch.empty((2, 2), dtype=torch.int64, device=device_type)
     fast(tensor, 0, both[0])

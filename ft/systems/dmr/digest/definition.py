@@ -86,8 +86,7 @@ def table(seed: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def keys(seed: int, device: torch.device) -> torch.Tensor:
-    """Return ``table(seed)`` on a device. The first call copies the table and waits for the copy; later calls are
-    cached."""
+    """Return ``table(seed)`` on a device. The first call waits for the copy; later calls are cached."""
     return torch.from_numpy(table(seed)).to(device)
 
 

@@ -53,8 +53,7 @@ class Candidate:
     again: tuple[Operator, ...] = ()
 
     def span(self, draft: Draft) -> tuple[float, float]:
-        """Return (when all of it has been executed, until when a replay finds its tensors unchanged), in
-        microseconds."""
+        """Return (end of its execution, until when a replay finds its tensors unchanged), in microseconds."""
         executed = max(op.end_us for op in self.ops)
         return executed, min(draft.deadline(op) for op in (*self.again, *self.ops))
 
@@ -130,8 +129,7 @@ def _by_gain(runs: Sequence[list[Operator]], graph: "Graph", longest: float, inn
 
 
 def _by_time(runs: Sequence[list[Operator]], longest: float) -> Iterator[tuple[float, tuple[Operator, ...]]]:
-    """Yield (verification time, operators) of contiguous parts of the runs by decreasing time, none longer than
-    ``longest``."""
+    """Yield (verification time, operators) of parts of the runs, the longest first, none above ``longest``."""
     sums = [list(accumulate((op.check_us for op in run), initial=0.0)) for run in runs]
     heads = []
     for r, sofar in enumerate(sums):

@@ -144,8 +144,7 @@ def _kept(plan: Plan, segment: str) -> tuple[str, ...]:
 
 
 def _levels(changes: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield (time, bytes in use) after each instant at which something changes; several changes at one instant are
-    one."""
+    """Yield (time, bytes in use) after each change; several changes at one instant count as one."""
     level = 0.0
     for at, together in groupby(sorted(changes), key=lambda change: change[0]):
         level += sum(change for _, change in together)

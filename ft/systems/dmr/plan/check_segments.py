@@ -1,5 +1,4 @@
-"""Check whether the AGC segments of a plan can be replayed: what they read is kept or regenerated, and unchanged until
-then."""
+"""Check whether the AGC segments of a plan can be replayed: inputs are kept or regenerated, and unchanged."""
 
 import bisect
 from collections import defaultdict
@@ -22,8 +21,7 @@ class Changes:
             times.sort()
 
     def first(self, op: Operator, window: Window) -> str | None:
-        """Return a tensor of the operator that is changed between the operator and the end of the window ("" for the
-        parameters)."""
+        """Return a tensor of ``op`` that is changed between it and the end of the window ("": the parameters)."""
         for name in (*op.tensors, ""):
             times = self._times.get((op.place.stage, name), ())
             place = bisect.bisect_left(times, op.end_us - CLOSE_US)

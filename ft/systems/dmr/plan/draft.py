@@ -1,5 +1,4 @@
-"""The plan of one stage while it is being made: the assignments, the time left in windows, and the memory that is
-kept."""
+"""The plan of one stage while it is made: assignments, time left in windows, and memory that is kept."""
 
 import bisect
 from collections.abc import Iterable
@@ -51,8 +50,7 @@ class Draft:
         return op.id in self._deferrable and op.id not in self.assign
 
     def deadline(self, op: Operator) -> float:
-        """Return until when the operator must be verified: when one of its tensors is changed or the optimizer
-        begins."""
+        """Return until when the operator must be verified: a tensor of it is changed, or the optimizer begins."""
         latest = self._drained
         for name in op.tensors:
             times = self._changes.get(name)
@@ -63,8 +61,7 @@ class Draft:
         return latest
 
     def reaches(self, op: Operator, slot: int) -> bool:
-        """Return whether window ``slot`` begins after the operator has been executed and ends before it must be
-        verified."""
+        """Return whether window ``slot`` lies between the operator's execution and its deadline."""
         return self.within(slot, op.end_us, self.deadline(op))
 
     def within(self, slot: int, executed_us: float, deadline_us: float) -> bool:
@@ -94,8 +91,7 @@ class Draft:
             self.assign[each] = Assignment(name, segment.window, segment.id)
 
     def give_up(self, op_id: str) -> None:
-        """Assign the operator to no window: it is verified immediately, or in the way that phase 1 has chosen as its
-        alternative."""
+        """Assign no window to the operator: it is verified immediately, or by the alternative of phase 1."""
         self.assign[op_id] = self.otherwise.get(op_id, Assignment(NAIVE))
 
     def _take(self, slot: int, load_us: float, tensors: Iterable[str]) -> None:
@@ -103,8 +99,7 @@ class Draft:
         self.holdings.keep(tensors, slot)
 
     def completed(self) -> dict[str, Assignment]:
-        """Return the assignment of all operators: undecided ones are verified immediately, or unchecked if they are not
-        reproducible."""
+        """Return the assignment of all operators: open ones are naive, or unchecked if not reproducible."""
         naive, in_vain = Assignment(NAIVE), Assignment(UNCHECKED)
         found = {}
         for op in self.ops:

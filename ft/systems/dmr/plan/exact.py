@@ -71,8 +71,7 @@ def exact(draft: Draft) -> bool:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress what HiGHS prints to file descriptor 1 about its numerics, whatever its options, where JSON is
-    expected."""
+    """Suppress what HiGHS, whatever its options, prints to file descriptor 1, where JSON is expected."""
     sys.stdout.flush()
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)

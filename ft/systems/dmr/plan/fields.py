@@ -93,8 +93,7 @@ class Fields:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object from its pairs and refuse duplicate names, of which Python's own reader would keep only the
-    last."""
+    """Build an object from its pairs; refuse duplicate names, of which Python's reader would keep only the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
         twice = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)

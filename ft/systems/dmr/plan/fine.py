@@ -12,8 +12,7 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Operator
 
 
 def fine(draft: Draft) -> None:
-    """Assign the remaining operators to windows, in order of time; those that fit no window are verified
-    immediately."""
+    """Assign open operators to windows, in order of time; those that fit none are verified immediately."""
     waiting = [op for op in draft.ops if draft.open(op)]
     waiting.sort(key=lambda op: op.end_us)
     queue = _Queue()

@@ -60,8 +60,7 @@ class Holdings:
             self._until[name] = slot
 
     def _spans(self, tensors: Iterable[str], slot: int) -> list[tuple[int, float, str]]:
-        """Return (first slot, bytes, tensor) of the time for which each tensor is not kept so far; the last slot is
-        ``slot``."""
+        """Return (first slot, bytes, tensor) for what is not kept yet, up to slot ``slot``."""
         spans = []
         for name in dict.fromkeys(tensors):
             tensor: Tensor = self._tensors[name]

@@ -16,8 +16,7 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Operator, Window
 from ft.systems.dmr.plan.waiting import Entry, Waiting
 
 SOON = 256
-"""Number of following windows within which a verification should find one that is long enough, where memory is
-scarce."""
+"""Number of windows within which a verification should find one that is long enough, where memory is scarce."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ def in_dynamic_window(queue: tuple[Entry, ...], elapsed_us: float, expected_us: 
 
 
 def before_change(queue: tuple[Entry, ...], users: Collection[str]) -> Decision:
-    """Decide before a tensor is changed in place or the optimizer begins: execute the verifications that use it
-    (``users``)."""
+    """Decide before a tensor is changed in place or the optimizer begins: execute the operators in ``users``."""
     waiting = Waiting(queue)
     due = [waiting.take(entry.op) for entry in queue if entry.op in users]
     return _decision(waiting, due, "a tensor is about to be changed")

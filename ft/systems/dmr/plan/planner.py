@@ -1,5 +1,4 @@
-"""The planner: a pure function from a trace, a memory budget and options to a plan. It uses no files, clocks or random
-numbers."""
+"""The planner: a pure function of a trace, a memory budget and options. No files, clocks or random numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -149,8 +149,7 @@ def unit_of(op: Operator) -> Unit:
 
 
 def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
-    """Return unit -> (start, end): from its first operator to its last, including adjacent windows that belong to the
-    unit."""
+    """Return unit -> (start, end), from its first operator to its last, with adjacent windows that belong to it."""
     spans: dict[Unit, tuple[float, float]] = {}
     for op in trace.ops:
         if op.place.phase in IN_UNITS:

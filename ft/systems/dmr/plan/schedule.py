@@ -117,8 +117,7 @@ def idle(timeline: Timeline) -> list[Idle]:
 
 
 def _gap(timeline: Timeline, stage: int, gap: tuple[float, float], previous: Unit | None, unit: Unit | None) -> list:
-    """Return one gap as up to three windows: the own message is sent, nothing is in flight, the awaited message
-    arrives."""
+    """Return one gap as up to three windows: own message in flight, nothing, awaited message in flight."""
     pipeline, (start, end) = timeline.pipeline, gap
     comm = pipeline.comm_us
     sent = start

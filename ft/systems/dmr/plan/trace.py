@@ -29,8 +29,7 @@ are elsewhere."""
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an operator in the iteration. ``chunk``: the stage's model chunk (virtual stage) in an interleaved
-    schedule."""
+    """The place of an operator in the iteration. ``chunk``: the model chunk (virtual stage) on its stage."""
 
     stage: int = 0
     microbatch: int = 0
@@ -97,8 +96,7 @@ class Operator:
 
     @property
     def check_us(self) -> float:
-        """Return the duration of verifying the operator by itself, by executing it again and comparing, in
-        microseconds."""
+        """Return the time in microseconds of verifying the operator by itself: executing it again and comparing."""
         return self.t_us + self.checking.compare_us
 
     @property
@@ -109,8 +107,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor. ``free_us``: when training itself frees its memory; None if it outlives the iteration
-    (parameters)."""
+    """One tensor. ``free_us``: when training itself frees it; None if it outlives the iteration (parameters)."""
 
     id: str
     bytes: float
@@ -147,8 +144,7 @@ def rooms(windows: Iterable[Window]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use on each stage: stage -> ((from when, bytes), ...) in order of time; each value holds until the
-    next."""
+    """Bytes in use: stage -> ((from when, bytes), ...) in order of time; each value holds until the next."""
 
     timeline: Mapping[int, tuple[tuple[float, float], ...]]
     budget: float | None = None

@@ -1,2 +1,1 @@
-"""Profiles of a training iteration: the operators that it executes, their durations, its idle windows and its memory
-use."""
+"""Profiles of a training iteration: its operators with their durations, its idle windows, and its memory use."""

@@ -163,8 +163,7 @@ def _starts(record: StageRecord, found: Sequence[Block], timeline: Timeline, beg
 
 
 def _windows_between(stage: int, found: Sequence[Block], timeline: Timeline, begins: float) -> list[Window]:
-    """Return the idle times that the schedule leaves behind those units after which the stage waits for other
-    stages."""
+    """Return the idle times in the simulated schedule after those units where the stage waits for others."""
     waits = {block.unit for block in found[1:-1] if block.waits}
     idles = [one for one in idle(timeline) if one.stage == stage and one.after in waits]
     return [

@@ -1,5 +1,4 @@
-"""Measure the costs of verifying an operator beyond its second execution, once, on the device on which the run
-computes."""
+"""Measure what verifying an operator costs beyond its second execution, once, on the device of the run."""
 
 import statistics
 import time

@@ -16,8 +16,7 @@ EP = INTRA[1]
 
 
 class ProfilingEngine(Engine):
-    """An ``Engine`` that reports waits to a recorder and compares nothing. ``device``: the device on which the run
-    computes."""
+    """An ``Engine`` that reports waits to a recorder and compares nothing. ``device``: that of the run."""
 
     def __init__(self, course: ExecutionCursor, recorder: Recorder, device: torch.device):
         findings = Findings(device, 0)

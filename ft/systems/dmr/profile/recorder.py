@@ -80,8 +80,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def waits(self, kind: str, *, dynamic: bool = False) -> None:
-        """Record that the rank is about to wait for other ranks. A wait inside another wait counts as part of the outer
-        one."""
+        """Record that the rank begins to wait for other ranks. A nested wait counts as part of the outer one."""
         if self._waiting is not None:
             return
         self._watch.pause()
@@ -138,8 +137,7 @@ class Recorder(TorchDispatchMode):
         self._last = done
 
     def _overwrites(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a collective writes to ``tensors``: in the trace, the last operator before the collective changes
-        them."""
+        """Record that a collective writes to ``tensors``, as a change by the last operator before the collective."""
         known = [tensor for tensor in tensors if self._storages.is_known(tensor)]
         if self._last is not None:
             self._last.changes += [n for n in self._numbers(known) if n in self._used and n not in self._last.changes]

@@ -1,5 +1,4 @@
-"""A profiling run: warm-up iterations, one iteration that is recorded in full, timed iterations, and the profile
-file."""
+"""A profiling run: warm-up, one iteration that is recorded in full, timed iterations, and writing the profile."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -49,8 +49,7 @@ class Storages:
         return storage is not None and (storage._cdata in self._live or storage._cdata in self._lasting)
 
     def sweep(self, event: int) -> None:
-        """Record that storages which no longer exist were freed before event number ``event``, which is about to
-        begin."""
+        """Record that the storages which are gone were freed before event number ``event``, which begins now."""
         gone = [key for key, (reference, _) in self._live.items() if reference.expired()]
         for key in gone:
             _, number = self._live.pop(key)

@@ -1,2 +1,1 @@
-"""DMR at run time: execute each operator of a training iteration a second time, as the strategy decides, and
-compare."""
+"""DMR at run time: execute each operator of an iteration a second time, as the strategy decides, and compare."""

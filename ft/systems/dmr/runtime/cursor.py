@@ -1,5 +1,4 @@
-"""The execution position of a rank in an iteration: the unit of work, the layer, and the number of the operator in
-it."""
+"""The execution position of a rank in an iteration: unit of work, layer, and number of the operator in the unit."""
 
 from dataclasses import dataclass
 
@@ -58,8 +57,7 @@ class ExecutionCursor:
         self.unit = self._outside = self._of(BETWEEN, 0, 0)
 
     def count(self) -> tuple[Unit, int]:
-        """Count an operator that is about to be executed; return the unit that it belongs to and its number in that
-        unit."""
+        """Count an operator that is about to be executed; return its unit and its number in that unit."""
         unit = self.unit
         index = unit.index
         unit.index = index + 1

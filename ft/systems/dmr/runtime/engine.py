@@ -50,8 +50,7 @@ class Engine:
 
     @contextlib.contextmanager
     def iteration(self, microbatches: int) -> Iterator[None]:
-        """Return a context in which the operators of one iteration of ``microbatches`` microbatches are executed
-        twice."""
+        """Return a context in which the operators of one iteration are executed redundantly."""
         self.course.restart()
         self.findings.restart()
         self.queue.restart()
@@ -66,8 +65,7 @@ class Engine:
             self.is_active = False
 
     def before_update(self) -> None:
-        """Verify everything that is still deferred, because the optimizer is about to change the memory that it
-        reads."""
+        """Verify everything that is deferred, because the optimizer will change the memory that it reads."""
         with self._unwatched():
             self.queue.drain()
             self._reductions.finish()
@@ -86,16 +84,14 @@ class Engine:
         return {**self.mode.counts, **queue, "unverified": self.findings.unverified, **misfits}
 
     def flag(self) -> torch.Tensor:
-        """Return whether this rank has found any mismatch, messages and all-reduces included, as int32 [1].
-        Collective."""
+        """Return whether this rank has found any mismatch, in all-reduces and messages too: int32 [1]. Collective."""
         self.queue.drain()
         self._messages.compare()
         self._reductions.compare()
         return self.findings.flag()
 
     def settle(self) -> list[Mismatch]:
-        """Return the mismatches of this rank. Collective; call it on all ranks after the flag was set on any of
-        them."""
+        """Return the mismatches of this rank. Collective: called on all ranks after any of them set the flag."""
         self._reductions.settle()
         return self.findings.settle()
 
@@ -163,8 +159,7 @@ class Engine:
         return result
 
     def recomputed(self, function: Callable) -> Callable:
-        """Wrap ``function``, an activation-checkpointed function, so that its forward call and its recomputation are
-        compared."""
+        """Wrap an activation-checkpointed function so that its forward call and its recomputation are compared."""
         calls = 0
         segment: Segment | None = None
 

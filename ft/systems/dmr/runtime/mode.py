@@ -127,8 +127,7 @@ class DoubleExecution(TorchDispatchMode):
         return sum(self._strategy.misfits.values()) - self._misfits_before
 
     def _is_recomputed(self) -> bool:
-        """Return whether the next operator belongs to a segment whose recomputation can be compared with its forward
-        pass."""
+        """Return whether the next operator has a second, comparable execution in its segment."""
         return self.segment is not None and self.segment.is_comparable
 
     def _at_once(self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int) -> Any:

@@ -1,5 +1,4 @@
-"""Properties of an operator that redundant execution needs: whether it computes, what it writes to, whether it is
-random."""
+"""Properties of an operator that redundant execution needs: does it compute, what does it write, is it random."""
 
 import functools
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ _NOT_EXECUTED = frozenset(
         ),
     )
 )
-"""Operators that allocate memory without filling it, return their input, or change the metadata of a tensor and not its
-contents."""
+"""Operators that only allocate memory, return their input, or change a tensor's metadata and not its contents."""
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
@@ -83,8 +81,7 @@ def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:
 
 
 def is_counted(kind: Nature, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether the operator appears in plans and profiles: it computes, and the computation can be repeated
-    here."""
+    """Return whether plans and profiles contain the operator: it computes, and can be repeated on this rank."""
     return kind.executes and not (kind.copies and _changes_device(args, kwargs))
 
 
@@ -113,8 +110,7 @@ def _yields(schema: Any) -> bool:
 
 
 def _functional(func: OpOverload) -> OpOverload | None:
-    """Return the functional variant of an in-place operator (``add`` for ``add_``): the same arguments, nothing
-    written."""
+    """Return the functional variant of an in-place operator (``add`` for ``add_``), with the same arguments."""
     base = func._schema.name.removeprefix("aten::")
     if not func._schema.name.startswith("aten::") or not base.endswith("_") or base.endswith("__"):
         return None

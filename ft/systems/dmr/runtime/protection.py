@@ -1,5 +1,4 @@
-"""The loop around an iteration: compute it, compare the redundant executions, and repeat it if anything differed on any
-rank."""
+"""Run an iteration, compare the redundant executions, and repeat the iteration if anything differed on any rank."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -17,8 +16,7 @@ Result = TypeVar("Result")
 
 
 class CorruptionError(FtError):
-    """An iteration turned out wrong repeatedly, and either no rank can be blamed or no standby can replace the rank at
-    fault."""
+    """An iteration was wrong repeatedly, and no rank can be blamed or no standby can replace the rank at fault."""
 
 
 class UnstableError(CorruptionError, UserError):
@@ -117,8 +115,7 @@ class Protection:
 
     def _agree(self, flag: torch.Tensor, step: int) -> tuple[Reports, dict[int, suspects.Wrong]]:
         """Return what all ranks have found, and the earlier wrong attempts of each rank; both empty if no rank has
-        found anything. Costs one all-reduce of the flag and one synchronisation with the device if nothing was found.
-        Collective."""
+        found anything, which costs one all-reduce of the flag and one synchronisation with the device. Collective."""
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():
             return {}, {}

@@ -1,5 +1,4 @@
-"""The D-DMR queue of one rank: the operators and AGC segments that wait for a window, and the time of their
-verification."""
+"""The D-DMR queue of one rank: operators and AGC segments that wait for a window, and when they are verified."""
 
 import math
 import time
@@ -69,8 +68,7 @@ class Queue:
         return bool(len(self._waiting) or self._replays)
 
     def put(self, at, kind, call: Call, out: Any, state: torch.Tensor | None, decision: Decision) -> bool:
-        """Defer the verification of an operator that has just been executed; return False if it has to be verified
-        immediately."""
+        """Defer the verification of an executed operator; return False if it has to be verified immediately."""
         if decision.replay is not None:
             return self._record(decision.replay, at, kind, call, out, state)
         if decision.due is not None:
@@ -85,8 +83,7 @@ class Queue:
         return True
 
     def help(self, identity: str, at, kind, call: Call, out: Any, state: torch.Tensor | None) -> None:
-        """Record an operator that is verified by other means for the AGC segments that replay it to produce its
-        outputs."""
+        """Record an operator, verified by other means, for the AGC segments that replay it for its outputs."""
         for name in self.helpers.get(identity, ()):
             self._record(name, at, kind, call, out, state, compares=False)
 

@@ -32,8 +32,7 @@ def written(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
 
 
 def execute_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], state: torch.Tensor | None) -> Any:
-    """Execute the operator again with the random generator in ``state``; leaves the generator as it was before the
-    call."""
+    """Execute the operator again with the random generator in ``state``, and restore the generator afterwards."""
     if state is None:
         return func(*args, **kwargs)
     generator = generator_of(args, kwargs)
@@ -112,8 +111,7 @@ def _copy(value: Any) -> Any:
 
 
 def state_before(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the state of the generator that the operator is about to draw from; None for an operator that draws
-    nothing."""
+    """Return the state of the generator that the operator will draw from; None if it draws nothing."""
     return generator_of(args, kwargs).get_state() if kind.random else None
 
 

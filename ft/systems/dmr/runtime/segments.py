@@ -118,8 +118,7 @@ class Segment:
         self.is_comparable = False
 
     def is_extra(self, name: str) -> bool:
-        """Return whether the next operator of the recomputation, which is about to be executed, has to be verified by
-        itself."""
+        """Return whether the recomputation's next operator, which is about to run, has to be verified by itself."""
         at = len(self._steps)
         if self._lost_at is None and (at >= len(self._script) or self._script[at].name != name):
             self._lost_at = at

@@ -1,5 +1,4 @@
-"""Strategies that decide for each operator how it is verified: the same way for all operators, or as a DMR plan
-says."""
+"""Strategies that decide how each operator is verified: all in the same way, or as a DMR plan says."""
 
 import bisect
 from collections import Counter
@@ -66,7 +65,7 @@ class Strategy(Protocol):
 
 
 class Naive:
-    """Strategy that verifies every operator immediately (naive DMR)."""
+    """Strategy naive DMR: verify every operator immediately."""
 
     name, misfits = "naive", NO_MISFITS
 
@@ -75,8 +74,7 @@ class Naive:
 
 
 class Piggyback:
-    """Strategy that verifies what is recomputed anyway by its recomputation, and everything else immediately
-    (P-DMR)."""
+    """Strategy P-DMR: verify what is recomputed anyway by its recomputation, and everything else immediately."""
 
     name, misfits = "piggyback", NO_MISFITS
 
@@ -86,8 +84,7 @@ class Piggyback:
 
 @dataclass(frozen=True)
 class Segment:
-    """Size of an AGC segment (number of replayed operators) and the number of planned operators that precede its
-    window."""
+    """An AGC segment: the number of replayed operators, and of planned operators that precede its window."""
 
     size: int
     due: int

@@ -121,8 +121,7 @@ def _too_often(
 
 
 def _operator_ranks(attempts: Sequence[Reports]) -> dict[str, set[int]]:
-    """Return operators whose two executions differed -> the ranks on which they did, in the order in which that was
-    found."""
+    """Return operator -> ranks on which its two executions differed, in the order in which that was found."""
     found: dict[str, set[int]] = {}
     for reports in attempts:
         for rank in sorted(reports):

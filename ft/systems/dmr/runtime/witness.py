@@ -43,8 +43,7 @@ class Teller:
         self.can_evict = session is not None
 
     def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
-        """Report a wrong attempt, see ``protection.Witness``: each rank reports its own mismatches, rank 0 the
-        consequence."""
+        """Report a wrong attempt, see ``protection.Witness``: each rank its own mismatches, rank 0 the decision."""
         rank = dist.get_rank()
         own = reports.get(rank, ())
         where = f"rank {rank} on {self._origin.host}, {self._origin.device}"
@@ -68,8 +67,7 @@ class Teller:
             self._observe(events.DMR_CLEAN, step=step, attempt=attempt)
 
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
-        """Report how operators were verified, see ``protection.Witness``. Only rank 0 prints; every rank writes an
-        event."""
+        """Print (rank 0) and record (every rank) how operators were verified, see ``protection.Witness``."""
         if dist.get_rank() == 0:
             told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
             print(f"DMR ({strategy}): operators of rank 0 in step {step}: {told}", flush=True)

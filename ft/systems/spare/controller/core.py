@@ -137,8 +137,7 @@ def wipes_out(s: State, lost: Numbers) -> bool:
 
 
 def take_out(s: State, lost: Numbers) -> None:
-    """Remove the groups; types that other groups have in their first S positions get an owner there, the rest become
-    seekers."""
+    """Remove the groups; types in other groups' first S positions get an owner there, the rest become seekers."""
     r, stack = s.size[REDUNDANCY], s.size[STACK]
     for w in lost:
         s.alive[w] = 0

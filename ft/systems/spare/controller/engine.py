@@ -17,8 +17,7 @@ from ft.systems.spare.placement import Placement
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions of ``core``, compiled or not. ``numbers`` converts integers to the kind of sequence that they work
-    on."""
+    """The functions of ``core``, compiled or not. ``numbers`` converts integers to the sequences they work on."""
 
     name: str
     lose: Callable

@@ -87,8 +87,7 @@ class _Edges:
 
 
 def _augment(edges: _Edges, owner: np.ndarray, alive: np.ndarray, stack: int, potential: np.ndarray) -> bool:
-    """Assign one more type, changing ``owner`` along a shortest path and updating ``potential``; False if there is no
-    path."""
+    """Assign one more type along a shortest path, updating ``owner`` and ``potential``; False if there is none."""
     types = len(owner)
     source, sink = 2 * types, 2 * types + 1
     held = owner != UNASSIGNED

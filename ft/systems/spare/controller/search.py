@@ -71,8 +71,7 @@ def assign_all(s: State, stack: int, free: int) -> bool:
 
 
 def settle(s: State, t: int, stack: int) -> bool:
-    """Assign type t to its first surviving host that has it in its first ``stack`` positions; return False if none
-    has."""
+    """Assign type t to its first surviving host with it in its first ``stack`` positions; False if none has it."""
     r = s.size[REDUNDANCY]
     for j in range(r):
         h = s.hosts[t * r + j]
