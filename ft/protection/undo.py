@@ -1,7 +1,7 @@
-"""The state before an iteration, to go back to when it turns out to have been computed wrongly.
+"""Keep the state before an iteration, so that the iteration can be rolled back if it was computed wrongly.
 
-It is copied in the background while forward and backward run, which change nothing of it; before the optimizer changes
-it the copy is waited for.
+The state is copied in the background during forward and backward, which do not change it. The optimizer step waits
+until the copy is complete.
 """
 
 from ft.protection.position import Position
@@ -12,10 +12,11 @@ from ft.state.snapshot.state import pack_meta, unpack_meta
 
 
 class Undo:
-    """Of one rank.
+    """The rollback copy of one rank.
 
     Args:
-        subject: model, optimizer and schedule. position: the trainer's own state.
+        subject: model, optimizer and learning-rate schedule.
+        position: the trainer's own state.
     """
 
     def __init__(self, subject: TrainingState, position: Position):
@@ -26,7 +27,7 @@ class Undo:
         self._error: BaseException | None = None
 
     def begin(self) -> None:
-        """An iteration begins; what it begins from is kept."""
+        """Start copying the state at the beginning of an iteration."""
         state = self._subject.state(self._position.get())
         sections = state.sections()
         if self._plan is None or not self._plan.fits(self._slot, sections):
@@ -37,10 +38,10 @@ class Undo:
         self._progress = self._copier.start(self._plan, self._note)
 
     def wait(self) -> None:
-        """The state is about to change.
+        """Wait until the copy is complete, because the state is about to change.
 
         Raises:
-            RuntimeError: it could not be copied.
+            RuntimeError: the state could not be copied.
         """
         if self._progress is not None:
             self._progress.wait()
@@ -49,7 +50,7 @@ class Undo:
             raise RuntimeError("the state before the iteration could not be kept") from self._error
 
     def back(self) -> None:
-        """Collective: everything is as it was at ``begin``."""
+        """Restore the state that the last ``begin`` copied. Collective."""
         self.wait()
         self._subject.abandon_step()
         write_back(self._slot, self._plan.sections)
@@ -58,6 +59,7 @@ class Undo:
         self._position.set(position)
 
     def close(self) -> None:
+        """Stop the background copier."""
         self._copier.close()
 
     def _note(self, error: BaseException | None) -> None:

@@ -1,1 +1,1 @@
-"""CheckFree and CheckFree+: a pipeline stage that is lost everywhere is rebuilt from its neighbours."""
+"""CheckFree and CheckFree+: rebuild a pipeline stage that is lost on all replicas from its neighbour stages."""

@@ -1,4 +1,4 @@
-"""The transformer blocks of a stage, out of a model of megatron-core and back into it."""
+"""Read the transformer blocks of a stage from a model of megatron-core, and write them back."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,15 @@ _OF_BLOCK = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.(.+)$")
 
 
 class StageBlocks:
-    """Of one rank.
+    """The transformer blocks of one rank.
 
     Args:
-        chunks: model chunks, one: which layers a lost stage held must be those between its neighbours'.
-        whole: the stage consists of blocks and nothing else, as one in the middle does.
+        chunks: the model chunks of the stage; there must be exactly one, because the layers of a lost stage have to be
+            those between its neighbours'.
+        whole: the stage consists of blocks only, as a stage in the middle of the pipeline does.
 
     Raises:
-        UserError: there is more than one chunk, or something in a middle stage that is no block's.
+        UserError: there is more than one chunk, or a middle stage has parameters that belong to no block.
     """
 
     def __init__(self, chunks: Sequence, *, whole: bool):
@@ -46,19 +47,21 @@ class StageBlocks:
         return len(self._blocks)
 
     def get(self) -> list[dict[str, torch.Tensor]]:
-        """The live parameters and learnt buffers (a router's expert bias) of each block by their names within it."""
+        """Return the live parameters and learnt buffers (such as a router's expert bias) of each block by their names
+        within it."""
         return [{name: held.detach() for name, held in block.items()} for block in self._blocks]
 
     def is_sharded(self, name: str) -> bool:
-        """Whether tensor-parallel ranks hold different parts of the parameter; the same in every block that has it."""
+        """Return whether tensor-parallel ranks hold different parts of the parameter, which is the same in every block
+        that has it."""
         return any(getattr(block.get(name), "tensor_model_parallel", False) for block in self._blocks)
 
     @torch.no_grad()
     def put(self, blocks: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Writes tensors of the same names and shapes into the model.
+        """Write tensors of the same names and shapes into the model.
 
         Raises:
-            UserError: they are of another model.
+            UserError: the names or shapes differ from those of the model.
         """
         told, own = [_shapes(block) for block in blocks], [_shapes(block) for block in self._blocks]
         if told != own:
@@ -72,7 +75,7 @@ class StageBlocks:
 
 
 def _learnt_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What training moves without a gradient: floating-point buffers that are part of the model's state."""
+    """Yield the state that training changes without a gradient: persistent floating-point buffers."""
     for prefix, module in chunk.named_modules():
         for name, held in module.named_buffers(prefix, recurse=False):
             own = name.rpartition(".")[2]

@@ -1,8 +1,8 @@
-"""The last gradient norm of every pipeline stage, known to every rank.
+"""Make the last gradient norm of every pipeline stage known to every rank.
 
-Each rank's part comes from core's own global norm (``megatron.patches.stage_norms``); all that is added is one
-reduction of as many numbers as there are stages, which goes on while the optimizer updates. A stage's norm is over all
-that it holds, embedding and head included, and over its tensor- and data-parallel ranks.
+Each rank's part comes from core's own global norm (``megatron.patches.stage_norms``). The only addition is one
+all-reduce of one number per stage, which overlaps the optimizer update. The norm of a stage covers everything that it
+holds, embedding and head included, and its tensor- and data-parallel ranks.
 """
 
 import math
@@ -13,14 +13,16 @@ import torch.distributed as dist
 
 
 class StageNorms:
-    """Of one rank.
+    """Collects the gradient norms of all stages on one rank.
 
     Args:
-        stages: pipeline stages; own: this rank's. limit: norms above it count as it, as if each stage were clipped by
-            itself (what the authors' code weights by); None: raw.
+        stages: number of pipeline stages.
+        own: this rank's stage.
+        limit: norms above it are replaced by it, as if each stage were clipped by itself (which the code of CheckFree's
+            authors weights by); None for raw norms.
 
     Attributes:
-        values: of the last step that was settled, one for each stage; None before there is one.
+        values: norm of each stage in the last settled step; None for each before the first one.
     """
 
     def __init__(self, stages: int, own: int, limit: float | None = None):
@@ -29,12 +31,16 @@ class StageNorms:
         self._under_way: list[tuple[torch.Tensor, dist.Work]] = []
 
     def begins(self) -> None:
-        """An attempt at an optimizer step begins; what an earlier one has left is forgotten."""
+        """Begin an attempt at an optimizer step and drop what an earlier attempt has left."""
         self._under_way = []
 
     def heard(self, part: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
-        """Core has taken a norm: ``part`` is this rank's, summed over ``group``. Dense and expert gradients may have
-        one each."""
+        """Start the reduction of a norm that core has computed. Dense and expert gradients may have one norm each.
+
+        Args:
+            part: the norm of this rank's part, which is to be combined over ``group``; None if this rank has no part.
+            group: process group of the norm.
+        """
         device = torch.cuda.current_device() if part is None else part.device
         squares = torch.zeros(len(self.values), dtype=torch.float32, device=device)
         if part is not None:
@@ -42,8 +48,8 @@ class StageNorms:
         self._under_way.append((squares, dist.all_reduce(squares, group=group, async_op=True)))
 
     def settle(self) -> Sequence[float | None]:
-        """The values of the step that was just done; the old ones where core took no norm in it (a step that
-        overflowed)."""
+        """Return the norms of the step that was just done, or the previous ones if core computed no norm in it
+        (gradient overflow)."""
         if self._under_way:
             total = [0.0] * len(self.values)
             for squares, work in self._under_way:

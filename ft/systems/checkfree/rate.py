@@ -1,4 +1,4 @@
-"""The learning rate of a rebuilt stage: for a while higher than the others', so that it parts from its neighbours."""
+"""The learning rate of a rebuilt stage, which is raised so that the stage diverges from its neighbours."""
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from ft.base.errors import UserError
 
 BOOST = 1.1
-"""The paper's (section 4.2); the authors' code has 1.2 for its 500M model."""
+"""Factor of the learning rate (CheckFree, section 4.2); the authors' code has 1.2 for its 500M model."""
 
 _HIGHEST = 100.0
 _KEYS = ("max_lr", "min_lr")
@@ -15,14 +15,15 @@ _KEYS = ("max_lr", "min_lr")
 
 @dataclass(frozen=True)
 class Boost:
-    """How much higher, and for how long.
+    """The increase of the learning rate and its duration.
 
     Attributes:
-        factor: right after a rebuild. decay_steps: falls to 1 in a straight line over so many steps; 0: it stays, as in
-            the paper.
+        factor: factor right after a rebuild.
+        decay_steps: number of steps over which the factor falls linearly to 1; 0: it stays, as in CheckFree, section
+            4.2.
 
     Raises:
-        UserError: one of them makes no sense.
+        UserError: a value is out of range.
     """
 
     factor: float = BOOST
@@ -35,9 +36,10 @@ class Boost:
             raise UserError(f"a factor that decays over {self.decay_steps} steps", "give 0 (it stays) or more")
 
     def at(self, step: int, rebuilt_at: int | None) -> float:
-        """The factor in ``step`` of a stage that was last rebuilt before step ``rebuilt_at``; None: never.
+        """Return the factor in ``step`` of a stage that was last rebuilt before step ``rebuilt_at``; None if it never
+        was.
 
-        It follows from the last rebuild alone: repeated failures do not compound.
+        The factor depends on the last rebuild alone: repeated failures do not compound.
         """
         if rebuilt_at is None or step < rebuilt_at:
             return 1.0
@@ -48,10 +50,11 @@ class Boost:
 
 
 def base_rates(groups: Sequence[MutableMapping[str, Any]]) -> list[dict[str, float]]:
-    """What a parameter group's learning rate follows from, of each group: to be taken once, before any scaling.
+    """Return the values from which the learning rate of each parameter group is derived. Call it once, before any
+    scaling.
 
-    ``max_lr`` and ``min_lr``, which megatron-core 0.16.1's scheduler reads at every step (``lr_mult`` it does not);
-    ``lr`` itself in a group without them, for optimizers without that scheduler.
+    These are ``max_lr`` and ``min_lr``, which megatron-core 0.16.1's scheduler reads at every step (it does not read
+    ``lr_mult``), or ``lr`` in a group without them, for optimizers without that scheduler.
     """
     return [
         {key: float(group[key]) for key in (_KEYS if group.get(_KEYS[0]) is not None else ("lr",)) if key in group}
@@ -60,10 +63,10 @@ def base_rates(groups: Sequence[MutableMapping[str, Any]]) -> list[dict[str, flo
 
 
 def scale(groups: Sequence[MutableMapping[str, Any]], base: Sequence[dict[str, float]], factor: float) -> None:
-    """Sets the rates of parameter groups to ``factor`` times ``base`` (:func:`base_rates`), in place.
+    """Set the rates of parameter groups to ``factor`` times ``base`` (:func:`base_rates`), in place.
 
     Raises:
-        ValueError: ``base`` is of other groups.
+        ValueError: ``base`` has another number of groups.
     """
     for group, rates in zip(groups, base, strict=True):
         for key, rate in rates.items():

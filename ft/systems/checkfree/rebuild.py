@@ -1,9 +1,9 @@
-"""What a lost stage is rebuilt to: the algebra alone, block by block, out of its neighbours' parameters.
+"""Compute the parameters of a rebuilt stage, block by block, from its neighbours' parameters.
 
-CheckFree (section 4.2): W_s = (w_{s-1} W_{s-1} + w_{s+1} W_{s+1}) / (w_{s-1} + w_{s+1}), where each neighbour is
+CheckFree, section 4.2: W_s = (w_{s-1} W_{s-1} + w_{s+1} W_{s+1}) / (w_{s-1} + w_{s+1}), where each neighbour is
 weighted by its own last gradient norm: raw (before clipping), not squared. The first and the last stage have one
-neighbour only and are a copy of it, which costs little only if the two were trained in each other's place (CheckFree+,
-section 4.3). Embedding and head are none of this: they have replicas.
+neighbour only and become a copy of it, which costs little only if the two were trained in each other's place
+(CheckFree+; CheckFree, section 4.3). Embedding and head are not rebuilt here: they have replicas.
 """
 
 import math
@@ -16,26 +16,26 @@ from ft.base.errors import FallbackError, UserError
 
 WEIGHTED, UNIFORM, COPY, RANDOM = STRATEGIES = ("weighted", "uniform", "copy", "random")
 LEAST_WEIGHT = 1e-4
-"""Added to each norm, as in the authors' code: two norms of zero make a uniform average."""
+"""Added to each norm, as in the authors' code: two norms of zero give a uniform average."""
 
 LEFT_TO_TRY = "what is left: a peer copy of the stage (--ft-hot-swap), then the last persistent checkpoint (--load)"
 
 Block = Mapping[str, torch.Tensor]
-"""A transformer block's parameters by their names within the block."""
+"""The parameters of a transformer block by their names within the block."""
 
 Initialise = Callable[[str, torch.Tensor, torch.Generator | None], torch.Tensor]
-"""(name, parameter that tells shape, dtype and device, generator) -> a fresh tensor of that kind."""
+"""(name, parameter with the shape, dtype and device, generator) -> a fresh tensor of that kind."""
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A stage that was lost.
+    """A rebuilt stage.
 
     Attributes:
         blocks: parameters by name of each block, in the order of the stage; none shares memory with a neighbour's.
-        strategy: one of :data:`STRATEGIES`. shares: of the previous and of the following stage, which add up to 1;
-            (0, 0) for random.
-        note: what whoever reads the report should know, "" if there is nothing.
+        strategy: one of :data:`STRATEGIES`.
+        shares: shares of the previous and of the following stage, which add up to 1; (0, 0) for random.
+        note: a remark for the report, or "".
     """
 
     blocks: list[dict[str, torch.Tensor]]
@@ -53,23 +53,28 @@ def rebuild(
     generator: torch.Generator | None = None,
     initialise: Initialise | None = None,
 ) -> Rebuilt:
-    """The blocks of the stage between ``previous`` and ``following``.
+    """Return the blocks of the stage between ``previous`` and ``following``.
 
-    Averages are taken in float32 (float64 for float64 parameters) and rounded once to the parameter's own dtype. What
-    is no floating-point number is the previous stage's.
+    Averages are computed in float32 (float64 for float64 parameters) and rounded once to the parameter's own dtype.
+    Tensors that are not floating-point are taken from the previous stage.
 
     Args:
-        previous, following: blocks of the neighbours, as many each as the lost stage had; None where the pipeline ends
-            or that stage is lost too. With tensor parallelism those of the same tensor-parallel rank.
-        weight_previous, weight_following: last raw gradient norms; None where there was no step yet. Read by
-            ``weighted`` only: one that is missing or not finite makes the average uniform, and ``note`` says so.
-        strategy: ``copy`` takes the previous stage, the following one where there is no previous.
-        generator, initialise: for ``random``; :func:`fresh` unless told otherwise.
+        previous: blocks of the previous stage, as many as the lost stage had; None if the pipeline begins here or that
+            stage is lost too. With tensor parallelism, those of the same tensor-parallel rank.
+        following: blocks of the following stage, likewise.
+        weight_previous: last raw gradient norm of the previous stage; None if there was no step yet. Used by
+            ``weighted`` only: if a norm is missing or not finite, the average is uniform, and ``note`` says so.
+        weight_following: last raw gradient norm of the following stage, likewise.
+        strategy: one of :data:`STRATEGIES`. ``copy`` takes the previous stage, or the following one if there is no
+            previous.
+        generator: (``random``) passed to ``initialise``.
+        initialise: (``random``) makes fresh parameters; :func:`fresh` by default.
 
     Raises:
-        UserError: no such strategy, or the neighbours there are cannot make this stage; it names what is left to try.
+        UserError: there is no such strategy, or it cannot be applied to the available neighbours; the message names the
+            remaining ways to recover.
         FallbackError: a neighbour holds values that are not finite.
-        ValueError: a norm is negative, which none is.
+        ValueError: a norm is negative.
     """
     sources = _sources(previous, following, strategy)
     for stage in sources:
@@ -90,10 +95,11 @@ def rebuild(
 
 
 def weights(norm_previous: float | None, norm_following: float | None) -> tuple[tuple[float, float], str]:
-    """((share of the previous stage, of the following), note): each its norm + :data:`LEAST_WEIGHT`, to a sum of 1.
+    """Return ((share of the previous stage, of the following), note): each norm + :data:`LEAST_WEIGHT`, scaled to a sum
+    of 1.
 
-    Uniform where a norm is missing or not finite: a step that overflowed says nothing of how far a stage has converged,
-    and an infinite weight would make a copy of the very stage that overflowed.
+    The shares are uniform if a norm is missing or not finite: a step that overflowed does not show how far a stage has
+    converged, and an infinite weight would make a copy of the stage that overflowed.
 
     Raises:
         ValueError: a norm is negative.
@@ -110,16 +116,17 @@ def weights(norm_previous: float | None, norm_following: float | None) -> tuple[
     if unusable:
         return (0.5, 0.5), f"averaged uniformly, for a gradient norm cannot be a weight: {', '.join(unusable)}"
     before, after = (float(norm) + LEAST_WEIGHT for norm in norms)
-    largest = max(before, after)  # divided out first: the sum of two large norms may overflow
+    largest = max(before, after)  # normalised first, because the sum of two large norms may overflow
     before, after = before / largest, after / largest
     return (before / (before + after), after / (before + after)), ""
 
 
 def fresh(name: str, like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """A parameter as at the start of training: matrices normal with deviation 0.02, biases 0, norms' weights 1.
+    """Return a parameter as at the start of training: matrices normal with standard deviation 0.02, biases 0, norms'
+    weights 1.
 
-    Megatron draws a block's output projections narrower, by its number of layers, and zero-centred norms start at 0:
-    give ``initialise`` for these.
+    Megatron initialises a block's output projections with a smaller deviation, depending on its number of layers, and
+    zero-centred norms with 0: pass ``initialise`` to ``rebuild`` for these.
     """
     if not like.is_floating_point():
         return like.detach().clone()
@@ -131,7 +138,7 @@ def fresh(name: str, like: torch.Tensor, generator: torch.Generator | None) -> t
 
 
 def _sources(previous: Sequence[Block] | None, following: Sequence[Block] | None, strategy: str):
-    """The neighbours that the strategy reads, checked."""
+    """Return the neighbours that the strategy reads, after checking them."""
     if strategy not in STRATEGIES:
         raise UserError(f"{strategy!r} is no way to rebuild a stage", f"there are: {', '.join(STRATEGIES)}")
     there = [stage for stage in (previous, following) if stage is not None]
@@ -182,7 +189,7 @@ def _check_finite(stage: Sequence[Block], strategy: str) -> None:
 
 
 def _mean(before: torch.Tensor, after: torch.Tensor, share: float) -> torch.Tensor:
-    """Of ``after`` a ``share``. By lerp: what both hold alike stays as it is, bit for bit."""
+    """Return the average with a share of ``share`` for ``after``. Uses lerp, which keeps equal values bit for bit."""
     if not before.is_floating_point():
         return before.detach().clone()
     wide = torch.promote_types(before.dtype, torch.float32)

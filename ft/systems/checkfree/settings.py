@@ -1,4 +1,4 @@
-"""What was asked of CheckFree."""
+"""The settings of CheckFree in a training run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,13 +21,15 @@ class Settings:
     """How lost stages are rebuilt.
 
     Attributes:
-        strategy: of :data:`ft.systems.checkfree.rebuild.STRATEGIES`. boost: of the rebuilt stage's learning rate.
-        norm_limit: gradient norms above it count as it in the weights; None: raw.
-        reseed: called with a step: seeds this rank's random number generators for its place, at that step.
-        seed: of the run, for the strategy "random".
-        rebuilt_at: pipeline stage, as text -> the step at which it was last rebuilt: a mapping to write into, which the
-            trainer keeps with its position and in checkpoints.
-        doubles: who has embedding and head twice, so that the first and the last stage can be rebuilt; None: nobody.
+        strategy: one of :data:`ft.systems.checkfree.rebuild.STRATEGIES`.
+        boost: increase of the rebuilt stage's learning rate.
+        norm_limit: in the weights, gradient norms above it are replaced by it; None for raw norms.
+        reseed: seeds this rank's random number generators for its position in the grid and the given step.
+        seed: seed of the run, for the strategy "random".
+        rebuilt_at: returns a mutable mapping from pipeline stage, as text, to the step at which it was last rebuilt.
+            The trainer keeps it with its position and in checkpoints.
+        doubles: the replicas of embedding and head (CheckFree+), with which the first and the last stage can be
+            rebuilt; None without CheckFree+.
     """
 
     strategy: str = WEIGHTED

@@ -1,7 +1,9 @@
-"""A stage lends the lost stage next to it a copy of its blocks and of its envelope: from rank to rank of one place.
+"""Transfer a copy of a stage's blocks and envelope to the lost stage next to it, between ranks with equal other
+coordinates.
 
-Two rounds of point-to-point messages in the pipeline's group: how long both parts are, then both. The head is JSON
-(envelope, names, shapes and dtypes), the body the parameters' bytes, each from a multiple of ``_ALIGN`` on.
+There are two rounds of point-to-point messages in the pipeline's group: first the lengths of both parts, then both
+parts. The head is JSON (envelope, names, shapes and dtypes), the body is the bytes of the parameters, each aligned to
+``_ALIGN`` bytes.
 """
 
 import json
@@ -19,7 +21,7 @@ Blocks = list[dict[str, torch.Tensor]]
 
 
 def lend(to: Sequence[int], group: dist.ProcessGroup, blocks: Blocks, envelope: dict[str, Any]) -> None:
-    """Sends ``blocks`` and ``envelope`` to the logical ranks ``to``, all at once."""
+    """Send ``blocks`` and ``envelope`` to the logical ranks ``to``, all at once."""
     told = [[[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in b.items()] for b in blocks]
     tensors = [held for block in blocks for held in block.values()]
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -32,10 +34,10 @@ def lend(to: Sequence[int], group: dist.ProcessGroup, blocks: Blocks, envelope: 
 
 
 def borrow(lenders: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[tuple[Blocks, dict]]:
-    """(blocks, envelope) of each of the logical ranks ``lenders``.
+    """Receive (blocks, envelope) from each of the logical ranks ``lenders``.
 
     Raises:
-        FallbackError: what came is none.
+        FallbackError: the received bytes cannot be decoded.
     """
     sizes = [torch.zeros(2, dtype=torch.int64, device=device) for _ in lenders]
     _exchange([dist.P2POp(dist.irecv, size, rank, group) for rank, size in zip(lenders, sizes, strict=True)])

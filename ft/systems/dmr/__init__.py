@@ -1,2 +1,2 @@
-"""DMR (SpareTrain, ICLR 2026): every operator is executed twice and compared, in time that a run leaves idle, so that
-silent data corruption is caught."""
+"""DMR (dual modular redundancy, SpareTrain): execute every operator twice and compare the results to catch silent data
+corruption. The second executions are placed in time in which the device would otherwise be idle."""

@@ -1,6 +1,7 @@
-"""The file of operators that compute another result each time on the same inputs: executing them twice tells nothing.
+"""Read and write the file of non-reproducible operators, which compute a different result each time on the same inputs.
 
-``ft dmr selftest --out`` writes their names, a run with ``--ft-dmr-unstable`` reads them.
+Executing such an operator twice proves nothing. ``ft dmr selftest --out`` writes their names to this file; a run with
+``--ft-dmr-unstable`` reads it and leaves these operators unverified.
 """
 
 import json
@@ -16,19 +17,29 @@ _FIX = "write the file with ft dmr selftest --out"
 
 @dataclass(frozen=True)
 class Unstable:
-    """What a file of unstable operators says. ``torch``, ``device``: where they were found to be so."""
+    """Contents of a file of non-reproducible operators.
+
+    Attributes:
+        operators: names of the operators.
+        torch: version of torch with which they were found to be non-reproducible.
+        device: device on which they were found to be non-reproducible.
+    """
 
     operators: tuple[str, ...]
     torch: str
     device: str
 
     def values(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the contents as JSON values."""
         return {"version": _VERSION, "torch": self.torch, "device": self.device, "operators": list(self.operators)}
 
 
 def write_unstable(path: Path, found: Unstable) -> None:
-    """Raises UserError where the file cannot be written."""
+    """Write ``found`` to ``path``.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     try:
         path.write_text(json.dumps(found.values(), indent=1) + "\n")
     except OSError as error:
@@ -36,7 +47,11 @@ def write_unstable(path: Path, found: Unstable) -> None:
 
 
 def read_unstable(path: Path) -> Unstable:
-    """Raises UserError where it is no such file."""
+    """Read a file that ``write_unstable`` wrote.
+
+    Raises:
+        UserError: the file cannot be read, is not JSON, has no list of names, or has an unknown version.
+    """
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

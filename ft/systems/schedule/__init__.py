@@ -1,1 +1,1 @@
-"""Pipeline schedules: orders of units, played through, given batches of messages, and checked before they may run."""
+"""Pipeline schedules: orders of units, their simulation, batches of messages between stages, validity checks."""

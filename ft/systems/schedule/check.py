@@ -1,4 +1,4 @@
-"""What has to hold before a program may run: nothing here trusts who made it."""
+"""Check what has to hold before a program may run, whatever made the program."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,17 +10,18 @@ from ft.systems.schedule.units import Unit
 
 
 class Finding(NamedTuple):
-    """One rule. ``faults``: what breaks it, in words; empty: it holds."""
+    """The result of one rule. ``faults``: violations in words; empty if the rule holds."""
 
     rule: str
     faults: tuple[str, ...]
 
 
 def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list[Finding]:
-    """All rules, in the order in which they are worth reading.
+    """Return the results of all rules.
 
     Args:
-        most_in_flight: by stage, how many microbatches' activations it may hold; None: as many as it takes.
+        program: the program.
+        most_in_flight: for each stage, the number of microbatches whose activations it may hold; None for no limit.
     """
     findings = [
         Finding("every unit once, after what it needs", tuple(_units(program))),
@@ -33,7 +34,7 @@ def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list
 
 
 def _units(program: Program):
-    """A unit's input is there when it starts, and each unit of each microbatch runs exactly once."""
+    """Yield violations of: inputs are there when a unit starts, and each unit runs exactly once."""
     routes = program.routes
     wanted = Counter(unit for microbatch in range(len(routes.ways)) for unit in routes.units(microbatch))
     for unit in (Counter(unit for s in range(len(program.stages)) for unit in program.order(s)) - wanted).elements():
@@ -60,7 +61,8 @@ def _units(program: Program):
 
 
 def _message_order(program: Program):
-    """The k-th sent is the k-th received, for every ordered pair of stages: NCCL has no tags."""
+    """Yield violations of: for every ordered pair of stages, the k-th message sent is the k-th received, since NCCL has
+    no tags."""
     sent, received = posted(program)
     for pair in sorted(sent.keys() | received.keys()):
         ours, theirs = sent.get(pair, []), received.get(pair, [])
@@ -75,7 +77,7 @@ def _message_order(program: Program):
 
 
 def _deadlock(program: Program):
-    """With sends that wait for their receivers, every stage gets to its end."""
+    """Yield the stages that never reach their end when sends wait for their receivers."""
     for stage, batch in run(program, lambda unit: 1.0).stuck.items():
         yield f"stage {stage} waits for ever to {' and '.join(_doing(stage, batch))}"
 
@@ -93,12 +95,12 @@ def _memory(program: Program, most: Sequence[int]):
 
 
 def in_flight(program: Program) -> list[int]:
-    """By stage, the most microbatches that have begun their forward there and not ended their backward."""
+    """Return for each stage the maximum number of microbatches between their forward and their backward there."""
     return [peak(program.order(stage)) for stage in range(len(program.stages))]
 
 
 def peak(units: Sequence[Unit]) -> int:
-    """The most forwards of ``units`` at once that are not yet given back by their backward."""
+    """Return the maximum number of forwards among ``units`` whose backward has not run."""
     held = most = 0
     for unit in units:
         held += -1 if unit.backward else 1
@@ -107,5 +109,5 @@ def peak(units: Sequence[Unit]) -> int:
 
 
 def named(unit: Unit) -> str:
-    """ "F3", "B3": with its chunk where that is not the first."""
+    """Return a short name, "F3" or "B3", with the chunk unless it is the first."""
     return f"{'B' if unit.backward else 'F'}{unit.microbatch}" + (f" of chunk {unit.chunk}" if unit.chunk else "")

@@ -1,4 +1,4 @@
-"""Plans a schedule of a kind: its program, what it costs, and whether it may run; or the cheapest that may."""
+"""Plan a schedule of a kind, with its program, cost and validity, or the cheapest valid one of several kinds."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,23 +20,27 @@ KINDS = ("1f1b", "interleaved", *SWAPPING)
 BEST = "best"
 
 _GRIDS = ((2, 1), (1, 1), (2, 3), (1, 2), (1, 3))
-"""Forward and backward times in whole numbers on which stages meet: the true ones only weigh what comes out."""
+"""Forward and backward times in whole numbers with which messages are placed. The true times only decide between the
+resulting programs."""
 _SMALL = ((2, 1), (1, 1), (1, 2), (1, 3))
-"""Those of them with short periods, in which all weaves are found in no time."""
+"""Those of them with short periods, for which all weaves are found quickly."""
 _MOST_TRIED = 12
-"""Weaves tried for each grid: those that hold least, which are also the shortest."""
+"""Number of weaves tried for each grid: those that hold the fewest microbatches, also the shortest ones."""
 _OFF = (0.9, 1.1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is asked for.
+    """The requested shape of a pipeline.
 
     Args:
-        stages: P. microbatches: M of an iteration. chunks: model chunks per stage, for interleaved.
-        f, b: times of a stage's forward and backward of one microbatch, all chunks together. comm: of a message. All
-            in one unit of time, whichever.
-        most_in_flight: microbatches whose activations a stage may hold at once; None: as many as it takes.
+        stages: P.
+        microbatches: M, of one iteration.
+        f: time of a stage's forward of one microbatch, all chunks together. All times are in one arbitrary unit.
+        b: time of a stage's backward of one microbatch, all chunks together.
+        comm: time of a message.
+        chunks: model chunks per stage, for interleaved.
+        most_in_flight: number of microbatches whose activations a stage may hold at once; None for no limit.
 
     Raises:
         UserError: there is no such pipeline.
@@ -59,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Planned:
-    """A schedule with what it costs. ``chunks``: model chunks per stage. ``findings``: of the check."""
+    """A schedule with its cost. ``chunks``: model chunks per stage. ``findings``: results of the check."""
 
     kind: str
     shape: Shape
@@ -74,22 +78,23 @@ class Planned:
 
     @property
     def bubble(self) -> float | None:
-        """The share of the iteration in which a stage runs no unit (all have the same work); None: it has no end."""
+        """Return the share of the iteration in which a stage runs no unit, equal on all; None on deadlock."""
         if self.ran.stuck:
             return None
         return 1 - self.shape.microbatches * (self.shape.f + self.shape.b) / self.ran.end
 
     @property
     def in_flight(self) -> list[float]:
-        """By stage, the most microbatches' activations at once; a chunk holds its share of one."""
+        """Return for each stage the maximum number of microbatches whose activations it holds; a chunk counts as its
+        share of one."""
         return [held / self.chunks for held in in_flight(self.program)]
 
 
 def plan(kind: str, shape: Shape) -> Planned:
-    """The cheapest program of a kind, checked; one that may not run where the kind has no other.
+    """Return the cheapest program of a kind, checked. It is invalid if the kind has no valid program.
 
     Raises:
-        UserError: there is no schedule of this kind and shape, or for ``best`` none that may run.
+        UserError: there is no schedule of this kind and shape, or for ``best`` no valid one.
     """
     if kind == BEST:
         return best(compared(shape))
@@ -102,7 +107,7 @@ def plan(kind: str, shape: Shape) -> Planned:
 
 
 class _Weighed(NamedTuple):
-    """A program, and its cost: what holds too much or never ends is dearest, then time counts, then memory."""
+    """A program and its cost. Costs compare first by excessive memory and deadlock, then by time, then by memory."""
 
     cost: tuple
     program: Program
@@ -117,21 +122,22 @@ def _weigh(shape: Shape, chunks: int, program: Program) -> _Weighed:
 
 
 def _off(shape: Shape, chunks: int, weighed: _Weighed) -> tuple[float, int]:
-    """What it takes when a backward is a tenth shorter or longer than was said, then all that stages hold."""
+    """Return the total duration with backwards a tenth shorter and a tenth longer than given, then the sum of what
+    stages hold."""
     ends = (run(weighed.program, _duration(shape.f / chunks, b * shape.b / chunks), shape.comm).end for b in _OFF)
     return round(sum(ends), 9), sum(in_flight(weighed.program))
 
 
 def compared(shape: Shape) -> list[Planned]:
-    """Every kind that CheckFree+ could take, in the order of ``SWAPPING``."""
+    """Return a plan of every kind that CheckFree+ could use, in the order of ``SWAPPING``."""
     return [plan(kind, shape) for kind in SWAPPING]
 
 
 def best(planned: Iterable[Planned]) -> Planned:
-    """The shortest that may run; of equals, the one that holds least.
+    """Return the shortest valid schedule; of equals, the one that holds the fewest microbatches.
 
     Raises:
-        UserError: none may run.
+        UserError: none is valid.
     """
     valid = [each for each in planned if each.valid]
     if not valid:
@@ -144,7 +150,7 @@ def _duration(f: float, b: float) -> Callable[[Unit], float]:
 
 
 def _programs(kind: str, shape: Shape) -> Iterator[Program]:
-    """What there is to choose from within a kind."""
+    """Yield the candidate programs of a kind."""
     given = (shape.stages, shape.microbatches)
     grids = [*_GRIDS, (shape.f + shape.comm, shape.b + shape.comm)]
     if kind == "1f1b":
@@ -164,9 +170,10 @@ def _programs(kind: str, shape: Shape) -> Iterator[Program]:
 
 
 def _woven(shape: Shape) -> Iterator[Program]:
-    """Orders of several grids, each with its messages as stages meet on its grid and as they meet by the true times.
+    """Yield programs for orders of several grids, each with the messages placed by the times of its grid and by the
+    true times.
 
-    A batch comes before nearly every unit, so that a message's time is as good as part of the unit's.
+    A batch precedes nearly every unit, so the time of a message is treated as part of the unit's.
     """
     true = (shape.f + shape.comm, shape.b + shape.comm)
     routes = kinds.half_swapped(shape.stages, shape.microbatches)

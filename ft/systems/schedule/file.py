@@ -1,15 +1,17 @@
-"""The file of an executable schedule: JSON that a runner can follow without knowing how it was found.
+"""The file of an executable schedule: JSON that a runner can follow without knowing how the schedule was found.
 
-``steps`` has a list for each physical stage, to be worked through in order:
+``steps`` has a list for each physical stage, to be executed in order:
 
-- ``{"do": "forward" | "backward", "microbatch": 3, "way": "swapped", "position": 1}``: run it; at position 0 of a way
-  the input is the embedding's, at the last the output is the head's. ``chunk`` is there where stages have several.
-- ``{"do": "transfer", "ops": [...]}``: one ``batch_isend_irecv`` of all ops in their order, waited for before the next
-  step. An op is ``{"op": "send" | "receive", "peer": 2, "microbatch": 3, "what": "activation" | "gradient"}``. It may
-  be some steps after the unit that made the result, and some before the one that needs it: it is kept between.
+- ``{"do": "forward" | "backward", "microbatch": 3, "way": "swapped", "position": 1}``: run the unit. At position 0 of a
+  way the input comes from the embedding, at the last position the output goes to the head. ``chunk`` is present if
+  stages have several chunks.
+- ``{"do": "transfer", "ops": [...]}``: one ``batch_isend_irecv`` of all ops in their order, to be waited for before the
+  next step. An op is ``{"op": "send" | "receive", "peer": 2, "microbatch": 3, "what": "activation" | "gradient"}``. It
+  may be some steps after the unit that produced the result, and some before the unit that needs it; the result is kept
+  in between.
 - ``{"do": "flush"}``: wait for all stages.
 
-``ways`` has each way's stages by position, ``swapped`` the microbatches that take the swapped one.
+``ways`` has each way's stages by position, ``swapped`` the microbatches that take the swapped way.
 """
 
 import json
@@ -27,7 +29,7 @@ _WHAT = {False: "activation", True: "gradient"}
 
 
 def as_values(program: Program, kind: str) -> dict[str, Any]:
-    """The program as JSON values."""
+    """Return the program as JSON values."""
     routes = program.routes
     chunks = 1 + max(place.chunk for place in routes.ways[0])
     names = _way_names(routes, chunks)
@@ -76,10 +78,10 @@ def _op(chunks: int, stage: int, message: Message) -> dict[str, Any]:
 
 
 def write(values: Mapping[str, Any], path: Path) -> None:
-    """Writes the file, one step on a line.
+    """Write the file, one step per line.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     head = {name: value for name, value in values.items() if name != "steps"}
     stages = ["  [\n   " + ",\n   ".join(map(json.dumps, steps)) + "\n  ]" for steps in values["steps"]]
@@ -92,10 +94,10 @@ def write(values: Mapping[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> Program:
-    """The program of a file; ``ft.systems.schedule.check.check`` says whether it may run.
+    """Return the program in a file; ``ft.systems.schedule.check.check`` decides whether it is valid.
 
     Raises:
-        UserError: it is no such file.
+        UserError: the file is not a schedule.
     """
     try:
         return from_values(json.loads(path.read_text()))
@@ -105,10 +107,12 @@ def read(path: Path) -> Program:
 
 
 def from_values(values: Mapping[str, Any]) -> Program:
-    """The program that ``as_values`` was given.
+    """Return the program that ``as_values`` has converted.
 
     Raises:
-        ValueError, KeyError, TypeError: these are no such values.
+        ValueError: the format, the version or a step is unknown.
+        KeyError: a value is missing.
+        TypeError: a value has the wrong type.
     """
     if (values["format"], values["version"]) != (_FORMAT, _VERSION):
         raise ValueError(f"format {values['format']} {values['version']}, not {_FORMAT} {_VERSION}")

@@ -1,4 +1,4 @@
-"""The schedules that can be asked for by name, as programs."""
+"""The named kinds of schedules, as programs."""
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +14,13 @@ Duration = Callable[[Unit], float]
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Program:
-    """megatron-core's 1F1B, with its own batches; no microbatch is swapped."""
+    """Return megatron-core's 1F1B with its own batches of messages; no microbatch is swapped."""
     order = megatron.orders(megatron.Pipeline(stages, microbatches))
     return beside_units(Routes([straight(stages)] * microbatches), order)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration) -> Program:
-    """megatron-core's interleaved 1F1B, with messages as soon as both ends stand between units; none is swapped.
+    """Return megatron-core's interleaved 1F1B, with messages as soon as both stages are between units; none is swapped.
 
     Raises:
         UserError: no such schedule exists.
@@ -30,7 +30,7 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
 
 
 def two_pass(stages: int, microbatches: int) -> Program:
-    """1F1B over the normal microbatches, a flush, and 1F1B over the swapped ones.
+    """Return 1F1B over the normal microbatches, a flush, and 1F1B over the swapped ones.
 
     Raises:
         UserError: too few stages or microbatches to swap.
@@ -41,10 +41,10 @@ def two_pass(stages: int, microbatches: int) -> Program:
 
 
 def half_half(stages: int, microbatches: int, duration: Duration) -> Program:
-    """The same two passes without a flush: a stage that has run all its normal forwards fills with the swapped pass the
-    time in which it waits for normal backwards.
+    """Return the two passes of ``two_pass`` without a flush: a stage that has run all its normal forwards uses the time
+    in which it waits for normal backwards for units of the swapped pass.
 
-    No stage holds more microbatches than in 1F1B the stage at the earlier of its two positions.
+    No stage holds more microbatches than, in 1F1B, the stage at the earlier of its two positions.
 
     Raises:
         UserError: too few stages or microbatches to swap.
@@ -54,7 +54,7 @@ def half_half(stages: int, microbatches: int, duration: Duration) -> Program:
 
 
 def alternate(stages: int, microbatches: int) -> Program:
-    """1F1B's own order on every stage, and every second microbatch swapped: what one would try first.
+    """Return the naive schedule: 1F1B's own order on every stage, with every second microbatch swapped.
 
     Raises:
         UserError: too few stages or microbatches to swap.
@@ -64,7 +64,7 @@ def alternate(stages: int, microbatches: int) -> Program:
 
 
 def half_swapped(stages: int, microbatches: int) -> Routes:
-    """The ways of a half that is normal (even microbatches) and one that is swapped (odd ones).
+    """Return the routes of microbatches of which the even ones are normal and the odd ones swapped.
 
     Raises:
         UserError: too few stages or microbatches to swap.
@@ -75,7 +75,7 @@ def half_swapped(stages: int, microbatches: int) -> Routes:
 
 
 def _passes(stages: int, microbatches: int) -> list[list[list[Unit]]]:
-    """For the normal and for the swapped half: each stage's 1F1B order."""
+    """Return each stage's 1F1B order, for the normal and for the swapped half."""
     passes = []
     for first, way in ((0, straight(stages)), (1, swapped(stages))):
         half = range(first, microbatches, 2)
@@ -88,7 +88,7 @@ def _passes(stages: int, microbatches: int) -> list[list[list[Unit]]]:
 
 
 def _merged(routes: Routes, passes: Sequence[Sequence[Sequence[Unit]]], duration: Duration) -> list[list[Unit]]:
-    """Both passes' units of each stage in the order in which they can run: the first pass goes before."""
+    """Return both passes' units of each stage in the order in which they can run; the first pass has priority."""
     stages = [_Merging(routes, [list(reversed(one[stage])) for one in passes]) for stage in range(routes.stages)]
     ended: dict[Unit, float] = {}
     moments = [0.0]
@@ -103,7 +103,7 @@ def _merged(routes: Routes, passes: Sequence[Sequence[Sequence[Unit]]], duration
 
 
 class _Merging:
-    """One stage: what is left of each pass (the next unit last), what it ran, and when it is free."""
+    """One stage: the remaining units of each pass (the next unit last), the units that it ran, and when it is free."""
 
     def __init__(self, routes: Routes, left: list[list[Unit]]):
         self.order: list[Unit] = []
@@ -112,7 +112,7 @@ class _Merging:
         self._most = routes.stages - min(routes.position(units[0]) for units in left)
 
     def take(self, ended: Mapping[Unit, float], now: float) -> Unit | None:
-        """The next unit that has what it needs; None: there is none now."""
+        """Return the next unit whose input is there; None if there is none now."""
         for units, may in zip(self._left, (True, self._second_may_begin()), strict=True):
             if not units or not (may or units[-1].backward):
                 continue
@@ -124,5 +124,5 @@ class _Merging:
         return None
 
     def _second_may_begin(self) -> bool:
-        """Whether a forward of the second pass may run: all of the first have, and there is memory."""
+        """Return whether a second-pass forward may run: all first-pass forwards have, and there is memory."""
         return self._held < self._most and all(unit.backward for unit in self._left[0])

@@ -1,10 +1,12 @@
-"""Batches for any order of units: a message passes as soon as both its stages stand between two units.
+"""Place batches of messages in any order of units: a message is exchanged as soon as both its stages are between two
+units.
 
-The order is played through with messages that need both ends. At every moment at which units end, all results pass
-whose sender and receiver both stand between units then; each stage's part of that moment is one batch. So batches are
-ordered by one clock: a batch only ever waits for batches of the same moment, which wait for nothing later. Whatever the
-units really take, the program cannot deadlock, and every pair of stages sends and receives in the same order. A stage
-that needs a message stands between units until it has it, so every order that has a way through at all gets batches.
+The order is simulated with messages that need both ends. At every moment at which units end, all results are exchanged
+whose sender and receiver are both between units; each stage's part of that moment is one batch. Batches are thereby
+ordered by one clock: a batch only waits for batches of the same moment, which wait for nothing later. Whatever the
+durations of the units in a real run, the program cannot deadlock, and every pair of stages sends and receives in the
+same order. A stage that needs a message stays between units until it has the message, so that every order that can be
+executed at all gets batches.
 """
 
 import heapq
@@ -20,10 +22,13 @@ _SAME = 1e-9
 
 
 def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Unit], float]) -> tuple[Program, float]:
-    """The program, and when its last unit ends if messages take no time.
+    """Return the program, and when its last unit ends if messages take no time.
 
     Args:
-        order: each stage's units. duration: a unit's time, more than 0; whole numbers make stages meet more often.
+        routes: the routes of the microbatches.
+        order: each stage's units.
+        duration: returns a unit's time, more than 0; with whole numbers, stages are between units at the same time more
+            often.
 
     Raises:
         Stuck: the orders wait for each other.
@@ -41,7 +46,7 @@ def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Un
 
 
 class _Hall:
-    """Where the stages are: in a unit, or between two."""
+    """The state of the simulation: for each stage, the unit that it is running, or none."""
 
     def __init__(self, routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Unit], float]):
         self.routes, self.order, self.duration = routes, order, duration
@@ -53,7 +58,7 @@ class _Hall:
         self._there: set[Unit] = set()
 
     def moment(self) -> float:
-        """Ends the units that end next, all at once; returns when."""
+        """End the units that end next, all at once; return the time."""
         first = self.ends[0][0]
         now = first
         while self.ends and self.ends[0][0] <= first + _SAME * max(1.0, first):
@@ -71,7 +76,7 @@ class _Hall:
         return now
 
     def pass_messages(self) -> None:
-        """One batch for each stage that can meet a partner now."""
+        """Add one batch for each stage that can exchange messages now."""
         batches: dict[int, list[Message]] = {}
         still = []
         for message in self._waiting:
@@ -86,7 +91,7 @@ class _Hall:
             self.steps[stage].append(tuple(batch))
 
     def start_units(self, now: float) -> None:
-        """Each stage that stands starts its next unit if that has what it needs."""
+        """Start the next unit of each stage that runs none, if the input of the unit is there."""
         for stage, units in enumerate(self.order):
             at = self.next[stage]
             if self._running[stage] is not None or at == len(units):

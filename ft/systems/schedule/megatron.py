@@ -1,6 +1,6 @@
 """The orders in which megatron-core's stages run their units: 1F1B and interleaved 1F1B.
 
-A stage's units are the forwards and backwards of microbatches through its model chunks, in a fixed order.
+The units of a stage are the forwards and backwards of microbatches through its model chunks, in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ from ft.systems.schedule.units import Unit
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A schedule's shape.
+    """The shape of a schedule.
 
     Args:
-        stages: P. microbatches: M of one iteration. chunks: model chunks per stage; more than one: interleaved.
-        comm_us: from a unit's end until its result is at the neighbour.
-        blocking: a stage waits until its own message has gone, as megatron-core does without overlap_p2p_comm.
-        group: microbatches that run through a chunk before the next chunk's turn
-            (microbatch_group_size_per_virtual_pipeline_stage); 0: P, as by default.
+        stages: P.
+        microbatches: M, of one iteration.
+        chunks: model chunks per stage; more than one: interleaved.
+        comm_us: time from the end of a unit until its result is at the neighbour, in microseconds.
+        blocking: a stage waits until its own message has been sent, as megatron-core does without overlap_p2p_comm.
+        group: number of microbatches that run through a chunk before the next chunk's turn
+            (microbatch_group_size_per_virtual_pipeline_stage); 0 for the default, P.
 
     Raises:
         UserError: no such schedule exists.
@@ -43,10 +45,10 @@ class Pipeline:
 
 
 def orders(pipeline: Pipeline) -> tuple[tuple[Unit, ...], ...]:
-    """Each stage's units in the order in which it runs them.
+    """Return each stage's units in the order in which it runs them.
 
     A stage begins with as many forwards as it takes to fill the stages behind it, then runs one forward and one
-    backward in turn, then the backwards that are left (megatron-core's ``get_pp_rank_microbatches`` and
+    backward in turn, then the remaining backwards (megatron-core's ``get_pp_rank_microbatches`` and
     ``get_schedule_table``).
     """
     return tuple(_order(pipeline, stage) for stage in range(pipeline.stages))
@@ -64,7 +66,7 @@ def _order(pipeline: Pipeline, stage: int) -> tuple[Unit, ...]:
 
 
 def _table(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of a stage's forwards: a group of microbatches passes one chunk after the other."""
+    """Return (microbatch, chunk) of a stage's forwards: a group of microbatches passes one chunk after the other."""
     return [
         (microbatch, chunk)
         for first in range(0, microbatches, group)
@@ -74,7 +76,7 @@ def _table(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
 
 
 def needs(pipeline: Pipeline, unit: Unit) -> Unit | None:
-    """The unit whose result this one waits for; None: the input data. It may be on the same stage."""
+    """Return the unit whose result this unit waits for, possibly on the same stage; None for the input data."""
     stage, microbatch, chunk, backward = unit
     last = pipeline.stages - 1
     if not backward:
@@ -89,7 +91,7 @@ def needs(pipeline: Pipeline, unit: Unit) -> Unit | None:
 
 
 def receiver(pipeline: Pipeline, unit: Unit) -> Unit | None:
-    """The unit that waits for this one's result; None: nothing does."""
+    """Return the unit that waits for the result of this unit; None if there is none."""
     stage, microbatch, chunk, backward = unit
     last = pipeline.stages - 1
     if backward:

@@ -1,4 +1,4 @@
-"""Plays given orders of units through: when each unit runs if its stage only waits for what the unit needs."""
+"""Simulate given orders of units with buffered messages: when each unit runs if its stage waits only for its input."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from ft.systems.schedule.units import Unit
 
 
 class Played(NamedTuple):
-    """``times``: unit -> (start, end). ``free``: unit -> when its stage could have gone on after it."""
+    """The result. ``times``: unit -> (start, end). ``free``: unit -> when its stage could have continued after it."""
 
     times: Mapping[Unit, tuple[float, float]]
     free: Mapping[Unit, float]
 
 
 class Stuck(Exception):
-    """The orders wait for each other. ``units``: the one at which each unfinished stage stands."""
+    """The orders wait for each other. ``units``: the next unit of each unfinished stage."""
 
     def __init__(self, units: Sequence[Unit]):
         self.units = tuple(units)
@@ -30,18 +30,20 @@ def play(
     waits_until_sent: Callable[[Unit], bool] | None = None,
     behind: Callable[[Unit], float] | None = None,
 ) -> Played:
-    """Plays the orders through with buffered messages: a sender never waits for its receiver.
+    """Simulate the orders with buffered messages: a sender never waits for its receiver.
 
     Args:
         order: each stage's units, in the order in which it runs them.
-        needs: the unit whose result a unit waits for; None: nothing.
-        duration: a unit's own time; all times are in its unit.
-        comm_us: from a unit's end until its result is at another stage.
-        waits_until_sent: units whose stage waits ``comm_us`` before it goes on; None: no stage ever does.
-        behind: work a stage does after a unit and before its next one, while the unit's message already travels.
+        needs: returns the unit whose result a unit waits for; None for nothing.
+        duration: returns a unit's own time; all times have the same unit.
+        comm_us: time from the end of a unit until its result is at another stage.
+        waits_until_sent: returns True for units after which the stage waits ``comm_us`` before it continues; None if no
+            stage ever does.
+        behind: returns the work that a stage does after a unit and before its next one, while the unit's message is in
+            flight.
 
     Raises:
-        Stuck: there is no way through.
+        Stuck: the orders cannot be executed.
     """
     times: dict[Unit, tuple[float, float]] = {}
     free: dict[Unit, float] = {}

@@ -1,8 +1,8 @@
-"""A schedule that can be executed: each stage's units, and the batches of messages between them.
+"""An executable schedule: each stage's units, and the batches of messages between them.
 
-A stage works through its steps one after the other. A batch is what one ``batch_isend_irecv`` does, as megatron-core's
-``P2PCommunicator`` calls it: all its sends and receives are posted together, and the stage goes on when all are done.
-Messages have no tags: the k-th that one stage sends to another is the k-th that the other receives from it.
+A stage executes its steps one after the other. A batch is one ``batch_isend_irecv``, as megatron-core's
+``P2PCommunicator`` calls it: all its sends and receives are posted together, and the stage continues when all are
+complete. Messages have no tags: the k-th that one stage sends to another is the k-th that the other receives from it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from ft.systems.schedule.units import Unit
 
 
 class Message(NamedTuple):
-    """The result of ``unit`` (a forward's activation, a backward's gradient) on its way to another stage."""
+    """The result of ``unit`` (a forward's activation, a backward's gradient), sent to another stage."""
 
     source: int
     target: int
@@ -22,10 +22,8 @@ class Message(NamedTuple):
 
 
 Batch = tuple[Message, ...]
-"""A stage's own part: messages of which it is the source or the target, in the order in which they are posted.
-
-``FLUSH`` is the empty one: every stage waits there for all others.
-"""
+"""One stage's part of an exchange: the messages of which it is the source or the target, in the order in which they are
+posted. ``FLUSH`` is the empty batch, at which every stage waits for all others."""
 
 FLUSH: Batch = ()
 
@@ -34,22 +32,22 @@ Step = Unit | Batch
 
 @dataclass(frozen=True)
 class Program:
-    """What each stage does. ``stages``: by stage, its steps. ``routes``: what the units mean."""
+    """The steps of all stages. ``stages``: the steps of each stage. ``routes``: the routes of the microbatches."""
 
     routes: Routes
     stages: tuple[tuple[Step, ...], ...]
 
     def order(self, stage: int) -> list[Unit]:
-        """The stage's units alone."""
+        """Return the stage's units without batches."""
         return [step for step in self.stages[stage] if isinstance(step, Unit)]
 
     def batches(self, stage: int) -> Iterator[Batch]:
-        """The stage's batches alone."""
+        """Return the stage's batches without units."""
         return (step for step in self.stages[stage] if not isinstance(step, Unit))
 
 
 def posted(program: Program) -> tuple[dict[tuple[int, int], list[Unit]], dict[tuple[int, int], list[Unit]]]:
-    """(source, target) -> units whose results are sent, in their order; the same of those that are received."""
+    """Return (source, target) -> units whose results are sent, in order, and the same for those received."""
     sent: dict[tuple[int, int], list[Unit]] = {}
     received: dict[tuple[int, int], list[Unit]] = {}
     for stage in range(len(program.stages)):
@@ -60,9 +58,8 @@ def posted(program: Program) -> tuple[dict[tuple[int, int], list[Unit]], dict[tu
 
 
 def beside_units(routes: Routes, order: Sequence[Sequence[Unit]]) -> Program:
-    """Batches where megatron-core's schedules have them: a result leaves right after its unit, an input is received
-    right before, and what falls into the same gap between two units is one batch.
-    """
+    """Place batches where megatron-core's schedules have them: a result is sent right after its unit, an input is
+    received right before, and what falls into the same gap between two units is one batch."""
     return Program(routes, tuple(tuple(_beside(routes, units)) for units in order))
 
 

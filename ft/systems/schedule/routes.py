@@ -1,7 +1,7 @@
-"""The way of each microbatch through the physical stages: normal, or with the first two and the last two swapped.
+"""The route of each microbatch through the physical stages: normal, or with the first two and the last two swapped.
 
-CheckFree+ (paper, section 4.3; ``../shared/science/checkfree.md``) sends half of the microbatches through the blocks of
-stages 1, 0, 2, ..., P - 3, P - 1, P - 2, so that neighbours learn each other's work.
+CheckFree+ (CheckFree, section 4.3) sends half of the microbatches through the blocks of stages 1, 0, 2, ..., P - 3, P -
+1, P - 2, so that neighbours learn each other's work.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ from ft.systems.schedule.units import Unit
 
 NORMAL, SWAPPED = "normal", "swapped"
 LEAST_STAGES = 4
-"""With fewer, the first two and the last two stages are not apart."""
+"""Minimum number of stages; with fewer, the first two and the last two stages overlap."""
 
 
 class Place(NamedTuple):
-    """A model chunk of a stage."""
+    """One model chunk of a stage."""
 
     stage: int
     chunk: int
 
 
 def straight(stages: int, chunks: int = 1) -> tuple[Place, ...]:
-    """Stage after stage, as often as there are chunks."""
+    """Return the normal route: stage after stage, once for each chunk."""
     return tuple(Place(stage, chunk) for chunk in range(chunks) for stage in range(stages))
 
 
 def swapped(stages: int) -> tuple[Place, ...]:
-    """The first two stages in the other order, and the last two.
+    """Return the route with the first two stages exchanged, and the last two.
 
     Raises:
         UserError: there are too few stages.
@@ -43,10 +43,10 @@ def swapped(stages: int) -> tuple[Place, ...]:
 
 
 class Routes:
-    """Each microbatch's way, forwards; it comes back by the same.
+    """The forward route of each microbatch; its backward takes the same route in reverse.
 
     Args:
-        ways: by microbatch, its places in order.
+        ways: for each microbatch, its places in order.
     """
 
     def __init__(self, ways: Sequence[tuple[Place, ...]]):
@@ -55,7 +55,7 @@ class Routes:
 
     @classmethod
     def of(cls, stages: int, kinds: Sequence[str]) -> "Routes":
-        """``kinds``: NORMAL or SWAPPED for each microbatch."""
+        """Return the routes for NORMAL or SWAPPED for each microbatch."""
         ways = {kind: swapped(stages) if kind == SWAPPED else straight(stages) for kind in set(kinds)}
         return cls([ways[kind] for kind in kinds])
 
@@ -65,24 +65,24 @@ class Routes:
         return [positions[way] for way in self.ways]
 
     def position(self, unit: Unit) -> int:
-        """How many places of its microbatch's way come before this one."""
+        """Return the number of places that precede this unit on the route of its microbatch."""
         return self._position[unit.microbatch][Place(unit.stage, unit.chunk)]
 
     def units(self, microbatch: int) -> list[Unit]:
-        """All forwards and then all backwards of a microbatch."""
+        """Return all forwards and then all backwards of a microbatch."""
         way = self.ways[microbatch]
         forwards = [Unit(stage, microbatch, chunk, False) for stage, chunk in way]
         return forwards + [unit._replace(backward=True) for unit in reversed(forwards)]
 
     def needs(self, unit: Unit) -> Unit | None:
-        """The unit whose result this one waits for; None: the input data. It may be on the same stage."""
+        """Return the unit whose result this unit waits for, possibly on the same stage; None for the input data."""
         way, at = self.ways[unit.microbatch], self.position(unit)
         if unit.backward:
             return unit._replace(backward=False) if at == len(way) - 1 else _at(way[at + 1], unit)
         return _at(way[at - 1], unit) if at > 0 else None
 
     def receiver(self, unit: Unit) -> Unit | None:
-        """The unit that waits for this one's result; None: nothing does."""
+        """Return the unit that waits for the result of this unit; None if there is none."""
         way, at = self.ways[unit.microbatch], self.position(unit)
         if unit.backward:
             return _at(way[at - 1], unit) if at > 0 else None

@@ -1,4 +1,4 @@
-"""Runs a program on the clock with messages that nobody buffers: both ends wait until both have posted."""
+"""Simulate a program with unbuffered messages: both ends of a message wait until both have posted it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ from ft.systems.schedule.units import Unit
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of it.
+    """The result of a simulation.
 
     Args:
-        times: unit -> (start, end). end: when the last stage was done, with its last message.
-        stuck: stage -> the batch at which it waits for ever; empty: all went through.
+        times: unit -> (start, end).
+        end: when the last stage had finished, including its last message.
+        stuck: stage -> the batch at which it waits for ever; empty if all stages finished.
     """
 
     times: Mapping[Unit, tuple[float, float]]
@@ -22,12 +23,12 @@ class Ran:
 
 
 def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) -> Ran:
-    """Runs it.
+    """Simulate the program.
 
     The k-th send of one stage to another pairs with the k-th receive of the other from it, whatever they were meant to
-    carry: ``ft.systems.schedule.check`` looks at that. A pair takes ``comm`` from the moment when both have posted, and
-    a stage goes on when all of its batch is done. Pairs of one batch travel beside each other, as in one NCCL group. At
-    a flush, an empty batch, every stage waits for all others.
+    carry; ``ft.systems.schedule.check`` checks that. A pair takes ``comm`` from the moment when both have posted, and a
+    stage continues when all of its batch is complete. Pairs of one batch are concurrent, as in one NCCL group. At a
+    flush, an empty batch, every stage waits for all others.
     """
     machine = _Machine(program, duration, comm)
     moved = True
@@ -52,7 +53,7 @@ class _Machine:
         self._open: dict[int, list[tuple[tuple[int, int, bool], int]]] = {}
 
     def advance(self, stage: int) -> bool:
-        """Takes the stage as far as it gets; whether that was any way."""
+        """Advance the stage as far as possible; return whether it advanced."""
         steps, before = self._program.stages[stage], (self.at[stage], stage in self._open)
         while self.at[stage] < len(steps):
             step = steps[self.at[stage]]
@@ -66,7 +67,7 @@ class _Machine:
         return (self.at[stage], stage in self._open) != before
 
     def _passed(self, stage: int, batch: Batch) -> bool:
-        """Posts the batch if it is not yet, and ends it if all its partners have posted."""
+        """Post the batch if that has not been done, and complete it if all its partners have posted."""
         if not batch:
             return self._flushed(stage)
         if stage not in self._open:
@@ -82,7 +83,7 @@ class _Machine:
         return True
 
     def _flushed(self, stage: int) -> bool:
-        """Whether all stages have come to this flush; its own clock then shows the latest of them."""
+        """Return whether all stages have reached this flush; the stage's clock is then set to the latest of them."""
         seen = sum(not step for step in self._program.stages[stage][: self.at[stage]])
         arrived = self._flushes.setdefault(seen, {})
         arrived.setdefault(stage, self.clock[stage])

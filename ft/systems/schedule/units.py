@@ -1,10 +1,10 @@
-"""What a pipeline's schedule is made of."""
+"""The unit of work in a pipeline schedule."""
 
 from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """One stage's work on one microbatch in one model chunk, in one direction."""
+    """One stage's forward or backward of one microbatch through one model chunk."""
 
     stage: int
     microbatch: int

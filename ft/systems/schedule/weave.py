@@ -1,13 +1,13 @@
-"""Weaves normal and swapped microbatches: periodic orders in which no stage is ever idle between two units.
+"""Weave normal and swapped microbatches into periodic orders in which no stage is ever idle between two units.
 
-One normal and one swapped microbatch are a pair, and every pair runs exactly one period T = 2 (f + b) after the one
-before. In a period each stage runs one forward and one backward of either kind, which is all it has time for: modulo T,
-the four must tile it. A *way* is one microbatch's times, with the delays between its units. What it takes, by position,
-is a set of moments modulo T. The swapped kind takes the same positions on other stages, so every way serves both kinds,
-and a tiling is a way whose complement is, shifted, the swap of another. Looking complements up makes the search exact
-and fast.
+One normal and one swapped microbatch are a pair, and every pair runs exactly one period T = 2 (f + b) after the
+previous one. In a period each stage runs one forward and one backward of either kind, which take all its time: modulo
+T, the four must tile it. A *way* is the times of one microbatch, including the delays between its units. By position,
+it occupies a set of moments modulo T. The swapped kind takes the same positions on other stages, so that every way
+serves both kinds, and a tiling is a way whose complement is, shifted, the swap of another way. Looking up complements
+makes the search exact and fast.
 
-Times are whole numbers; the orders that come out are then good for any forward and backward time.
+Times are whole numbers; the resulting orders can then be used with any forward and backward time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from ft.systems.schedule.units import Unit
 
 
 class Way(NamedTuple):
-    """Starts of one microbatch's units, by position in its route; the first forward starts at 0."""
+    """Start times of one microbatch's units, by position in its route; the first forward starts at 0."""
 
     forwards: tuple[int, ...]
     backwards: tuple[int, ...]
@@ -41,21 +41,25 @@ class Weave(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Summed over stages and kinds, from each forward until its backward: what is in flight, times the period."""
+        """Return the time from each forward until its backward, summed over stages and kinds: the microbatches in
+        flight times the period."""
         return sum(sum(way.backwards) - sum(way.forwards) for way in (self.normal, self.swapped))
 
 
 _SEARCHED = 8
-"""Stages up to which delays are searched; wider weaves grow out of narrower ones, two middle stages at a time."""
+"""Number of stages up to which delays are searched; wider weaves grow from narrower ones by two middle stages."""
 _MOST_DELAY = 12
 
 
 @lru_cache(maxsize=64)
 def weaves(stages: int, f: int, b: int, more: int = 2) -> tuple[Weave, ...]:
-    """All weaves with the least delay per microbatch, and with up to ``more`` above it; those that hold least first.
+    """Return all weaves with the least delay per microbatch, or with up to ``more`` above it, by increasing ``held``.
 
     Args:
-        stages: P >= 4. f, b: a forward's and a backward's time in whole numbers, small ones.
+        stages: P >= 4.
+        f: a forward's time, a small whole number.
+        b: a backward's time, a small whole number.
+        more: delay above the least one, in the same unit.
     """
     if stages > _SEARCHED:
         found = [wider for weave in weaves(stages - 2, f, b, more) if (wider := _wider(weave)) is not None]
@@ -66,7 +70,7 @@ def weaves(stages: int, f: int, b: int, more: int = 2) -> tuple[Weave, ...]:
 
 
 def orders(weave: Weave, microbatches: int) -> list[list[Unit]]:
-    """Each stage's units by time: even microbatches normal, odd ones swapped."""
+    """Return each stage's units by time: even microbatches normal, odd ones swapped."""
     timed: list[list[tuple[int, Unit]]] = [[] for _ in weave.normal.forwards]
     stages = len(timed)
     routes = [list(range(stages)), [place.stage for place in swapped(stages)]]
@@ -81,7 +85,7 @@ def orders(weave: Weave, microbatches: int) -> list[list[Unit]]:
 
 
 def _tilings(stages: int, f: int, b: int, delay: int) -> Iterator[Weave]:
-    """Pairs of ways with at most ``delay`` each that fill every stage's period."""
+    """Yield pairs of ways, with at most ``delay`` each, that fill every stage's period."""
     period = 2 * (f + b)
     full = (1 << period) - 1
     route = [place.stage for place in swapped(stages)]
@@ -89,17 +93,17 @@ def _tilings(stages: int, f: int, b: int, delay: int) -> Iterator[Weave]:
     for way, taken in _ways(stages, f, b, delay):
         by_taken.setdefault(taken, []).append(way)
     for taken, offset in product(by_taken, range(period)):
-        # The way is the swapped one: on stage route[p] it takes what it takes at position p.
+        # The way is used as the swapped one: on stage route[p] it occupies what it occupies at position p.
         left = [0] * stages
         for stage, moments in zip(route, taken, strict=True):
             left[stage] = full & ~_shifted(moments, offset, period)
         for normal, other in product(by_taken.get(tuple(left), ()), by_taken[taken]):
-            # Which pair goes first is another order, though the same tiling.
+            # Either of the two kinds may be first; the orders differ, though the tiling is the same.
             yield from (Weave(normal, other, shift, f, b) for shift in (offset, offset - period))
 
 
 def _ways(stages: int, f: int, b: int, delay: int) -> Iterator[tuple[Way, tuple[int, ...]]]:
-    """Every way with at most ``delay`` that never takes a stage twice at once, and what it takes, by position."""
+    """Yield ways with at most ``delay`` that occupy no stage twice at once, and what they occupy, by position."""
     period = 2 * (f + b)
     for forwards, left in _chains(stages, f, 0, delay):
         taken = [_shifted((1 << f) - 1, start, period) for start in forwards]
@@ -108,7 +112,7 @@ def _ways(stages: int, f: int, b: int, delay: int) -> Iterator[tuple[Way, tuple[
 
 
 def _chains(length: int, step: int, start: int, delay: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Starts of a chain of units, delayed by at most ``delay`` between them, and the delay that is left."""
+    """Yield the starts of a chain of units, with at most ``delay`` between them in total, and the delay left."""
     if length == 1:
         yield (start,), delay
         return
@@ -120,7 +124,7 @@ def _chains(length: int, step: int, start: int, delay: int) -> Iterator[tuple[tu
 def _back(
     taken: Sequence[int], earliest: int, b: int, delay: int, period: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The ways back through positions whose forwards took ``taken``: starts and all that is taken, by position."""
+    """Yield backwards through positions whose forwards occupy ``taken``: starts, and all occupied, by position."""
     if not taken:
         yield (), ()
         return
@@ -132,16 +136,16 @@ def _back(
 
 
 def _shifted(moments: int, by: int, period: int) -> int:
-    """A set of moments, one bit each, ``by`` later modulo the period."""
+    """Return a set of moments, one bit each, shifted by ``by`` modulo the period."""
     moved = moments << by % period
     return (moved | moved >> period) & ((1 << period) - 1)
 
 
 def _wider(weave: Weave) -> Weave | None:
-    """The weave with two more middle stages, where microbatches do not wait; None: nowhere do they fit.
+    """Return the weave with two more middle stages, at which microbatches do not wait; None if they fit nowhere.
 
-    Two stages take a forward 2 f on and a backward 2 b: what lies behind them moves by 2 f, what comes back by a whole
-    period, so that every other stage's tiling stays what it is.
+    Two stages add 2 f to the forward and 2 b to the backward: the units behind them move by 2 f, the later backwards by
+    a whole period, so that the tiling of every other stage is unchanged.
     """
     stages = len(weave.normal.forwards)
     for at in range(2, stages - 3 + 1):
@@ -152,7 +156,7 @@ def _wider(weave: Weave) -> Weave | None:
 
 
 def _longer(way: Way, at: int, weave: Weave) -> Way:
-    """``way`` with two positions more before position ``at``."""
+    """Return ``way`` with two more positions before position ``at``."""
     f, b = weave.f, weave.b
     last, back = way.forwards[at - 1], way.backwards[at - 1] + weave.period
     forwards = (*way.forwards[:at], last + f, last + 2 * f, *(start + 2 * f for start in way.forwards[at:]))
@@ -161,7 +165,7 @@ def _longer(way: Way, at: int, weave: Weave) -> Way:
 
 
 def _tiled(weave: Weave, stage: int) -> bool:
-    """Whether a middle stage's units do not overlap, modulo the period."""
+    """Return whether the units of a middle stage do not overlap, modulo the period."""
     period, taken = weave.period, 0
     for way, shift in ((weave.normal, 0), (weave.swapped, weave.offset)):
         for starts, length in ((way.forwards, weave.f), (way.backwards, weave.b)):

@@ -1,1 +1,1 @@
-"""SPARe: each shard type is hosted by several groups, and the survivors' stacks are reordered as groups are lost."""
+"""SPARe: each shard type is hosted by several groups, and the survivors' stacks are reordered when groups are lost."""

@@ -35,4 +35,4 @@ OPTIMAL: dict[int, tuple[int, ...]] = {
 """.splitlines()
     )
 }
-"""By number of marks. From the published tables (James B. Shearer's, distributed.net's from 24 marks on)."""
+"""Optimal rulers by number of marks, from published tables (James B. Shearer's; distributed.net's from 24 marks on)."""

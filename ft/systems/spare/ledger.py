@@ -1,8 +1,10 @@
-"""What a rank has of a step's gradient: the sum over the shard types that its group has computed of it.
+"""Keep what this rank has computed of a step's gradient: the sum over the shard types that its group has computed so
+far.
 
-The ring adds up in place, so a failed exchange leaves nothing of what went in. One copy of what is reduced inside the
-group (with the distributed optimizer: of this rank's shard) is kept until the step is committed, and a step that loses
-a group is tried again without computing anything twice: only the lost group's types are computed anew, and added.
+The ring all-reduce adds in place, so that after a failed exchange its input is lost. A copy of the gradients that are
+reduced inside the group (with the distributed optimizer: of this rank's shard) is therefore kept until the step is
+committed. A step in which a group is lost is then repeated without computing anything twice: only the types of the lost
+group are computed, and added.
 """
 
 import threading
@@ -16,17 +18,17 @@ Reduced = Callable[[], None] | None
 
 @dataclass(frozen=True)
 class _Entry:
-    """Tensors of a bucket group; ``reduced`` waits for their reduction inside the group."""
+    """The tensors of a bucket group. ``reduced`` waits for their reduction inside the group."""
 
     parts: list[torch.Tensor]
     reduced: Reduced
 
 
 class Ledger:
-    """Of one rank and one step.
+    """The gradients of one rank in one step.
 
     Attributes:
-        types: whose gradients are in it.
+        types: shard types whose gradients are included.
     """
 
     def __init__(self):
@@ -41,46 +43,48 @@ class Ledger:
 
     @property
     def all_types(self) -> tuple[int, ...]:
-        """Those of the attempt under way among them."""
+        """Return the included types together with those of the current attempt."""
         return (*self.types, *self._adding)
 
     def clear(self) -> None:
-        """A step begins, or what was kept of it is of no use any more."""
+        """Drop everything: a new step begins, or what was kept is no longer usable."""
         self.types, self._adding, self._sums, self._tokens = (), (), None, None
         self._open.clear()
 
     def begin(self, types: Sequence[int], weight: float) -> None:
-        """An attempt computes ``types`` in addition. ``weight``: what its gradient is multiplied with."""
+        """Begin an attempt that computes ``types`` in addition. ``weight``: factor of its gradients."""
         self._adding, self._weight = tuple(types), weight
         self._open.clear()
 
     def entering(self, place: int, parts: list[torch.Tensor], reduced: Reduced) -> Callable[[], None]:
-        """``parts`` of bucket group ``place`` are complete in this attempt.
+        """Register the tensors ``parts`` of bucket group ``place``, which are complete in this attempt.
 
         Returns:
-            what is to be called before they are exchanged; then they hold all that this rank gives.
+            A function to be called before they are exchanged; after it, ``parts`` hold the whole contribution of this
+                rank.
         """
         self._open[place] = _Entry(parts, reduced)
         return lambda: self._take(place)
 
     def add_sums(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums of losses and the like: those of this attempt in, those of all of them out."""
+        """Add the sums (of losses and similar values) of this attempt and return the sums of all attempts."""
         self._sums = sums if self._sums is None or not self.types else self._sums + sums
         return self._sums.clone()
 
     def add_tokens(self, tokens: torch.Tensor) -> None:
-        """Tokens of this attempt in, those of all of them out, in their place."""
+        """Replace the number of tokens of this attempt, in place, by that of all attempts."""
         if self._tokens is not None and self.types:
             tokens.add_(self._tokens)
         self._tokens = tokens.clone()
 
     def take_all(self) -> None:
-        """What was never exchanged is taken, too: now, before core divides it, or adds up over model-parallel ranks."""
+        """Include what was registered but not exchanged. Must be called before core divides the gradients or reduces
+        them over model-parallel ranks."""
         for place in list(self._open):
             self._take(place)
 
     def settle(self) -> None:
-        """The attempt is over, and what it has computed is in."""
+        """End the attempt: its types are now included."""
         self.types, self._adding = (*self.types, *self._adding), ()
 
     def _take(self, place: int) -> None:

@@ -1,7 +1,7 @@
-"""Rulers whose ordered differences are all distinct modulo a special number: Singer's, Bose's and Ruzsa's.
+"""Modular rulers, whose ordered differences are all distinct modulo a certain number: Singer's, Bose's and Ruzsa's.
 
-They hold more marks than a Golomb ruler that has to stay distinct without wrapping round. Each is sorted and starts
-at 0; so does every part of one, and a part is as distinct as the whole.
+They hold more marks than a Golomb ruler, whose differences have to stay distinct without wrapping round. Each is sorted
+and starts at 0. Every subset of a modular ruler is a modular ruler, too.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ Multiply = list[list[int]]
 
 @cache
 def singer(q: int) -> tuple[int, ...]:
-    """A perfect difference set: q + 1 marks mod q^2 + q + 1, q a prime power.
+    """Return a perfect difference set: q + 1 marks mod q^2 + q + 1, for a prime power q.
 
-    The powers of a generator of GF(q^3) over GF(q) that lie in one plane.
+    Its marks are the exponents of the powers of a generator of GF(q^3) over GF(q) that lie in one plane.
     """
     modulus = q * q + q + 1
     for powers in _generators(q, 3):
@@ -27,7 +27,8 @@ def singer(q: int) -> tuple[int, ...]:
 
 @cache
 def bose(q: int) -> tuple[int, ...]:
-    """q marks mod q^2 - 1, q a prime power: the powers of a generator t of GF(q^2) that differ from t by a constant."""
+    """Return q marks mod q^2 - 1, for a prime power q: the exponents of those powers of a generator t of GF(q^2) that
+    differ from t by a constant."""
     modulus = q * q - 1
     for powers in _generators(q, 2):
         line = [i for i, power in zip(range(modulus), powers, strict=False) if power[1] == 1]
@@ -38,7 +39,7 @@ def bose(q: int) -> tuple[int, ...]:
 
 @cache
 def ruzsa(p: int) -> tuple[int, ...]:
-    """p - 1 marks mod p (p - 1), p a prime."""
+    """Return p - 1 marks mod p (p - 1), for a prime p."""
     modulus = p * (p - 1)
     for root in range(1, p):
         marks = [(p * i + (p - 1) * pow(root, i, p)) % modulus for i in range(1, p)]
@@ -48,7 +49,7 @@ def ruzsa(p: int) -> tuple[int, ...]:
 
 
 def prime_power(number: int) -> tuple[int, int] | None:
-    """(p, k) where ``number`` is p^k with p prime and k >= 1."""
+    """Return (p, k) if ``number`` is p^k with p prime and k >= 1, else None."""
     if number < 2:
         return None
     p = next(d for d in count(2) if number % d == 0 or d * d > number)
@@ -61,23 +62,23 @@ def prime_power(number: int) -> tuple[int, int] | None:
 
 
 def _generators(q: int, degree: int) -> Iterator[Iterator[tuple[int, ...]]]:
-    """For each monic polynomial over GF(q) the powers of its root t: 1, t, t^2, ... as coefficients of 1, t, ..."""
+    """Yield, for each monic polynomial over GF(q), the powers of its root t as coefficients of 1, t, ..."""
     factors = prime_power(q)
     if factors is None:
         return
     plus, times = _field(*factors)
     for coefficients in product(range(q), repeat=degree):
-        if coefficients[-1]:  # the constant one changes fastest: with some values of it no root is a generator
+        if coefficients[-1]:  # the constant coefficient changes fastest: with some values of it no root is a generator
             yield _powers(coefficients[::-1], plus, times)
 
 
 def _powers(tail: tuple[int, ...], plus: Multiply, times: Multiply) -> Iterator[tuple[int, ...]]:
-    """Ends before a power that is 1 again; for degree 3, where only planes matter, before one in GF(q)."""
+    """Yield powers until one is 1 again; for degree 3, where only planes matter, until one is in GF(q)."""
     power = (1,) + (0,) * (len(tail) - 1)
     one = power
     while True:
         yield power
-        top = power[-1]  # t^degree = tail, so what grows out at the top comes back as top * tail
+        top = power[-1]  # t^degree = tail, so the coefficient of t^degree is replaced by top * tail
         power = tuple(plus[lower][times[top][here]] for lower, here in zip((0, *power[:-1]), tail, strict=True))
         if power == one or (len(tail) == 3 and not any(power[1:])):
             return
@@ -85,7 +86,7 @@ def _powers(tail: tuple[int, ...], plus: Multiply, times: Multiply) -> Iterator[
 
 @cache
 def _field(p: int, k: int) -> tuple[Multiply, Multiply]:
-    """Tables of + and * in GF(p^k); an element is the number whose digits to base p are its coefficients."""
+    """Return the tables of + and * in GF(p^k); an element is the number whose digits to base p are its coefficients."""
     q = p**k
     digits = [tuple(number // p**i % p for i in range(k)) for number in range(q)]
     plus = [[_number([(x + y) % p for x, y in zip(a, b, strict=True)], p) for b in digits] for a in digits]
@@ -97,7 +98,7 @@ def _field(p: int, k: int) -> tuple[Multiply, Multiply]:
 
 
 def _product(a: tuple[int, ...], b: tuple[int, ...], tail: tuple[int, ...], p: int) -> list[int]:
-    """a * b modulo x^k = tail and p."""
+    """Return a * b modulo x^k = tail and modulo p."""
     k = len(tail)
     found = [0] * (2 * k - 1)
     for i, x in enumerate(a):

@@ -1,4 +1,4 @@
-"""Groups that fail one after the other in random order, each as likely as the next, up to the first wipe-out."""
+"""Monte Carlo simulation: groups fail one after the other in random order until the first wipe-out."""
 
 import math
 from dataclasses import dataclass
@@ -12,12 +12,14 @@ from ft.systems.spare.placement import Placement
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a number of trials gave.
+    """The results of a number of trials.
 
     Attributes:
-        trials: their number. failures_mean: of the failures in each, with the fatal one. failures_sem: its standard
-            error, None with one trial. stack_mean: mean over the trials of the mean S before each of their failures.
-        patch_rate: share of all failures but the fatal ones that needed a patch compute; None where all were fatal.
+        trials: number of trials.
+        failures_mean: mean number of failures per trial, including the fatal one.
+        failures_sem: its standard error; None with one trial.
+        stack_mean: mean over the trials of the mean S before each of their failures.
+        patch_rate: share of all non-fatal failures that needed a patch compute; None if all were fatal.
     """
 
     trials: int
@@ -28,10 +30,13 @@ class Outcome:
 
 
 def run_trials(placement: Placement, trials: int, seed: int, accelerate: bool | None = None) -> Outcome:
-    """Runs the controller through so many trials.
+    """Run the controller through ``trials`` trials.
 
     Args:
-        seed: of the orders in which groups fail; more trials with one seed begin with those of fewer.
+        placement: the placement of shard types.
+        trials: number of trials.
+        seed: seed of the orders in which groups fail; with one seed, a longer run begins with the trials of a shorter
+            one.
         accelerate: as for ``Controller``; results do not depend on it.
 
     Raises:
@@ -54,7 +59,8 @@ def run_trials(placement: Placement, trials: int, seed: int, accelerate: bool | 
 
 
 def played(placement: Placement, trials: int, seed: int, accelerate: bool | None = None) -> np.ndarray:
-    """Of each trial: failures with the fatal one, the sum of S before each, patch computes; int64 [trials, 3]."""
+    """Return for each trial the number of failures including the fatal one, the sum of S before each, and the number of
+    patch computes, as int64 [trials, 3]."""
     chosen = engine(accelerate)
     made, first = state_of(placement, chosen), initial(placement, chosen)
     one, counts = chosen.numbers([0]), chosen.numbers([0, 0, 0])

@@ -1,4 +1,4 @@
-"""Which group hosts which shard types, and in which order it starts out (definition B.1)."""
+"""The placement of shard types: which group hosts which types, and in which initial order (SPARe, definition B.1)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +13,9 @@ class Placement:
     """A cyclic placement: group w holds type ``(w + g_j) mod N`` at stack position j.
 
     Attributes:
-        groups: N; there are as many types.
-        ruler: the marks g_0 .. g_(r-1), r the redundancy. With any distinct marks each stack holds every type once;
-            whether two types share at most one host is for ``ft.systems.spare.ruler.check`` to say.
+        groups: N; the number of types is the same.
+        ruler: the marks g_0 .. g_(r-1), where r is the redundancy. With any distinct marks each group holds r distinct
+            types; ``ft.systems.spare.ruler.check`` checks whether two types share at most one host.
 
     Raises:
         UserError: there are fewer than 2 groups or 2 marks, or two marks are the same mod N.
@@ -42,27 +42,27 @@ class Placement:
         return len(self.ruler)
 
     def order(self, group: int) -> tuple[int, ...]:
-        """The types of a group, in the order of its stack before any reordering."""
+        """Return the types of a group in the order of its stack before any reordering."""
         return tuple(int(kind) for kind in self.orders()[group])
 
     def hosts(self, kind: int) -> tuple[int, ...]:
-        """The groups that hold a type; the j-th has it at position j before any reordering."""
+        """Return the groups that hold a type; the j-th has it at position j before any reordering."""
         return tuple(int(group) for group in self.host_table[kind])
 
     def orders(self) -> np.ndarray:
-        """Every group's initial order, int64 [N, r]; the caller's own."""
+        """Return the initial order of every group as a new array, int64 [N, r]."""
         return (np.arange(self.groups)[:, None] + np.array(self.ruler)) % self.groups
 
     @cached_property
     def host_table(self) -> np.ndarray:
-        """The hosts of every type, int64 [N, r], read-only."""
+        """Return the hosts of every type as a read-only array, int64 [N, r]."""
         table = (np.arange(self.groups)[:, None] - np.array(self.ruler)) % self.groups
         table.setflags(write=False)
         return table
 
     @property
     def max_overlap(self) -> int:
-        """The most groups that two types share."""
+        """Return the largest number of groups that two types share."""
         marks = np.array(self.ruler)
         differences = (marks[:, None] - marks)[~np.eye(len(marks), dtype=bool)] % self.groups
         return int(np.bincount(differences).max())

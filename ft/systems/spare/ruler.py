@@ -1,7 +1,8 @@
 """Rulers: the marks that place shard types so that two of them share at most one host.
 
-A ruler does that for N groups exactly where all differences of two marks, both ways round, are distinct mod N. At
-least r (r - 1) + 1 groups are needed; 2 L + 1 are enough for a Golomb ruler of length L. Between the two it depends.
+A ruler does that for N groups exactly if all differences of two marks, in both directions, are distinct mod N. At least
+r (r - 1) + 1 groups are necessary; 2 L + 1 are sufficient for a Golomb ruler of length L. For numbers in between, it
+depends on the ruler.
 """
 
 import math
@@ -16,20 +17,21 @@ from ft.systems.spare.modular import bose, prime_power, ruzsa, singer
 from ft.systems.spare.theory import check_size
 
 SEARCH_GROUPS = 150
-"""Up to so many groups a ruler is searched for where no table and no construction has one."""
+"""Number of groups up to which a ruler is searched for if neither a table nor a construction has one."""
 
 BUILD_GROUPS = 20_000
-"""Up to so many groups a ruler is constructed; with more there are the optimal ones, of up to 28 marks."""
+"""Number of groups up to which a ruler is constructed; beyond it, only the optimal ones of up to 28 marks are used."""
 
 SEARCH_NODES = 20_000
-"""Marks that one search tries: a number, not a time, so that the answer is the same on every machine."""
+"""Number of marks that one search tries, not a time limit, so that the result is the same on every machine."""
 
 
 def ruler(groups: int, redundancy: int) -> tuple[int, ...]:
-    """The marks for so many groups: the shortest known ruler where it fits, else one made for that very number.
+    """Return the marks for ``groups`` groups: the shortest known ruler if it fits, else one made for that number.
 
     Raises:
-        UserError: the redundancy is not in 2..groups, or no ruler is known; names the largest that is.
+        UserError: the redundancy is not in 2..groups, or no ruler is known; the message names the largest known
+            redundancy.
     """
     check_size(groups, redundancy)
     if redundancy <= most_marks(groups):
@@ -46,7 +48,7 @@ def ruler(groups: int, redundancy: int) -> tuple[int, ...]:
 
 
 def check(marks: Sequence[int], groups: int) -> tuple[int, ...]:
-    """The marks, where they are a ruler for that many groups.
+    """Return the marks if they are a ruler for that many groups.
 
     Raises:
         UserError: a mark is not in 0..groups - 1, the first is not 0, or two differences are the same mod ``groups``.
@@ -78,14 +80,14 @@ def check(marks: Sequence[int], groups: int) -> tuple[int, ...]:
 
 
 def is_distinct(marks: Sequence[int], groups: int) -> bool:
-    """Whether all differences of two marks, both ways round, are distinct mod ``groups``, and none is 0."""
+    """Return whether all differences of two marks, in both directions, are distinct mod ``groups``, and none is 0."""
     array = np.asarray(marks)
     differences = (array[:, None] - array)[~np.eye(len(array), dtype=bool)] % groups
     return bool(np.bincount(np.append(differences, 0)).max(initial=0) == 1)
 
 
 def largest_redundancy(groups: int) -> int:
-    """The most marks of a ruler known for that many groups; 1 where there is none (2 groups).
+    """Return the number of marks of the largest ruler known for that many groups; 1 if there is none (2 groups).
 
     Raises:
         UserError: there are fewer than 2 groups.
@@ -95,7 +97,7 @@ def largest_redundancy(groups: int) -> int:
 
 
 def most_marks(groups: int) -> int:
-    """The r at which r (r - 1) + 1 passes the number of groups: there are not enough differences for more marks."""
+    """Return the largest r with r (r - 1) + 1 <= ``groups``: there are not enough differences for more marks."""
     return (1 + math.isqrt(4 * groups - 3)) // 2
 
 
@@ -109,7 +111,7 @@ def _longest(groups: int) -> tuple[int, ...]:
 
 
 def _known(groups: int, redundancy: int) -> Iterator[tuple[int, ...]]:
-    """Rulers with so many marks that are worth a check, shortest first."""
+    """Yield candidate rulers with ``redundancy`` marks, the optimal Golomb ruler first."""
     if redundancy in OPTIMAL:
         yield OPTIMAL[redundancy]
     if groups > BUILD_GROUPS:
@@ -122,7 +124,7 @@ def _known(groups: int, redundancy: int) -> Iterator[tuple[int, ...]]:
 
 
 def _special(groups: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The constructions whose modulus is exactly ``groups``, with it."""
+    """Yield the constructions whose modulus is exactly ``groups``, with the modulus."""
     root = math.isqrt(groups)
     for q in (root - 1, root, root + 1):
         if prime_power(q) is not None:
@@ -135,9 +137,9 @@ def _special(groups: int) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _cut(redundancy: int, groups: int) -> Iterator[tuple[int, ...]]:
-    """The shortest pieces of Bose's and Ruzsa's rulers with so many marks, for more marks than the table has."""
+    """Yield the shortest pieces of Bose's and Ruzsa's rulers, for more marks than the table has."""
     if 3 * redundancy**2 > 2 * groups:
-        return  # their length is 0.75 r^2 and more, and beyond half the number of groups they fit by luck alone
+        return  # their length is at least 0.75 r^2; beyond half the number of groups they rarely fit
     for q in range(redundancy, redundancy + 12):
         factors = prime_power(q)
         if factors is None or factors[1] > 1:
@@ -151,7 +153,7 @@ def _cut(redundancy: int, groups: int) -> Iterator[tuple[int, ...]]:
 
 @cache
 def _shortest_piece(marks: tuple[int, ...], modulus: int, size: int) -> tuple[int, ...]:
-    """The shortest run of ``size`` marks that follow each other, over all multiples of a modular ruler."""
+    """Return the shortest run of ``size`` consecutive marks over all multiples of a modular ruler."""
     factors = np.array([factor for factor in range(1, modulus // 2 + 1) if math.gcd(factor, modulus) == 1])
     around = np.sort(factors[:, None] * np.array(marks) % modulus, axis=1)
     around = np.concatenate([around, around + modulus], axis=1)
@@ -161,7 +163,7 @@ def _shortest_piece(marks: tuple[int, ...], modulus: int, size: int) -> tuple[in
 
 
 def _searched(groups: int, redundancy: int) -> list[tuple[int, ...]]:
-    """At most one ruler, from a depth-first search that gives up after ``SEARCH_NODES`` marks."""
+    """Return at most one ruler, from a depth-first search that gives up after ``SEARCH_NODES`` marks."""
     if groups > SEARCH_GROUPS:
         return []
     left = SEARCH_NODES

@@ -1,4 +1,4 @@
-"""Who computes which shard types in a step: each type one group, in its sum once (pure)."""
+"""Divide the shard types of a step among the groups, so that each type has one owner and is in the sum once (pure)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shares:
-    """Of one step.
+    """The division of one step.
 
     Attributes:
-        types: group -> the shard types that it computes, in the order of its stack; a group is there even with none.
-        patch: types that another group than planned computes: patch compute (section 3). lost: types that no group
-            here hosts: wipe-out.
+        types: group -> the shard types that it computes, in the order of its stack; groups without types are included.
+        patch: types that another group than planned computes: patch compute (SPARe, section 3).
+        lost: types that no present group hosts: wipe-out.
     """
 
     types: Mapping[int, tuple[int, ...]]
@@ -20,26 +20,29 @@ class Shares:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """The group of each type, by type; only without ``lost``."""
+        """Return the group of each type, by type. Only valid if ``lost`` is empty."""
         by = {kind: group for group, types in self.types.items() for kind in types}
         return tuple(by[kind] for kind in sorted(by))
 
     @property
     def most(self) -> int:
-        """Shards of the group that has most of them."""
+        """Return the number of types of the group that has most of them."""
         return max((len(types) for types in self.types.values()), default=0)
 
 
 def divide(orders: Sequence[Sequence[int]], stack: int, planned: Collection[int], here: Collection[int]) -> Shares:
-    """Divides a step's types among the groups that are ``here``.
+    """Divide the types of a step among the groups in ``here``.
 
-    Every type of the committed layout has one owner among the ``planned`` groups: the one that has it earliest in its
-    stack. What a lost group owned goes to those that would come to it next, or else to any host of it, or else to a
-    host that has just come back and was not planned with; what others own stays theirs. So a group that is through with
-    its own part never finds a part of that in another one's hands.
+    Every type of the committed layout has one owner among the ``planned`` groups: the group that has it earliest in its
+    stack. What a lost group owned goes to the hosts that would compute it next, or else to any host, or else to a host
+    that has just come back and was not planned; all other types stay with their owners. A group that has computed its
+    own part therefore never finds one of these types assigned to another group.
 
     Args:
-        orders: (N, r) types by group and stack position. stack: S, all-reduce after so many.
+        orders: types by group and stack position, (N, r).
+        stack: S, the number of types after which groups take part in the all-reduce.
+        planned: groups with which the step was planned.
+        here: groups that are present.
     """
     hosts, returned = _hosts(orders, planned), _hosts(orders, set(here) - set(planned))
     own: dict[int, list[int]] = {group: [] for group in sorted(here)}
@@ -61,7 +64,7 @@ def divide(orders: Sequence[Sequence[int]], stack: int, planned: Collection[int]
 
 
 def _hosts(orders: Sequence[Sequence[int]], groups: Collection[int]) -> dict[int, list[tuple[int, int]]]:
-    """Type -> (stack position, group) of those of ``groups`` that host it."""
+    """Return type -> (stack position, group) of those of ``groups`` that host it."""
     found: dict[int, list[tuple[int, int]]] = {}
     for group in groups:
         for position, kind in enumerate(orders[group]):

@@ -1,4 +1,4 @@
-"""SPARe in the trainer: FT-HSDP's replicas are the groups, and every step trains every shard type."""
+"""SPARe in the trainer: the replicas of FT-HSDP are the groups, and every step trains every shard type."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,15 +19,16 @@ from ft.systems.spare.shares import Shares, divide
 from ft.systems.spare.stream import StackStream
 
 KEY = "spare"
-"""Of the controller's state in the trainer's extra state."""
+"""Key of the controller's state in the trainer's extra state."""
 _WIPED_OUT_S = 0.5
 
 
 class StackLoaders:
-    """This rank's loaders, on the stream of its group's stack; takes the place of FT-HSDP's follower.
+    """Lets the data loaders of this rank read the stream of its group's stack; takes the place of FT-HSDP's follower.
 
     Args:
-        loaders: of a dataset that can ``follow`` a stream. shard: samples of a type in a step.
+        loaders: loaders of a dataset that can ``follow`` a stream; None entries are ignored.
+        shard: number of samples of a type in a step.
     """
 
     def __init__(self, loaders: Sequence[Any], shard: int):
@@ -36,15 +37,15 @@ class StackLoaders:
         self._due: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __call__(self, deal: Deal, position: int) -> None:
-        """The state is another one: where to read is known when the next step's types are."""
+        """Reset after the state has changed; the position to read from is known when the types of the next step are."""
         self.rest()
 
     def rest(self) -> None:
-        """Nothing is read in the step under way."""
+        """Read nothing in the current step."""
         self._stream = self._due = None
 
     def read(self, deal: Deal, types: Sequence[int], starts: Sequence[int]) -> None:
-        """The step under way reads these types from there on, and so do those after it until this is called again."""
+        """Read these types from these positions in the current step, and go on from there in later steps."""
         if not self._loaders or not types or self._is_next(tuple(types), tuple(starts)):
             return
         self._stream = StackStream(deal, types, starts, self.shard)
@@ -55,11 +56,11 @@ class StackLoaders:
 
     @property
     def position(self) -> int | None:
-        """Where the streams of the types stand that were read last; None where this rank reads nothing."""
+        """Return the position of the streams of the types that were read last; None if this rank reads nothing."""
         return None if self._stream is None else self._stream.level(self._loaders[0].consumed_samples)
 
     def _is_next(self, types: tuple[int, ...], starts: tuple[int, ...]) -> bool:
-        """Whether that is what the loaders come to anyway: what they have read ahead is of use."""
+        """Return whether the loaders reach these positions anyway, so that their prefetched data is usable."""
         if self._stream is None or self._due is None or self._due[0] != types:
             return False
         steps, rest = divmod(self._loaders[0].consumed_samples, self._stream.step_samples)
@@ -67,16 +68,20 @@ class StackLoaders:
 
 
 class StackedWork(Work):
-    """One group's part, in its committed order; the same decisions in all groups, from the state that all share.
+    """The work of one group in its committed order. All groups take the same decisions from the state that they share.
 
-    Each type has one owner, so slots that the paper computes twice are not computed at all, and on a loss only the
-    lost group's types are: see :mod:`ft.systems.spare.shares` and :mod:`ft.systems.spare.ledger`.
+    Each type has one owner, so that slots which SPARe (section 3) computes twice are not computed at all, and after a
+    loss only the types of the lost group are: see :mod:`ft.systems.spare.shares` and :mod:`ft.systems.spare.ledger`.
 
     Args:
-        group: this one. controller: as it is at the beginning of a run. position: of the trainer. extra: of its state,
-            the live mapping. loaders: of this rank. per_token: core divides by tokens, not by samples.
-        reseed: gives the generators the seeds of a step: groups draw differently often from them, and what they are
-            after a step is part of the state that all share.
+        group: number of this group.
+        controller: the controller in its state at the beginning of a run.
+        position: position of the trainer.
+        extra: returns the live mapping of the trainer's extra state.
+        loaders: loaders of this rank.
+        per_token: core divides gradients by tokens, not by samples.
+        reseed: seeds the random generators for a step. Groups draw different numbers of values from them, but their
+            state after a step is part of the state that all groups share.
     """
 
     def __init__(
@@ -92,15 +97,15 @@ class StackedWork(Work):
         self._group, self._controller, self._position, self._extra = group, controller, position, extra
         self._loaders, self._per_token, self._reseed = loaders, per_token, reseed
         self._ledger = Ledger()
-        self._of: tuple[int, int] | None = None  # the (step, lineage) that the ledger is of
+        self._of: tuple[int, int] | None = None  # the (step, lineage) that the ledger belongs to
         self._todo: tuple[int, ...] = ()
         self._read_from: dict[int, int] = {}
         self._noted: dict[str, Any] | None = None
-        self._answers: dict[tuple[int, ...] | None, Shares] = {}  # of the layout as it is
+        self._answers: dict[tuple[int, ...] | None, Shares] = {}  # for the current layout
         self.restart()
 
     def restart(self) -> None:
-        """A checkpoint was loaded, or the run begins: the stacks are those of the beginning."""
+        """Reset the stacks to their initial order, at the beginning of a run or after a checkpoint was loaded."""
         self._controller.reset()
         self._note()
 
@@ -113,7 +118,7 @@ class StackedWork(Work):
             self._of = of
         mine = () if shares.lost else shares.types.get(self._group, ())
         if not shares.lost and not set(self._ledger.types) <= set(mine):
-            self._ledger.clear()  # others have some of it since, and one sum cannot be taken apart
+            self._ledger.clear()  # other groups now compute some of it, and a sum cannot be split
         self._todo = tuple(kind for kind in mine if kind not in self._ledger.types)
         if not mine:
             self._loaders.rest()
@@ -172,7 +177,8 @@ class StackedWork(Work):
         self._reseed(self._position.step + 1)
 
     def _divided(self, quorum: Quorum | None) -> Shares:
-        """Asked for several times in a step, and in many steps with the same answer."""
+        """Return the division for ``quorum``. It is cached, because a step needs it several times and most steps have
+        the same."""
         self._follow_state()
         healthy = None if quorum is None else quorum.healthy
         if healthy not in self._answers:
@@ -182,7 +188,7 @@ class StackedWork(Work):
         return self._answers[healthy]
 
     def _follow_state(self) -> None:
-        """The state may have become another replica's, or a checkpoint's."""
+        """Adopt the controller's state from the extra state, which may be another replica's or a checkpoint's."""
         there = self._extra().get(KEY)
         if there is not None and there != self._noted:
             self._controller, self._noted = Controller.restore(there), there
@@ -203,7 +209,7 @@ def work(
     per_token: bool,
     reseed: Callable[[int], None],
 ) -> StackedWork:
-    """The work of the replica at ``place``, as one of the groups.
+    """Return the work of the replica at ``place`` as one of the groups.
 
     Raises:
         UserError: types cannot be placed with that redundancy.
@@ -213,13 +219,14 @@ def work(
 
 
 def rearrange(controller: Controller, healthy: Sequence[int]) -> None:
-    """The controller's answer to who gave gradients in the step that is committed; pure but for its state.
+    """Update the controller by the groups that contributed gradients to the committed step. Deterministic: it depends
+    only on the controller's state and ``healthy``.
 
-    Who was behind in it is planned with once it has given some: a state that takes several steps to fetch would have
-    each of them tried twice otherwise.
+    A group that was behind is planned with only after it has contributed gradients. Otherwise every step during which
+    it still fetches its state would be tried twice.
 
     Raises:
-        UserError: one of them is no group.
+        UserError: a member of ``healthy`` is not a group.
     """
     planned = set(numpy.flatnonzero(controller.alive).tolist())
     if len(healthy) == controller.groups and len(planned) < controller.groups:

@@ -1,4 +1,5 @@
-"""The closed forms of the SPARe paper, sections 2.2 and 4; the number in front of each is the paper's.
+"""The closed-form results of SPARe, sections 2.2 and 4. The number at the end of a summary is that of the formula in
+SPARe.
 
 N groups hold N shard types, each type hosted by r groups (the redundancy); k groups have been lost so far; m is the
 mean time between two group failures of the whole system. Times are in seconds, or all in any other unit.
@@ -12,10 +13,12 @@ EULER_GAMMA = 0.57721566490153286
 
 
 def checkpoint_period(save: float, failure: float, restart: float) -> float:
-    """(1): the time between two checkpoints at which availability is highest.
+    """Return the time between two checkpoints at which availability is highest (1).
 
     Args:
-        save: T_s, of one checkpoint. failure: T_f, mean time between two global restarts. restart: T_r, of one.
+        save: T_s, duration of a checkpoint.
+        failure: T_f, mean time between two global restarts.
+        restart: T_r, duration of a global restart.
 
     Raises:
         UserError: a time is negative, or ``save`` or ``failure`` is zero.
@@ -25,7 +28,7 @@ def checkpoint_period(save: float, failure: float, restart: float) -> float:
 
 
 def availability(period: float, save: float, failure: float, restart: float) -> float:
-    """(2): share of the time on the clock in which training gets on, with a checkpoint each ``period``.
+    """Return the share of wall-clock time in which training progresses, with a checkpoint every ``period`` (2).
 
     Raises:
         UserError: as :func:`checkpoint_period`, or the period is shorter than the checkpoint.
@@ -37,12 +40,12 @@ def availability(period: float, save: float, failure: float, restart: float) -> 
 
 
 def best_availability(save: float, failure: float, restart: float) -> float:
-    """(2) at the period of (1): 2 T_s T_f / T_c^2."""
+    """Return the availability at the optimal checkpoint period, 2 T_s T_f / T_c^2: (2) at the period of (1)."""
     return 2 * save * failure / checkpoint_period(save, failure, restart) ** 2
 
 
 def mu(groups: int, redundancy: int) -> float:
-    """(3): mean number of group failures up to the first wipe-out.
+    """Return the mean number of group failures up to the first wipe-out (3).
 
     Raises:
         UserError: there are fewer than 2 groups, or the redundancy is not in 2..groups.
@@ -52,7 +55,8 @@ def mu(groups: int, redundancy: int) -> float:
 
 
 def capacity(groups: int, failures: int) -> int:
-    """c(k): the stack below which the survivors' slots are fewer than the types; ceil(N / (N - k)).
+    """Return c(k) = ceil(N / (N - k)), the smallest stack with which the survivors have at least as many slots as there
+    are types.
 
     Raises:
         UserError: ``failures`` is not in 0..groups - 1.
@@ -65,9 +69,10 @@ def capacity(groups: int, failures: int) -> int:
 
 
 def rho(groups: int, failures: int) -> float:
-    """rho_k of (5): estimated probability that the failure after the first ``failures`` needs a patch compute.
+    """Return rho_k, the estimated probability that the failure after the first ``failures`` needs a patch compute (5).
 
-    The share of slots whose type nobody else computes. Lower than what is measured at high redundancy.
+    It is the share of slots whose type no other group computes. The estimate is lower than measured values at high
+    redundancy.
 
     Raises:
         UserError: as :func:`capacity`.
@@ -77,21 +82,23 @@ def rho(groups: int, failures: int) -> float:
 
 
 def stack_mean(groups: int, redundancy: int) -> float:
-    """(5): mean stacks per step up to the first wipe-out, patch computes with them; errors as :func:`mu`."""
+    """Return the mean stacks per step up to the first wipe-out, with patch computes (5); errors as :func:`mu`."""
     mean = mu(groups, redundancy)
     return sum(capacity(groups, k) + rho(groups, k) for k in range(math.floor(mean))) / mean
 
 
 def stack_lower_bound(groups: int, redundancy: int) -> float:
-    """(6): the same without patch computes; errors as :func:`mu`."""
+    """Return the mean number of stacks per step without patch computes (6); errors as :func:`mu`."""
     mean = mu(groups, redundancy)
     return sum(capacity(groups, k) for k in range(math.floor(mean))) / mean
 
 
 def restart_interval(groups: int, redundancy: int, mtbf: float) -> float:
-    """T_f = mu m: mean time between two global restarts.
+    """Return T_f = mu m, the mean time between two global restarts.
 
     Args:
+        groups: N.
+        redundancy: r.
         mtbf: m.
 
     Raises:
@@ -102,7 +109,8 @@ def restart_interval(groups: int, redundancy: int, mtbf: float) -> float:
 
 
 def time_to_train(groups: int, redundancy: int, mtbf: float, save: float, restart: float) -> float:
-    """(7): time to train over that of plain data parallelism without failures, checkpoints at the period of (1).
+    """Return the time to train relative to that of plain data parallelism without failures (7). Checkpoints are saved
+    at the period of (1).
 
     Raises:
         UserError: as :func:`mu` and :func:`checkpoint_period`.
@@ -112,9 +120,9 @@ def time_to_train(groups: int, redundancy: int, mtbf: float, save: float, restar
 
 
 def r_star(groups: int) -> int:
-    """(8): the rule of thumb for the best redundancy, floor(log2 N + gamma / ln 2).
+    """Return the rule of thumb for the best redundancy, floor(log2 N + gamma / ln 2) (8).
 
-    It is the r at which mu reaches N / 2 for large r, not where (7) is least.
+    It is the r at which mu reaches N / 2 for large r, not where (7) is minimal.
 
     Raises:
         UserError: there are fewer than 2 groups.
@@ -124,7 +132,11 @@ def r_star(groups: int) -> int:
 
 
 def check_size(groups: int, redundancy: int | None = None) -> None:
-    """Raises UserError where no SPARe has that many groups, or that redundancy with them."""
+    """Check the number of groups and the redundancy.
+
+    Raises:
+        UserError: there are fewer than 2 groups, or the redundancy is not in 2..groups.
+    """
     if groups < 2:
         raise UserError(f"{groups} groups: nobody survives the loss of one", "give 2 groups or more")
     if redundancy is not None and redundancy < 2:

@@ -1,4 +1,4 @@
-"""Executes a ``Program``: this stage's units one after the other, and the batches of messages between them."""
+"""Execute a ``Program`` on one stage: its units one after the other, and the batches of messages between them."""
 
 from typing import Any, Protocol
 
@@ -13,23 +13,26 @@ class Work(Protocol):
     """What a stage does in its units."""
 
     def forward(self, unit: Unit, given: torch.Tensor | None) -> torch.Tensor:
-        """A unit's output from its input; None: the unit begins a microbatch's way."""
+        """Return a unit's output from its input; ``given`` is None if the unit begins the microbatch's route."""
 
     def backward(self, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
-        """The gradient of what the forward had ``taken``. ``gradient``: of its output; None: the way ends here."""
+        """Return the gradient of ``taken``, the input of the forward. ``gradient``: that of its output; None if the
+        route ends here."""
 
     def empty(self) -> torch.Tensor:
-        """Room for what another stage sends."""
+        """Return a tensor into which a message from another stage is received."""
 
     def release(self, output: torch.Tensor) -> None:
-        """An output has been sent."""
+        """Release an output that has been sent."""
 
 
 class Execution:
     """One iteration of one stage.
 
     Args:
-        program: of all stages. group: the pipeline's.
+        program: the program of all stages.
+        group: process group of the pipeline.
+        work: executes the units.
     """
 
     def __init__(self, program: Program, group: dist.ProcessGroup, work: Work):
@@ -40,7 +43,7 @@ class Execution:
         self._open: dict[int, tuple[Any, Any]] = {}
 
     def run(self) -> None:
-        """All steps of this stage."""
+        """Execute all steps of this stage."""
         for step in self._program.stages[self._stage]:
             if isinstance(step, Unit):
                 self._execute(step)

@@ -1,4 +1,4 @@
-"""Puts CheckFree+ together for one rank."""
+"""Set up CheckFree+ on one rank."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,10 +14,12 @@ from megatron.patches import instances, step_state, swapped_pipeline
 
 
 def install(chunk: torch.nn.Module, doubles: ReplicatedEnds, plan: Callable[[int], Program]) -> None:
-    """Has ``chunk`` (DistributedDataParallel) trained by planned schedules; after core's callbacks are in place.
+    """Train ``chunk`` (DistributedDataParallel) by planned schedules. Call it after core's callbacks have been set.
 
     Args:
-        plan: the schedule for a number of microbatches.
+        chunk: the model of this stage.
+        doubles: the replicas of embedding and head.
+        plan: returns the schedule for a number of microbatches.
     """
     config = chunk.config
     planned = cache(plan)

@@ -1,4 +1,4 @@
-"""Optimizer state of single parameters of the model."""
+"""Reset the optimizer state of single parameters of the model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,8 +11,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def refuse_common_steps(optimizer: Any) -> None:
-    """Raises UserError for an optimizer that counts steps for all parameters together: those of a few could not begin
-    anew."""
+    """Refuse an optimizer that counts steps for all parameters together, because the count of a few could not be reset.
+
+    Raises:
+        UserError: the optimizer is such a one.
+    """
     for part in optimizers.parts(optimizer):
         if not optimizers.is_torchs(part):
             kind = type(part.optimizer).__name__
@@ -24,8 +27,8 @@ def refuse_common_steps(optimizer: Any) -> None:
 
 @torch.no_grad()
 def forget(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
-    """Makes this rank's part of the state of ``params`` as it is before a first step of the model as it stands: its
-    weights stay, and main parameters are those, as with whoever is given these weights alone."""
+    """Reset this rank's part of the optimizer state of ``params`` to that before a first step from the current weights:
+    the model's weights stay, and main parameters are set to them, as on a rank that receives only the weights."""
     params = list(params)
     for part in optimizers.parts(optimizer):
         for param in params:
@@ -39,7 +42,7 @@ def forget(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _follow(part: Any, param: torch.nn.Parameter, main: torch.nn.Parameter) -> None:
-    """Rounds the main parameter to what the model has."""
+    """Set the main parameter to the (rounded) value in the model."""
     whole = param.detach().reshape(-1)
     if isinstance(part, DistributedOptimizer):
         mine = part._get_model_param_range_map(param)["param"]
@@ -48,7 +51,7 @@ def _follow(part: Any, param: torch.nn.Parameter, main: torch.nn.Parameter) -> N
 
 
 def _main(part: Any, param: torch.nn.Parameter) -> torch.nn.Parameter | None:
-    """What ``part`` of core's optimizer updates for ``param``; None: nothing on this rank."""
+    """Return the parameter that ``part`` of core's optimizer updates for ``param``; None if not on this rank."""
     if isinstance(part, DistributedOptimizer):
         if param not in part.model_param_group_index_map:
             return None

@@ -1,7 +1,7 @@
-"""An iteration of megatron-core's model by a ``Program``: forward and backward of each unit are core's own.
+"""Run an iteration of megatron-core's model by a ``Program``; the forward and backward of each unit are core's own.
 
-A stage at an end of the pipeline embeds, or compares, in some microbatches and not in others: its model is told before
-each forward.
+A stage at an end of the pipeline computes the embedding or the loss in some microbatches and not in others: its model
+is configured before each forward.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from megatron.patches.releases import backward_step
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one iteration: microbatches, samples in one, tokens in a sample."""
+    """The sizes of one iteration: number of microbatches, samples per microbatch, tokens per sample."""
 
     num_microbatches: int
     micro_batch_size: int
@@ -30,14 +30,19 @@ class Sizes:
 
 
 class Iteration:
-    """One iteration's units on one stage (``execution.Work``).
+    """The units of one iteration on one stage (``execution.Work``).
 
     Args:
-        chunk: the stage's model. step: the trainer's forward step, as core's schedules take it. batches: microbatches
-            by number, None where the stage sees no tokens. groups: core's ``ProcessGroupCollection``.
+        program: the program of all stages.
+        chunk: the stage's model.
+        step: the trainer's forward step, as core's schedules take it.
+        batches: the data of the microbatches by number; None where the stage reads no tokens.
+        sizes: sizes of the iteration.
+        groups: core's ``ProcessGroupCollection``.
 
     Attributes:
-        losses: of the microbatches that ended here. tokens: that they counted.
+        losses: losses of the microbatches whose route ended here.
+        tokens: number of tokens that these counted.
     """
 
     def __init__(
@@ -61,9 +66,10 @@ class Iteration:
         self.tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def run(self) -> None:
-        """All units of this stage, and the reduction of gradients."""
+        """Execute all units of this stage, and reduce the gradients."""
         config = self._config
-        # Gradients are reduced when all are there: which microbatch is the last to touch a parameter differs.
+        # Gradients are reduced after all microbatches, because the last microbatch that uses a parameter differs
+        # between parameters.
         held_back = contextlib.nullcontext() if config.no_sync_func is None else config.no_sync_func()
         try:
             with held_back:
@@ -75,14 +81,15 @@ class Iteration:
             config.finalize_model_grads_func([self._chunk], counted, pg_collection=self._groups)
 
     def forward(self, unit: Unit, given: torch.Tensor | None) -> torch.Tensor:
-        """See ``Work``."""
+        """Run the forward of a unit, see ``Work``."""
         routes, number = self._program.routes, unit.microbatch
         at = routes.position(unit)
         first, last = at == 0, at == len(routes.ways[number]) - 1
         self._ends.become(first=first, last=last)
 
         def in_precision(loader: Any, model: Any) -> tuple[torch.Tensor, Any]:
-            """Core raises outputs to fp32 on the last stage, whatever the microbatch's last one is."""
+            """Convert the output to the right dtype: core converts outputs to fp32 on the last stage, whichever place
+            is the microbatch's last."""
             output, loss = self._step(loader, model)
             return output.to(torch.float32 if last else self._config.pipeline_dtype), loss
 
@@ -104,23 +111,24 @@ class Iteration:
         return output
 
     def backward(self, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
-        """See ``Work``."""
+        """Run the backward of a unit, see ``Work``."""
         return backward_step(taken, output, gradient, self._kind, self._config)
 
     def empty(self) -> torch.Tensor:
-        """See ``Work``."""
+        """Return a tensor with the shape of an activation, see ``Work``."""
         return torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=self._device, requires_grad=True)
 
     def release(self, output: torch.Tensor) -> None:
-        """See ``Work``."""
+        """Free the data of a sent output, see ``Work``."""
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
 
 def forward_backward(program: Program) -> Callable[..., list[torch.Tensor]]:
-    """What core's ``forward_backward_pipelining_without_interleaving`` is for 1F1B, for ``program``. Training only.
+    """Return the counterpart of core's ``forward_backward_pipelining_without_interleaving`` (1F1B) for ``program``.
+    Training only.
 
-    The function takes core's keywords of data, model and sizes, and ``groups``; it returns the losses of those
-    microbatches that ended on this stage.
+    The returned function takes core's keywords for data, model and sizes, and ``groups``; it returns the losses of
+    those microbatches whose route ended on this stage.
     """
 
     def run(*, forward_step_func, data_iterator, model, groups, **sizes) -> list[torch.Tensor]:
@@ -135,6 +143,6 @@ def forward_backward(program: Program) -> Callable[..., list[torch.Tensor]]:
 
 
 def _read(loader: Iterator | Sequence | None, count: int) -> list[Any]:
-    """The microbatches of a step, by number: stages do not take them in one order."""
+    """Return the microbatches of a step by number, because stages execute them in different orders."""
     loader = loader[0] if isinstance(loader, list) else loader
     return [None] * count if loader is None else [next(loader) for _ in range(count)]

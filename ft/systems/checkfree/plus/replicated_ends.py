@@ -1,7 +1,8 @@
-"""Embedding and head, kept twice: equal from the start, their gradients summed after every step.
+"""Replicate embedding and head: the replicas are equal from the start, and their gradients are summed in every step.
 
-The first stage has the embedding and the second its copy; the last stage has final norm and output layer, the one
-before it their copies. A copy is left out of gradient norms, and stands in checkpoints as one of the same tensor.
+The first stage has the embedding and the second its copy; the last stage has final norm and output layer, the stage
+before it their copies. A copy is left out of gradient norms, and is saved in checkpoints as a replica of the same
+tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,11 +24,14 @@ _PARTS = ("embedding.", "output_layer.", "decoder.final_layernorm.")
 
 
 class ReplicatedEnds:
-    """Of one rank. Collective: makes its groups on all ranks of the run.
+    """The replicas of embedding and head on one rank. The constructor is collective: it makes process groups on all
+    ranks.
 
     Attributes:
-        roles: this stage's. group: of the original and the copy with this rank's tensor and data coordinates; None on
-            stages between. twin: the other one's logical rank, None there.
+        roles: roles of this stage.
+        group: process group of the original and the copy with this rank's tensor and data coordinates; None on the
+            stages in between.
+        twin: logical rank of the other member of ``group``; None on the stages in between.
     """
 
     def __init__(self):
@@ -43,19 +47,18 @@ class ReplicatedEnds:
                     self.twin = ranks[1] if dist.get_rank() == ranks[0] else ranks[0]
 
     def params(self, chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """What this stage has twice or as a copy; a tied weight too."""
+        """Yield this stage's parameters of embedding and head, originals or copies, including tied weights."""
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         for name, param in model.named_parameters():
             if name.startswith(_PARTS):
                 yield name, param
 
     def tied(self, chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The embedding's weight where it is the output layer's, too: four stages have it."""
+        """Return the embedding's weight if it is also the output layer's; four stages have it then."""
         return [param for _, param in self.params(chunk) if getattr(param, "shared_embedding", False)]
 
     def mark(self, chunk: torch.nn.Module) -> None:
-        """Before the optimizer is made: copies do not count in gradient norms, and are no tensors of their own in
-        checkpoints."""
+        """Mark the copies before the optimizer is made: not in gradient norms, and replicas in checkpoints."""
         if not self.roles.is_double:
             return
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -66,14 +69,15 @@ class ReplicatedEnds:
         model.sharded_state_dict = _as_copies(model.sharded_state_dict)
 
     def equalize(self, chunk: torch.nn.Module) -> None:
-        """Collective in the pair: the copy becomes the original."""
+        """Set the copy to the value of the original. Collective in the pair."""
         if self.group is None:
             return
         for _, param in self.params(chunk):
             dist.broadcast(param.data, self._original, group=self.group)
 
     def sum_gradients(self, chunk: torch.nn.Module) -> None:
-        """Collective in the pair: both have the gradient of all microbatches. Tied weights are core's to sum."""
+        """Sum the gradients of original and copy, so that both have that of all microbatches; core sums those of tied
+        weights. Collective in the pair."""
         if self.group is None:
             return
         for _, param in self.params(chunk):
@@ -81,7 +85,7 @@ class ReplicatedEnds:
                 dist.all_reduce(param.main_grad, group=self.group)
 
     def sum_losses(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Collective in the pair: [loss sum, tokens] of all microbatches on the last stage, nothing elsewhere."""
+        """Return [loss sum, tokens] of all microbatches on the last stage, [] elsewhere. Collective in the pair."""
         if not self.roles.heads:
             return []
         device = torch.cuda.current_device()
@@ -90,16 +94,17 @@ class ReplicatedEnds:
         return [] if self.roles.is_double else [total]
 
     def sum_tokens(self, tokens: torch.Tensor | None) -> None:
-        """Collective in the pair: the tokens of all microbatches, where core asks the last stage for them."""
+        """Set ``tokens`` to the number of tokens of all microbatches, if core asks the last stage for it. Collective in
+        the pair."""
         if tokens is not None and self.roles.heads:
             dist.all_reduce(tokens, group=self.group)
 
 
 def _all_pairs(pipeline: dist.ProcessGroup, stages: tuple[int, int]) -> list[list[int]]:
-    """(original, copy) in every pipeline of the run, in an order that is the same on all ranks.
+    """Return (original, copy) in every pipeline of the run, in an order that is the same on all ranks.
 
     Raises:
-        UserError: core has laid the ranks out in an order of its own.
+        UserError: core has assigned the ranks to the grid in an unknown order.
     """
     lines = groups_like(dist.get_process_group_ranks(pipeline), "pp")
     if any(len(line) != dist.get_world_size(pipeline) for line in lines):
@@ -121,5 +126,5 @@ def _as_copies(state_dict: Callable[..., dict]) -> Callable[..., dict]:
 
 
 def _copied(replica: Any) -> Any:
-    """Core counts copies over pipeline stages in the first number."""
+    """Return the replica id of a copy; core counts replicas over pipeline stages in the first number."""
     return (1, *replica[1:]) if isinstance(replica, tuple) else 1

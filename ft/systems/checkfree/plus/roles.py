@@ -1,4 +1,4 @@
-"""What a stage does at the ends of the pipeline: which stages have the embedding and the head, who has the copies."""
+"""The roles of stages at the ends of the pipeline: which stages have the embedding, the head, or a copy of one."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,14 @@ from ft.systems.schedule.routes import LEAST_STAGES
 
 @dataclass(frozen=True)
 class Roles:
-    """Of one stage in a pipeline of ``stages``, at least ``LEAST_STAGES``.
+    """The roles of one stage in a pipeline of ``stages`` stages, at least ``LEAST_STAGES``.
 
     Attributes:
-        embeds, heads: it has the embedding; final norm and output layer. is_double: what it has is the copy; the first
-            and the last stage have the originals.
+        stage: the stage.
+        stages: number of stages.
+        embeds: the stage has the embedding.
+        heads: the stage has final norm and output layer.
+        is_double: what the stage has is the copy; the first and the last stage have the originals.
     """
 
     stage: int
@@ -31,7 +34,11 @@ class Roles:
 
 
 def pairs(stages: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(original, copy) of the embedding and of the head, by stage."""
+    """Return (original, copy) of the embedding and of the head, by stage.
+
+    Raises:
+        ValueError: there are too few stages.
+    """
     if stages < LEAST_STAGES:
         raise ValueError(f"{stages} stages have no first two and last two that are apart")
     return (0, 1), (stages - 1, stages - 2)

@@ -1,4 +1,4 @@
-"""A stage's model as the first or the last of a microbatch's way, or as neither."""
+"""Configure a stage's model as the first or the last place on a microbatch's route, or as neither."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from megatron.core.utils import get_attr_wrapped_model
 
 
 class Ends:
-    """A stage's model, as the first or last of a microbatch's way or as neither.
+    """A stage's model that can be the first or the last place on a microbatch's route, or neither.
 
     Args:
-        chunk: the stage's model, of core, wrapped or not.
+        chunk: the stage's model of core, wrapped or not.
     """
 
     def __init__(self, chunk: torch.nn.Module):
@@ -21,18 +21,19 @@ class Ends:
         self._norm = self._block.final_layernorm
 
     def become(self, *, first: bool, last: bool) -> None:
-        """``first``: it embeds tokens. ``last``: it applies final norm and output layer, and compares."""
+        """Configure the model. ``first``: it embeds tokens. ``last``: it applies final norm and output layer, and
+        computes the loss."""
         for module in (self._model, self._block):
             module.pre_process, module.post_process = first, last
         self._block._modules["final_layernorm"] = self._norm if last else None
 
     def rest(self) -> None:
-        """With everything that the stage has in its place: for who reduces gradients, or saves."""
+        """Activate all modules that the stage has, for the reduction of gradients and for checkpoints."""
         self.become(first=hasattr(self._model, "embedding"), last=hasattr(self._model, "output_layer"))
 
 
 def in_place(chunk: torch.nn.Module, stage: int, stages: int, run: Callable[[], Any]) -> Any:
-    """Runs one of core's schedules, in which only the first stage embeds and only the last one compares."""
+    """Run one of core's schedules, in which only the first stage embeds and only the last one computes the loss."""
     ends = Ends(chunk)
     ends.become(first=stage == 0, last=stage == stages - 1)
     try:

@@ -1,8 +1,8 @@
-/* The digest of definition.py, for processors. No Python and no torch in here: native.py loads it with ctypes.
+/* The digest of definition.py on CPUs. Uses neither Python nor torch: native.py loads it with ctypes.
  *
- * Four blocks are worked on side by side, so that a key is loaded once for four words: the loop is bound by its
- * multiplications and reads memory as fast as one core can. Threads are started per call and joined before it returns:
- * nothing is left behind that a later fork could trip over, and they pay from a few MiB on.
+ * Four blocks are processed side by side, so that a key is loaded once for four words: the loop is bound by its
+ * multiplications and reads memory as fast as one core can. Threads are started per call and joined before it returns,
+ * so that a later fork finds no threads; they are worth their cost from a few MiB on.
  */
 #include <pthread.h>
 #include <stdint.h>
@@ -21,7 +21,7 @@
 #endif
 
 enum { WORDS = 4096, BLOCK = 4 * WORDS, LEVELS = 4, SIDE = 4, MAX_THREADS = 64 };
-#define THREAD_BYTES ((uint64_t)2 << 20) /* below this a thread costs more than it gains */
+#define THREAD_BYTES ((uint64_t)2 << 20) /* a thread for fewer bytes costs more than it gains */
 
 /* Adds to out[2 r + c] the sums of `words` words (a multiple of 8) of `rows` blocks. */
 typedef void (*tile_t)(const unsigned char *data, size_t words, int rows, const int64_t *keys, uint64_t *out);
@@ -47,7 +47,7 @@ static void tile_plain(const unsigned char *data, size_t words, int rows, const 
 #define INLINED static inline __attribute__((always_inline))
 
 AVX512 INLINED uint64_t lanes_avx512(__m512i sum) {
-    uint64_t lane[8]; /* the compilers' own reduction adds signed numbers, whose overflow C leaves undefined */
+    uint64_t lane[8]; /* the compilers' own reduction adds signed numbers, whose overflow is undefined in C */
     _mm512_storeu_si512(lane, sum);
     return lane[0] + lane[1] + lane[2] + lane[3] + lane[4] + lane[5] + lane[6] + lane[7];
 }
@@ -79,7 +79,7 @@ AVX512 static void tile_avx512(const unsigned char *data, size_t words, int rows
     }
 }
 
-/* AVX2 multiplies 32 by 32 bits: key = low (signed) + 2^32 high, and the high halves are summed apart. */
+/* AVX2 multiplies 32 by 32 bits: key = low (signed) + 2^32 high, and the high halves are summed separately. */
 typedef struct {
     __m256i low, high;
 } split_t;
@@ -121,7 +121,7 @@ AVX2 INLINED void rows_avx2(const unsigned char *data, size_t words, const int r
 }
 
 AVX2 static void tile_avx2(const unsigned char *data, size_t words, int rows, const int64_t *keys, uint64_t *out) {
-    int r = 0; /* two side by side: four would not fit into its sixteen registers */
+    int r = 0; /* two blocks side by side: four would not fit into sixteen registers */
     for (; r + 2 <= rows; r += 2) rows_avx2(data + (size_t)r * BLOCK, words, 2, keys, out + 2 * r);
     for (; r < rows; r++) rows_avx2(data + (size_t)r * BLOCK, words, 1, keys, out + 2 * r);
 }
@@ -129,7 +129,7 @@ AVX2 static void tile_avx2(const unsigned char *data, size_t words, int rows, co
 
 enum { PLAIN = 0, WITH_AVX2 = 2, WITH_AVX512 = 512 };
 
-/* The widest instructions that this processor has: 512, 2 (AVX2) or 0 (plain C). */
+/* Returns the widest instructions that this processor has: 512, 2 (AVX2) or 0 (plain C). */
 int ft_widest(void) {
 #if X86
     __builtin_cpu_init();
@@ -156,7 +156,7 @@ typedef struct {
     tile_t tile;
 } part_t;
 
-/* Both numbers of every block of a part; only its last block may be shorter. */
+/* Computes both sums of every block of a part; only its last block may be shorter. */
 static void *hash_part(void *argument) {
     const part_t part = *(const part_t *)argument;
     const uint64_t whole = part.bytes / BLOCK, rest = part.bytes % BLOCK;
@@ -177,7 +177,7 @@ static void *hash_part(void *argument) {
     return NULL;
 }
 
-/* One level, its blocks divided among threads. A thread that cannot be started leaves its part to the caller's. */
+/* Hashes one level, its blocks divided among threads. The calling thread does the part of one that does not start. */
 static void hash_level(part_t all, int threads) {
     part_t parts[MAX_THREADS];
     pthread_t started[MAX_THREADS];
@@ -201,7 +201,7 @@ static void hash_level(part_t all, int threads) {
     for (uint64_t i = 0; i < running; i++) pthread_join(started[i], NULL);
 }
 
-/* The digest of `bytes` bytes into out[2]; keys [LEVELS][2][WORDS]. width: as ft_widest() says, or less.
+/* Writes the digest of `bytes` bytes into out[2]. keys: [LEVELS][2][WORDS]. width: as ft_widest() returns, or less.
  * Returns 0, 1 (no memory) or 2 (more than LEVELS levels). */
 int ft_digest(const void *data, uint64_t bytes, const int64_t *keys, int64_t head0, int64_t head1, int64_t *out,
               int threads, int width) {

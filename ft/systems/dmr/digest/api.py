@@ -1,4 +1,4 @@
-"""``digest``: which backend computes it is a matter of speed alone."""
+"""Compute digests with the fastest available backend; every backend gives the same value."""
 
 import functools
 import importlib.util
@@ -13,18 +13,20 @@ Backend = Callable[[torch.Tensor, int, torch.Tensor], None]
 
 
 def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """128 bits of a tensor's dtype, shape and every bit: int64 [2] on its device.
+    """Return a 128-bit digest of a tensor's dtype, shape and every bit, as int64 [2] on its device.
 
-    Two tensors that differ have equal digests with probability <= 2^-64 (``definition.py``): compare all the bits, for
-    the low ones alone do not see a flip of a high one. Elements count in logical order, so strides do not matter.
-    Nothing is synchronised, but for the first digest with a new seed on a device, which copies its keys there, and the
-    trial in ``backend``. A tensor that is not contiguous is copied.
+    Two tensors that differ have equal digests with probability <= 2^-64 (``definition.py``). This holds for the whole
+    digest only: the low bits alone do not reveal a flip of a high bit. Elements count in logical order, so strides do
+    not matter. The call does not synchronise, except for the first digest with a new seed on a device, which copies its
+    keys there, and the trial in ``backend``. A tensor that is not contiguous is copied.
 
     Args:
-        seed: 0 <= seed < 2^128; digests can be compared only under one seed. A new one costs a millisecond (its keys).
+        tensor: the tensor.
+        seed: 0 <= seed < 2^128; only digests with the same seed can be compared. A new seed costs a millisecond (its
+            keys).
 
     Raises:
-        UserError: the seed is out of range; a sparse, quantised or meta tensor.
+        UserError: the seed is out of range, or the tensor is sparse, quantised or meta.
     """
     out = torch.empty(2, dtype=torch.int64, device=tensor.device)
     _backend(tensor.device.type)(tensor, seed, out)
@@ -32,7 +34,8 @@ def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-    """The digests of tensors of one device: int64 [number of tensors, 2] there; row i is ``digest(tensors[i], seed)``.
+    """Return the digests of tensors on one device as int64 [number of tensors, 2]; row i is ``digest(tensors[i],
+    seed)``.
 
     Raises:
         UserError: as ``digest``.
@@ -50,27 +53,27 @@ def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
 
 
 def writer(device: torch.device | str) -> Backend:
-    """``write(tensor, seed, out)``, which puts ``digest(tensor, seed)`` into ``out``, int64 [2] on ``device``."""
+    """Return a function ``write(tensor, seed, out)`` that writes the digest to ``out``, int64 [2] on ``device``."""
     return _backend(torch.device(device).type)
 
 
 def backend(device: torch.device | str) -> str:
-    """Who computes digests there: "native" (C), "kernel" (Triton) or "eager" (plain torch).
+    """Return the name of the backend for ``device``: "native" (C), "kernel" (Triton) or "eager" (plain torch).
 
-    The first call for a type of device, or its first digest, tries the fast one out; that compiles and synchronises.
+    The first call for a type of device, or its first digest, tries the fast backend, which compiles and synchronises.
     """
     return _backend(torch.device(device).type).__module__.rpartition(".")[2]
 
 
 @functools.cache
 def _backend(device_type: str) -> Backend:
-    """The fastest that is there and gives, in a trial on first use, the digest that plain torch gives."""
+    """Return the fastest available backend that gives the same digest as plain torch in a trial on first use."""
     fast = _fast(device_type)
     if fast is None:
         return eager.digest
     try:
         fault = None if _agrees(fast, device_type) else "another digest than the definition's: built from other source?"
-    except Exception as error:  # Triton raises whatever its compiler, and the C compiler behind it, meet
+    except Exception as error:  # Triton passes on any exception of its compiler and of the C compiler
         fault = f"{type(error).__name__}: {error}"
     if fault is None:
         return fast
@@ -93,7 +96,7 @@ def _fast(device_type: str) -> Backend | None:
 
 
 def _agrees(fast: Backend, device_type: str) -> bool:
-    """On 50,003 bytes: several blocks, two levels, and a word that is not full."""
+    """Return whether both agree on 50,003 bytes: several blocks, two levels, and a partial last word."""
     tensor = torch.arange(50_003, device=device_type).mul_(40_503).to(torch.uint8)
     both = torch.empty((2, 2), dtype=torch.int64, device=device_type)
     fast(tensor, 0, both[0])

@@ -1,4 +1,4 @@
-"""A tensor's bits as integers, in logical order, without a copy wherever its memory already is in that order."""
+"""The bits of a tensor as integers in logical order, without a copy wherever its memory already is in that order."""
 
 import torch
 
@@ -9,7 +9,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its elements in logical order in memory: itself where they are, else a copy.
+    """Return the tensor with its elements in logical order in memory: itself if they already are, else a copy.
 
     Raises:
         UserError: the tensor has no plain memory (sparse, quantised, meta).
@@ -23,12 +23,12 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, laid out, in one dimension and without its graph."""
+    """Return the tensor in logical order, flattened to one dimension and detached from its graph."""
     return laid_out(tensor).detach().reshape(-1)
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of every element (both halves of a complex one) as an integer of the same width, in order."""
+    """Return the bits of every element (both halves of a complex one) as integers of the same width, in order."""
     flat = in_order(tensor)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -36,7 +36,8 @@ def integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes as int32 [ceil(bytes / 4)], filled up with zeros; a copy only where they do not lie on a word."""
+    """Return the bytes as int32 [ceil(bytes / 4)], padded with zeros. Copies only if the memory is not aligned to words
+    or needs padding."""
     flat = in_order(tensor)
     if flat.numel() == 0:
         return torch.empty(0, dtype=torch.int32, device=flat.device)

@@ -1,4 +1,4 @@
-"""Bitwise comparison: NaN equals itself, and -0 is not +0."""
+"""Bitwise comparison of tensors: NaN equals itself, and -0 is not +0."""
 
 import ctypes
 
@@ -6,16 +6,17 @@ import torch
 
 from ft.systems.dmr.digest import bits
 
-# torch.equal takes four times as long.
+# memcmp is used because torch.equal takes four times as long.
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes, _memcmp.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
 
 
 def compare(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whether two tensors have the same dtype, shape and bits: bool [] on their device, without synchronisation.
+    """Return whether two tensors have the same dtype, shape and bits, as bool [] on their device. On accelerators it
+    does not synchronise.
 
     Raises:
-        UserError: one has no plain memory (sparse, quantised, meta).
+        UserError: a tensor has no plain memory (sparse, quantised, meta).
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return torch.zeros((), dtype=torch.bool, device=a.device)
@@ -25,10 +26,10 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """``compare`` for two tensors on the CPU.
+    """Return the result of ``compare`` for two tensors on the CPU, as a bool.
 
     Raises:
-        UserError: one has no plain memory (sparse, quantised, meta).
+        UserError: a tensor has no plain memory (sparse, quantised, meta).
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -38,7 +39,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Its elements fill one piece of memory, in whatever order."""
+    """Return whether the elements fill one piece of memory without gaps, in whatever order."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         return False
     if tensor.is_contiguous():
@@ -48,11 +49,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How many elements of two tensors of one dtype and shape differ: int64 [] on their device, not synchronised.
+    """Return the number of differing elements of two tensors of one dtype and shape, as int64 [] on their device,
+    without synchronising.
 
     Raises:
-        ValueError: another dtype or shape.
-        UserError: one has no plain memory (sparse, quantised, meta).
+        ValueError: the tensors differ in dtype or shape.
+        UserError: a tensor has no plain memory (sparse, quantised, meta).
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         raise ValueError(f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}: elements cannot be counted")

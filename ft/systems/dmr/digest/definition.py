@@ -1,24 +1,26 @@
-"""What the digest is: its keys, its head and its proof. Every backend computes exactly this.
+"""Define the digest: a multilinear hash, with its keys, its head, and the proof of its error bound. Every backend
+computes exactly this.
 
-A tensor's bytes, in logical (row-major) order and filled up with zeros, are little-endian signed 32-bit words
-``w[0], w[1], ...``, cut into blocks of ``WORDS``. A block becomes two 64-bit numbers, one per column ``c``::
+A tensor's bytes, in logical (row-major) order and padded with zeros, are little-endian signed 32-bit words ``w[0],
+w[1], ...``, divided into blocks of ``WORDS`` words. A block is hashed to two 64-bit numbers, one per column ``c``::
 
     h[c] = sum over i of K[level][c][i] * w[i]        (mod 2^64; the multilinear hash of Lemire and Kaser,
                                                        "Strongly universal string hashing is fast", 2014)
 
-The numbers of all blocks, written one after the other, are the words of the next level, with its own keys, until one
-block is left. To its two numbers the hash of the head is added: the dtype and the shape, with keys of their own.
+The concatenated numbers of all blocks are the words of the next level, which has its own keys, until one block is left.
+The hash of the head (the dtype and the shape), with keys of its own, is added to the two numbers of this block.
 
-**Proof.** Let two different tensors have equal heads. At level 0 some block differs; let ``d[i]`` be the differences
-of its words, not all zero. ``|d[i]| < 2^32``, so a ``d[j]`` that is not zero is ``2^t * odd`` with ``t <= 31``.
-Whatever the other keys are, ``K[j] * d[j]`` has one value mod 2^64 for at most ``2^t`` of the ``2^64`` keys ``K[j]``:
-a column agrees with probability ``<= 2^-33``, both with ``<= 2^-66``, for the columns' keys are independent. If the
-blocks' numbers differ, the same holds for the next level, whose keys are independent again. With at most ``LEVELS``
-levels two different tensors have equal digests with probability ``<= LEVELS * 2^-66 = 2^-64``. Different heads: the
-same, with the head's keys. The bound is over keys drawn uniformly, whatever the two tensors are. Here they are
-SHAKE-256 of the seed: as good for everything that cannot tell SHAKE-256 from chance, as hardware faults cannot.
+**Proof.** Let two different tensors have equal heads. At level 0 some block differs; let ``d[i]`` be the differences of
+its words, not all zero. Since ``|d[i]| < 2^32``, a ``d[j]`` that is not zero is ``2^t * odd`` with ``t <= 31``.
+Whatever the other keys are, ``K[j] * d[j]`` has one value mod 2^64 for at most ``2^t`` of the ``2^64`` keys ``K[j]``: a
+column agrees with probability ``<= 2^-33``, and both columns with ``<= 2^-66``, because their keys are independent. If
+the blocks' numbers differ, the same holds for the next level, whose keys are independent again. With at most ``LEVELS``
+levels, two different tensors have equal digests with probability ``<= LEVELS * 2^-66 = 2^-64``. If the heads differ,
+the same argument applies to the head's keys. The bound holds for uniformly drawn keys, whatever the two tensors are.
+The actual keys are SHAKE-256 of the seed, which is equivalent for anything that cannot distinguish SHAKE-256 from
+random numbers, as hardware faults cannot.
 
-The sums are integers mod 2^64: their order, and with it the number of threads, has no influence.
+The sums are integers mod 2^64, so that their order, and with it the number of threads, does not affect the result.
 """
 
 import hashlib
@@ -36,7 +38,7 @@ _MAX_DIMENSIONS = 64  # torch's own limit
 _HEAD_WORDS = 2 + 2 * _MAX_DIMENSIONS
 _SEED_BYTES = 16
 
-# The place in this table is part of the digest's value: new dtypes go to the end.
+# The position in this table is part of the digest's value: new dtypes are appended at the end.
 DTYPES = [
     "bool",
     "uint8",
@@ -73,7 +75,8 @@ def _drawn(seed: int, purpose: bytes, count: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def table(seed: int) -> np.ndarray:
-    """The keys of a seed: int64, [LEVELS, COLUMNS, WORDS]; 256 KiB, a millisecond's work, remembered.
+    """Return the keys of a seed as int64 [LEVELS, COLUMNS, WORDS] (256 KiB, computed in about a millisecond and
+    cached).
 
     Raises:
         UserError: the seed is negative or longer than 128 bits.
@@ -83,7 +86,7 @@ def table(seed: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def keys(seed: int, device: torch.device) -> torch.Tensor:
-    """``table(seed)`` on a device. The first call there copies, and waits for the copy; later ones do nothing."""
+    """Return ``table(seed)`` on a device. The first call waits for the copy; later calls are cached."""
     return torch.from_numpy(table(seed)).to(device)
 
 
@@ -94,7 +97,7 @@ def _head_keys(seed: int) -> list[list[int]]:
 
 @lru_cache(maxsize=4096)
 def head(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> tuple[int, ...]:
-    """What the dtype and the shape add to the digest: one signed 64-bit number per column.
+    """Return what the dtype and the shape add to the digest: one signed 64-bit number per column.
 
     Raises:
         UserError: the dtype has no bytes of its own (quantised), or the seed is out of range.
@@ -110,5 +113,5 @@ def head(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> tuple[int, ..
 
 
 def signed(number: int) -> int:
-    """``number`` mod 2^64, as int64 holds it."""
+    """Return ``number`` mod 2^64 as a signed 64-bit integer."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)

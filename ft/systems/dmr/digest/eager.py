@@ -1,18 +1,18 @@
-"""The digest in plain torch operators: on every device, without compiler and without synchronisation."""
+"""The digest in plain torch operators: works on every device, without a compiler and without synchronisation."""
 
 import torch
 
 from ft.systems.dmr.digest import bits, definition
 from ft.systems.dmr.digest.definition import WORDS
 
-# Blocks handled at once. Widened to 64 bits they should stay in the cache of a CPU; a GPU wants few launches, and has
-# no memory to give away.
+# Number of blocks that are processed at once. On a CPU, the blocks widened to 64 bits should fit into the cache; a GPU
+# needs few launches, but has no memory to spare.
 _CPU_BLOCKS = 32
 _DEVICE_BLOCKS = 512
 
 
 def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
-    """Writes the digest of ``tensor`` into ``out``, int64 [2] on the same device."""
+    """Write the digest of ``tensor`` into ``out``, int64 [2] on the same device."""
     keys = definition.keys(seed, tensor.device)
     words = bits.words(tensor)
     level = 0
@@ -25,11 +25,11 @@ def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
 
 
 def _level(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The numbers of all blocks of int32 [n], int64 [max(1, ceil(n / WORDS)), 2]."""
+    """Return the sums of all blocks of int32 [n] as int64 [max(1, ceil(n / WORDS)), 2]."""
     whole, rest = divmod(words.numel(), WORDS)
     numbers = words.new_empty((max(1, whole + (rest > 0)), 2), dtype=torch.int64)
     step = min(max(1, whole), _CPU_BLOCKS if words.device.type == "cpu" else _DEVICE_BLOCKS)
-    room = words.new_empty((2, step, WORDS), dtype=torch.int64)  # once: it is beyond what an allocator keeps for later
+    room = words.new_empty((2, step, WORDS), dtype=torch.int64)  # allocated once: allocators do not cache this size
     for first in range(0, whole, step):
         last = min(first + step, whole)
         _sums(words[first * WORDS : last * WORDS].view(-1, WORDS), keys, numbers[first:last], room[:, : last - first])

@@ -1,10 +1,11 @@
-"""The digest as a Triton kernel: one launch per level, no synchronisation, the same value as everywhere.
+"""The digest as a Triton kernel: one launch per level, no synchronisation, the same value as the other backends.
 
 A program hashes ``ROWS`` blocks. Its tile is as wide as the program has lanes, so that a lane keeps its keys for all
-rows. A product of a word and a 64-bit key is two multiply-adds on 32-bit halves: ``key = low (signed) + 2^32 high``;
-the high halves are summed apart, mod 2^32, which is all of them that counts.
+rows. The product of a word and a 64-bit key is computed by two multiply-adds on 32-bit halves: ``key = low (signed) +
+2^32 high``. The products with the high halves are summed separately, mod 2^32, because higher bits do not affect the
+result.
 
-Importing this module needs triton.
+Importing this module requires triton.
 """
 
 import functools
@@ -18,14 +19,14 @@ from ft.systems.dmr.digest.definition import WORDS
 
 WARPS = 8
 WIDTH = 1024  # words of a row per step: WARPS * 32 lanes of four
-_ROWS = 2  # 79 registers: three programs on a multiprocessor, with enough loads under way to fill its memory
-_FEW_BLOCKS = 1024  # below that a program takes one block: the device would not be filled otherwise
+_ROWS = 2  # 79 registers: three programs fit on a multiprocessor, with enough loads in flight to saturate memory
+_FEW_BLOCKS = 1024  # below this number a program takes one block, because the device would not be filled otherwise
 
 
 def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
-    """Writes the digest of ``tensor`` into ``out``, int64 [2] on the same device.
+    """Write the digest of ``tensor`` into ``out``, int64 [2] on the same device.
 
-    The kernel is compiled at the first call, and the keys of a new seed are copied to the device then.
+    The first call compiles the kernel; the first call with a new seed copies its keys to the device.
     """
     halves = _halves(seed, tensor.device)
     head = definition.head(tensor.dtype, tensor.shape, seed)
@@ -41,7 +42,8 @@ def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _halves(seed: int, device: torch.device) -> torch.Tensor:
-    """The keys' halves, each with loads of its own as wide as those of the words: int32 [LEVELS, COLUMNS, 2, WORDS]."""
+    """Return the halves of the keys as int32 [LEVELS, COLUMNS, 2, WORDS]. They are stored separately so that each is
+    loaded as widely as the words."""
     keys = torch.from_numpy(definition.table(seed))
     low = keys.to(torch.int32)
     return torch.stack((low, (keys - low) >> 32), 2).to(torch.int32).to(device)
@@ -68,7 +70,8 @@ def level(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """numbers int64 [blocks, 2] = the blocks' sums of int32 words [count], plus the head; halves of one level."""
+    """Write the sums of the blocks of int32 ``words`` [count], plus the head, to int64 ``numbers`` [blocks, 2].
+    ``halves``: the halves of the keys of one level."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     low0 = tl.zeros((ROWS, WIDTH), tl.int64)

@@ -1,4 +1,4 @@
-"""The digest from the C library that ``setup.py`` builds where there is a compiler."""
+"""The digest from the C library that ``setup.py`` builds where there is a C compiler."""
 
 import ctypes
 import functools
@@ -18,7 +18,7 @@ _FAILURES = {1: "no memory for the numbers of its blocks", 2: "it is longer than
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library beside this file, None where it was not built; said once, on stderr."""
+    """Return the library beside this file, or None if it was not built, which is reported once on stderr."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(NAME + suffix)
         if path.exists():
@@ -30,10 +30,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at ``path``.
+    """Load the library at ``path``.
 
     Raises:
-        OSError: it is not a library for this machine.
+        OSError: the file is not a library for this machine.
     """
     loaded = ctypes.CDLL(os.fspath(path))
     pointer, count = ctypes.c_void_p, ctypes.c_uint64
@@ -53,15 +53,18 @@ def digest(
     threads: int | None = None,
     width: int | None = None,
 ) -> None:
-    """Writes the digest of ``tensor``, on the CPU, into ``out``, int64 [2].
+    """Write the digest of ``tensor``, on the CPU, into ``out``, int64 [2].
 
     Args:
-        using: the library; None: the installed one, which has to be there.
-        threads: at most as many are used, from 2 MiB each on; None: torch's number.
-        width: the instructions, as ``ft_widest`` names them; None: the widest there are.
+        tensor: the tensor.
+        seed: seed of the keys.
+        out: receives the digest.
+        using: the library; None for the installed one, which has to exist.
+        threads: maximum number of threads, each of which gets at least 2 MiB; None for torch's number.
+        width: the vector instructions, as ``ft_widest`` names them; None for the widest available.
 
     Raises:
-        MemoryError: the library could not have what it needs.
+        MemoryError: the library could not allocate memory, or the tensor is longer than 16 TiB.
     """
     using = using or library()
     memory = bits.laid_out(tensor)
@@ -81,7 +84,7 @@ def digest(
 
 @functools.lru_cache(maxsize=8)
 def _keys(seed: int) -> tuple[np.ndarray, int]:
-    """The table of a seed and its address: whoever uses the one has to hold the other."""
+    """Return the table of a seed and its address. The caller must keep the table alive while it uses the address."""
     table = definition.table(seed)
     return table, table.ctypes.data
 

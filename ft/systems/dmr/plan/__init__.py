@@ -1,1 +1,1 @@
-"""Which operator is verified when: from a trace, in three phases, to a plan that a run follows."""
+"""The DMR planner: assign to each operator of a trace, in three phases, how and when it is verified at run time."""

@@ -1,4 +1,4 @@
-"""What a plan says: for each operator how it is verified, and what all of it costs."""
+"""The contents of a plan: how each operator is verified, and the predicted costs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from ft.systems.dmr.plan.trace import INTER, Trace, Window
 PIGGYBACK, NAIVE, UNCHECKED = "P", "naive", "unchecked"
 D_INTER, D_INTRA = "D_inter", "D_intra"
 SETS = (PIGGYBACK, D_INTER, D_INTRA, NAIVE, UNCHECKED)
-"""P: compared with the recomputation. D: executed again in a window. naive: executed again at once. unchecked: it does
-not give the same bits twice, so that no comparison can say anything; a plan names these and claims nothing for them."""
+"""P: compared with its recomputation. D_inter, D_intra: executed again in a window. naive: executed again immediately.
+unchecked: not verified, because the operator does not give the same bits twice; a plan lists these operators and claims
+nothing for them."""
 
 
 def deferred_set(window: Window) -> str:
-    """D_inter for windows between units (p2p, dp, bubbles), D_intra for those inside one (tp, ep)."""
+    """Return D_inter for windows between units (p2p, dp, bubbles), D_intra for windows inside a unit (tp, ep)."""
     return D_INTER if window.kind in INTER else D_INTRA
 
 
@@ -23,8 +24,8 @@ class Assignment:
 
     Args:
         set: one of SETS.
-        window: the window in which it is executed again (D sets).
-        agc_segment: the AGC segment it is replayed with, in that window.
+        window: (D sets) the window in which it is executed again.
+        agc_segment: (D sets) the AGC segment with which it is replayed in that window.
     """
 
     set: str
@@ -37,12 +38,14 @@ class AgcSegment:
     """Operators of one transformer block that are replayed as a unit from their boundary tensors.
 
     Args:
-        ops: their ids, in order of execution.
-        window: where they are replayed.
-        keeps: the tensors that are kept until then.
-        load_us: what that takes: executing and comparing, and regenerating where ``regenerated_us`` says so.
-        regenerated_us: the part that executes the block's recomputation once more, for inner activations that are not
-            kept.
+        id: id of the segment.
+        ops: ids of the operators, in order of execution.
+        window: id of the window in which they are replayed.
+        keeps: ids of the tensors that are kept until then.
+        load_us: duration of the replay in microseconds: executing, comparing, and regenerating if ``regenerated_us`` is
+            not 0.
+        regenerated_us: the part of it that executes the block's recomputation once more, for inner activations that are
+            not kept.
     """
 
     id: str
@@ -55,9 +58,14 @@ class AgcSegment:
 
 @dataclass(frozen=True)
 class Predicted:
-    """One iteration: microseconds without DMR, with every operator executed again at once, and with the plan.
+    """Predicted times of one iteration, in microseconds.
 
-    ``exposed_us``: verification that no window hides, summed over stages. ``peak_bytes``: of the fullest stage.
+    Attributes:
+        t_none: duration without DMR.
+        t_naive: duration with every operator executed again immediately.
+        t_plan: duration with the plan.
+        exposed_us: verification time that no window hides, summed over stages.
+        peak_bytes: largest memory use of any stage, in bytes.
     """
 
     t_none: float
@@ -68,7 +76,7 @@ class Predicted:
 
     @property
     def overhead(self) -> float:
-        """Share by which an iteration becomes longer."""
+        """Return the relative increase of the iteration time with the plan."""
         return self.t_plan / self.t_none - 1 if self.t_none else 0.0
 
     @property
@@ -77,7 +85,7 @@ class Predicted:
 
     @property
     def gain(self) -> float:
-        """Share of throughput won over naive DMR."""
+        """Return the relative increase of throughput over naive DMR."""
         return self.t_naive / self.t_plan - 1 if self.t_plan else 0.0
 
 
@@ -87,10 +95,10 @@ class Plan:
 
     Args:
         trace: what was planned; its memory has the plan's budget.
-        assign: operator -> how it is verified, all of them.
+        assign: operator id -> how the operator is verified, for all operators.
         segments: AGC segments, by id.
-        predicted: with all three phases.
-        phases: what each number of phases reaches: (naive alone, 1, 1+2, 1+2+3), as far as they were asked for.
+        predicted: prediction with all three phases.
+        phases: predictions by number of phases: (naive alone, 1, 1+2, 1+2+3), as far as they were requested.
     """
 
     trace: Trace

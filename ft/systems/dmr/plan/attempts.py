@@ -1,4 +1,4 @@
-"""Several ways to plan each stage: no single order of choices is the best for every trace."""
+"""Plan each stage in several ways, because no single order of choices is the best for every trace."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ from ft.systems.dmr.plan.trace import Trace
 PHASES = 3
 
 SMALL = 100
-"""Operators per stage up to which it is worth asking whether the exact solver can do it."""
+"""Number of operators per stage up to which the exact solver is tried."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One stage's part of a plan: its operators' assignments, its AGC segments, its peak memory in bytes."""
+    """The part of a plan that belongs to one stage (or to all stages): assignments of operators, AGC segments, peak
+    memory in bytes."""
 
     assign: Mapping[str, Assignment]
     segments: Mapping[str, AgcSegment]
@@ -27,10 +28,10 @@ class Part:
 
 
 def attempts(trace: Trace, budget: float, phases: int, kinds: Sequence[str]) -> Iterator[tuple[int, list[Part]]]:
-    """(number of phases, a part for each stage) of several plans for each number from 1 to ``phases``.
+    """Yield (number of phases, a part for each stage) of several plans for each number of phases from 1 to ``phases``.
 
-    Activations of AGC segments are kept in one, and regenerated in another, which is better where memory and not time
-    is scarce; a third one leaves phase 2 out, for single operators may fill windows better.
+    One plan keeps the inner activations of AGC segments. Another one regenerates them, which is better where memory and
+    not time is scarce. A third one leaves out phase 2, because single operators may fill windows better.
     """
     for number, inner in ((1, None), (2, Inner.KEPT), (2, Inner.REGENERATED)):
         if number > phases:
@@ -42,7 +43,8 @@ def attempts(trace: Trace, budget: float, phases: int, kinds: Sequence[str]) -> 
         yield number, _parts(drafts)
         if phases == PHASES:
             for draft in drafts:
-                # Windows of unknown length are for the planner at run time, which then has all windows to itself.
+                # Windows of unknown length can only be used by the planner at run time, which then has all windows to
+                # itself.
                 (serve if any(window.dynamic for window in draft.windows) else fine)(draft)
             yield PHASES, _parts(drafts)
     if phases == PHASES and not trace.dynamic and len(trace.ops) <= SMALL * len(trace.stages):
@@ -57,8 +59,8 @@ def _begun(trace: Trace, budget: float, kinds: Sequence[str]) -> list[Draft]:
 
 
 def _exactly(drafts: list[Draft]) -> Iterator[tuple[int, list[Part]]]:
-    """The plan that hides the most, if every stage is small enough for that."""
-    # SciPy's solvers take longer to import than a plan without them.
+    """Yield the plan that hides the most, if every stage is small enough for the exact solver."""
+    # Imported here because SciPy's solvers take longer to import than it takes to plan without them.
     from ft.systems.dmr.plan.exact import exact
 
     if all(exact(draft) for draft in drafts):

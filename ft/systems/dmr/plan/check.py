@@ -1,6 +1,7 @@
-"""Whether a plan can be followed: asked of every plan that is read, for it may have been changed, or be another's.
+"""Check whether a plan can be followed. Every plan that is read is checked, because it may have been edited or belong
+to another run.
 
-Memory is computed here operator by operator and instant by instant, not as the planner does it.
+Memory is computed here operator by operator and instant by instant, independently of the planner.
 """
 
 from collections import defaultdict
@@ -14,7 +15,7 @@ from ft.systems.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Window, roo
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """What is wrong with it, one sentence each, the first one soonest; nothing: it can be followed."""
+    """Yield what is wrong with the plan, one sentence each, as soon as it is found; nothing if it can be followed."""
     yield from _incomplete(plan)
     windows = {window.id: window for window in plan.trace.windows}
     twice = executed_twice(plan.trace.ops)
@@ -51,7 +52,7 @@ def _incomplete(plan: Plan) -> Iterator[str]:
 
 
 def _not_for_it(op: Operator, how: Assignment) -> Iterator[str]:
-    """Sets that an operator cannot be in, whatever else the plan says."""
+    """Yield a problem if the operator cannot be in its set, whatever else the plan says."""
     name = f"operator {op.id!r}"
     if how.set == UNCHECKED and op.checking.deterministic:
         yield f"{name} is reproducible, and the plan leaves it unchecked"
@@ -104,19 +105,19 @@ def _too_much_memory(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
 
 
 def peaks(plan: Plan, windows: dict[str, Window]) -> dict[int, float]:
-    """Stage -> the most bytes in use at any time, with what the plan keeps."""
+    """Return stage -> the most bytes in use at any time, including what the plan keeps."""
     changes = _memory_changes(plan, windows)
     return {stage: max((level for _, level in _levels(each)), default=0.0) for stage, each in changes.items()}
 
 
 def memory_over_time(plan: Plan, stage: int) -> list[tuple[float, float]]:
-    """(from when, bytes in use with what the plan keeps) of one stage, in order of time."""
+    """Return (from when, bytes in use including what the plan keeps) of one stage, in order of time."""
     windows = {window.id: window for window in plan.trace.windows}
     return list(_levels(_memory_changes(plan, windows).get(stage, [])))
 
 
 def _memory_changes(plan: Plan, windows: dict[str, Window]) -> dict[int, list[tuple[float, float]]]:
-    """Stage -> (when, by how many bytes)."""
+    """Return stage -> (time, change in bytes)."""
     until: dict[tuple[int, str], float] = {}
     for op in plan.trace.ops:
         how = plan.assign.get(op.id)
@@ -143,7 +144,7 @@ def _kept(plan: Plan, segment: str) -> tuple[str, ...]:
 
 
 def _levels(changes: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """What is in use after each instant at which something changes: of one instant, only the end counts."""
+    """Yield (time, bytes in use) after each change; several changes at one instant count as one."""
     level = 0.0
     for at, together in groupby(sorted(changes), key=lambda change: change[0]):
         level += sum(change for _, change in together)

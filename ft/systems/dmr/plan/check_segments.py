@@ -1,4 +1,4 @@
-"""Whether a plan's AGC segments can be replayed: what they read is kept or made again, and nobody changes it before."""
+"""Check whether the AGC segments of a plan can be replayed: inputs are kept or regenerated, and unchanged."""
 
 import bisect
 from collections import defaultdict
@@ -9,19 +9,19 @@ from ft.systems.dmr.plan.trace import CLOSE_US, OPTIMIZER, RECOMPUTE, Operator, 
 
 
 class Changes:
-    """When tensors are changed in place, on each stage."""
+    """The times at which tensors are changed in place, on each stage."""
 
     def __init__(self, trace: Trace):
         self._times: dict[tuple[int, str], list[float]] = defaultdict(list)
         for op in trace.ops:
-            # "" stands for the parameters: the stage's optimizer begins.
+            # "" stands for the parameters, which change when the optimizer of the stage begins.
             for name in (*op.checking.mutates, *([""] if op.place.phase == OPTIMIZER else [])):
                 self._times[op.place.stage, name].append(op.start_us)
         for times in self._times.values():
             times.sort()
 
     def first(self, op: Operator, window: Window) -> str | None:
-        """A tensor of an operator that is changed between it and the end of a window ("": the parameters)."""
+        """Return a tensor of ``op`` that is changed between it and the end of the window ("": the parameters)."""
         for name in (*op.tensors, ""):
             times = self._times.get((op.place.stage, name), ())
             place = bisect.bisect_left(times, op.end_us - CLOSE_US)
@@ -31,7 +31,7 @@ class Changes:
 
 
 def bad_segments(plan: Plan, changes: Changes) -> Iterator[str]:
-    """What is wrong with them, one sentence each."""
+    """Yield what is wrong with the AGC segments, one sentence each."""
     by_id = {op.id: op for op in plan.trace.ops}
     windows = {window.id: window for window in plan.trace.windows}
     recomputed: dict[tuple, list[Operator]] = defaultdict(list)
@@ -75,7 +75,8 @@ def _inconsistent(
 
 
 def _replayed(segment: AgcSegment, ops: list[Operator], recomputed: Mapping[tuple, list[Operator]]) -> list[Operator]:
-    """What of its block's recomputation is executed again before it: up to the last result that is not kept."""
+    """Return the operators of the block's recomputation that are executed again before the segment: up to the last one
+    whose result the segment reads and does not keep."""
     inside = {name for op in ops for name in op.out_ids}
     missing = {name for op in ops for name in op.in_ids} - inside - set(segment.keeps)
     again = recomputed.get(_block(ops[0]), []) if segment.regenerated_us else []

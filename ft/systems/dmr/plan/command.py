@@ -1,4 +1,4 @@
-"""``ft dmr plan``: a profile and a memory budget in, a plan file with a table and a picture out."""
+"""``ft dmr plan``: make a plan file, a table and a picture from a profile and a memory budget."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ have left. What finds no place is verified at once. No window and no memory is u
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand to ``questions``."""
     parser = questions.add_parser(
         "plan",
         help="which operator is verified when, from a profile",
@@ -50,17 +50,17 @@ def add_parser(questions) -> None:
 
 
 def add_answer_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--plot`` and ``--json``."""
+    """Add ``--plot`` and ``--json``."""
     parser.add_argument("--plot", metavar="FILE", help="a picture of windows and memory over time, PNG")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Plans, writes, and prints.
+    """Plan, write and print.
 
     Raises:
-        UserError: the profile, the budget, a known plan or the list of unstable operators cannot work, or a file cannot
-            be written.
+        UserError: the profile, the budget, a known plan or the file of unstable operators cannot be used, or a file
+            cannot be written.
     """
     trace = read_trace(Path(given.profile))
     if given.unstable is not None:
@@ -80,7 +80,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def without_checking(trace: Trace, operators: Collection[str]) -> Trace:
-    """The same, with nothing claimed for operators of these names."""
+    """Return the same trace with the operators of these names marked as not reproducible."""
     ops = (
         replace(op, checking=replace(op.checking, deterministic=False)) if op.name in operators else op
         for op in trace.ops
@@ -89,14 +89,14 @@ def without_checking(trace: Trace, operators: Collection[str]) -> Trace:
 
 
 def answer(found, given: argparse.Namespace) -> None:
-    """Prints a plan as it was asked for, and draws it.
+    """Print a plan in the requested format, and draw it if requested.
 
     Raises:
         UserError: the picture cannot be written.
     """
     print(json.dumps(as_values(found)) if given.json else as_text(found))
     if given.plot is not None:
-        # Matplotlib takes longer to import than all else here.
+        # Imported here because Matplotlib takes longer to import than everything else here.
         from ft.systems.dmr.plan.picture import draw
 
         try:

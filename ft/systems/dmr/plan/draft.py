@@ -1,4 +1,4 @@
-"""One stage's plan while it is made: what is assigned, what room the windows have left, and what memory is kept."""
+"""The plan of one stage while it is made: assignments, time left in windows, and memory that is kept."""
 
 import bisect
 from collections.abc import Iterable
@@ -8,17 +8,17 @@ from ft.systems.dmr.plan.holdings import Holdings
 from ft.systems.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Trace, rooms
 
 ROUNDING_US = 1e-6
-"""A window is not overrun by this little."""
+"""Tolerance by which the load of a window may exceed its time, in microseconds."""
 
 
 class Draft:
-    """The operators and windows of one stage, and every decision so far.
+    """The operators and windows of one stage, and all decisions so far.
 
     Args:
         trace: what is planned.
-        stage: whose part this is.
-        budget: bytes the stage may use.
-        kinds: of windows that may be used.
+        stage: the stage.
+        budget: bytes that the stage may use.
+        kinds: kinds of windows that may be used.
     """
 
     def __init__(self, trace: Trace, stage: int, budget: float, kinds: Iterable[str]):
@@ -37,7 +37,8 @@ class Draft:
         self._drained = min((op.start_us for op in self.ops if op.place.phase == OPTIMIZER), default=float("inf"))
 
     def at_once(self, op: Operator) -> bool:
-        """It has to be verified when it is executed: it changes its inputs, or is the optimizer's."""
+        """Return whether the operator has to be verified when it is executed, because it changes its inputs or belongs
+        to the optimizer."""
         return bool(op.checking.mutates) or op.place.phase == OPTIMIZER
 
     def _is_worth_deferring(self, op: Operator) -> bool:
@@ -45,11 +46,11 @@ class Draft:
         return verifiable and (op.check_us > op.checking.defer_us or not op.checking.defer_us)
 
     def open(self, op: Operator) -> bool:
-        """Not decided yet, and free to be deferred."""
+        """Return whether the operator may be deferred and is not assigned yet."""
         return op.id in self._deferrable and op.id not in self.assign
 
     def deadline(self, op: Operator) -> float:
-        """Until when it must be verified: one of its tensors is changed then, or the optimizer begins."""
+        """Return until when the operator must be verified: a tensor of it is changed, or the optimizer begins."""
         latest = self._drained
         for name in op.tensors:
             times = self._changes.get(name)
@@ -60,20 +61,20 @@ class Draft:
         return latest
 
     def reaches(self, op: Operator, slot: int) -> bool:
-        """Window ``slot`` begins after it is executed, and ends before it must be verified."""
+        """Return whether window ``slot`` lies between the operator's execution and its deadline."""
         return self.within(slot, op.end_us, self.deadline(op))
 
     def within(self, slot: int, executed_us: float, deadline_us: float) -> bool:
-        """Window ``slot`` begins after the one instant and ends before the other."""
+        """Return whether window ``slot`` begins after ``executed_us`` and ends before ``deadline_us``."""
         window = self.windows[slot]
         return executed_us <= window.start_us + CLOSE_US and window.end_us <= deadline_us + CLOSE_US
 
     def has_time(self, slot: int, load_us: float) -> bool:
-        """Window ``slot`` has so much left."""
+        """Return whether window ``slot`` has ``load_us`` microseconds left."""
         return self.room[slot] >= load_us - ROUNDING_US
 
     def defer(self, op: Operator, slot: int) -> bool:
-        """Gives it a place in window ``slot`` if time and memory allow; returns whether they do."""
+        """Defer the operator to window ``slot`` if time and memory allow; return whether they do."""
         if not self.has_time(slot, op.check_us) or not self.holdings.fits(op.tensors, slot):
             return False
         self._take(slot, op.check_us, op.tensors)
@@ -82,7 +83,7 @@ class Draft:
         return True
 
     def defer_segment(self, segment: AgcSegment, slot: int) -> None:
-        """Gives an AGC segment, which fits, its place in window ``slot``."""
+        """Defer an AGC segment to window ``slot``, into which it fits."""
         self._take(slot, segment.load_us, segment.keeps)
         self.segments[segment.id] = segment
         name = deferred_set(self.windows[slot])
@@ -90,7 +91,7 @@ class Draft:
             self.assign[each] = Assignment(name, segment.window, segment.id)
 
     def give_up(self, op_id: str) -> None:
-        """Finds no window for it: it is verified at once, or as phase 1 has meant it to be then."""
+        """Assign no window to the operator: it is verified immediately, or by the alternative of phase 1."""
         self.assign[op_id] = self.otherwise.get(op_id, Assignment(NAIVE))
 
     def _take(self, slot: int, load_us: float, tensors: Iterable[str]) -> None:
@@ -98,7 +99,7 @@ class Draft:
         self.holdings.keep(tensors, slot)
 
     def completed(self) -> dict[str, Assignment]:
-        """All operators: those not decided are verified at once, or are unchecked where that is in vain."""
+        """Return the assignment of all operators: open ones are naive, or unchecked if not reproducible."""
         naive, in_vain = Assignment(NAIVE), Assignment(UNCHECKED)
         found = {}
         for op in self.ops:
@@ -108,7 +109,7 @@ class Draft:
 
 
 def _changes(ops: Iterable[Operator]) -> dict[str, list[float]]:
-    """Tensor -> when operators that change it in place begin, in order."""
+    """Return tensor -> start times of the operators that change it in place, in order."""
     found: dict[str, list[float]] = {}
     for op in sorted(ops, key=lambda op: op.start_us):
         for name in op.checking.mutates:

@@ -1,7 +1,8 @@
-"""Phases 2 and 3 solved exactly, as an integer program, where a stage is small enough for that.
+"""Solve phases 2 and 3 exactly as a mixed-integer linear program, for stages that are small enough.
 
-It hides the most verification that windows and memory allow, and so never less for a longer window or a larger budget;
-of a greedy planner that is true only almost always. It is also the ruler that the greedy one is measured with.
+The solution hides the most verification time that windows and memory allow, and so never less for a longer window or a
+larger budget; of a greedy planner that is only almost always true. It is also the reference by which the greedy planner
+is measured.
 """
 
 import ctypes
@@ -21,13 +22,14 @@ from ft.systems.dmr.plan.draft import Draft
 from ft.systems.dmr.plan.trace import INTER
 
 MOST_COLUMNS, MOST_NODES = 400, 200
-"""Variables (choices of a window for an operator or a segment, and tensors kept) up to which a stage is solved exactly,
-and branches after which that is given up: within a second or so, and the same on any machine."""
+"""Number of variables (choices of a window for an operator or a segment, and kept tensors) up to which a stage is
+solved exactly, and number of branch-and-bound nodes after which the solver gives up. Both keep the solver within about
+a second, with the same result on any machine."""
 
 
 @dataclass(frozen=True)
 class _Column:
-    """One choice: these operators in window ``slot``."""
+    """One choice: execute these operators in window ``slot``."""
 
     candidate: Candidate
     slot: int
@@ -35,7 +37,7 @@ class _Column:
 
 
 def exact(draft: Draft) -> bool:
-    """Assigns what phase 1 has left so that the most is hidden; returns whether the stage was small enough."""
+    """Assign what phase 1 has left open so that the most time is hidden; return whether the stage was small enough."""
     columns = []
     for column in _columns(draft):
         columns.append(column)
@@ -69,14 +71,14 @@ def exact(draft: Draft) -> bool:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """HiGHS may print about its own numerics, whatever it is told, where JSON is expected: on file descriptor 1."""
+    """Suppress what HiGHS, whatever its options, prints to file descriptor 1, where JSON is expected."""
     sys.stdout.flush()
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
         yield
-        # What C's buffers hold would else come out afterwards.
+        # Otherwise the contents of C's buffers would be printed later.
         ctypes.CDLL(None).fflush(None)
     finally:
         os.dup2(kept, 1)
@@ -110,7 +112,7 @@ def _placed(draft: Draft, candidate: Candidate, slots: list[int], segment: bool)
 
 
 def _take(draft: Draft, column: _Column, number: int) -> None:
-    """The solver's tolerances may be wider than ours: what does not fit after all is left out."""
+    """Apply a choice of the solver, unless it does not fit: the solver's tolerances may be wider than ours."""
     candidate, slot = column.candidate, column.slot
     if not column.segment:
         draft.defer(candidate.ops[0], slot)
@@ -122,9 +124,10 @@ def _take(draft: Draft, column: _Column, number: int) -> None:
 
 
 class _Rows:
-    """The program's inequalities, as they are collected.
+    """The inequalities of the program, collected one by one.
 
-    Each is divided by its largest factor: with bytes beside microseconds the solver's tolerances would mean nothing.
+    Each is divided by its largest factor, because the tolerances of the solver would be meaningless with bytes beside
+    microseconds.
     """
 
     def __init__(self, width: int):
@@ -133,12 +136,12 @@ class _Rows:
         self._below: list[float] = []
 
     def variable(self) -> int:
-        """One more, beside the columns."""
+        """Add a variable beside the columns and return its index."""
         self.width += 1
         return self.width - 1
 
     def add(self, entries: list[tuple[int, float]], below: float) -> None:
-        """Sum of factor x variable <= below."""
+        """Add the inequality: sum of factor x variable <= below."""
         scale = max(abs(factor) for _, factor in entries)
         self._entries += [(len(self._below), variable, factor / scale) for variable, factor in entries if factor]
         self._below.append(below / scale)
@@ -166,7 +169,8 @@ def _within_windows(rows: _Rows, columns: list[_Column], draft: Draft) -> None:
 
 
 def _within_memory(rows: _Rows, columns: list[_Column], draft: Draft) -> None:
-    """A variable for each tensor and slot: it is kept there. What is kept in a slot is kept in those before it."""
+    """Limit the memory by one variable per tensor and slot, which is 1 if the tensor is kept there. A tensor that is
+    kept in a slot is also kept in the slots before it."""
     kept: dict[tuple[str, int], int] = {}
 
     def variable(name: str, slot: int, first: int) -> int:

@@ -1,4 +1,4 @@
-"""``ft dmr explain``: what a plan file covers how, what that will cost, and why."""
+"""``ft dmr explain``: explain how a plan file covers operators, what that costs, and why."""
 
 import argparse
 from pathlib import Path
@@ -10,11 +10,11 @@ from ft.systems.dmr.plan.command import add_answer_flags, answer
 from ft.systems.dmr.plan.file import read_plan
 
 _MOST = 40
-"""Operators that are listed one by one, the most costly first."""
+"""Maximum number of operators that are listed one by one, the longest first."""
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand to ``questions``."""
     parser = questions.add_parser(
         "explain",
         help="what a plan covers how, what it will cost, and why",
@@ -27,10 +27,10 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the explanation.
+    """Print the explanation.
 
     Raises:
-        UserError: the plan cannot be read or followed, no operator is named so, or the picture cannot be written.
+        UserError: the plan cannot be read or followed, no operator matches, or the picture cannot be written.
     """
     found = read_plan(Path(given.plan))
     if given.operators is not None:
@@ -41,10 +41,10 @@ def run(given: argparse.Namespace) -> int:
 
 
 def listed(plan: Plan, text: str) -> str:
-    """One line for each operator whose name or id has ``text``; at most _MOST, the longest first.
+    """Return one line for each operator whose name or id contains ``text``; at most _MOST, the longest first.
 
     Raises:
-        UserError: there is none.
+        UserError: no operator matches.
     """
     ops = [op for op in plan.trace.ops if text in op.name or text in op.id]
     if not ops:

@@ -1,4 +1,4 @@
-"""Values out of JSON files that somebody else wrote: each is checked, and named where it is wrong."""
+"""Read values from JSON files that may have been edited: every value is checked, and an error names the wrong field."""
 
 import json
 from collections import Counter
@@ -8,10 +8,10 @@ from typing import Any
 from ft.base.errors import UserError
 
 ABSENT = object()
-"""The default of a field that has to be there."""
+"""Default of a field that is required."""
 
 _LARGEST = 1e300
-"""Times and sizes above are none; JSON's whole numbers have no end."""
+"""Upper limit of times and sizes; JSON's whole numbers have none."""
 
 
 class Fields:
@@ -19,8 +19,8 @@ class Fields:
 
     Args:
         values: what was read; anything but an object is refused.
-        place: where it stands, for messages ("prof.json: ops[3]").
-        fix: what the user can do about it.
+        place: position in the file, for messages ("prof.json: ops[3]").
+        fix: what the user can do about an error.
     """
 
     def __init__(self, values: Any, place: str, fix: str):
@@ -30,14 +30,14 @@ class Fields:
         self.values = values
 
     def error(self, problem: str) -> UserError:
-        """To be raised: the problem with the place before it."""
+        """Return the error to raise: the problem, preceded by the place."""
         return UserError(f"{self.place} {problem}", self.fix)
 
     def take(self, name: str, default: Any = ABSENT) -> Any:
-        """The value as it is; ``default`` where it is absent or null.
+        """Return the value as it is; ``default`` if it is absent or null.
 
         Raises:
-            UserError: it is neither there nor has it a default.
+            UserError: the value is absent or null, and there is no default.
         """
         value = self.values.get(name)
         if value is not None:
@@ -53,36 +53,36 @@ class Fields:
         return self._typed(name, default, bool, "true or false")
 
     def count(self, name: str, default: Any = ABSENT, least: int = 0) -> Any:
-        """A whole number, ``least`` or more."""
+        """Return a whole number, at least ``least``."""
         value = self._typed(name, default, int, "a whole number")
         if value is not default and (isinstance(value, bool) or value < least):
             raise self.error(f"has {name} = {value!r}, which is no whole number from {least} on")
         return value
 
     def amount(self, name: str, default: Any = ABSENT) -> Any:
-        """A finite number that is not negative: a time or a size."""
+        """Return a finite number that is not negative: a time or a size."""
         value = self._typed(name, default, (int, float), "a number")
         if value is default:
             return value
-        # A whole number may be too large for what it is turned into.
+        # A whole number may be too large to be converted to float.
         if isinstance(value, bool) or not 0 <= value <= _LARGEST:
             raise self.error(f"has {name} = {value!r}, which is no time or size: not negative, and finite")
         return float(value)
 
     def texts(self, name: str, default: Any = ABSENT) -> tuple[str, ...]:
-        """A list of texts."""
+        """Return a list of strings."""
         found = self._typed(name, default, list, "a list")
         if not all(isinstance(each, str) for each in found):
             raise self.error(f"has something else than texts in {name!r}")
         return tuple(found)
 
     def objects(self, name: str, default: Any = ABSENT) -> list["Fields"]:
-        """A list of objects."""
+        """Return a list of objects."""
         found = self._typed(name, default, list, "a list")
         return [Fields(each, f"{self.place}: {name}[{i}]", self.fix) for i, each in enumerate(found)]
 
     def object(self, name: str, default: Any = ABSENT) -> "Fields":
-        """An object inside."""
+        """Return a nested object."""
         return Fields(self.take(name, default), f"{self.place}: {name}", self.fix)
 
     def _typed(self, name: str, default: Any, kind: Any, said: str) -> Any:
@@ -93,7 +93,7 @@ class Fields:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object out of its pairs. Python's own reading would forget all but the last of two of one name."""
+    """Build an object from its pairs; refuse duplicate names, of which Python's reader would keep only the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
         twice = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
@@ -102,10 +102,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_object(path: Path, version: int, fix: str) -> Fields:
-    """The object in a file, of which ``version`` is understood.
+    """Return the object in a file, whose version must be ``version``.
 
     Raises:
-        UserError: it cannot be read, is cut off, is no JSON object, or is of another version.
+        UserError: the file cannot be read, is truncated, is not a JSON object, or has another version.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
@@ -125,10 +125,10 @@ def read_object(path: Path, version: int, fix: str) -> Fields:
 
 
 def write_object(path: Path, values: dict[str, Any]) -> None:
-    """Writes a file that is either whole or not there.
+    """Write a file atomically: it is either complete or does not exist.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     path = Path(path)
     part = path.with_name(path.name + ".part")

@@ -1,4 +1,9 @@
-"""Plan files: a trace, with how each of its operators is verified and what that is predicted to cost."""
+"""Read and write plan files: a trace, how each of its operators is verified, and the predicted costs.
+
+A plan file is a trace file (``ft.systems.dmr.plan.trace_file``) with these additions: ``assign`` (operator id ->
+``set``, and for D sets ``window`` and ``agc_segment``), ``agc_segments`` (the fields of ``AgcSegment``), ``predicted``
+and ``phases`` (the fields of ``Predicted``).
+"""
 
 from collections.abc import Mapping
 from itertools import islice
@@ -17,7 +22,11 @@ _PREDICTED = ("t_none", "t_naive", "t_plan", "exposed_us", "peak_bytes")
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Raises UserError where the file cannot be written."""
+    """Write a plan to a file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     values = {
         "version": VERSION,
         **to_values(plan.trace),
@@ -35,11 +44,12 @@ def _assignment_values(how: Assignment) -> dict[str, str]:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a file.
+    """Return the plan in a file.
 
     Raises:
-        UserError: it cannot be read, is cut off, of another version, no plan at all, or cannot be followed: operators
-            unassigned or unknown, windows or memory overrun, or what ``ft.systems.dmr.plan.check`` finds besides.
+        UserError: the file cannot be read, is truncated, has another version, is not a plan, or contains a plan that
+            cannot be followed: operators are unassigned or unknown, windows or memory are overrun, or
+            ``ft.systems.dmr.plan.check`` finds another problem.
     """
     found = read_object(path, VERSION, FIX)
     if "assign" not in found.values:
@@ -85,7 +95,7 @@ def _predicted(found: Fields) -> Predicted:
 
 
 def differences(planned: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """What differs between two fingerprints, one text each: name, planned, run."""
+    """Return the differences between two fingerprints, one text each: name, planned value, value of the run."""
     names = [*FINGERPRINT, *sorted((planned.keys() | run.keys()) - set(FINGERPRINT))]
     return [
         f"{name}: planned for {planned.get(name)!r}, the run has {run.get(name)!r}"
@@ -95,10 +105,10 @@ def differences(planned: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]
 
 
 def refuse_another_s(plan: Plan, run: Mapping[str, Any]) -> None:
-    """Holds a plan against the run that is to follow it.
+    """Check that a plan was made for the run that is to follow it.
 
     Raises:
-        UserError: it was made for something else; says what differs.
+        UserError: the plan was made for another run; the message says what differs.
     """
     found = differences(plan.trace.fingerprint, run)
     if found:

@@ -1,8 +1,8 @@
-"""Phase 3, fine D-DMR: single operators in what the windows have left (SpareTrain, Method 3).
+"""Phase 3, fine D-DMR: fill the remaining time of windows with single operators (SpareTrain, Method 3).
 
-A queue in execution order: at every window the operators since the last one are enqueued, those that the memory budget
-cannot keep until then are demoted to naive, and a subset that best fits the window is taken, longest first. Demotion is
-lazy: an operator that nothing would be gained from is not asked for memory.
+The queue is in execution order: at every window, the operators since the previous one are enqueued, those that the
+memory budget cannot keep until then are demoted to naive, and a subset that best fits the window is taken, longest
+first. Demotion is lazy: memory is only checked for operators that are chosen for a window.
 """
 
 import bisect
@@ -12,7 +12,7 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Operator
 
 
 def fine(draft: Draft) -> None:
-    """Gives operators that are left to windows, in order of time; those that stay are verified at once."""
+    """Assign open operators to windows, in order of time; those that fit none are verified immediately."""
     waiting = [op for op in draft.ops if draft.open(op)]
     waiting.sort(key=lambda op: op.end_us)
     queue = _Queue()
@@ -29,17 +29,17 @@ def fine(draft: Draft) -> None:
 
 
 def _fill(draft: Draft, queue: "_Queue", slot: int) -> None:
-    """Takes the longest that fits the time left, again and again."""
+    """Take repeatedly the longest operator that fits the time left."""
     while (op := queue.longest(draft.room[slot])) is not None:
         queue.remove(op)
         if not draft.reaches(op, slot) or not draft.defer(op, slot):
-            # Later windows would keep its tensors longer still.
+            # Deferring it to a later window would keep its tensors even longer.
             draft.give_up(op.id)
 
 
 class _Queue:
-    """Operators by the time that verifying them takes; of equals, the one that came last: it keeps memory for
-    the shortest time."""
+    """Operators sorted by the duration of their verification; of equally long ones, the latest is taken first, because
+    it keeps memory for the shortest time."""
 
     def __init__(self):
         self._sorted: list[tuple[float, float, str, Operator]] = []
@@ -51,7 +51,7 @@ class _Queue:
         del self._sorted[bisect.bisect_left(self._sorted, _entry(op))]
 
     def longest(self, at_most_us: float) -> Operator | None:
-        """The longest of those that take no longer; None: there is none."""
+        """Return the longest operator that takes at most ``at_most_us`` microseconds; None if there is none."""
         place = bisect.bisect_right(self._sorted, at_most_us, key=lambda entry: entry[0])
         return self._sorted[place - 1][3] if place else None
 

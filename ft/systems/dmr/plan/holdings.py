@@ -1,4 +1,4 @@
-"""Memory that deferred verifications keep from being freed, over time, against what the budget leaves."""
+"""The memory that deferred verifications keep from being freed, over time, compared with what the budget leaves."""
 
 import bisect
 import math
@@ -10,17 +10,17 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Tensor, Trace, Window
 
 
 class Holdings:
-    """One stage's memory, in slots of time: slot k ends with window k.
+    """The memory of one stage in slots of time: slot k ends with window k.
 
-    A tensor kept for a check in window w is there until that window ends. It costs memory from when training would have
-    freed it; several checks that need one tensor keep it once. Within a slot the most of what is in use counts with the
-    most that is kept, so that the figures are never too low.
+    A tensor that is kept for a check in window w exists until that window ends. It costs memory from the time when
+    training would have freed it; several checks that need one tensor keep it once. Within a slot, the maximum in use is
+    added to the maximum kept, so that the result is never too low.
 
     Args:
-        trace: whose tensors and memory are meant.
-        stage: whose memory it is.
-        windows: the stage's, in order of their end.
-        budget: bytes the stage may use.
+        trace: provides the tensors and the memory in use.
+        stage: the stage.
+        windows: windows of the stage, in order of their end.
+        budget: bytes that the stage may use.
     """
 
     def __init__(self, trace: Trace, stage: int, windows: Sequence[Window], budget: float):
@@ -35,11 +35,11 @@ class Holdings:
         self._outside = trace.memory.peak(stage)
 
     def fits(self, tensors: Iterable[str], slot: int) -> bool:
-        """Keeping these until the end of window ``slot`` stays within the budget."""
+        """Return whether keeping these tensors until the end of window ``slot`` stays within the budget."""
         spans = self._spans(tensors, slot)
         if not spans:
             return True
-        # All of it is there in the last slot, where most of what does not fit is found not to.
+        # All of the tensors are kept in the last slot: checking it first rejects most of what does not fit.
         level = self._kept[slot]
         for _, size, _ in spans:
             level += size
@@ -54,24 +54,25 @@ class Holdings:
         return bool((kept <= self._headroom[first : slot + 1]).all())
 
     def keep(self, tensors: Iterable[str], slot: int) -> None:
-        """Keeps them until the end of window ``slot``."""
+        """Keep these tensors until the end of window ``slot``."""
         for begin, size, name in self._spans(tensors, slot):
             self._kept[begin : slot + 1] += size
             self._until[name] = slot
 
     def _spans(self, tensors: Iterable[str], slot: int) -> list[tuple[int, float, str]]:
-        """(first slot, bytes, tensor) of what is not kept so far; the last slot is ``slot``."""
+        """Return (first slot, bytes, tensor) for what is not kept yet, up to slot ``slot``."""
         spans = []
         for name in dict.fromkeys(tensors):
             tensor: Tensor = self._tensors[name]
-            # Kept before: from then on it is new. Else from where training lets go of it.
+            # A tensor that is already kept is new after its last slot, any other from the slot in which training frees
+            # it.
             begin = self._until[name] + 1 if name in self._until else self.first_slot(name)
             if begin <= slot:
                 spans.append((begin, tensor.bytes, name))
         return spans
 
     def first_slot(self, name: str) -> int:
-        """The slot in which training lets go of a tensor; beyond the last one where that costs nothing."""
+        """Return the slot in which training frees a tensor; beyond the last slot if keeping it costs nothing."""
         slot = self._first.get(name)
         if slot is None:
             tensor = self._tensors[name]
@@ -80,17 +81,17 @@ class Holdings:
         return slot
 
     def free(self, slot: int) -> float:
-        """Bytes that the budget leaves in one slot."""
+        """Return the bytes that the budget leaves in one slot."""
         return float(self._headroom[slot] - self._kept[slot])
 
     @property
     def peak(self) -> float:
-        """The most bytes in use at any time, what is kept included."""
+        """Return the most bytes in use at any time, including what is kept."""
         return max(self._outside, float((self.base + self._kept).max(initial=0.0)))
 
 
 def _in_use(timeline: Sequence[tuple[float, float]], ends: np.ndarray) -> np.ndarray:
-    """The most that is in use in each slot, bytes [slots]."""
+    """Return the maximum memory in use in each slot, bytes [slots]."""
     if not len(timeline) or not len(ends):
         return np.zeros(len(ends))
     times, live = np.array(timeline).T

@@ -1,8 +1,8 @@
 """The planner at run time, for operators and windows that differ between iterations (MoE; SpareTrain, Method 4).
 
-Every decision is a function of (queue, what is known now) to (queue, what is executed now, reason), to be asked as
-operators end, windows open and memory fills. ``Waiting`` takes the same decisions on one queue that lives on; ``serve``
-lets it do so over a trace, and so predicts what they reach.
+Every decision is a function of (queue, what is known now) to (queue, what is executed now, reason), called when
+operators end, windows open and memory fills. ``Waiting`` takes the same decisions on one mutable queue; ``serve``
+applies them to a trace, and so predicts their effect.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Operator, Window
 from ft.systems.dmr.plan.waiting import Entry, Waiting
 
 SOON = 256
-"""Windows within which a verification should find one that is long enough, where memory is scarce."""
+"""Number of windows within which a verification should find one that is long enough, where memory is scarce."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Decision:
     """What to do now.
 
     Args:
-        queue: what waits afterwards, oldest first.
+        queue: what is deferred afterwards, oldest first.
         execute: verifications to execute now, in this order.
-        reason: why, in words.
+        reason: explanation in words.
     """
 
     queue: tuple[Entry, ...]
@@ -35,15 +35,19 @@ class Decision:
 
 
 def enqueue(queue: tuple[Entry, ...], entry: Entry, headroom: float, longest_us: float = math.inf) -> Decision:
-    """An operator has ended: it waits, unless ``headroom`` bytes do not hold all that waits (``under_pressure``)."""
+    """Decide when an operator has ended: defer it, unless ``headroom`` bytes do not suffice for all deferred entries
+    (``under_pressure``)."""
     return under_pressure((*queue, entry), headroom, longest_us)
 
 
 def under_pressure(queue: tuple[Entry, ...], headroom: float, longest_us: float = math.inf) -> Decision:
-    """Memory is scarce: verifications are executed until the rest fits ``headroom``.
+    """Decide when memory is scarce: execute verifications until the rest fits into ``headroom``.
 
     Args:
-        longest_us: the longest window that will come soon: what fits none goes first, then the shortest.
+        queue: what is deferred.
+        headroom: available memory, in bytes.
+        longest_us: the longest window that will come soon, in microseconds. Verifications that fit no such window go
+            first, then the shortest.
     """
     waiting = Waiting(queue)
     forced = waiting.press(headroom, longest_us)
@@ -51,7 +55,7 @@ def under_pressure(queue: tuple[Entry, ...], headroom: float, longest_us: float 
 
 
 def at_static_window(queue: tuple[Entry, ...], dur_us: float) -> Decision:
-    """A window of known length: the subset that best fits it, longest first."""
+    """Decide at a window of known length: execute the subset that best fits it, longest first."""
     waiting = Waiting(queue)
     chosen = waiting.fill(dur_us)
     used = sum(entry.check_us for entry in chosen)
@@ -59,12 +63,14 @@ def at_static_window(queue: tuple[Entry, ...], dur_us: float) -> Decision:
 
 
 def in_dynamic_window(queue: tuple[Entry, ...], elapsed_us: float, expected_us: float | None = None) -> Decision:
-    """The next verification in a window that is still open, the oldest: it has kept memory longest.
+    """Decide in a window that is still open: execute the oldest verification, which has kept memory for the longest
+    time.
 
     Args:
-        elapsed_us: how long it has been open.
-        expected_us: how long windows like it have lasted; the oldest that ends by then is taken. None: nothing is
-            known, and the last verification may outlast the window.
+        queue: what is deferred.
+        elapsed_us: time since the window opened, in microseconds.
+        expected_us: how long windows like it have lasted, in microseconds; the oldest verification that ends by then is
+            taken. None: nothing is known, and the last verification may outlast the window.
     """
     waiting = Waiting(queue)
     entry = waiting.oldest(math.inf if expected_us is None else expected_us - elapsed_us)
@@ -74,7 +80,7 @@ def in_dynamic_window(queue: tuple[Entry, ...], elapsed_us: float, expected_us: 
 
 
 def before_change(queue: tuple[Entry, ...], users: Collection[str]) -> Decision:
-    """A tensor is about to be changed in place, or the optimizer to begin: what uses it is executed now."""
+    """Decide before a tensor is changed in place or the optimizer begins: execute the operators in ``users``."""
     waiting = Waiting(queue)
     due = [waiting.take(entry.op) for entry in queue if entry.op in users]
     return _decision(waiting, due, "a tensor is about to be changed")
@@ -85,7 +91,7 @@ def _decision(waiting: Waiting, execute: list[Entry], reason: str) -> Decision:
 
 
 def serve(draft: Draft) -> None:
-    """Runs these decisions over a stage's trace: windows are as long as in the trace."""
+    """Apply these decisions to the trace of a stage, with windows as long as in the trace."""
     ops = {op.id: op for op in draft.ops}
     arriving = deque(sorted((op for op in draft.ops if draft.open(op)), key=lambda op: op.end_us))
     waiting = Waiting()
@@ -106,7 +112,7 @@ def serve(draft: Draft) -> None:
 
 
 def _longest_soon(windows: Sequence[Window]) -> list[float]:
-    """Of each window and those that follow it soon, the longest one's time."""
+    """Return for each window the duration of the longest among it and the ``SOON`` - 1 windows that follow it."""
     found = [0.0] * len(windows)
     descending: deque[int] = deque()
     for slot in reversed(range(len(windows))):
@@ -120,7 +126,7 @@ def _longest_soon(windows: Sequence[Window]) -> list[float]:
 
 
 def _use(draft: Draft, ops: Mapping[str, Operator], waiting: Waiting, slot: int) -> None:
-    """Executes in a window what waits."""
+    """Execute deferred verifications in a window."""
     room = draft.room[slot]
     if not draft.windows[slot].dynamic:
         for entry in waiting.fill(room):

@@ -1,4 +1,4 @@
-"""The picture of a plan: each stage's work, windows and what fills them over time, and its memory under the budget."""
+"""Draw a plan: work, windows and verification of each stage over time, and memory against the budget."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +18,14 @@ _OTHER = "#7468b3"
 _FILLED = {True: "#3f8f55", False: "#b07d2a"}
 _LANE = 0.7
 MOST_STAGES = 8
-"""Stages that are drawn, evenly spread: with more, the lanes would be too thin to read."""
+"""Maximum number of stages that are drawn, evenly spread; with more, the lanes would be too thin to read."""
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Writes the picture as PNG.
+    """Write the picture as PNG.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     stages = plan.trace.stages
     if len(stages) > MOST_STAGES:
@@ -64,7 +64,7 @@ def _lanes(axes, plan: Plan, stages: Sequence[int]) -> None:
 
 
 def _work(ops: Sequence[Operator]) -> list[tuple[float, float, str]]:
-    """(begin, end, phase) of operators that follow one another without a gap, as one bar."""
+    """Return (begin, end, phase) of bars, each for operators that follow one another without a gap."""
     bars: list[tuple[float, float, str]] = []
     for op in sorted(ops, key=lambda op: op.start_us):
         if bars and bars[-1][2] == op.place.phase and op.start_us - bars[-1][1] < 1e-3:

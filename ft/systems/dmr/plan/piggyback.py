@@ -1,4 +1,4 @@
-"""Phase 1, P-DMR: what activation checkpointing executes twice anyway is compared (SpareTrain, Method 1)."""
+"""Phase 1, P-DMR: verify what activation checkpointing executes twice anyway by comparing it (SpareTrain, Method 1)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from ft.systems.dmr.plan.trace import FORWARD, RECOMPUTE, Operator
 
 
 def piggyback(draft: Draft) -> None:
-    """Assigns P to every operator of recomputed segments, in the forward and in the recomputation.
+    """Assign P to every operator of recomputed segments, in the forward and in the recomputation.
 
-    A segment's last operator is executed once more where recomputation leaves it out. That may as well happen in a
-    window: such an operator is in P only if later phases find none. Where its execution repeats costly communication it
-    is not in P at all.
+    Where recomputation leaves out the last operator of a segment, that operator is executed once more. This can also be
+    done in a window, so such an operator is in P only if later phases find no window for it. If executing it again
+    repeats costly communication, it is not in P at all.
     """
     twice = executed_twice(draft.ops)
     for op in draft.ops:
@@ -25,19 +25,22 @@ def piggyback(draft: Draft) -> None:
 
 
 class Twice(NamedTuple):
-    """Operators that activation checkpointing executes twice alike, and its segments that are recomputed at all."""
+    """Operators that activation checkpointing executes twice with the same result, and the segments that are recomputed
+    at all."""
 
     ops: frozenset[str]
     segments: frozenset[str]
 
 
 def executed_twice(ops: Sequence[Operator]) -> Twice:
-    """Operators of a segment's forward that its recomputation executes too, and these.
+    """Return the operators of a segment's forward that its recomputation executes too, and their counterparts in the
+    recomputation.
 
-    The n-th one of a name is the n-th one of that name. Recomputation may stop early, and a forward without gradients
-    may consist of other operators: what is there once is not covered by it. Nor is what changes a tensor that others
-    change as well, a counter say: the second time it finds another value there. A tensor that only one segment's
-    forward or recomputation changes is new in it.
+    The n-th operator of a name in the forward corresponds to the n-th of that name in the recomputation. Recomputation
+    may stop early, and a forward without gradients may consist of other operators: operators without a counterpart are
+    not covered. Nor are operators that change a tensor which other segments or phases change as well, such as a
+    counter, because they find another value there the second time. A tensor that only one segment's forward or
+    recomputation changes is taken to be newly created in it.
     """
     found: dict[tuple[str, str], tuple[list[Operator], list[Operator]]] = {}
     changed_in: dict[str, set[tuple[str, str]]] = {}
@@ -57,6 +60,7 @@ def executed_twice(ops: Sequence[Operator]) -> Twice:
 
 
 def executes_last_again(early_stop: bool, op: Operator) -> bool:
-    """P-DMR costs one more execution of this operator: a segment's last, where recomputation stops before it."""
+    """Return whether P-DMR executes this operator once more: it is the last of a segment, and recomputation stops
+    before it."""
     segment = op.checking.segment
     return early_stop and segment is not None and segment.last and op.place.phase == FORWARD

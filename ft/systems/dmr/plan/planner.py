@@ -1,4 +1,4 @@
-"""The planner: a trace, a memory budget and options in; a plan out. No files, no clock, no chance."""
+"""The planner: a pure function of a trace, a memory budget and options. No files, clocks or random numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ class Options:
     """What the planner may use.
 
     Args:
-        phases: 0 (all naive) to 3.
-        kinds: of windows; SpareTrain uses all but bubbles.
+        phases: number of phases, 0 (all naive) to 3.
+        kinds: kinds of windows; SpareTrain uses all but bubbles.
     """
 
     phases: int = PHASES
@@ -25,17 +25,17 @@ class Options:
 
 
 def plan(trace: Trace, budget: float, options: Options | None = None, known: Sequence[Plan] = ()) -> Plan:
-    """Assigns every operator of the trace exactly once.
+    """Assign every operator of the trace exactly once.
 
-    Each number of phases keeps the best of what is known until there, so that a phase never makes an iteration longer.
+    Each number of phases keeps the best assignment found so far, so that a phase never makes an iteration longer.
 
     Args:
         trace: one iteration.
         budget: bytes that each stage may use, training included.
         options: default: all phases, all windows.
-        known: earlier plans of the same operators, as for less memory or shorter windows: where they can still be
-            followed, with all phases and these windows, the new one is never worse. (Stages of more than some 100
-            operators are planned greedily: more room may by itself lose as much as an operator.)
+        known: earlier plans of the same operators, for example for less memory or shorter windows. If they can still be
+            followed, with all phases and these windows, the new plan is never worse. (Stages of more than about 100
+            operators are planned greedily, so that more memory alone may lose as much as one operator.)
 
     Raises:
         UserError: training alone needs more than the budget.
@@ -71,7 +71,7 @@ class _Found:
     predicted: Predicted
 
     def rank(self) -> tuple[float, float]:
-        """The fastest is the best; of equally fast ones, the one that hides more."""
+        """Return the sorting key: the fastest is the best; of equally fast ones, the one that hides more."""
         return self.predicted.t_plan, self.predicted.exposed_us
 
 
@@ -84,14 +84,14 @@ def _found(parts: Sequence[Part], clock: Clock, times: tuple[float, float]) -> _
 
 
 def _best_of_each_stage(candidates: Sequence[Sequence[Part]], clock: Clock) -> list[Part]:
-    """For each stage the part that hides most, of candidates that have one for each."""
+    """Return for each stage the part that hides most, of those candidates that have a part for each stage."""
     stages = max(map(len, candidates))
     whole = [parts for parts in candidates if len(parts) == stages]
     return [min(parts, key=lambda part: clock.exposed_us(part.assign)) for parts in zip(*whole, strict=True)]
 
 
 def _still(trace: Trace, known: Plan, kinds: Sequence[str]) -> Part | None:
-    """An earlier plan as a plan of this trace; None where it cannot be followed here, or uses other windows."""
+    """Return an earlier plan as a plan of this trace; None if it cannot be followed here or uses other windows."""
     moved = replace(known, trace=trace)
     unwanted = {window.id for window in trace.windows if window.kind not in kinds}
     if any(how.window in unwanted for how in known.assign.values()) or any(problems(moved)):

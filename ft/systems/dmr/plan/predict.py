@@ -1,7 +1,8 @@
-"""What an iteration takes with a plan: the schedule played through once more, with the verifications in it.
+"""Predict the duration of an iteration with a plan: simulate the schedule with the verifications in it.
 
-A check in a window between units is work behind the unit before it: it delays the next unit by what does not fit, and
-by nothing where it fits. So windows that shrink or grow as naive checks lengthen the units are accounted for.
+A verification in a window between units is work after the unit that precedes the window: it delays the next unit by the
+part that does not fit into the window. The simulation therefore accounts for windows that shrink or grow when immediate
+verifications lengthen the units.
 """
 
 import bisect
@@ -16,28 +17,28 @@ from ft.systems.dmr.plan.trace import BACKWARD, CLOSE_US, IN_UNITS, INTRA, RECOM
 
 
 def exposed_us(trace: Trace, op: Operator, assignment: Assignment) -> float:
-    """Time by which an operator's verification lengthens its stage's work."""
+    """Return the time by which the verification of an operator lengthens the work of its stage, in microseconds."""
     return _cost(trace, op).of(assignment.set)
 
 
 def everything_at_once(trace: Trace) -> dict[str, Assignment]:
-    """Naive DMR: every operator, recomputed ones too, is executed again at once."""
+    """Return the assignment of naive DMR: every operator, recomputed ones too, is executed again immediately."""
     return {op.id: Assignment(NAIVE if op.checking.deterministic else UNCHECKED) for op in trace.ops}
 
 
 @dataclass(frozen=True)
 class Added:
-    """What DMR adds on one stage, in microseconds: to units (None: after the pipeline), and behind units."""
+    """Time that DMR adds on one stage, in microseconds: inside units (None: after the pipeline), and behind units."""
 
     inside: dict[Unit | None, float] = field(default_factory=dict)
     behind: dict[Unit, float] = field(default_factory=dict)
 
 
 class Clock:
-    """The iteration's time for any assignment.
+    """Predicts the duration of an iteration for any assignment.
 
     Args:
-        trace: with a pipeline, whose stages wait for each other; without, each stage stands alone.
+        trace: one iteration. With a pipeline, stages wait for each other; without, they are independent.
     """
 
     def __init__(self, trace: Trace):
@@ -50,15 +51,15 @@ class Clock:
         self._end = max(ends, default=0.0)
 
     def none_us(self) -> float:
-        """Without DMR."""
+        """Return the duration without DMR, in microseconds."""
         return self._time({})
 
     def time_us(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment] | None = None) -> float:
-        """With every operator verified as assigned."""
+        """Return the duration with every operator verified as assigned, in microseconds."""
         return self._time(self._added(assign, segments or {}))
 
     def exposed_us(self, assign: Mapping[str, Assignment]) -> float:
-        """Verification that is not hidden, summed over stages."""
+        """Return the verification time that is not hidden, summed over stages, in microseconds."""
         return sum(self._costs[each].of(how.set) for each, how in assign.items())
 
     def _time(self, added: Mapping[int, Added]) -> float:
@@ -79,7 +80,7 @@ class Clock:
         return simulate(pipeline, duration, behind).end_us + tail
 
     def _added(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment]) -> dict[int, Added]:
-        """Stage -> what is added there."""
+        """Return stage -> the time that is added there."""
         added = {stage: Added() for stage in self._trace.stages}
         loads = [(segment.window, segment.load_us) for segment in segments.values()]
         for op, cost in self._costs.items():
@@ -99,8 +100,8 @@ class Clock:
         return added
 
     def _units_before_windows(self) -> dict[str, Unit]:
-        """Window -> the unit behind which its verifications are executed. Windows inside units, and those after the
-        whole pipeline, hide what fits them: they are left out, for it costs nothing."""
+        """Return window -> the unit behind which its verifications are executed. Windows inside units and after the
+        whole pipeline are left out, because what fits them costs nothing."""
         order = _in_order(self._spans)
         found = {}
         for window in self._trace.windows:
@@ -113,10 +114,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Cost:
-    """What an operator's verification lengthens its stage's work by, in microseconds.
+    """Time by which the verification of an operator lengthens the work of its stage, in microseconds.
 
     Args:
-        unit: which one it lengthens, verified at once; again: the same, in set P. None: it comes after the pipeline.
+        stage: stage of the operator.
+        unit: the unit that is lengthened by an immediate verification; None if it follows the pipeline.
+        again: the unit that is lengthened by a verification in set P; None if it follows the pipeline.
+        naive_us: cost of an immediate verification.
+        piggyback_us: cost of a verification in set P.
     """
 
     stage: int
@@ -126,7 +131,7 @@ class _Cost:
     piggyback_us: float
 
     def of(self, name: str) -> float:
-        """In one of SETS."""
+        """Return the cost in one of SETS."""
         return self.naive_us if name == NAIVE else self.piggyback_us if name == PIGGYBACK else 0.0
 
 
@@ -138,13 +143,13 @@ def _cost(trace: Trace, op: Operator) -> _Cost:
 
 
 def unit_of(op: Operator) -> Unit:
-    """The schedule's unit in which an operator runs; recomputation belongs to the backward."""
+    """Return the unit of the schedule in which an operator runs; recomputation belongs to the backward."""
     place = op.place
     return Unit(place.stage, place.microbatch, place.chunk, place.phase in (RECOMPUTE, BACKWARD))
 
 
 def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
-    """Unit -> (start, end): from its first operator to its last, with the windows inside units before and after."""
+    """Return unit -> (start, end), from its first operator to its last, with adjacent windows that belong to it."""
     spans: dict[Unit, tuple[float, float]] = {}
     for op in trace.ops:
         if op.place.phase in IN_UNITS:
@@ -163,7 +168,7 @@ def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
 
 
 def _in_order(spans: Mapping[Unit, tuple[float, float]]) -> dict[int, list[tuple[float, Unit]]]:
-    """Stage -> (start, unit) of its units in order of time."""
+    """Return stage -> (start, unit) of its units in order of time."""
     order: dict[int, list[tuple[float, Unit]]] = defaultdict(list)
     for begin, unit in sorted((begin, unit) for unit, (begin, _) in spans.items()):
         order[unit.stage].append((begin, unit))
@@ -171,7 +176,7 @@ def _in_order(spans: Mapping[Unit, tuple[float, float]]) -> dict[int, list[tuple
 
 
 def _widen(spans: dict[Unit, tuple[float, float]], order: list[tuple[float, Unit]], windows: Iterable[Window]) -> None:
-    """Adds one stage's windows inside units, in order of time, to the spans of their units."""
+    """Extend the spans of one stage's units by its windows of kinds INTRA. ``windows``: in order of time."""
     between: dict[int, list[Window]] = defaultdict(list)
     for window in windows:
         place = bisect.bisect_right(order, window.start_us, key=lambda entry: entry[0])
@@ -193,10 +198,11 @@ def _widen(spans: dict[Unit, tuple[float, float]], order: list[tuple[float, Unit
 def _first_of_next(
     before: tuple[float, float] | None, windows: Sequence[Window], behind: tuple[float, float] | None
 ) -> int:
-    """Which of the windows between two units is the later one's first; their number: none is.
+    """Return the index of the first of the windows between two units that belongs to the later unit; the number of
+    windows if none does.
 
-    A unit without recomputation begins with a transfer, and may wait for its message before that: the widest hole
-    between operators and windows is where the earlier unit ends. Without holes all are the earlier one's.
+    A unit without recomputation begins with a transfer, and may wait for its message before that: the earlier unit ends
+    at the widest gap between operators and windows. Without gaps all windows belong to the earlier unit.
     """
     if behind is None:
         return len(windows) if before is not None else 0

@@ -1,8 +1,8 @@
-"""The pipeline that DMR plans for, played through event by event: 1F1B and interleaved 1F1B as megatron-core runs them.
+"""Simulate the pipeline schedule that DMR plans for: 1F1B and interleaved 1F1B as megatron-core runs them.
 
-Every stage works through its own fixed order of units (the forward or backward of one microbatch through one of its
-model chunks) and waits for what a unit needs from its neighbours. What is left between units is idle: windows. With no
-communication time, every stage of 1F1B is idle for exactly (P - 1)(f + b). Times are microseconds.
+Every stage executes its own fixed order of units (the forward or backward of one microbatch through one of its model
+chunks) and waits for what a unit needs from its neighbours. The time left between units is idle: these are the windows.
+With no communication time, every stage of 1F1B is idle for exactly (P - 1)(f + b). Times are microseconds.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,9 +31,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each unit ran: unit -> (start, end) in microseconds. ``order``: each stage's units as they ran.
+    """The result of a simulation.
 
-    ``free_us``: unit -> when its stage could have gone on after it (work added behind it included).
+    Attributes:
+        pipeline: the simulated pipeline.
+        order: units of each stage in the order of their execution.
+        times: unit -> (start, end) in microseconds.
+        free_us: unit -> when its stage could have continued after it, including work added behind it.
     """
 
     pipeline: Pipeline
@@ -43,21 +47,21 @@ class Timeline:
 
     @property
     def end_us(self) -> float:
-        """When the last stage is done: the iteration's time, without what follows the pipeline."""
+        """Return when the last stage has finished: the duration of the iteration, without what follows the pipeline."""
         return max(max(self.times[order[-1]][1], self.free_us[order[-1]]) for order in self.order)
 
 
 def simulate(
     pipeline: Pipeline, duration: Callable[[Unit], float], behind: Callable[[Unit], float] | None = None
 ) -> Timeline:
-    """Plays the schedule through.
+    """Simulate the schedule.
 
     Args:
         pipeline: its shape.
-        duration: a unit's time, without communication: f, or b + w where the weights' gradients are separate (core's
-            schedules send the input's gradient after both).
-        behind: work a stage does after a unit and before its next one, while the unit's message already travels:
-            deferred verifications.
+        duration: returns the time of a unit without communication: f, or b + w where the weights' gradients are
+            separate (core's schedules send the input's gradient after both).
+        behind: returns the work that a stage does after a unit and before its next one, while the unit's message is
+            already in flight: deferred verifications.
     """
     order = orders(pipeline)
     played = play(
@@ -77,9 +81,14 @@ def _sends(pipeline: Pipeline, unit: Unit) -> bool:
 
 
 class Idle(NamedTuple):
-    """Time in which a stage runs no unit. ``kind``: "p2p" while a message of its own travels, else "bubble".
+    """Time in which a stage runs no unit.
 
-    ``after``: the unit before it; None: the iteration begins with it, and there is nothing yet to verify.
+    Attributes:
+        stage: the stage.
+        start_us: start of the idle time.
+        end_us: end of the idle time.
+        kind: "p2p" while a message of the stage is in flight, else "bubble".
+        after: the unit before it; None at the beginning of the iteration, where there is nothing yet to verify.
     """
 
     stage: int
@@ -90,10 +99,10 @@ class Idle(NamedTuple):
 
 
 def idle(timeline: Timeline) -> list[Idle]:
-    """All idle times, by stage and time. Without work ``behind`` units they add up to end - sum of durations.
+    """Return all idle times, by stage and time. Without work ``behind`` units they add up to end - sum of durations.
 
-    The part of a gap in which a message travels that the stage waits for, or that it sends and waits to be gone, is
-    p2p; the rest is bubble, as is the time after a stage's last unit until the slowest stage is done.
+    The part of a gap in which a message is in flight that the stage waits for, or whose sending it waits for, is p2p;
+    the rest is bubble, as is the time after a stage's last unit until the slowest stage has finished.
     """
     found: list[Idle] = []
     for stage, units in enumerate(timeline.order):
@@ -108,7 +117,7 @@ def idle(timeline: Timeline) -> list[Idle]:
 
 
 def _gap(timeline: Timeline, stage: int, gap: tuple[float, float], previous: Unit | None, unit: Unit | None) -> list:
-    """One gap as up to three windows: the own message leaves, nothing, the awaited message arrives."""
+    """Return one gap as up to three windows: own message in flight, nothing, awaited message in flight."""
     pipeline, (start, end) = timeline.pipeline, gap
     comm = pipeline.comm_us
     sent = start
@@ -123,7 +132,7 @@ def _gap(timeline: Timeline, stage: int, gap: tuple[float, float], previous: Uni
 
 @dataclass(frozen=True)
 class Message:
-    """What travels between two stages: the activation (forward) or its gradient (backward) of one microbatch."""
+    """A message between two stages: the activation (forward) or its gradient (backward) of one microbatch."""
 
     microbatch: int
     chunk: int
@@ -132,7 +141,7 @@ class Message:
 
 
 def messages(timeline: Timeline) -> dict[tuple[int, int], list[Message]]:
-    """(from stage, to stage) -> messages in the order in which they are sent. ``chunk`` is the sender's."""
+    """Return (from stage, to stage) -> messages in the order in which they are sent. ``chunk`` is the sender's."""
     found: dict[tuple[int, int], list[Message]] = {}
     for units in timeline.order:
         for unit in units:

@@ -1,4 +1,4 @@
-"""A plan in figures: how much is verified how, how full the windows are, and how much memory is kept."""
+"""Summarise a plan in numbers: how much is verified how, how full the windows are, and how much memory is kept."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from ft.systems.dmr.plan.predict import exposed_us
 from ft.systems.dmr.plan.trace import INTER, INTRA, OPTIMIZER
 
 _FAR = 0.05
-"""Share of an iteration by which the played schedule may differ from the trace without being mentioned."""
+"""Share of an iteration by which the simulated schedule may differ from the trace without being reported."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """One set of operators: how many, their own time, and what of their verification is not hidden."""
+    """The operators of one set: their number, their own time, and the part of their verification that is not hidden."""
 
     set: str
     operators: int
@@ -25,7 +25,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Filling:
-    """The windows of one kind: how many, how long together, and how much of that is used."""
+    """The windows of one kind: their number, their total duration, and the used part of it."""
 
     kind: str
     windows: int
@@ -34,7 +34,7 @@ class Filling:
 
 
 def shares(plan: Plan) -> list[Share]:
-    """Every set that has operators, in the order of SETS."""
+    """Return every set that has operators, in the order of SETS."""
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for op in plan.trace.ops:
         how = plan.assign[op.id]
@@ -46,7 +46,7 @@ def shares(plan: Plan) -> list[Share]:
 
 
 def fillings(plan: Plan) -> list[Filling]:
-    """Every kind of window that there is."""
+    """Return every kind of window that occurs."""
     used = loads(plan)
     found = []
     for kind in INTER + INTRA:
@@ -58,7 +58,7 @@ def fillings(plan: Plan) -> list[Filling]:
 
 
 def loads(plan: Plan) -> dict[str, float]:
-    """Window -> microseconds of verification in it."""
+    """Return window id -> verification in it, in microseconds."""
     used: dict[str, float] = defaultdict(float)
     for op in plan.trace.ops:
         how = plan.assign[op.id]
@@ -70,14 +70,14 @@ def loads(plan: Plan) -> dict[str, float]:
 
 
 def peak_by_stage(plan: Plan) -> dict[int, tuple[float, float]]:
-    """Stage -> the most bytes in use: (by training alone, with what the plan keeps)."""
+    """Return stage -> peak memory in bytes: (of training alone, including what the plan keeps)."""
     with_plan = peaks(plan, {window.id: window for window in plan.trace.windows})
     alone = {stage: plan.trace.memory.peak(stage) for stage in plan.trace.stages}
     return {stage: (alone[stage], with_plan.get(stage, alone[stage])) for stage in plan.trace.stages}
 
 
 def reasons(plan: Plan) -> Iterator[str]:
-    """Why what is not hidden is not hidden, one sentence each."""
+    """Yield the reasons why verification is not hidden, one sentence each."""
     at_once = [op for op in plan.trace.ops if plan.assign[op.id].set == NAIVE]
     forced = [op for op in at_once if op.checking.mutates or op.place.phase == OPTIMIZER]
     if forced:

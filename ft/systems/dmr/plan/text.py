@@ -1,4 +1,4 @@
-"""A plan as tables for people, and as values for JSON."""
+"""Format a plan as tables for people and as JSON values."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _SETS = {
 
 
 def as_text(plan: Plan) -> str:
-    """Phases, sets, windows, memory, and why the rest is not hidden."""
+    """Return tables of phases, sets, windows and memory, and the reasons why the rest is not hidden."""
     parts = [_headline(plan), _phase_table(plan), _set_table(plan), _window_table(plan), _memory_table(plan)]
     parts.append("\n".join(reasons(plan)))
     return "\n\n".join(part for part in parts if part)
@@ -83,7 +83,7 @@ def _memory_table(plan: Plan) -> str:
 
 
 def as_values(plan: Plan) -> dict[str, Any]:
-    """For JSON: times in microseconds, sizes in bytes."""
+    """Return the plan as JSON values, with times in microseconds and sizes in bytes."""
     return {
         "predicted": _predicted_values(plan.predicted),
         "phases": [_predicted_values(each) for each in plan.phases],

@@ -1,8 +1,7 @@
-"""The trace of one iteration: what was executed when, which windows were idle, and how much memory was in use.
+"""The trace of one iteration: the executed operators with their times, the idle windows, and the memory in use.
 
-It comes from a profile of a run or from the estimator. Times are microseconds since the iteration began, sizes bytes.
-The file is that of science/dmr.md ("Plan file") with what a planner needs besides: ``stage`` and ``t0_us`` of each
-operator, the table of tensors, and the pipeline's schedule.
+A trace comes from a profile of a run or from the estimator. Times are microseconds since the iteration began, sizes are
+bytes. ``ft.systems.dmr.plan.trace_file`` describes the file format.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,24 +11,25 @@ from ft.systems.dmr.plan.schedule import Pipeline
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = "forward", "recompute", "backward", "optimizer"
 BETWEEN = "between"
-"""Outside of all units, and before the optimizer's step: gradients set to zero, scaled, reduced."""
+"""Phase of operators outside of all units and before the optimizer step: zeroing, scaling and reducing gradients."""
 IN_UNITS = (FORWARD, RECOMPUTE, BACKWARD)
 PHASES = (*IN_UNITS, BETWEEN, OPTIMIZER)
 INTER, INTRA = ("p2p", "dp", "bubble"), ("tp", "ep")
-"""Kinds of windows: between nodes (and between a stage's units of work), and inside a unit."""
+"""Kinds of windows: inter-node windows, between a stage's units of work; and intra-node windows, inside a unit."""
 
 CLOSE_US = 1e-3
-"""Instants this close are one: an operator that ends so little after a window begins has ended before it. Sums of times
-are not exact."""
+"""Tolerance for comparing instants, in microseconds: an operator that ends at most this long after a window begins has
+ended before it. Sums of times are not exact."""
 
 FINGERPRINT = ("model", "tp", "pp", "vpp", "dp", "ep", "micro_batch", "microbatches", "torch", "core", "device")
-"""What has to be the same in the run that follows a plan. ``vpp``: model chunks of a stage; ``microbatches``: of an
-iteration, on each rank. With others of these, or with another number of data-parallel ranks, windows are elsewhere."""
+"""Properties that have to be the same in the run that follows a plan. ``vpp``: model chunks per stage;
+``microbatches``: per iteration, on each rank. If any of them differs, or the number of data-parallel ranks, the windows
+are elsewhere."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operator belongs. ``chunk``: the stage's model chunk (virtual stage) of an interleaved schedule."""
+    """The place of an operator in the iteration. ``chunk``: the model chunk (virtual stage) on its stage."""
 
     stage: int = 0
     microbatch: int = 0
@@ -40,12 +40,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Segment:
-    """Membership in an activation-checkpointing segment.
+    """Membership of an operator in an activation-checkpointing segment.
 
     Args:
-        name: the segment's, unique in the iteration.
-        last: the operator is its last.
-        comm_tail: it ends in communication that a repetition would repeat, and that costs.
+        name: name of the segment, unique in the iteration.
+        last: the operator is the last of the segment.
+        comm_tail: the operator ends in communication, which executing it again would repeat at a cost.
     """
 
     name: str
@@ -55,15 +55,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Checking:
-    """What matters when an operator is verified.
+    """Properties of an operator that matter for its verification.
 
     Args:
-        compare_us: what comparing (or digesting) its outputs costs, beside executing it again.
-        mutates: tensors it changes in place; it is verified at once, and so is before it whatever uses them.
-        rng: it draws random numbers, whose state is kept for its repetition.
-        deterministic: executed twice it gives the same bits; else no comparison says anything about it.
+        compare_us: cost of comparing (or digesting) its outputs, beyond executing it again, in microseconds.
+        mutates: tensors that it changes in place. The operator is verified immediately, and before it whatever uses
+            these tensors.
+        rng: it draws random numbers; the generator state is kept for its second execution.
+        deterministic: executed twice, it gives the same bits; otherwise no comparison is meaningful.
         segment: the activation-checkpointing segment that recomputes it, or None.
-        defer_us: what putting its verification aside costs at once: it is not deferred where verifying costs no more.
+        defer_us: immediate cost of deferring its verification, in microseconds; it is not deferred if verifying costs
+            no more.
     """
 
     compare_us: float = 0.0
@@ -76,7 +78,8 @@ class Checking:
 
 @dataclass(frozen=True)
 class Operator:
-    """One execution of an operator: ``start_us`` to ``start_us + t_us`` on its stage. Ids are of tensors."""
+    """One execution of an operator on its stage, from ``start_us`` to ``start_us + t_us``. ``in_ids`` and ``out_ids``
+    are ids of tensors."""
 
     id: str
     name: str
@@ -93,18 +96,18 @@ class Operator:
 
     @property
     def check_us(self) -> float:
-        """Time that verifying it by itself takes: executing it again, and comparing."""
+        """Return the time in microseconds of verifying the operator by itself: executing it again and comparing."""
         return self.t_us + self.checking.compare_us
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """What a deferred verification keeps: inputs and outputs."""
+        """Return the tensors that a deferred verification keeps: inputs and outputs."""
         return self.in_ids + self.out_ids
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """``free_us``: when training itself gives its memory back; None: it lives as long as the iteration (parameters)."""
+    """One tensor. ``free_us``: when training itself frees it; None if it outlives the iteration (parameters)."""
 
     id: str
     bytes: float
@@ -128,7 +131,8 @@ class Window:
 
 
 def rooms(windows: Iterable[Window]) -> dict[str, float]:
-    """Window -> microseconds of it: time that two of a stage's windows have in common is counted once, in the first."""
+    """Return window id -> usable duration in microseconds. Where windows of a stage overlap, the time that they share
+    is counted only in the earliest."""
     found: dict[str, float] = {}
     until: dict[int, float] = {}
     for window in sorted(windows, key=lambda window: window.start_us):
@@ -140,13 +144,13 @@ def rooms(windows: Iterable[Window]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use on each stage: stage -> ((from when, bytes), ...) in order of time; each holds until the next."""
+    """Bytes in use: stage -> ((from when, bytes), ...) in order of time; each value holds until the next."""
 
     timeline: Mapping[int, tuple[tuple[float, float], ...]]
     budget: float | None = None
 
     def peak(self, stage: int) -> float:
-        """The most bytes that training itself has in use there; 0 where nothing is known."""
+        """Return the largest number of bytes that training itself uses on ``stage``; 0 if nothing is known."""
         return max((live for _, live in self.timeline.get(stage, ())), default=0.0)
 
 
@@ -156,14 +160,15 @@ class Trace:
 
     Args:
         fingerprint: what the trace is valid for, by the names of FINGERPRINT.
-        ops: in order of their start on each stage. Recomputed ones are listed too, with phase "recompute".
-        tensors: by id, all that operators name. What communication delivers is a tensor that no operator writes: a
-            replay cannot regenerate it, and keeps it.
+        ops: operators in order of their start on each stage. Recomputed ones are listed too, with phase "recompute".
+        tensors: all tensors that operators name, by id. What communication delivers is a tensor that no operator
+            writes: a replay cannot regenerate it, and keeps it.
         windows: idle times, in order of their start on each stage.
-        memory: in use without DMR.
-        pipeline: the schedule, from which the whole iteration's time is simulated; None: stages stand alone.
-        early_stop: recomputation leaves a segment's last operator out (non-reentrant torch checkpoints do, Megatron's
-            reentrant ones do not).
+        memory: memory in use without DMR.
+        pipeline: the schedule, from which the duration of the whole iteration is simulated; None if stages do not wait
+            for each other.
+        early_stop: recomputation leaves out the last operator of a segment (torch's non-reentrant checkpoints do,
+            Megatron's reentrant ones do not).
     """
 
     fingerprint: Mapping[str, object]
@@ -176,10 +181,10 @@ class Trace:
 
     @property
     def stages(self) -> list[int]:
-        """Those that have operators or windows."""
+        """Return the stages that have operators or windows."""
         return sorted({op.place.stage for op in self.ops} | {window.stage for window in self.windows})
 
     @property
     def dynamic(self) -> bool:
-        """There are windows that only the planner at run time can use."""
+        """Return whether there are windows that only the planner at run time can use."""
         return any(window.dynamic for window in self.windows)

@@ -1,4 +1,14 @@
-"""Trace files: read, checked, written. The format is that of science/dmr.md, "Plan file", without its plan."""
+"""Read, check and write trace files: one JSON object with times in microseconds and sizes in bytes.
+
+- ``version``, and ``fingerprint`` with the properties of the run (FINGERPRINT).
+- ``ops``: each has ``id``, ``name``, ``phase``, ``t0_us`` and ``t_us``, and optionally ``stage``, ``microbatch``,
+  ``layer``, ``chunk``, ``in_ids``, ``out_ids``, ``mutates``, ``rng``, ``deterministic``, ``compare_us``, ``defer_us``,
+  ``ac_segment``, ``is_segment_last`` and ``comm_tail`` (``Operator``, ``Checking``, ``Segment``).
+- ``tensors``: each has ``id``, ``bytes``, and ``free_us`` unless it outlives the iteration.
+- ``windows``: each has ``id``, ``t0_us``, ``dur_us`` and ``kind``, and optionally ``stage`` and ``dynamic``.
+- ``memory``: ``budget``, and ``timeline`` with ``stage``, ``t_us`` and ``live`` for each change.
+- ``schedule``: the fields of ``Pipeline``, or null. ``early_stop``: as in ``Trace``.
+"""
 
 import math
 from collections.abc import Mapping
@@ -24,29 +34,34 @@ from ft.systems.dmr.plan.trace import (
 )
 
 VERSION = 2
-"""2: the fingerprint has vpp, dp and microbatches."""
+"""Version of the format. Since 2 the fingerprint has vpp, dp and microbatches."""
 MOST_UNITS = 10_000_000
-"""Forwards of one iteration, over all stages, above which a schedule is a mistake and not played through."""
+"""Number of forwards of one iteration, over all stages, above which a schedule is refused as a mistake."""
 
 FIX = "profile again: ft dmr profile --out FILE"
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file.
+    """Return the trace in a file.
 
     Raises:
-        UserError: it cannot be read, is cut off or of another version, or says what cannot be (see ``checked``).
+        UserError: the file cannot be read, is truncated, has another version, or describes an impossible trace (see
+            ``checked``).
     """
     return from_values(read_object(path, VERSION, FIX))
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Raises UserError where the file cannot be written."""
+    """Write a trace to a file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     write_object(path, {"version": VERSION, **to_values(trace)})
 
 
 def from_values(found: Fields) -> Trace:
-    """A trace out of its JSON object.
+    """Return the trace that a JSON object describes.
 
     Raises:
         UserError: as ``read_trace``.
@@ -68,11 +83,11 @@ def from_values(found: Fields) -> Trace:
 
 
 def checked(trace: Trace, found: Fields) -> Trace:
-    """The trace, if it is one that can have happened.
+    """Return the trace if it is possible.
 
     Raises:
-        UserError: an id stands twice, an operator names an unknown tensor, two write the same one, operators wait for
-            each other, or a stage is not one of the schedule's.
+        UserError: an id occurs twice, an operator names an unknown tensor, two operators write the same tensor,
+            operators wait for each other, or a stage is not in the schedule.
     """
     refuse_twice("operator", [op.id for op in trace.ops], found)
     refuse_twice("window", [window.id for window in trace.windows], found)
@@ -113,7 +128,11 @@ def _shape(pipeline: Pipeline) -> tuple[int, int, int]:
 
 
 def refuse_twice(what: str, ids: list[str], found: Fields) -> None:
-    """Raises UserError where an id stands twice."""
+    """Check that no id occurs twice.
+
+    Raises:
+        UserError: an id occurs twice.
+    """
     seen: set[str] = set()
     for each in ids:
         if each in seen:
@@ -198,7 +217,7 @@ def _pipeline(found: Fields) -> Pipeline:
 
 
 def to_values(trace: Trace) -> dict[str, Any]:
-    """The trace as JSON values."""
+    """Return the trace as JSON values."""
     pipeline = trace.pipeline
     return {
         "fingerprint": dict(trace.fingerprint),
@@ -226,7 +245,7 @@ def _listed(trace: Trace) -> list[Tensor]:
 
 
 def operator_values(op: Operator) -> dict[str, Any]:
-    """One operator as JSON values; what is the default is left out."""
+    """Return one operator as JSON values; defaults are left out."""
     segment, checking = op.checking.segment, op.checking
     required = {"id": op.id, "name": op.name, "phase": op.place.phase, "t0_us": op.start_us, "t_us": op.t_us}
     place = {name: getattr(op.place, name) for name in ("stage", "microbatch", "layer", "chunk")}
@@ -246,7 +265,7 @@ def operator_values(op: Operator) -> dict[str, Any]:
 
 
 def window_values(window: Window) -> dict[str, Any]:
-    """One window as JSON values."""
+    """Return one window as JSON values."""
     times = {"t0_us": window.start_us, "dur_us": window.dur_us}
     return {"id": window.id, "stage": window.stage, **times, "kind": window.kind, "dynamic": window.dynamic}
 

@@ -1,7 +1,7 @@
-"""The queue of verifications that wait, at run time: what is put in, and what is executed when.
+"""The queue of deferred verifications at run time, and the decisions which of them are executed when.
 
-Each decision costs about the logarithm of the queue's length: thousands of operators may wait in a stage without
-windows.
+Each decision takes about logarithmic time in the length of the queue, because thousands of operators may wait on a
+stage without windows.
 """
 
 import bisect
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """An operator whose verification waits, with the bytes that wait with it."""
+    """An operator whose verification is deferred, its duration in microseconds, and the bytes that are kept for it."""
 
     op: str
     check_us: float
@@ -20,10 +20,10 @@ class Entry:
 
 
 class Waiting:
-    """Entries in the order in which they came. Every method that returns entries has taken them out.
+    """Deferred entries in the order of their arrival. Every method that returns entries has removed them.
 
     Args:
-        entries: what waits already, oldest first.
+        entries: initial entries, oldest first.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()):
@@ -46,36 +46,38 @@ class Waiting:
         return op in self._entries
 
     def put(self, entry: Entry) -> None:
-        """One more waits."""
+        """Add an entry."""
         self._came += 1
         self._entries[entry.op], self._number[entry.op] = entry, self._came
-        # Of equally long ones the oldest stands last, and is taken first.
+        # Of equally long entries the oldest is last in the list and is taken first.
         bisect.insort(self._by_time, (entry.check_us, -self._came, entry))
         if entry.bytes:
             bisect.insort(self._holding, (entry.check_us, entry.op, entry))
             self.held += entry.bytes
 
     def take(self, op: str) -> Entry:
-        """This one does not wait any longer.
+        """Remove and return the entry of an operator.
 
         Raises:
-            KeyError: it does not wait.
+            KeyError: the operator has no entry.
         """
         entry = self._entries.pop(op)
         number = self._number.pop(op)
         del self._by_time[bisect.bisect_left(self._by_time, (entry.check_us, -number))]
         if entry.bytes:
             del self._holding[bisect.bisect_left(self._holding, (entry.check_us, op))]
-            # Sums of sizes that are not whole numbers are not exact.
+            # Reset to 0 when nothing is held, because sums of fractional sizes are not exact.
             self.held = self.held - entry.bytes if self._holding else 0.0
         return entry
 
     def press(self, headroom: float, longest_us: float = math.inf) -> list[Entry]:
-        """What is executed at once so that the rest fits ``headroom`` bytes.
+        """Remove and return the entries that have to be executed immediately so that the rest fits into ``headroom``
+        bytes.
 
         Args:
-            longest_us: the longest window that will come soon. What fits none of them would keep its memory for long,
-                and goes first, the longest first; then what is lost least by, the shortest first.
+            headroom: available memory, in bytes.
+            longest_us: the longest window that will come soon, in microseconds. Entries that fit no such window would
+                keep their memory for long, and go first, the longest first; then the cheapest, the shortest first.
         """
         forced = []
         while self.held > headroom and self._holding:
@@ -84,7 +86,8 @@ class Waiting:
         return forced
 
     def fill(self, dur_us: float) -> list[Entry]:
-        """The subset that best fits a window of known length, longest first (0.975 of the room; exact: 0.976)."""
+        """Remove and return the subset that best fits a window of known length, longest first. (This greedy choice
+        fills 0.975 of the time, an exact one 0.976.)"""
         chosen = []
         while place := bisect.bisect_right(self._by_time, dur_us, key=lambda each: each[0]):
             entry = self.take(self._by_time[place - 1][2].op)
@@ -93,7 +96,7 @@ class Waiting:
         return chosen
 
     def oldest(self, at_most_us: float = math.inf) -> Entry | None:
-        """The one that has kept memory longest, of those that take no longer than that; None: there is none."""
+        """Remove and return the oldest entry that takes at most ``at_most_us`` microseconds; None if there is none."""
         if not self._by_time or self._by_time[0][0] > at_most_us:
             return None
         return self.take(next(entry.op for entry in self if entry.check_us <= at_most_us))

@@ -1,1 +1,1 @@
-"""Profiles: what a run executes in one iteration, how long it takes, which windows it has, and what memory it uses."""
+"""Profiles of a training iteration: its operators with their durations, its idle windows, and its memory use."""

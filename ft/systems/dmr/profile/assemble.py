@@ -1,8 +1,9 @@
-"""One trace out of what the stages have written down: the schedule is played through with the times they measured.
+"""Assemble one trace from the records of all pipeline stages by simulating the schedule with the measured durations.
 
-Clocks of stages are not compared, and a wait for another stage is not taken at its word: while the profiler writes,
-others wait for it. So units of work are as long as each stage has measured them, and the time between them is what the
-schedule leaves (``ft.systems.dmr.plan.schedule``), with messages as fast as the faster ones were seen to be.
+Clocks of different stages are not compared, and measured waits for other stages are not used: while the profiler
+writes, other stages wait for it. Each unit of work therefore takes as long as its stage has measured, the idle time
+between units is what the schedule leaves (``ft.systems.dmr.plan.schedule``), and messages take as long as the faster
+ones that were measured.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,13 +29,21 @@ from ft.systems.dmr.profile.events import P2P, Done, Event, StageRecord, Timed, 
 from ft.systems.dmr.runtime.cursor import operator_id
 
 _FASTER = 0.25
-"""The share of messages that are taken for those that nobody was late for."""
+"""Quantile of the measured waits for messages that is used as the duration of a message for which no stage was late."""
 
 
 @dataclass
 class Block:
-    """A stage's events that go together: those before the pipeline (unit None), a unit with what follows it until the
-    stage waits for another one, and those after the pipeline. ``waits``: it is followed by such a wait."""
+    """Consecutive events of a stage: those before the pipeline (``unit`` None); a unit with what follows it until the
+    stage waits for another stage; or those after the pipeline (``unit`` None).
+
+    Attributes:
+        unit: the unit of work.
+        events: numbers of the events in the stage's record.
+        us: duration of the events without waits for other stages, in microseconds.
+        waits: the block contains a wait for another stage.
+        waited_us: total duration of these waits, in microseconds.
+    """
 
     unit: Unit | None
     events: list[int] = field(default_factory=list)
@@ -51,14 +60,18 @@ def assemble(
     budget: float | None = None,
     unstable: Collection[str] = (),
 ) -> Trace:
-    """The trace of one iteration.
+    """Return the trace of one iteration.
 
     Args:
-        records: of every stage, in order. pipeline: the run's, its ``comm_us`` yet unknown.
-        budget: bytes that a device has, if that is known. unstable: names of operators that are not reproducible.
+        records: the records of all stages, in order.
+        pipeline: the pipeline of the run; its ``comm_us`` is determined here.
+        costs: costs of comparing results.
+        fingerprint: fingerprint of the run.
+        budget: memory of a device in bytes, if known.
+        unstable: names of operators that are not reproducible.
 
     Raises:
-        UserError: the stages have not worked through that schedule.
+        UserError: the stages have not executed that schedule.
     """
     cut = [blocks(record) for record in records]
     for record, found, order in zip(records, cut, orders(pipeline), strict=True):
@@ -89,9 +102,9 @@ def assemble(
 
 
 def blocks(record: StageRecord) -> list[Block]:
-    """The stage's events, cut where it waits for other stages between units.
+    """Return the events of a stage, cut where the stage waits for other stages between units.
 
-    What it executes between two units belongs to the earlier one where such a wait follows, else to the later one.
+    Events between two units belong to the earlier unit if such a wait follows them, else to the later unit.
     """
     found = [Block(None)]
     loose: list[int] = []
@@ -128,13 +141,13 @@ def _unit(event: Event) -> Unit | None:
 
 
 def _comm_us(cut: Sequence[Sequence[Block]]) -> float:
-    """A message's usual time: that of the quicker waits behind units."""
+    """Return the usual duration of a message: a low quantile of the waits behind units, in microseconds."""
     waited = sorted(block.waited_us for found in cut for block in found[1:-1] if block.waits)
     return waited[int(len(waited) * _FASTER)] if waited else 0.0
 
 
 def _starts(record: StageRecord, found: Sequence[Block], timeline: Timeline, begins: float) -> list[float]:
-    """When each event of a stage began."""
+    """Return the start times of all events of a stage, in microseconds."""
     starts = [0.0] * len(record.notes.events)
     for block in found:
         if block.unit is not None:
@@ -150,7 +163,7 @@ def _starts(record: StageRecord, found: Sequence[Block], timeline: Timeline, beg
 
 
 def _windows_between(stage: int, found: Sequence[Block], timeline: Timeline, begins: float) -> list[Window]:
-    """What the schedule leaves idle behind those units where the stage waits at all."""
+    """Return the idle times in the simulated schedule after those units where the stage waits for others."""
     waits = {block.unit for block in found[1:-1] if block.waits}
     idles = [one for one in idle(timeline) if one.stage == stage and one.after in waits]
     return [
@@ -161,7 +174,7 @@ def _windows_between(stage: int, found: Sequence[Block], timeline: Timeline, beg
 
 @dataclass
 class _Stage:
-    """A stage's part of the trace. ``starts``: of its events, microseconds."""
+    """The part of the trace that belongs to one stage. ``starts``: start times of its events, in microseconds."""
 
     record: StageRecord
     starts: Sequence[float]
@@ -209,7 +222,7 @@ class _Stage:
         return self.starts[event] if event < len(self.starts) else self.starts[-1]
 
     def windows(self) -> list[Window]:
-        """Those that the stage has measured itself: inside units, and behind the pipeline."""
+        """Return the windows that the stage has measured itself: those inside units and those after the pipeline."""
         stage, last = self.record.stage, self._optimizer_begins()
         return [
             Window(f"s{stage}.{event.kind}.{event.number}", stage, start, time.us, event.kind, event.dynamic)
@@ -218,13 +231,13 @@ class _Stage:
         ]
 
     def _optimizer_begins(self) -> float:
-        """After that nothing waits for windows."""
+        """Return the start time of the optimizer, in microseconds; no verification is deferred beyond it."""
         events = zip(self.record.notes.events, self.starts, strict=True)
         begins = (at for event, at in events if isinstance(event, Done) and event.place.phase == OPTIMIZER)
         return next(begins, float("inf"))
 
     def live(self) -> tuple[tuple[float, float], ...]:
-        """Bytes in use, from each instant at which they change."""
+        """Return (time in microseconds, bytes in use from then on) for each change."""
         found: list[tuple[float, float]] = []
         for at, live in zip(self.starts, self.record.notes.live, strict=True):
             if not found or found[-1][1] != live:

@@ -1,4 +1,4 @@
-"""``ft dmr profile``: a run's own command, ended after a few iterations, with a profile out."""
+"""``ft dmr profile``: run a training command for a few iterations and write a profile."""
 
 import argparse
 import subprocess
@@ -18,7 +18,7 @@ _FLAG = "--ft-dmr-profile"
 
 
 def add_parser(questions) -> None:
-    """Adds the subcommand."""
+    """Add the subcommand to ``questions``."""
     parser = questions.add_parser(
         "profile",
         help="what a run executes, how long it takes, and where it waits",
@@ -32,10 +32,10 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Runs the command; its exit code where that is not 0.
+    """Run the command and return its exit code.
 
     Raises:
-        UserError: there is no command, it cannot be started, or it has written no profile.
+        UserError: no command is given, it cannot be started, or it has written no profile.
     """
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command:

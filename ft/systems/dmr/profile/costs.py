@@ -1,4 +1,4 @@
-"""What verifying an operator costs beside executing it again: measured once, where the run computes."""
+"""Measure what verifying an operator costs beyond its second execution, once, on the device of the run."""
 
 import statistics
 import time
@@ -20,21 +20,21 @@ _LARGE = 1 << 22
 
 @dataclass(frozen=True)
 class ComparisonCosts:
-    """Comparing results of ``n`` bytes takes ``fixed_us + n * us_per_byte`` microseconds; putting an operator aside for
-    that ``defer_us``."""
+    """Comparing results of ``n`` bytes takes ``fixed_us + n * us_per_byte`` microseconds; recording an operator for a
+    deferred verification takes ``defer_us`` microseconds."""
 
     fixed_us: float
     us_per_byte: float
     defer_us: float = 0.0
 
     def us(self, count: int) -> float:
-        """Microseconds for so many bytes."""
+        """Return the duration of comparing ``count`` bytes, in microseconds."""
         return self.fixed_us + count * self.us_per_byte
 
 
 def measure(device: torch.device) -> ComparisonCosts:
-    """Costs on ``device``, medians: the bookkeeping of a small deferred operator; for a large tensor two digests, or on
-    a CPU a comparison."""
+    """Measure the costs on ``device`` as medians: the bookkeeping for a small deferred operator, and for a large tensor
+    two digests (on a CPU: one comparison)."""
     findings = Findings(device, 0)
     small, large = torch.ones(16, device=device), torch.ones(_LARGE // 4, device=device)
     func = torch.ops.aten.add.Tensor

@@ -1,4 +1,4 @@
-"""The profiler follows an iteration as DMR does, and verifies nothing."""
+"""The profiling engine: follows an iteration as DMR does, and verifies nothing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ EP = INTRA[1]
 
 
 class ProfilingEngine(Engine):
-    """Tells a recorder of waits, and compares nothing. ``device``: where the run computes."""
+    """An ``Engine`` that reports waits to a recorder and compares nothing. ``device``: that of the run."""
 
     def __init__(self, course: ExecutionCursor, recorder: Recorder, device: torch.device):
         findings = Findings(device, 0)
@@ -24,26 +24,26 @@ class ProfilingEngine(Engine):
         self._recorder = recorder
 
     def window(self, kind: str) -> None:
-        """See ``megatron.patches.double_execution.Listener``."""
+        """Begin to record a wait, see ``megatron.patches.double_execution.Listener``."""
         if self.is_active:
             self._recorder.waits(kind)
 
     def waited(self) -> None:
-        """See ``Listener``."""
+        """End the recording of a wait, see ``Listener``."""
         if self.is_active:
             self._recorder.waited()
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """See ``Listener``."""
+        """Begin to record a wait whose duration differs in every iteration, see ``Listener``."""
         if self.is_active:
             self._recorder.waits(EP, dynamic=True)
 
     def reduced(self, group: Any, tensor: torch.Tensor, *, is_over: bool) -> None:
-        """See ``Listener``; a profile has no use for the result."""
+        """Ignore the all-reduce; a profile does not need its result. See ``Listener``."""
 
 
 class _NoMessages:
-    """Nothing is digested."""
+    """Stand-in for ``Messages`` that computes no digests."""
 
     def restart(self, microbatches: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What one rank did in one iteration, in order: operators, and waits for others."""
+"""The events of one rank in one iteration, in order: executed operators, and waits for other ranks."""
 
 from dataclasses import dataclass, field
 
@@ -9,13 +9,18 @@ P2P = INTER[0]
 
 @dataclass(slots=True)
 class Done:
-    """An operator has been executed. Tensors are numbers, by the memory they lie in: views of one memory are one.
+    """An operator that has been executed. Tensors are identified by the number of their storage, so that views of one
+    storage have one number.
 
     Args:
-        name: as ``ft.systems.dmr.runtime.operators.Nature`` has it. index: its number in its unit.
-        ins, outs: what it read, and what of its results lies in memory of its own. changes: what it wrote in place, and
-            what a collective writes before the next operator.
-        segment: the activation-checkpointing segment that it belongs to.
+        name: name of the operator, as in ``ft.systems.dmr.runtime.operators.Nature``.
+        place: stage, microbatch, layer, phase and chunk.
+        index: number of the operator in its unit.
+        ins: storages that it read.
+        outs: storages of its results, without those that existed before.
+        changes: storages that it wrote in place, and those that a collective writes before the next operator.
+        rng: the operator draws from a random generator.
+        segment: number of the activation-checkpointing segment that it belongs to.
     """
 
     name: str
@@ -33,13 +38,19 @@ class Done:
 
     @property
     def key(self) -> tuple:
-        """What is the same in every iteration."""
+        """Return what identifies the event in every iteration."""
         return (*self.unit, self.index, self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """The rank has waited for others. ``kind``: of the window; number: of this kind's waits in the iteration."""
+    """A wait for other ranks.
+
+    Attributes:
+        kind: kind of the window.
+        number: number of the wait among those of this kind in the iteration.
+        dynamic: its duration differs in every iteration.
+    """
 
     kind: str
     number: int
@@ -47,7 +58,7 @@ class Waited:
 
     @property
     def key(self) -> tuple:
-        """What is the same in every iteration."""
+        """Return what identifies the event in every iteration."""
         return self.kind, self.number
 
 
@@ -56,7 +67,8 @@ Event = Done | Waited
 
 @dataclass(slots=True)
 class Memory:
-    """Of one tensor. ``freed``: number of the event that began when it was gone; None: it outlived the iteration."""
+    """One storage. ``bytes``: its size. ``freed``: number of the event before whose beginning it was freed; None if it
+    outlived the iteration."""
 
     bytes: int
     freed: int | None = None
@@ -64,7 +76,13 @@ class Memory:
 
 @dataclass
 class Notes:
-    """A whole iteration. ``live``: bytes in use after each event."""
+    """The record of a whole iteration.
+
+    Attributes:
+        events: the events, in order.
+        memory: the storages, by number.
+        live: bytes in use after each event.
+    """
 
     events: list[Event] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
@@ -73,7 +91,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Timed:
-    """An event's time before it, since the one before, and its own, in microseconds."""
+    """The time between an event and the previous one, and the duration of the event, in microseconds."""
 
     gap_us: float
     us: float
@@ -81,7 +99,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One pipeline stage's iteration: ``times`` belong to ``notes.events``."""
+    """The iteration of one pipeline stage. ``times``: the durations of ``notes.events``."""
 
     stage: int
     notes: Notes

@@ -1,4 +1,4 @@
-"""The profiler's eyes: every operator that torch dispatches, and every wait for other ranks."""
+"""The torch dispatch mode of the profiler: records every dispatched operator and every wait for other ranks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,17 +16,23 @@ from ft.systems.dmr.runtime.redundant import written
 
 
 class Recorder(TorchDispatchMode):
-    """Times what is executed; an iteration that ``takes_notes`` is written down besides, which takes long.
+    """Times what is executed. An iteration that ``takes_notes`` is also recorded in full, which is slow.
 
-    It counts operators as ``ft.systems.dmr.runtime.mode.DoubleExecution`` does: operators are named alike.
+    Operators are counted as in ``ft.systems.dmr.runtime.mode.DoubleExecution``, so that their ids are the same.
 
     Args:
-        storages: makes one that watches an iteration's memory.
+        course: the position of this rank in the iteration.
+        stage: pipeline stage of this rank.
+        watch: measures the durations.
+        storages: makes an object that watches the memory of an iteration.
 
     Attributes:
-        segment, again: as of ``DoubleExecution``; counts: none.
-        takes_notes: of the next iteration. notes: of the last one that was written down. keys: of the last one's
-            events.
+        segment: as in ``DoubleExecution``.
+        again: as in ``DoubleExecution``.
+        counts: always empty.
+        takes_notes: whether the next iteration is recorded in full.
+        notes: record of the last iteration that was recorded in full.
+        keys: keys of the events of the last iteration.
     """
 
     def __init__(self, course: ExecutionCursor, stage: int, watch: Stopwatch, storages: Callable[[], Storages]):
@@ -37,7 +43,7 @@ class Recorder(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self.segment: object | None = None
         self.again = False
         self.counts: dict[str, int] = {}
@@ -53,7 +59,7 @@ class Recorder(TorchDispatchMode):
         self._watch.restart()
 
     def times(self) -> dict[tuple, Timed]:
-        """Key of an event -> its time in the last iteration."""
+        """Return key of an event -> its times in the last iteration."""
         return dict(zip(self.keys, self._watch.times(), strict=True))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -74,7 +80,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def waits(self, kind: str, *, dynamic: bool = False) -> None:
-        """The rank is about to wait for others. Inside a wait it is part of that one."""
+        """Record that the rank begins to wait for other ranks. A nested wait counts as part of the outer one."""
         if self._waiting is not None:
             return
         self._watch.pause()
@@ -87,7 +93,7 @@ class Recorder(TorchDispatchMode):
         self._watch.begin()
 
     def waited(self) -> None:
-        """It has waited."""
+        """Record the end of the wait."""
         if self._waiting is None:
             return
         self._watch.end()
@@ -131,7 +137,7 @@ class Recorder(TorchDispatchMode):
         self._last = done
 
     def _overwrites(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A collective writes these: for a plan they change with the last operator before it."""
+        """Record that a collective writes to ``tensors``, as a change by the last operator before the collective."""
         known = [tensor for tensor in tensors if self._storages.is_known(tensor)]
         if self._last is not None:
             self._last.changes += [n for n in self._numbers(known) if n in self._used and n not in self._last.changes]

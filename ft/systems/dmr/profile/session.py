@@ -1,4 +1,4 @@
-"""A run that is profiled: some iterations to warm up, one that is written down, some that are timed, and the file."""
+"""A profiling run: warm-up, one iteration that is recorded in full, timed iterations, and writing the profile."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +20,19 @@ from ft.systems.dmr.profile.recorder import Recorder
 Result = TypeVar("Result")
 WARM_UP, TIMED = 2, 5
 ITERATIONS = WARM_UP + 1 + TIMED
-"""Steps that a profile takes."""
+"""Number of steps that a profile takes."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What becomes of a profile.
+    """Where a profile is written and what it contains besides the measurements.
 
     Args:
-        path: of the file. fingerprint: of the run. pipeline: its schedule. budget: bytes of a device, if known.
-        writes: this rank is the one that speaks for its stage.
+        path: path of the file.
+        fingerprint: fingerprint of the run.
+        pipeline: schedule of the run.
+        budget: memory of a device in bytes, if known.
+        writes: this rank contributes the record of its stage.
         unstable: names of operators that are not reproducible (``ft.systems.dmr.runtime.unstable``).
     """
 
@@ -42,10 +45,14 @@ class Target:
 
 
 class Profiling:
-    """Takes the place of ``ft.systems.dmr.runtime.protection.Protection`` in a run that is profiled.
+    """Takes the place of ``ft.systems.dmr.runtime.protection.Protection`` in a profiling run.
 
     Args:
-        stage: this rank's. end: ends the run after the step under way, with a reason; called on all ranks alike.
+        engine: follows the iteration.
+        recorder: records it.
+        stage: pipeline stage of this rank.
+        target: where the profile is written.
+        end: ends the run after the current step, with a reason; called on all ranks alike.
     """
 
     def __init__(
@@ -56,15 +63,15 @@ class Profiling:
         self._timed: list[dict[tuple, Timed]] = []
 
     def before_update(self) -> None:
-        """The optimizer is about to step."""
+        """Notify the engine that the optimizer is about to step."""
         if self._engine.is_active:
             self._engine.before_update()
 
     def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
-        """Runs ``work``, a whole iteration, and watches it. The last one collects the profile: collective.
+        """Run ``work``, a whole iteration, and record it. The last iteration collects the profile, which is collective.
 
         Raises:
-            UserError: on the rank that writes: the file cannot be written, or the run is none that can be planned.
+            UserError: on rank 0: the file cannot be written, or the run cannot be planned.
         """
         if self._done < WARM_UP - 1:
             result = work()
@@ -93,8 +100,9 @@ class Profiling:
         write_trace(target.path, assemble(records, target.pipeline, costs, *rest))
 
     def _medians(self) -> tuple[Timed, ...]:
-        """Of each event of the iteration that was written down. What other iterations had not is known from it alone:
-        experts get other numbers of tokens."""
+        """Return the median times of each event of the fully recorded iteration. The times of events that no timed
+        iteration had are taken from the recorded iteration alone, because experts get different numbers of tokens in
+        each iteration."""
         noted, *timed = self._timed
         return tuple(
             _median([known[key] for known in timed if key in known] or [noted[key]])
@@ -107,5 +115,5 @@ def _median(times: Sequence[Timed]) -> Timed:
 
 
 def device_memory(device: torch.device) -> float | None:
-    """Bytes of a device; None on a CPU, whose memory is nobody's own."""
+    """Return the memory of a device in bytes; None on a CPU, whose memory is shared with other processes."""
     return float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None

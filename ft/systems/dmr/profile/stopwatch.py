@@ -1,4 +1,4 @@
-"""Clocks that stand still while the profiler writes down what it sees."""
+"""Stopwatches that can be paused while the profiler records what it observes."""
 
 import time
 from typing import Protocol
@@ -9,27 +9,27 @@ from ft.systems.dmr.profile.events import Timed
 
 
 class Stopwatch(Protocol):
-    """Times events of one iteration. What lies between ``pause`` and ``go`` does not count."""
+    """Times the events of one iteration. Time between ``pause`` and ``go`` does not count."""
 
     def restart(self) -> None:
-        """An iteration begins; the clock goes."""
+        """Begin an iteration and run."""
 
     def pause(self) -> None: ...
 
     def go(self) -> None: ...
 
     def begin(self) -> None:
-        """An event begins; the clock goes."""
+        """Begin an event and run."""
 
     def end(self) -> None:
-        """It has ended; the clock stands."""
+        """End the event and pause."""
 
     def times(self) -> list[Timed]:
-        """Of all events, in order."""
+        """Return the times of all events, in order."""
 
 
 class HostStopwatch:
-    """For operators that have been computed when their call returns."""
+    """Host clock, for operators that have been computed when their call returns."""
 
     def restart(self) -> None:
         self._counted, self._events, self._last = 0.0, [], 0.0
@@ -55,8 +55,8 @@ class HostStopwatch:
 
 
 class DeviceStopwatch:
-    """By events on the device's stream. What lies between operators is the host's, which runs ahead of the device where
-    that is the one that is busy: it counts as nothing."""
+    """Device clock that records CUDA events on the stream. The time between operators counts as zero: it is spent by
+    the host, which runs ahead of a busy device."""
 
     def restart(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -82,5 +82,5 @@ class DeviceStopwatch:
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """The one for operators of a device."""
+    """Return the stopwatch for operators of a device."""
     return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()

@@ -1,4 +1,4 @@
-"""The memory that tensors lie in: told apart, and watched until training gives it back."""
+"""Number the storages that tensors lie in, and observe when training frees them."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,11 +9,11 @@ from ft.systems.dmr.profile.events import Memory
 
 
 class Storages:
-    """Of one iteration.
+    """The storages of one iteration.
 
     Args:
-        state: tensors that are there before it begins, and stay.
-        in_use: bytes in use on the device now; None: what is seen here counts.
+        state: tensors that exist before the iteration and outlive it.
+        in_use: returns the bytes in use on the device; None to sum up the storages that were seen.
     """
 
     def __init__(self, state: Iterable[torch.Tensor], in_use: Callable[[], int] | None = None):
@@ -24,7 +24,7 @@ class Storages:
         self._in_use, self._bytes = in_use, sum(self._state.values())
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """The number of the memory that it lies in; None: it has none."""
+        """Return the number of the storage of ``tensor``; None if it has none."""
         storage = _storage(tensor)
         if storage is None:
             return None
@@ -38,18 +38,18 @@ class Storages:
         if key in self._state:
             self._lasting[key] = number
         else:
-            # While the reference lives the address is not given out again.
+            # The weak reference prevents the allocator from reusing the address.
             self._live[key] = StorageWeakRef(storage), number
             self._bytes += storage.nbytes()
         return number
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Its memory has been seen before."""
+        """Return whether the storage of ``tensor`` has been seen before."""
         storage = _storage(tensor)
         return storage is not None and (storage._cdata in self._live or storage._cdata in self._lasting)
 
     def sweep(self, event: int) -> None:
-        """Event number ``event`` is about to begin: what is gone by now was freed before it."""
+        """Record that the storages which are gone were freed before event number ``event``, which begins now."""
         gone = [key for key, (reference, _) in self._live.items() if reference.expired()]
         for key in gone:
             _, number = self._live.pop(key)
@@ -57,12 +57,12 @@ class Storages:
             self._bytes -= self.memory[number].bytes
 
     def in_use(self) -> int:
-        """Bytes in use now."""
+        """Return the bytes in use now."""
         return self._bytes if self._in_use is None else self._in_use()
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
-    except NotImplementedError:  # sparse tensors and the like have none
+    except NotImplementedError:  # sparse tensors, for example, have none
         return None

@@ -1,1 +1,1 @@
-"""DMR while a run trains: operators are executed a second time as the strategy says, and compared."""
+"""DMR at run time: execute each operator of an iteration a second time, as the strategy decides, and compare."""

@@ -1,20 +1,20 @@
-"""Which planned operator an executed one is, in units that do not always execute the same: experts without tokens are
-left out, a mask that was made before is not made again."""
+"""Align executed operators with planned ones, in units that do not always execute the same operators: experts without
+tokens are left out, and a mask that was made before is not made again."""
 
 from collections.abc import Sequence
 
 _SURE = 3
-"""So many operators in a row are found again by their names before they are taken for the planned ones."""
+"""Number of consecutive operators whose names must match the plan before they are taken for the planned ones."""
 
 _REACH = 256
-"""Operators by which an execution may be behind the plan, or ahead of it."""
+"""Number of operators by which an execution may be behind the plan or ahead of it."""
 
 
 class Abreast:
-    """Follows the executions of one unit.
+    """Aligns the operators that are executed in one unit with its planned operators.
 
     Args:
-        names: of its planned operators, in order.
+        names: names of the planned operators of the unit, in order.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -23,8 +23,13 @@ class Abreast:
         self._strange: list[str] = []
 
     def find(self, index: int, operator: str) -> int | None:
-        """The place in the plan of the operator that is executed as number ``index`` of the unit; None: it has none, or
-        it is not known yet, after one that was out of place, where the plan goes on. Called for each, in order."""
+        """Return the position in the plan of the operator that is executed as number ``index`` of the unit. Call it for
+        each operator, in order.
+
+        Returns:
+            The position; None if the plan does not contain the operator, or if it is not yet known where the plan
+                continues after an operator that was out of place.
+        """
         if index == 0:
             self._ahead, self._strange = 0, []
         expected = index + self._ahead
@@ -39,7 +44,8 @@ class Abreast:
         return place
 
     def _nearest(self, expected: int) -> int | None:
-        """Where the last operators stand in the plan, as near as possible to where they are expected."""
+        """Return the position in the plan of the last operators, as near as possible to ``expected``; None if they are
+        not found."""
         for far in range(_REACH):
             for place in (expected + far, expected - far):
                 first = place - _SURE + 1

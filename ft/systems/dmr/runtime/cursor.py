@@ -1,4 +1,4 @@
-"""Where a rank stands in an iteration: the unit of work, the layer, the number of the operator in it."""
+"""The execution position of a rank in an iteration: unit of work, layer, and number of the operator in the unit."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ NO_LAYER = 0
 
 @dataclass(slots=True)
 class Unit:
-    """Operators of one phase of one microbatch on one model chunk; ``index``: of the next one."""
+    """The operators of one phase of one microbatch on one model chunk. ``index``: number of the next operator."""
 
     phase: str
     chunk: int = 0
@@ -19,7 +19,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """One execution of an operator. ``layer``: 1 is the first of the model; 0: outside of all layers."""
+    """One execution of an operator. ``layer``: 1 is the first layer of the model, 0 is outside of all layers."""
 
     operator: str
     phase: str
@@ -30,22 +30,25 @@ class At:
 
 
 def operator_id(stage: int, phase: str, chunk: int, microbatch: int, index: int) -> str:
-    """The name by which profiles and plans know an operator."""
+    """Return the identifier of an operator in profiles and plans."""
     return f"s{stage}.{phase}.{chunk}.{microbatch}.{index}"
 
 
 class ExecutionCursor:
-    """Follows a rank through its units. What is outside of all of them lies between them, or is the optimizer's.
+    """Follows a rank through its units. Operators outside of all forward and backward units belong to the unit between
+    them, or to that of the optimizer.
 
     Attributes:
-        unit: the one under way. layer: the transformer layer under way. executed: operators of this iteration so far.
+        unit: the current unit.
+        layer: the current transformer layer.
+        executed: number of operators of this iteration so far.
     """
 
     def __init__(self):
         self.restart()
 
     def restart(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self._units: dict[tuple[str, int, int], Unit] = {}
         self._forwards: dict[int, int] = {}
         self._made: dict[int, tuple[int, int]] = {}
@@ -54,7 +57,7 @@ class ExecutionCursor:
         self.unit = self._outside = self._of(BETWEEN, 0, 0)
 
     def count(self) -> tuple[Unit, int]:
-        """One more operator is executed: the unit that it belongs to, and its number there."""
+        """Count an operator that is about to be executed; return its unit and its number in that unit."""
         unit = self.unit
         index = unit.index
         unit.index = index + 1
@@ -62,40 +65,42 @@ class ExecutionCursor:
         return unit, index
 
     def forward(self, chunk: int) -> int:
-        """The forward of a chunk's next microbatch begins; its number."""
+        """Begin the forward pass of the next microbatch of ``chunk``; return the number of the microbatch."""
         microbatch = self._forwards.get(chunk, 0)
         self._forwards[chunk] = microbatch + 1
         self.unit, self.layer = self._of(FORWARD, chunk, microbatch), NO_LAYER
         return microbatch
 
     def made(self, output: object, chunk: int, microbatch: int) -> None:
-        """``output`` is what the backward of that microbatch will begin from."""
+        """Record ``output`` as the tensor from which the backward pass of that microbatch will begin."""
         self._made[id(output)] = (chunk, microbatch)
 
     def backward(self, output: object) -> tuple[int, int]:
-        """The backward from ``output`` begins; (chunk, microbatch)."""
+        """Begin the backward pass from ``output``; return (chunk, microbatch)."""
         chunk, microbatch = self._made.pop(id(output), (0, 0))
         self.unit, self.layer = self._of(BACKWARD, chunk, microbatch), NO_LAYER
         return chunk, microbatch
 
     def update(self) -> None:
-        """The optimizer's step begins."""
+        """Begin the optimizer step."""
         self.unit = self._outside = self._of(OPTIMIZER, 0, 0)
 
     def outside(self) -> None:
-        """A unit has ended."""
+        """End the current unit."""
         self.unit, self.layer = self._outside, NO_LAYER
 
     def recompute(self) -> Unit:
-        """Recomputation begins within a backward; returns the unit to go ``back`` to."""
+        """Begin a recomputation within a backward pass; return the unit to be passed to ``back`` at its end."""
         before = self.unit
         self.unit = self._of(RECOMPUTE, before.chunk, before.microbatch)
         return before
 
     def back(self, unit: Unit) -> None:
+        """Return to ``unit`` at the end of a recomputation."""
         self.unit = unit
 
     def at(self, operator: str, index: int) -> At:
+        """Return the execution of operator number ``index`` at the current position."""
         unit = self.unit
         return At(operator, unit.phase, unit.chunk, unit.microbatch, self.layer, index)
 

@@ -1,8 +1,8 @@
-"""D-DMR: verifications that wait for a window (SpareTrain, Method 2 and 3).
+"""D-DMR: verifications of single operators that are deferred to a window (SpareTrain, Methods 2 and 3).
 
-Inputs and results are kept as they are in memory, under handles of their own: a trainer that swaps a tensor's ``data``
-away (deallocate_pipeline_outputs) does not reach these. Before anything of that memory is changed in place, what waits
-for it is verified.
+Inputs and results are kept where they are in memory, by tensor objects of their own: a trainer that replaces the
+``data`` of a tensor (``deallocate_pipeline_outputs``) does not affect them. Before any of that memory is changed in
+place, the operators that wait for it are verified.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,12 +17,13 @@ from ft.systems.dmr.runtime.operators import Nature, tensors_in
 from ft.systems.dmr.runtime.redundant import execute_again, results
 
 NEVER = 1 << 62
-"""Later than any operator."""
+"""A ``due`` value that is greater than the number of any operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of a verification, and bytes that wait with it and would be free without."""
+    """Cost of a verification: its duration in microseconds, and the memory that is kept until then and would be free
+    otherwise, in bytes."""
 
     us: float = 0.0
     bytes: float = 0.0
@@ -30,12 +31,20 @@ class Cost:
 
 @dataclass(slots=True)
 class Entry:
-    """One operator that waits.
+    """One operator whose verification is deferred.
 
     Args:
-        versions: of its tensors, as it was executed. storages: address -> bytes of the memory they lie in.
-        due: the number of executed operators from which on its window has begun; below 0: a dynamic one.
-        cost: what verifying it is expected to take and to keep.
+        at: the operator.
+        kind: properties of the operator.
+        func: the operator overload.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        outs: its results.
+        versions: version counters of its tensors, as of its execution.
+        storages: address -> size in bytes of the storages that its tensors lie in.
+        state: state of the random generator before its execution; None if it draws nothing.
+        due: number of executed planned operators from which on its window has begun; negative for a dynamic window.
+        cost: expected cost of verifying and keeping it.
     """
 
     at: At
@@ -60,7 +69,7 @@ def entry(
     due: int,
     cost: Cost = Cost(),
 ) -> Entry:
-    """An operator that has just been executed, kept for later. It must write nothing in place."""
+    """Return the entry of an operator that has just been executed. The operator must write nothing in place."""
     func, args, kwargs = call
     kept_args, kept_kwargs = _handles(args), _handles(kwargs)
     outs = [tensor.detach() for tensor in tensors_in(out)]
@@ -81,13 +90,14 @@ def _handles(value: Any) -> Any:
 
 
 class Waiting:
-    """The queue, in order of execution.
+    """The deferred entries, in order of execution.
 
     Args:
-        verify: takes an entry, and compares. lasting: addresses of memory that is there anyway: parameters.
+        verify: executes an entry again and compares.
+        lasting: addresses of storages that are never freed (parameters).
 
     Attributes:
-        nbytes: of the memory that is kept now.
+        nbytes: memory that is kept now, in bytes.
     """
 
     def __init__(self, verify: Callable[[Entry], None], lasting: Collection[int] = ()):
@@ -101,6 +111,7 @@ class Waiting:
         return len(self._entries)
 
     def put(self, one: Entry) -> None:
+        """Add an entry."""
         self._entries[id(one)] = one
         if one.due >= 0:
             self._next_due = min(self._next_due, one.due)
@@ -110,11 +121,11 @@ class Waiting:
             self.nbytes += 0 if users or storage in self._lasting else size
 
     def take(self, wanted: Callable[[Entry], bool]) -> int:
-        """Verifies what is ``wanted``, in order; returns how many."""
+        """Verify the entries for which ``wanted`` returns True, in order; return their number."""
         return self.take_these([number for number, one in self._entries.items() if wanted(one)])
 
     def take_these(self, numbers: Sequence[int]) -> int:
-        """Verifies those with these ``id``s; returns how many."""
+        """Verify the entries whose ``id()`` is in ``numbers``; return their number."""
         for number in numbers:
             one = self._entries.pop(number)
             self._verify(one)
@@ -129,7 +140,7 @@ class Waiting:
                 self.nbytes -= 0 if storage in self._lasting else size
 
     def take_due(self, executed: int) -> int:
-        """Verifies what is due after so many operators; returns how many."""
+        """Verify the entries that are due after ``executed`` planned operators; return their number."""
         if executed < self._next_due:
             return 0
         done = self.take(lambda one: 0 <= one.due <= executed)
@@ -137,21 +148,22 @@ class Waiting:
         return done
 
     def before_change(self, tensors: Iterable[torch.Tensor]) -> int:
-        """These are about to be written in place: what waits for their memory is verified first; returns how many."""
+        """Verify the entries that read or hold the memory of ``tensors``, which is about to be written in place; return
+        their number."""
         hit = {storage for tensor in tensors if (storage := tensor.untyped_storage()._cdata) in self._users}
         return self.take(lambda one: not hit.isdisjoint(one.storages)) if hit else 0
 
     def drop(self) -> None:
-        """Forgets all that waits."""
+        """Drop all entries without verifying them."""
         self._entries, self._users, self.nbytes, self._next_due = {}, {}, 0, NEVER
 
 
 Disturb = Callable[[At, Sequence[torch.Tensor]], None]
-"""Falsifies what a second execution has made, in experiments."""
+"""Corrupts the results of a second execution, in fault-injection experiments."""
 
 
 def verify(one: Entry, findings: Findings, disturb: Disturb | None = None) -> None:
-    """Executes an entry's operator again and compares."""
+    """Execute the operator of an entry again and compare."""
     versions = [tensor._version for tensor in tensors_in((one.args, one.kwargs, one.outs))]
     if versions != one.versions:
         findings.note(Mismatch(one.at, WINDOW, note="its tensors were changed behind the dispatcher while it waited"))

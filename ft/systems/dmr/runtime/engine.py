@@ -1,4 +1,4 @@
-"""DMR of one rank: follows megatron-core through an iteration, and has every operator of it verified."""
+"""The DMR engine of one rank: follow megatron-core through an iteration and have every operator verified."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +18,19 @@ from ft.systems.dmr.runtime.segments import Scripts, Segment
 
 
 class Engine:
-    """What ``megatron.patches.double_execution`` tells, and who is told.
+    """The listener of ``megatron.patches.double_execution``: receives its notifications and passes them to the parts of
+    DMR.
 
     Args:
-        mode: the dispatcher's. wire: falsifies payloads, in experiments.
+        course: the position of this rank in the iteration.
+        findings: the mismatches found in this iteration.
+        queue: the deferred verifications.
+        mode: the torch dispatch mode that executes operators and has them verified.
+        messages: digests of the activations and gradients that cross pipeline stages.
+        wire: corrupts received payloads in fault-injection experiments; None otherwise.
 
     Attributes:
-        is_active: an iteration is being protected.
+        is_active: True while an iteration is being protected.
     """
 
     def __init__(
@@ -44,7 +50,7 @@ class Engine:
 
     @contextlib.contextmanager
     def iteration(self, microbatches: int) -> Iterator[None]:
-        """Within, operators are executed twice."""
+        """Return a context in which the operators of one iteration are executed redundantly."""
         self.course.restart()
         self.findings.restart()
         self.queue.restart()
@@ -59,34 +65,39 @@ class Engine:
             self.is_active = False
 
     def before_update(self) -> None:
-        """The optimizer is about to change what waiting verifications read."""
+        """Verify everything that is deferred, because the optimizer will change the memory that it reads."""
         with self._unwatched():
             self.queue.drain()
             self._reductions.finish()
         self.course.update()
 
     def coverage(self) -> dict[str, int]:
-        """Operators of the last iteration by how they were verified. Deferred ones: "in windows"; "early": before that,
-        because their memory was about to be changed or is scarce; "late": no window was left. "unverified": compared
-        with nothing. "not in the plan": of whatever set, where a plan is followed that does not fit."""
+        """Return the number of operators of the last iteration by how they were verified.
+
+        Deferred operators are counted as "in windows", "early" (verified before their window, because their memory was
+        about to be changed or is scarce) or "late" (no window was left). "unverified" operators were compared with
+        nothing. "not in the plan" counts operators, of whatever set, that the followed plan does not contain at that
+        place.
+        """
         queue = {"in windows": self.queue.in_windows, "early": self.queue.early, "late": self.queue.late}
         misfits = {"not in the plan": self.mode.misfits} if self.mode.misfits else {}
         return {**self.mode.counts, **queue, "unverified": self.findings.unverified, **misfits}
 
     def flag(self) -> torch.Tensor:
-        """Collective: whether this rank has found anything, messages and all-reduces included: int32 [1]."""
+        """Return whether this rank has found any mismatch, in all-reduces and messages too: int32 [1]. Collective."""
         self.queue.drain()
         self._messages.compare()
         self._reductions.compare()
         return self.findings.flag()
 
     def settle(self) -> list[Mismatch]:
-        """Collective, after a flag that is up on some rank: what this rank has found."""
+        """Return the mismatches of this rank. Collective: called on all ranks after any of them set the flag."""
         self._reductions.settle()
         return self.findings.settle()
 
     def watch_layers(self, chunks: Sequence[torch.nn.Module], layer_class: type) -> None:
-        """Has operators of transformer layers told apart, in forward and backward."""
+        """Register hooks on the transformer layers of ``chunks`` that record which layer an operator belongs to, in
+        forward and backward."""
         for chunk in chunks:
             layers = [module for module in chunk.modules() if isinstance(module, layer_class)]
             for position, layer in enumerate(layers):
@@ -111,7 +122,7 @@ class Engine:
         return ends
 
     def _mark(self, tensor: Any, number: int) -> None:
-        """When the backward comes by this tensor it enters that layer."""
+        """Register a hook that sets the current layer to ``number`` when the backward pass reaches ``tensor``."""
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
 
             def enter(_gradient: torch.Tensor) -> None:
@@ -120,7 +131,7 @@ class Engine:
             tensor.register_hook(enter)
 
     def forward_step(self, step: Callable[[], Any], chunk: int, inputs: Any, outputs_of: Callable[[Any], Any]) -> Any:
-        """Runs the forward of a chunk's next microbatch."""
+        """Run ``step``, the forward pass of the next microbatch of ``chunk``, and return its result."""
         microbatch = self.course.forward(chunk)
         with self._unwatched():
             self._falsify_received(tensors_in(inputs))
@@ -135,7 +146,7 @@ class Engine:
         return result
 
     def backward_step(self, step: Callable[[], Any], output: Any, gradients: Any) -> Any:
-        """Runs the backward from ``output``."""
+        """Run ``step``, the backward pass from ``output``, and return its result."""
         first = next(iter(tensors_in(output)), output)
         chunk, microbatch = self.course.backward(first)
         with self._unwatched():
@@ -148,7 +159,7 @@ class Engine:
         return result
 
     def recomputed(self, function: Callable) -> Callable:
-        """A function that is called now, and once more when its results are recomputed."""
+        """Wrap an activation-checkpointed function so that its forward call and its recomputation are compared."""
         calls = 0
         segment: Segment | None = None
 
@@ -158,26 +169,33 @@ class Engine:
             if not self.is_active:
                 return function(*args)
             if calls == 1:
-                if self.mode.segment is not None:  # inside another one, whose recomputation covers it
+                if self.mode.segment is not None:  # its recomputation is part of that of the enclosing segment
                     return function(*args)
                 segment = Segment(self.findings, self._scripts)
                 return self._primary(segment, function, args)
-            # A second recomputation, of a graph that was kept, is compared with nothing: all of it is verified at once.
+            # A second recomputation, of a graph that was kept, has no partner to be compared with: its operators are
+            # all verified immediately.
             return self._again(segment if calls == 2 else None, function, args)
 
         return watched
 
     def window(self, kind: str) -> None:
-        """Something is on its way, and this rank is about to wait for it."""
+        """Verify what is due: communication is in flight, and this rank is about to wait for it."""
         if self.is_active and self.queue:
             with self._unwatched():
                 self.queue.window(self.mode.position)
 
     def waited(self) -> None:
-        """The last window is over."""
+        """Do nothing at the end of a window."""
 
     def reduced(self, group: dist.ProcessGroup, tensor: torch.Tensor, *, is_over: bool) -> None:
-        """``tensor`` is what an all-reduce writes to. ``is_over``: it has written."""
+        """Record an all-reduce so that its result is compared within the group.
+
+        Args:
+            group: the process group of the all-reduce.
+            tensor: the tensor that the all-reduce writes to.
+            is_over: True if the all-reduce has completed.
+        """
         if not self.is_active or tensor.device.type != self.findings.device.type:
             return
         with self._unwatched():
@@ -185,7 +203,8 @@ class Engine:
             (self._reductions.done if is_over else self._reductions.begun)(group, tensor, at)
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Something is on its way, and takes another time in every iteration."""
+        """Verify deferred operators until ``is_over`` returns True: communication whose duration differs in every
+        iteration is in flight."""
         if self.is_active:
             with self._unwatched():
                 self.queue.window(self.mode.position)
@@ -213,7 +232,7 @@ class Engine:
         self.mode.segment, self.mode.again = segment, True
         try:
             return function(*args)
-        finally:  # torch's own checkpointing stops early by an exception
+        finally:  # torch's own checkpointing stops the recomputation early by raising an exception
             self.mode.segment, self.mode.again = None, False
             self.course.back(unit)
             self.course.layer = layer
@@ -223,6 +242,6 @@ class Engine:
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """DMR's own operators are not verified."""
+        """Return a context in which operators are not verified, for DMR's own computations."""
         with torch._C._DisableTorchDispatch():
             yield

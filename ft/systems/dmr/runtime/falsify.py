@@ -1,4 +1,4 @@
-"""Flips bits of what this rank computes or receives, as planned: the other half of ``ft.faults.flip``."""
+"""Inject planned bit flips into what this rank computes or receives. ``ft.faults.flip`` describes the flips."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,11 +15,21 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Hit:
-    """One flip that has happened.
+    """One bit flip that has happened.
 
     Args:
-        fault: number of the planned one. execution: None in a payload. element: its number in the tensor, of ``of``
-            elements; bit: from the lowest. tensor: number among the operator's results.
+        fault: number of the planned fault.
+        operator: name of the operator.
+        phase: phase of the iteration.
+        chunk: number of the model chunk.
+        microbatch: number of the microbatch.
+        layer: number of the layer; 0 outside of all layers.
+        execution: "primary" or "checker"; None in a received payload.
+        tensor: number of the tensor among the results of the operator.
+        element: number of the element in the tensor.
+        of: number of elements of the tensor.
+        bit: number of the bit, from the lowest.
+        dtype: data type of the tensor.
     """
 
     fault: int
@@ -36,7 +46,7 @@ class Hit:
     dtype: str
 
     def values(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the flip as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -48,7 +58,7 @@ class Hit:
 
 @dataclass
 class _Armed:
-    """A flip under way. ``stuck``: (share of the tensor, bit, value) once it has been drawn."""
+    """An active fault. ``stuck``: (relative position in the tensor, bit, value) once these have been drawn."""
 
     number: int
     flip: Flip
@@ -59,10 +69,10 @@ class _Armed:
 
 
 class Falsifier:
-    """The faulty device of one rank (``mode.Disturbance``).
+    """The simulated faulty device of one rank (``mode.Disturbance``).
 
-    A fault that was armed stays with this process: an iteration that is taken once more is not hit again by a flip that
-    happens once, and whoever takes this rank over has another device.
+    A fault that was armed stays with this process: a repeated iteration is not hit again by a flip that happens once,
+    and a worker that replaces this rank has another device.
 
     Args:
         tell: called after each flip.
@@ -73,24 +83,24 @@ class Falsifier:
         self._armed: list[_Armed] = []
 
     def arm(self, number: int, flip: Flip) -> None:
-        """From now on results are hit. ``number``: of the fault."""
+        """Activate a fault, so that results are hit from now on. ``number``: number of the fault."""
         self._armed = [*self._armed, _Armed(number, flip, random.Random(f"{flip.seed}/{number}"))]
 
     def falsify(
         self, execution: str | None, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """See ``mode.Disturbance``."""
+        """Corrupt results, see ``mode.Disturbance``."""
         for one in self._armed:
             if one.flip.fits(operator, course.unit.phase, execution):
                 self._consider(one, execution, course.at(operator, 0), tensors, course.executed)
 
     def payload(self, kind: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]) -> None:
-        """What came from other ranks; see ``engine.Engine``."""
+        """Corrupt tensors that were received from other ranks (the ``wire`` of ``engine.Engine``)."""
         self.falsify(None, kind, course, tensors)
 
     def deferred(self, at: At, tensors: Sequence[torch.Tensor]) -> None:
-        """Results of an operator's second execution, in a window. A stuck bit is not met here: which execution meets it
-        was drawn at the first."""
+        """Corrupt the results of an operator's second execution in a window. Stuck bits are not applied here, because
+        which of the two executions they hit was drawn at the first."""
         for one in self._armed:
             if one.flip.mode != STUCK and one.flip.fits(at.operator, at.phase, CHECKER):
                 self._consider(one, CHECKER, at, tensors)
@@ -135,27 +145,28 @@ class Falsifier:
 
 
 def bits_of(dtype: torch.dtype) -> int:
-    """How many bits of an element mean anything."""
+    """Return the number of significant bits of an element."""
     return 1 if dtype is torch.bool else 8 * dtype.itemsize
 
 
 def word_at(tensor: torch.Tensor, element: int) -> torch.Tensor:
-    """The memory of one element, counted in order of indices, as an integer [1]."""
+    """Return the memory of one element as an integer [1]. ``element`` counts in the order of indices."""
     offset = tensor.storage_offset()
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         element, index = divmod(element, size)
         offset += index * stride
-    # ``data`` has a version counter of its own: autograd takes no notice, as of a fault.
+    # ``data`` has a version counter of its own, so that autograd does not notice the change, as with a real fault.
     return tensor.data.as_strided((1,), (1,), offset).view(_INTEGER[tensor.dtype.itemsize])
 
 
 def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> None:
+    """Invert one bit of an element."""
     word = word_at(tensor, element)
     word.bitwise_xor_(_mask(word.dtype, bit))
 
 
 def force_bit(tensor: torch.Tensor, element: int, bit: int, value: int) -> bool:
-    """Sets a bit; whether it was another one."""
+    """Set a bit to ``value``; return whether that changed it."""
     word = word_at(tensor, element)
     mask = _mask(word.dtype, bit)
     is_set = bool((word & mask).item())
@@ -185,7 +196,8 @@ def _flip(one: _Armed, targets: list[tuple[int, torch.Tensor]]) -> tuple[int, to
 def _force(
     one: _Armed, execution: str | None, executed: int, targets: list[tuple[int, torch.Tensor]]
 ) -> tuple[int, torch.Tensor, int, int] | None:
-    """None where nothing changed: the other execution has the broken unit, or the bit is right."""
+    """Apply a stuck bit. Return None if nothing changed: the other execution uses the broken unit, or the bit already
+    has the value."""
     number, tensor = targets[0]
     if one.stuck is None:
         bit = one.draw.randrange(bits_of(tensor.dtype)) if one.flip.bit is None else one.flip.bit

@@ -1,4 +1,5 @@
-"""What comparisons have shown. On a CPU it is known at once; on a device it stays there until one look at the end."""
+"""The results of comparisons on one rank. On a CPU a mismatch is known immediately; on an accelerator the results stay
+on the device until one synchronisation at the end of the iteration."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +17,14 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Two executions of one operator that differ, or a tensor that arrived otherwise than it was sent.
+    """Two executions of one operator that differ, or a tensor that arrived differently from how it was sent.
 
     Args:
-        at: which operator. how: what it was compared with: one of the names above.
-        elements: how many elements differ; None where only digests were compared. of: how many there are.
-        note: what else there is to say.
+        at: the operator.
+        how: what it was compared with: one of the constants above.
+        elements: number of differing elements; None where only digests were compared.
+        of: number of elements of the tensor.
+        note: further explanation.
     """
 
     at: At
@@ -31,7 +34,7 @@ class Mismatch:
     note: str = ""
 
     def values(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the mismatch as JSON values."""
         return {**asdict(self.at), "how": self.how, "elements": self.elements, "of": self.of, "note": self.note}
 
     def __str__(self) -> str:
@@ -43,7 +46,7 @@ class Mismatch:
 
 
 class Rows:
-    """Digests on a device, int64 [2] each, in the order in which they were asked for."""
+    """Digests on a device, int64 [2] each, in the order in which they were requested."""
 
     def __init__(self, device: torch.device, seed: int):
         self._device, self._seed = device, seed
@@ -53,7 +56,7 @@ class Rows:
         self.count = 0
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Takes the digest of ``tensor``."""
+        """Compute the digest of ``tensor`` and append it."""
         if not self._free:
             block = torch.empty((_ROWS, 2), dtype=torch.int64, device=self._device)
             self._blocks.append(block)
@@ -66,7 +69,7 @@ class Rows:
         self.count += 1
 
     def table(self) -> torch.Tensor:
-        """All of them: int64 [count, 2]."""
+        """Return all digests as int64 [count, 2]."""
         if not self._blocks:
             return torch.empty((0, 2), dtype=torch.int64, device=self._device)
         whole = self._blocks[0] if len(self._blocks) == 1 else torch.cat(self._blocks)
@@ -77,7 +80,8 @@ class Findings:
     """The mismatches of one rank in one iteration.
 
     Args:
-        device: what is compared lives there. seed: of the run's digests.
+        device: the device of the tensors that are compared.
+        seed: seed of the digests of the run.
     """
 
     def __init__(self, device: torch.device, seed: int):
@@ -85,7 +89,7 @@ class Findings:
         self.restart()
 
     def restart(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self._known: list[Mismatch] = []
         self._pending: list[tuple[list[tuple[At, str]], torch.Tensor, torch.Tensor]] = []
         self._hints: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -94,13 +98,15 @@ class Findings:
         self.unverified = 0
 
     def rows(self) -> Rows:
+        """Return an empty table of digests on this device with the seed of the run."""
         return Rows(self.device, self.seed)
 
     def note(self, mismatch: Mismatch) -> None:
+        """Record a mismatch."""
         self._known.append(mismatch)
 
     def pair(self, at: At, how: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-        """Compares the results of two executions, bit by bit on a CPU, by digests on a device."""
+        """Compare the results of two executions: bit by bit on a CPU, by digests on an accelerator."""
         for a, b in zip(ours, theirs, strict=True):
             if a.device.type == "cpu":
                 if not same(a, b):
@@ -113,20 +119,21 @@ class Findings:
             self._pairs.append((at, how))
 
     def tables(self, places: list[tuple[At, str]], expected: torch.Tensor, found: torch.Tensor) -> None:
-        """Compares two tables of digests, int64 [len(places), 2]; a row of ``places`` says what a row is about."""
+        """Compare two tables of digests, int64 [len(places), 2]. ``places`` names the operator and the kind of
+        comparison of each row."""
         self._pending.append((places, expected, found))
 
     def hint(self, expected: torch.Tensor, found: torch.Tensor) -> None:
-        """The same for the flag alone: what these tables mean is noted by others, once it is up."""
+        """Compare two tables for the flag only. The caller notes the mismatches themselves after the flag was set."""
         self._hints.append((expected, found))
 
     @property
     def any_known(self) -> bool:
-        """A mismatch is known without looking at the device."""
+        """Return whether a mismatch is known without synchronising with the device."""
         return bool(self._known)
 
     def flag(self) -> torch.Tensor:
-        """Whether anything differed: int32 [1] on the device, not synchronised."""
+        """Return whether anything differed, as int32 [1] on the device, without synchronising."""
         self._gather_pairs()
         tables = [(a, b) for _, a, b in self._pending] + self._hints
         if self._known or not tables:
@@ -135,7 +142,7 @@ class Findings:
         return (expected != found).any().to(torch.int32).reshape(1)
 
     def settle(self) -> list[Mismatch]:
-        """All of them; looks at what the device knows."""
+        """Return all mismatches. Synchronises with the device."""
         self._gather_pairs()
         for places, expected, found in self._pending:
             rows = (expected != found).any(dim=1).nonzero().flatten().tolist()

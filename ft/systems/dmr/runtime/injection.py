@@ -1,4 +1,4 @@
-"""Planned bit flips, brought to the rank that they hit: by ``ft run --inject``, or by a flag of the trainer."""
+"""Planned bit flips on the rank that they hit, requested by ``ft run --inject`` or by a flag of the trainer."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ft.worker.session import Session
 
 _MOST_TOLD = 20
-"""Flips of one fault that are told of: a stuck bit is met thousands of times."""
+"""Number of flips of one fault that are reported; a stuck bit may occur thousands of times."""
 
 
 def make_falsifier(
@@ -29,14 +29,18 @@ def make_falsifier(
     session: "Session | None" = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Falsifier | None:
-    """What falsifies this rank's results; None where nothing is planned, and nothing is then looked at.
+    """Return the object that corrupts results on this rank, or None if no flips are planned, in which case results are
+    not inspected.
 
     Args:
-        texts: of the trainer's flag. seed: of what they leave open. step: the step under way, from 1.
-        session: of ``ft run``; its faults are armed by the worker's injector.
+        texts: the fault specifications of the trainer's flag.
+        seed: seed for what the specifications leave open.
+        step: returns the current step, from 1.
+        session: the session of ``ft run``; its faults are armed by the worker's injector.
+        environment: environment variables, from which the faults planned by ``ft run`` are read.
 
     Raises:
-        UserError: a text names no bit flip at a step of a rank.
+        UserError: a specification is not a bit flip at a step of a rank.
     """
     planned = planned_flips(texts, dist.get_world_size(), seed)
     told = any(fault.kind == BIT_FLIP for fault in inject.planned(environment)) if session else False
@@ -50,10 +54,10 @@ def make_falsifier(
 
 
 def planned_flips(texts: Sequence[str], world_size: int, seed: int) -> list[Fault]:
-    """The faults that the trainer's flag asks for.
+    """Return the faults that the trainer's flag requests.
 
     Raises:
-        UserError: one is no bit flip, or has no step or rank.
+        UserError: a specification is not a bit flip, has no step, or names a node or a replica.
     """
     specs = [spec for text in texts for spec in parse(text)]
     for spec in specs:
@@ -68,7 +72,7 @@ def planned_flips(texts: Sequence[str], world_size: int, seed: int) -> list[Faul
 
 
 class AtSteps(Falsifier):
-    """Arms faults when their steps begin."""
+    """A ``Falsifier`` that arms each fault when its step begins."""
 
     def __init__(self, tell: Callable[[Hit], None], faults: Sequence[Fault], step: Callable[[], int]):
         super().__init__(tell)
@@ -85,7 +89,7 @@ class AtSteps(Falsifier):
 
 
 class Teller:
-    """Tells of each flip by a line and, under ``ft run``, an event."""
+    """Reports each flip on stderr and, under ``ft run``, as an event."""
 
     def __init__(self, step: Callable[[], int], session: "Session | None"):
         self._step, self._session = step, session

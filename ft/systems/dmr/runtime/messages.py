@@ -1,7 +1,8 @@
-"""Activations and gradients between stages: what arrived is held against what was sent.
+"""Verify activations and gradients between pipeline stages: compare what arrived with what was sent.
 
-Digests are taken where a stage's work begins and ends, and cross the wire once per iteration, all together: a message
-more for each one would cost more than the digest. Global stage v is chunk ``v // P`` of stage ``v % P``.
+Digests are taken where the work of a stage begins and ends, and are exchanged once per iteration, all together: an
+additional message for each of them would cost more than the digest. Global stage v is chunk ``v // P`` of stage ``v %
+P``, with P stages.
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,12 @@ _SENT_ON, _CAME_IN, _SENT_BACK, _CAME_BACK = range(4)
 
 
 class Messages:
-    """Of one rank in one iteration.
+    """Digests of the messages of one rank in one iteration.
 
     Args:
-        group: the pipeline's. chunks: model chunks of a rank.
+        findings: receives the mismatches.
+        group: process group of the pipeline.
+        chunks: number of model chunks of a rank.
     """
 
     def __init__(self, findings: Findings, group: dist.ProcessGroup, chunks: int):
@@ -31,24 +34,28 @@ class Messages:
         self.restart(1)
 
     def restart(self, microbatches: int) -> None:
-        """An iteration of so many microbatches begins."""
+        """Begin an iteration with ``microbatches`` microbatches."""
         size = (4, self._chunks, max(microbatches, 1), 2)
         self._table = torch.zeros(size, dtype=torch.int64, device=self._findings.device)
 
     def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the activations that a chunk has received for a microbatch."""
         self._put(_CAME_IN, chunk, microbatch, tensors)
 
     def forward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the activations that a chunk sends for a microbatch."""
         self._put(_SENT_ON, chunk, microbatch, tensors)
 
     def backward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the gradients that a chunk has received for a microbatch."""
         self._put(_CAME_BACK, chunk, microbatch, tensors)
 
     def backward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the gradients that a chunk sends for a microbatch."""
         self._put(_SENT_BACK, chunk, microbatch, tensors)
 
     def compare(self) -> None:
-        """Collective in the pipeline: compares what came here with what its senders sent."""
+        """Compare what arrived here with what its senders sent. Collective in the pipeline group."""
         if self._stages == 1:
             return
         tables = [torch.empty_like(self._table) for _ in range(self._stages)]
@@ -58,7 +65,8 @@ class Messages:
             self._hold(tables, chunk, self.stage + self._stages * chunk + 1, _CAME_BACK, _SENT_BACK, BACKWARD)
 
     def _hold(self, tables: list[torch.Tensor], chunk: int, sender: int, came: int, sent: int, phase: str) -> None:
-        """``sender``: the global stage that it comes from; beyond the ends of the pipeline there is none."""
+        """Compare the messages that ``chunk`` received from global stage ``sender``. Beyond the ends of the pipeline
+        there is no sender, and nothing is compared."""
         if not 0 <= sender < self._stages * self._chunks:
             return
         name = "recv_forward" if phase == FORWARD else "recv_backward"
@@ -68,7 +76,7 @@ class Messages:
         self._findings.tables(places, expected, found)
 
     def _put(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Several tensors of one message count as one: their digests are added up."""
+        """Store the digest of a message. The digests of several tensors of one message are combined into one."""
         if self._stages == 1 or microbatch >= self._table.shape[2]:
             return
         row = self._table[kind, chunk, microbatch]

@@ -1,4 +1,4 @@
-"""Every operator that torch dispatches goes through here while an iteration is protected."""
+"""The torch dispatch mode that sees every operator of a protected iteration and executes it redundantly."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -27,22 +27,36 @@ PRIMARY, CHECKER = "primary", "checker"
 
 
 class Disturbance(Protocol):
-    """What falsifies results, in experiments."""
+    """Corrupts the results of operators, in fault-injection experiments."""
 
     def falsify(self, execution: str, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]) -> None:
-        """``tensors`` are the results of one ``execution`` (PRIMARY or CHECKER), before they are compared."""
+        """Corrupt results before they are compared.
+
+        Args:
+            execution: PRIMARY or CHECKER (the second execution).
+            operator: name of the operator.
+            course: the position of this rank in the iteration.
+            tensors: the results of this execution.
+        """
 
 
 class DoubleExecution(TorchDispatchMode):
-    """Executes operators, has each verified as the strategy says, and counts how.
+    """Executes operators, has each of them verified as the strategy decides, and counts how.
 
     Args:
-        stage: this rank's, for the names of operators. disturbance: None outside of experiments.
+        course: the position of this rank in the iteration.
+        strategy: decides how each operator is verified.
+        findings: receives the mismatches.
+        queue: the deferred verifications.
+        stage: pipeline stage of this rank, which is part of operator ids.
+        disturbance: corrupts results in fault-injection experiments; None otherwise.
 
     Attributes:
-        segment: the activation-checkpointing segment under way; again: it is being recomputed.
-        counts: operators verified, by set.
-        position: how many of a plan's operators are behind: one more or less of others does not move its windows.
+        segment: the activation-checkpointing segment that is being executed.
+        again: True while that segment is being recomputed.
+        counts: number of verified operators, by set.
+        position: ordinal of the last operator found in the plan. Windows are placed by it, so that a few operators more
+            or less than planned do not shift them.
     """
 
     def __init__(
@@ -60,7 +74,7 @@ class DoubleExecution(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self.segment: Segment | None = None
         self.again = False
         self.counts: dict[str, int] = {}
@@ -109,11 +123,11 @@ class DoubleExecution(TorchDispatchMode):
 
     @property
     def misfits(self) -> int:
-        """Operators of this iteration that were not found in the plan that is followed."""
+        """Return the number of operators of this iteration that the followed plan does not contain at their place."""
         return sum(self._strategy.misfits.values()) - self._misfits_before
 
     def _is_recomputed(self) -> bool:
-        """Recomputation will show, or shows, what comes next once more."""
+        """Return whether the next operator has a second, comparable execution in its segment."""
         return self.segment is not None and self.segment.is_comparable
 
     def _at_once(self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int) -> Any:

@@ -1,4 +1,4 @@
-"""What DMR could not see into: layers and optimizers whose kernels bypass torch's dispatcher."""
+"""Refuse layers and optimizers whose kernels bypass torch's dispatcher, because DMR cannot see their operators."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,13 +12,14 @@ _WRAPPED_IN = ("megatron.core.extensions.transformer_engine", "megatron.core.fus
 
 
 def refuse_opaque(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-    """Refuses a model with layers of Transformer Engine or Apex, and an optimizer that is none of torch's.
+    """Refuse a model with layers of Transformer Engine or Apex, and an optimizer that is not one of torch's own.
 
     Args:
-        chunks: model chunks of this rank. optimizer: core's, around one inner optimizer or a chain of them.
+        chunks: model chunks of this rank.
+        optimizer: optimizer of megatron-core, around one inner optimizer or a chain of them.
 
     Raises:
-        UserError: there is such a layer, or such an optimizer.
+        UserError: there is such a layer or such an optimizer.
     """
     layers = {type(module) for chunk in chunks for module in chunk.modules()}
     opaque = sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in (*layers, *_inner(optimizer)) if _is(kind)})

@@ -1,4 +1,4 @@
-"""What double execution has to know of an operator: whether it computes, what it writes to, whether it draws."""
+"""Properties of an operator that redundant execution needs: does it compute, what does it write, is it random."""
 
 import functools
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _NOT_EXECUTED = frozenset(
         ),
     )
 )
-"""They give out memory as it is, hand on what they were given, or change what a tensor is and not what it holds."""
+"""Operators that only allocate memory, return their input, or change a tensor's metadata and not its contents."""
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
@@ -31,16 +31,18 @@ _COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
 
 @dataclass(frozen=True, slots=True)
 class Nature:
-    """An operator's, as far as verifying it is concerned.
+    """Properties of an operator that matter for its verification.
 
     Args:
-        name: with its overload, without the namespace of torch's own: "mm", "add_.Tensor".
-        executes: it computes something, and is executed again. Views do not: what they show was verified before.
-        communicates: it talks to other ranks and is not repeated here.
-        written: arguments that it changes in place: (position, or None where it is given by name only; name).
-        random: it draws from a generator.
-        functional: the same operator with a result of its own in place of its first argument, where there is one.
-        copies: it may go from one device to another, which is not repeated.
+        name: name with overload, without the namespace of torch's own operators: "mm", "add_.Tensor".
+        executes: the operator computes something and can be executed again. False for views, because the memory that
+            they show was verified before.
+        communicates: the operator communicates with other ranks and is not repeated here.
+        written: arguments that it changes in place, as (position, or None for a keyword-only argument; name).
+        random: the operator draws from a random generator.
+        functional: the same operator with a result of its own instead of writing to its first argument, if there is
+            one.
+        copies: the operator may copy from one device to another; such a copy is not repeated.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Nature:
 
 @functools.cache
 def nature(func: OpOverload) -> Nature:
-    """What ``func`` is, by its schema."""
+    """Return the properties of ``func``, derived from its schema."""
     schema = func._schema
     name = _short(func)
     if schema.name.split("::")[0] in COMMUNICATION_NAMESPACES:
@@ -73,12 +75,13 @@ def nature(func: OpOverload) -> Nature:
 
 
 def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:
-    """What a collective writes to, which its schema does not say: its first argument, unless it only sends."""
+    """Return the arguments that a collective writes to, which its schema does not say: the first argument, unless the
+    operator only sends."""
     return ((0, schema.arguments[0].name),) if schema.name.endswith("_") else ()
 
 
 def is_counted(kind: Nature, args: Any, kwargs: dict[str, Any]) -> bool:
-    """It is an operator of plans and profiles: it computes, and that can be repeated here."""
+    """Return whether plans and profiles contain the operator: it computes, and can be repeated on this rank."""
     return kind.executes and not (kind.copies and _changes_device(args, kwargs))
 
 
@@ -100,14 +103,14 @@ def _is_view(schema: Any) -> bool:
 
 
 def _yields(schema: Any) -> bool:
-    """Tensors come out of it, as results or in what it writes to."""
+    """Return whether the operator produces tensors, as results or in the arguments that it writes to."""
     return any("Tensor" in str(one.type) for one in schema.returns) or any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
     )
 
 
 def _functional(func: OpOverload) -> OpOverload | None:
-    """``add`` for ``add_``: the same arguments, nothing written."""
+    """Return the functional variant of an in-place operator (``add`` for ``add_``), with the same arguments."""
     base = func._schema.name.removeprefix("aten::")
     if not func._schema.name.startswith("aten::") or not base.endswith("_") or base.endswith("__"):
         return None
@@ -121,7 +124,7 @@ def _functional(func: OpOverload) -> OpOverload | None:
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results, in order; lists of them are looked into."""
+    """Return the tensors among arguments or results, in order; searches lists, tuples and dicts recursively."""
     found: list[torch.Tensor] = []
     _collect(values, found)
     return found

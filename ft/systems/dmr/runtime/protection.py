@@ -1,4 +1,4 @@
-"""The loop around an iteration: computed, compared, taken once more where anything differed anywhere."""
+"""Run an iteration, compare the redundant executions, and repeat the iteration if anything differed on any rank."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -16,45 +16,50 @@ Result = TypeVar("Result")
 
 
 class CorruptionError(FtError):
-    """An iteration turned out wrong again and again, and nobody can be blamed, or nobody is there to take over."""
+    """An iteration was wrong repeatedly, and no rank can be blamed or no standby can replace the rank at fault."""
 
 
 class UnstableError(CorruptionError, UserError):
-    """The same, and several ranks differ by one operator: the flags can make it right, no other device can."""
+    """A ``CorruptionError`` in which several ranks differ by the same operator. Flags of the run can fix this; another
+    device cannot."""
 
 
 class SuspectError(ReplaceNodeError):
-    """This rank computes wrongly again and again: its node is given up."""
+    """This rank computes wrongly repeatedly, so its node has to be replaced."""
 
 
 class InterruptedStepError(RecoverableError):
-    """An iteration ended with an error that wrong numbers may have caused."""
+    """An iteration ended with an exception that wrong numbers may have caused."""
 
 
 _OF_WRONG_NUMBERS = (IndexError, ValueError)
 
 
 class Witness(Protocol):
-    """Who is told what was found."""
+    """Receives what was found, to report it."""
 
     can_evict: bool
-    """A standby may take a suspect's place."""
+    """Whether a standby may replace a suspect rank."""
 
     def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
-        """An attempt at a step went wrong on the ranks of ``reports``; called on all ranks."""
+        """Report that an attempt at a step went wrong on the ranks of ``reports``. Called on all ranks."""
 
     def clean(self, step: int, attempt: int) -> None:
-        """An attempt went right after earlier ones had not."""
+        """Report that an attempt went right after earlier attempts had gone wrong."""
 
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
-        """How the operators of this rank's first iteration were verified."""
+        """Report how the operators of this rank's first iteration were verified."""
 
 
 class Protection:
-    """Of one rank, for the whole run.
+    """The DMR protection of one rank, for the whole run.
 
     Args:
-        limits: when a fault counts as permanent. strategy: the name of how operators are verified.
+        engine: follows and verifies the operators of an iteration.
+        undo: keeps the state before an iteration.
+        witness: reports what was found.
+        limits: when a fault counts as permanent.
+        strategy: name of the strategy by which operators are verified.
     """
 
     def __init__(self, engine: Engine, undo: Undo, witness: Witness, limits: Limits, strategy: str):
@@ -63,18 +68,20 @@ class Protection:
         self._memory = suspects.Memory(limits.memory)
 
     def before_update(self) -> None:
-        """The optimizer is about to step."""
+        """Finish the deferred verifications and the copy of the state before the optimizer steps."""
         if self.engine.is_active:
             self.engine.before_update()
             self._undo.wait()
 
     def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
-        """Runs ``work``, a whole iteration, until it has been computed rightly on all ranks. Collective.
+        """Run ``work``, a whole iteration, until it has been computed correctly on all ranks. Collective.
 
         Raises:
-            SuspectError: on a rank that is at fault, where somebody can take over.
-            CorruptionError: on all ranks, where nobody can, or nobody is known to be at fault (UnstableError: as it is
-                rather an operator).
+            SuspectError: on a rank that is at fault, if a standby can replace it.
+            CorruptionError: on all ranks, if no standby can replace the rank at fault, or if no rank is known to be at
+                fault (UnstableError if an operator is more likely at fault).
+            InterruptedStepError: ``work`` raised an exception that wrong numbers may have caused, and a standby is
+                available.
         """
         attempts: list[Reports] = []
         while True:
@@ -92,8 +99,9 @@ class Protection:
             self._undo.back()
 
     def _attempt(self, step: int, work: Callable[[], Result]) -> Result:
-        """A wrong index or size may end an iteration before it is compared: where that is likely, the step is taken
-        once more in place, by hot-swap, and the worker replaced only if it goes on."""
+        """Run ``work`` once. A wrong index or size may end an iteration with an exception before it is compared: where
+        that is likely, raise a recoverable error, so that hot-swap repeats the step in place and replaces the worker
+        only if the error persists."""
         try:
             return work()
         except FtError:
@@ -106,8 +114,8 @@ class Protection:
             raise InterruptedStepError(f"step {step} ended with {type(error).__name__}: {error}") from error
 
     def _agree(self, flag: torch.Tensor, step: int) -> tuple[Reports, dict[int, suspects.Wrong]]:
-        """What all ranks have found, and each one's earlier wrong attempts; nothing on all of them where nobody has
-        found anything. One flag, and one look at it."""
+        """Return what all ranks have found, and the earlier wrong attempts of each rank; both empty if no rank has
+        found anything, which costs one all-reduce of the flag and one synchronisation with the device. Collective."""
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():
             return {}, {}
@@ -144,4 +152,4 @@ class Protection:
 
 
 _MOST_TOLD = 50
-"""Mismatches that one rank tells of: what is wrong early makes much else wrong, too."""
+"""Number of mismatches that one rank reports; an early error makes many later results wrong."""

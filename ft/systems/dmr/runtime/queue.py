@@ -1,4 +1,4 @@
-"""All that waits for windows on one rank: single operators and AGC segments; and when it is verified."""
+"""The D-DMR queue of one rank: operators and AGC segments that wait for a window, and when they are verified."""
 
 import math
 import time
@@ -17,20 +17,24 @@ Call = tuple[Any, Sequence[Any], dict[str, Any]]
 
 
 class Queue:
-    """The D-DMR queue.
+    """The queue of deferred verifications (D-DMR).
 
     Args:
-        segments: the plan's AGC segments. helpers: operators that these execute again for what they make.
-        headroom: bytes that may wait, those with a place in the plan included. dynamic_us: how long an iteration's
-            dynamic windows last, one after the other; those beyond are as long as it takes.
-        lasting: addresses of memory that is there anyway: parameters.
+        findings: receives the mismatches.
+        segments: AGC segments of the plan, by id.
+        helpers: operator id -> AGC segments that replay the operator only to produce its outputs.
+        headroom: memory that deferred verifications may keep, in bytes, including what the plan has reserved.
+        dynamic_us: expected durations in microseconds of the dynamic windows of an iteration, in order; later windows
+            have no expected end.
+        lasting: addresses of storages that are never freed (parameters).
 
     Attributes:
-        disturb: None outside of experiments.
-        most_bytes: that have been kept at a time so far; what several single operators, or several operators of a
-            segment, need counts once.
-        in_windows: operators that were verified in windows; early: before, because their memory was about to be changed
-            or is scarce; late: for which no window was left.
+        disturb: corrupts the results of second executions in fault-injection experiments; None otherwise.
+        most_bytes: largest amount of memory kept at one time so far, in bytes; memory that several single operators
+            need, or several operators of one segment, counts once.
+        in_windows: number of operators that were verified in windows.
+        early: number that were verified before their window, because their memory was about to be changed or is scarce.
+        late: number for which no window was left.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class Queue:
         self.in_windows = self.early = self.late = 0
 
     def restart(self) -> None:
-        """An iteration begins; what an interrupted one left behind is forgotten."""
+        """Begin an iteration and drop what an interrupted iteration left behind."""
         self._waiting.drop()
         self._dynamic = online.Waiting()
         self._replays, self._over, self._replay_bytes, self._opened = {}, set(), 0, 0
@@ -64,7 +68,7 @@ class Queue:
         return bool(len(self._waiting) or self._replays)
 
     def put(self, at, kind, call: Call, out: Any, state: torch.Tensor | None, decision: Decision) -> bool:
-        """An operator has been executed that waits; False: it has to be verified at once."""
+        """Defer the verification of an executed operator; return False if it has to be verified immediately."""
         if decision.replay is not None:
             return self._record(decision.replay, at, kind, call, out, state)
         if decision.due is not None:
@@ -79,12 +83,12 @@ class Queue:
         return True
 
     def help(self, identity: str, at, kind, call: Call, out: Any, state: torch.Tensor | None) -> None:
-        """An operator has been executed that is verified otherwise, and that AGC segments replay for what it makes."""
+        """Record an operator, verified by other means, for the AGC segments that replay it for its outputs."""
         for name in self.helpers.get(identity, ()):
             self._record(name, at, kind, call, out, state, compares=False)
 
     def before_change(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are about to be written in place."""
+        """Verify what reads the memory of ``tensors``, which is about to be written in place."""
         tensors = list(tensors)
         self.early += self._waiting.before_change(tensors)
         if self._replays:
@@ -93,14 +97,14 @@ class Queue:
                 self.early += self._finish(name)
 
     def window(self, executed: int) -> None:
-        """A window is open, after ``executed`` planned operators of the iteration: what is due is verified."""
+        """Verify what is due in a window that opens after ``executed`` planned operators of the iteration."""
         self.in_windows += self._waiting.take_due(executed)
         due = [name for name, one in self._replays.items() if one.is_whole and one.due <= executed]
         for name in due:
             self.in_windows += self._finish(name)
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """A window of unknown length is open: the oldest are verified until it closes (SpareTrain, Method 4)."""
+        """Verify the oldest deferred operators until a window of unknown length closes (SpareTrain, Method 4)."""
         number, self._opened = self._opened, self._opened + 1
         lasts = self._dynamic_us[number] if number < len(self._dynamic_us) else math.inf
         began = time.perf_counter()
@@ -111,7 +115,7 @@ class Queue:
             self.in_windows += self._waiting.take_these([int(chosen.op)])
 
     def drain(self) -> None:
-        """Everything that waits is verified now: the optimizer is about to change what it reads."""
+        """Verify everything that is still deferred, because the optimizer is about to change what it reads."""
         self.late += self._waiting.take(lambda one: True)
         for name in list(self._replays):
             self.late += self._finish(name)
@@ -136,7 +140,7 @@ class Queue:
         return replay.verify(self.disturb)
 
     def _gone(self, one: Entry) -> None:
-        """An entry is being verified, whoever asked for it."""
+        """Verify an entry, and remove it from the dynamic queue if it is there."""
         name = str(id(one))
         if name in self._dynamic:
             self._dynamic.take(name)
@@ -146,7 +150,8 @@ class Queue:
         self.most_bytes = max(self.most_bytes, self._waiting.nbytes + self._replay_bytes)
 
     def _relieve(self) -> None:
-        """Memory is limited: what has a place in the plan has its memory there, the rest shares what is left."""
+        """Verify deferred operators early until memory suffices: planned operators have their memory reserved in the
+        plan, the others share the rest of the headroom."""
         planned = max(self._waiting.nbytes - self._dynamic.held, 0.0) + self._replay_bytes
         pressed = self._dynamic.press(max(self._headroom - planned, 0.0))
         self.early += self._waiting.take_these([int(one.op) for one in pressed])

@@ -1,4 +1,4 @@
-"""All-reduces: everybody in a group must have come to the same result."""
+"""Verify all-reduces: all members of a process group must have received the same result."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,10 +11,11 @@ from ft.systems.dmr.runtime.findings import DISPUTED, REDUCTION, Findings, Misma
 
 
 class Reductions:
-    """Results of one rank's all-reduces in one iteration, by group.
+    """Results of the all-reduces of one rank in one iteration, by process group.
 
     Args:
-        falsify: changes a result, in experiments.
+        findings: receives the mismatches.
+        falsify: corrupts a result in fault-injection experiments; None otherwise.
     """
 
     def __init__(self, findings: Findings, falsify: Callable[[torch.Tensor], None] | None = None):
@@ -22,13 +23,13 @@ class Reductions:
         self.restart()
 
     def restart(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self._rows: dict[str, tuple[dist.ProcessGroup, Rows, list[At]]] = {}
         self._unfinished: list[tuple[dist.ProcessGroup, torch.Tensor, At]] = []
         self._compared: list[tuple[dist.ProcessGroup, list[At], torch.Tensor, torch.Tensor]] = []
 
     def done(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: At) -> None:
-        """``tensor`` is the result of an all-reduce in ``group``."""
+        """Record the result ``tensor`` of an all-reduce in ``group``."""
         if dist.get_world_size(group) == 1:
             return
         if self._falsify is not None:
@@ -38,17 +39,18 @@ class Reductions:
         places.append(at)
 
     def begun(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: At) -> None:
-        """The same, of one whose end is not told: it is over at the next ``finish``."""
+        """Record an all-reduce whose end is not signalled; it is taken to be complete at the next ``finish``."""
         self._unfinished.append((group, tensor, at))
 
     def finish(self) -> None:
-        """All that was begun is over."""
+        """Record the results of all all-reduces that were begun; they are now complete."""
         for group, tensor, at in self._unfinished:
             self.done(group, tensor, at)
         self._unfinished = []
 
     def compare(self) -> None:
-        """Collective in every group with results: compares them. The names of groups give all ranks one order."""
+        """Compare the results. Collective in every group that has results; sorting the groups by name gives all ranks
+        the same order."""
         self.finish()
         for name in sorted(self._rows):
             group, rows, places = self._rows[name]
@@ -60,8 +62,9 @@ class Reductions:
             self._compared.append((group, places, found, (smallest != largest).any(dim=1)))
 
     def settle(self) -> None:
-        """Collective in every group whose members came to several results: who has another than most notes it. Where
-        there is no majority all members note that somebody is wrong. Looks at the device."""
+        """Note the mismatches: a member whose result differs from that of the majority notes its own result, and
+        without a majority all members note a disputed result. Collective in every group whose members have different
+        results. Synchronises with the device."""
         for group, places, found, differs in self._compared:
             rows = differs.nonzero().flatten()
             if not len(rows):
@@ -77,10 +80,11 @@ class Reductions:
 
 
 def verdicts(member: int, results: Sequence[Sequence[Sequence[int]]]) -> list[str | None]:
-    """What ``member`` has to say of each result: REDUCTION: its own is none of the majority's; DISPUTED: there is no
-    majority; None: it is right.
+    """Return the verdict of ``member`` on its own part in each result: REDUCTION if its result differs from that of the
+    majority, DISPUTED if there is no majority, None if its result is right.
 
     Args:
+        member: rank of the member in the group.
         results: digests by member, then by result.
     """
     found: list[str | None] = []

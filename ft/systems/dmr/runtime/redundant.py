@@ -1,7 +1,8 @@
-"""An operator executed twice at once (naive DMR), and a deferred one executed again.
+"""Execute an operator twice immediately (naive DMR), and execute a deferred operator again.
 
-What is written in place is verified before it is written: the second execution works on a copy of just that, or is the
-same operator with a result of its own. So both read what the other has not touched.
+An operator that writes in place is verified before it writes: the second execution works on a copy of the written
+arguments, or uses the functional variant of the operator. Each execution therefore reads inputs that the other has not
+touched.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def results(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[torch.Tensor]:
-    """What an execution has produced: what it returned, or what it wrote to."""
+    """Return the results of an execution: what it returned, or what it wrote to."""
     return tensors_in(out) or [tensor for value in written(kind, args, kwargs) for tensor in tensors_in(value)]
 
 
 def written(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that it changes in place; those not given are left out."""
+    """Return the arguments that the operator changes in place; arguments that were not given are left out."""
     found = []
     for position, name in kind.written:
         if name in kwargs:
@@ -31,7 +32,7 @@ def written(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
 
 
 def execute_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], state: torch.Tensor | None) -> Any:
-    """Once more, with the generator in the state it had; leaves the generator as it finds it."""
+    """Execute the operator again with the random generator in ``state``, and restore the generator afterwards."""
     if state is None:
         return func(*args, **kwargs)
     generator = generator_of(args, kwargs)
@@ -47,8 +48,9 @@ _COPY, _ZERO = "copy_", "zero_"
 
 
 def checked_by_looking(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """What it leaves is known beforehand: looking at it is as good as a second execution, and costs half. Not so where
-    something is copied onto itself, as ``values[i] += 1`` does: it would be compared with itself."""
+    """Return whether the result of the operator is known beforehand (``copy_``, ``zero_``), so that inspecting it is as
+    good as a second execution at half the cost. Not so for a tensor that is copied onto itself, as by ``values[i] +=
+    1``: it would be compared with itself."""
     if kind.name != _COPY:
         return kind.name == _ZERO
     source = args[1] if len(args) > 1 else kwargs["src"]
@@ -56,7 +58,7 @@ def checked_by_looking(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def expected(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what there is after a copy_ or zero_, what there has to be), to be compared bit by bit."""
+    """Return (contents after a ``copy_`` or ``zero_``, contents that are required), to be compared bit by bit."""
     target = args[0]
     if kind.name == _COPY:
         source = args[1] if len(args) > 1 else kwargs["src"]
@@ -69,7 +71,8 @@ def expected(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
 
 
 def check_in_place(kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """What the operator is about to write, computed beside; nothing is written, the generator is left as it was."""
+    """Return what the operator is about to write, computed in separate memory. Nothing is written, and the random
+    generator is left as it was."""
     target = args[0] if args else None
     if kind.functional is not None and _fits(target):
         again = tensors_in(kind.functional(*args, **kwargs))
@@ -93,7 +96,8 @@ def _given(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
 
 
 def _fits(target: Any) -> bool:
-    """A result of its own is computed with the same instructions: it lies in memory as the target does."""
+    """Return whether the target is contiguous. A functional result is then computed with the same instructions, because
+    it has the same memory layout as the target."""
     return all(tensor.is_contiguous() for tensor in tensors_in(target))
 
 
@@ -107,12 +111,12 @@ def _copy(value: Any) -> Any:
 
 
 def state_before(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The state of the generator that an operator is about to draw from; None for one that draws nothing."""
+    """Return the state of the generator that the operator will draw from; None if it draws nothing."""
     return generator_of(args, kwargs).get_state() if kind.random else None
 
 
 def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
-    """The generator that is named, else the default one of the operator's device."""
+    """Return the generator that is given as an argument, else the default generator of the operator's device."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):
             return value

@@ -1,6 +1,8 @@
-"""AGC: neighbouring operators that are replayed as one, from the tensors at their boundary (SpareTrain, Method 2).
+"""AGC (activation-gradient checkpointing): replay neighbouring operators as one segment from the tensors at its
+boundary (SpareTrain, Method 2).
 
-Of what is made inside only digests are kept; the replay makes it anew, and each of its operators is compared.
+Only digests are kept of the tensors that are produced inside the segment. The replay produces these tensors again, and
+the results of each operator are compared.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +21,7 @@ from ft.systems.dmr.runtime.redundant import execute_again, results
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor that a step of the replay makes: result ``out`` of ``step``, looked at as this view of it."""
+    """A reference to a tensor that the replay produces: a view of result ``out`` of step ``step``."""
 
     step: int
     out: int
@@ -43,10 +45,13 @@ class Replay:
     """One AGC segment in one iteration.
 
     Args:
-        size: how many operators it has. due: as of a deferred entry. lasting: addresses of memory that is there anyway.
+        findings: receives the mismatches.
+        size: number of operators in the segment.
+        due: number of planned operators that precede its window.
+        lasting: addresses of storages that are never freed.
 
     Attributes:
-        nbytes: of the memory that its boundary tensors keep.
+        nbytes: memory that the boundary tensors keep, in bytes.
     """
 
     def __init__(self, findings: Findings, size: int, due: int, lasting: Collection[int] = ()):
@@ -61,6 +66,7 @@ class Replay:
 
     @property
     def is_whole(self) -> bool:
+        """Return whether all operators of the segment have been recorded."""
         return len(self._steps) == self._size
 
     def record(
@@ -73,27 +79,28 @@ class Replay:
         *,
         compares: bool = True,
     ) -> None:
-        """An operator of the segment has been executed. ``compares``: False for one that is verified otherwise, and is
-        executed here for what it makes."""
+        """Record an operator of the segment that has just been executed. With ``compares`` False, the operator is
+        verified by other means and is replayed only to produce its outputs."""
         func, args, kwargs = call
         self._steps.append(_Step(at, kind, func, self._refer(args), self._refer(kwargs), state, compares))
         for number, tensor in enumerate(tensors_in(out)):
             storage = tensor.untyped_storage()
-            # The weak reference keeps the storage's address from being given out again.
+            # The weak reference prevents the allocator from reusing the address of the storage.
             self._makers[storage._cdata] = (StorageWeakRef(storage), len(self._steps) - 1, number, tensor.dtype)
             if compares:
                 self._expected.add(tensor)
                 self._places.append((at, WINDOW))
 
     def changes(self, storages: Collection[int]) -> bool:
-        """That memory is about to be written in place. Whether the replay will read it: then it has to come first. What
-        it makes anew itself is not what later operators will find there."""
+        """Return whether the replay reads any of ``storages``, which are about to be written in place; it then has to
+        be verified before the write. Also stops referring to results of the segment in these storages, because later
+        operators read the changed contents there."""
         for storage in storages:
             self._makers.pop(storage, None)
         return any(tensor.untyped_storage()._cdata in storages for tensor, _ in self._kept.values())
 
     def verify(self, disturb: Disturb | None = None) -> int:
-        """Replays and compares; returns how many operators."""
+        """Replay and compare; return the number of operators that were compared."""
         compared = sum(step.compares for step in self._steps)
         if any(tensor._version != version for tensor, version in self._kept.values()):
             self._findings.unverified += compared
@@ -117,7 +124,7 @@ class Replay:
         return compared
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """Step -> steps whose results nobody needs after it."""
+        """Return step -> the steps whose results are not needed after it."""
         last = {number: number for number in range(len(self._steps))}
         for number, step in enumerate(self._steps):
             for reference in _references((step.args, step.kwargs)):

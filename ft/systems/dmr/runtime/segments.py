@@ -1,13 +1,14 @@
-"""P-DMR: a segment's forward and its recomputation, operator by operator (SpareTrain, Method 1).
+"""P-DMR: compare the forward pass of an activation-checkpointing segment with its recomputation (SpareTrain, Method 1).
 
-Of every operator of the forward a digest is kept, and the recomputation's digest is held against it. Comparing the
-segment's output alone is not complete: what a backward reads besides, such as a layer norm's statistics, may be wrong
-without showing there (science/dmr.md).
+A digest of the results of every forward operator is kept and compared with the digest in the recomputation. Comparing
+only the output of the segment is not complete: tensors that the backward pass reads besides, such as the statistics of
+a layer norm, may be wrong without an effect on that output.
 
-A recomputation may have operators that its forward had not: what core does only where gradients are recorded, such as a
-router's auxiliary loss. Those have no partner and are verified at once. Which ones they are is learnt: where a
-recomputation has another operator than was expected, it and all after it are verified at once, and at the end the
-forward's operators are looked for among them, in order, by name and digest. Each has to be there.
+A recomputation may contain operators that its forward pass did not, because core executes them only where gradients are
+recorded, such as the auxiliary loss of a router. These extra operators have no partner and are verified immediately.
+Which operators are extra is learnt: where a recomputation executes another operator than was expected, this operator
+and all later ones are verified immediately, and at the end the operators of the forward pass are looked for among those
+of the recomputation, in order, by name and digest. Each of them has to be found.
 """
 
 from collections.abc import Sequence
@@ -26,28 +27,28 @@ _MOST_SCRIPTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operator of a recomputation. ``is_extra``: the forward had none there."""
+    """One operator of a recomputation. ``is_extra``: the forward pass has no corresponding operator."""
 
     name: str
     is_extra: bool
 
 
 class Scripts:
-    """How recomputations went: operators of the forward -> steps of the recomputation.
+    """Learnt sequences of recomputation steps, by the sequence of operators of the forward pass.
 
-    A script is followed once it has been seen ``_CONFIRMED`` times: two results may be equal once by chance.
+    A learnt sequence is used once it has been seen ``_CONFIRMED`` times, since two results may be equal by chance.
     """
 
     def __init__(self):
         self._seen: dict[tuple[str, ...], tuple[tuple[Step, ...], int]] = {}
 
     def of(self, forward: Sequence[str]) -> tuple[Step, ...]:
-        """What is expected after a forward with these operators."""
+        """Return the steps that are expected in the recomputation of a forward pass with these operators."""
         script, times = self._seen.get(tuple(forward), ((), 0))
         return script if times >= _CONFIRMED else tuple(Step(name, is_extra=False) for name in forward)
 
     def saw(self, forward: Sequence[str], script: tuple[Step, ...]) -> None:
-        """A recomputation without a mismatch went like this."""
+        """Record the steps of a recomputation that had no mismatch."""
         if len(self._seen) >= _MOST_SCRIPTS:
             self._seen.clear()
         known, times = self._seen.get(tuple(forward), ((), 0))
@@ -55,10 +56,10 @@ class Scripts:
 
 
 class Segment:
-    """One segment in one microbatch, from its forward to its recomputation.
+    """One activation-checkpointing segment in one microbatch, from its forward pass to its recomputation.
 
     Attributes:
-        is_comparable: operators from here on come out the same when they are executed again.
+        is_comparable: False from the first operator on whose result differs each time it is executed.
     """
 
     def __init__(self, findings: Findings, scripts: Scripts):
@@ -72,13 +73,21 @@ class Segment:
         self.is_comparable = True
 
     def settle(self, decision: Decision, name: str, *, again: bool) -> Decision:
-        """What becomes of ``decision`` about the next operator. It is compared with its recomputation on both sides or
-        on none: where a run is not as it was planned, a plan may say one thing here and another there."""
+        """Return the decision for the next operator, changed so that forward pass and recomputation agree.
+
+        An operator is compared with its recomputation on both sides or on neither: where a run deviates from its plan,
+        the plan may say different things about the two executions.
+
+        Args:
+            decision: the decision of the strategy.
+            name: name of the operator.
+            again: True in the recomputation.
+        """
         if not again:
             self._forward.append((name, decision.set == PIGGYBACK))
             return decision
         if self._position == len(self._forward) or self._forward[self._position][0] != name:
-            return decision  # the forward had none: what it is becomes clear when it is expected
+            return decision  # not the forward's next operator: ``is_extra`` decides about it
         is_compared = self._forward[self._position][1]
         self._position += 1
         if is_compared:
@@ -86,7 +95,7 @@ class Segment:
         return AT_ONCE if decision.set == PIGGYBACK else decision
 
     def primary(self, at: At, outs: Sequence[torch.Tensor]) -> None:
-        """An operator of the forward has been executed."""
+        """Record the results of an operator of the forward pass."""
         self._names.append(at.operator)
         self._widths.append(len(outs))
         for tensor in outs:
@@ -94,7 +103,7 @@ class Segment:
             self._places.append((at, RECOMPUTATION))
 
     def begin_again(self) -> None:
-        """The recomputation begins."""
+        """Begin the recomputation."""
         self._found = self._findings.rows()
         self._script = self._scripts.of(self._names)
         self._steps: list[Step] = []
@@ -104,18 +113,19 @@ class Segment:
         self.is_comparable = True
 
     def unchecked(self) -> None:
-        """An operator has been executed that comes out otherwise each time, and what reads it does so too."""
+        """Record that a non-reproducible operator has been executed: it and all operators that read its results differ
+        each time."""
         self.is_comparable = False
 
     def is_extra(self, name: str) -> bool:
-        """Whether the recomputation's next operator, about to be executed, has to be verified by itself."""
+        """Return whether the recomputation's next operator, which is about to run, has to be verified by itself."""
         at = len(self._steps)
         if self._lost_at is None and (at >= len(self._script) or self._script[at].name != name):
             self._lost_at = at
         return self._lost_at is not None or self._script[at].is_extra
 
     def again(self, at: At, outs: Sequence[torch.Tensor]) -> None:
-        """An operator of the recomputation has been executed."""
+        """Record the results of an operator of the recomputation."""
         is_extra = self._lost_at is None and self._script[len(self._steps)].is_extra
         self._steps.append(Step(at.operator, is_extra))
         self._rows.append(range(self._found.count, self._found.count + len(outs)))
@@ -123,7 +133,8 @@ class Segment:
             self._found.add(tensor)
 
     def end_again(self) -> None:
-        """The recomputation has ended. Operators that early stopping left out are unverified."""
+        """End the recomputation and compare it with the forward pass. Operators that were left out by early stopping
+        count as unverified."""
         if self._lost_at is not None:
             self._look_for_all()
             return
@@ -142,7 +153,8 @@ class Segment:
         self._expected = self._found = None
 
     def _look_for_all(self) -> None:
-        """Every operator of the forward has to be in the recomputation, in order."""
+        """Look for every operator of the forward pass in the recomputation, in order, and note a mismatch for each that
+        is missing."""
         expected, found = self._expected.table().tolist(), self._found.table().tolist()
         partners: set[int] = set()
         begins, row, is_whole = 0, 0, True

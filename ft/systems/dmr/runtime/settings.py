@@ -1,4 +1,4 @@
-"""What a run asks of DMR."""
+"""The settings of DMR in a training run."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,12 +17,15 @@ NAIVE, PIGGYBACK = "naive", "piggyback"
 
 @dataclass(frozen=True)
 class Settings:
-    """Args:
-    way: NAIVE or PIGGYBACK; None: as ``plan`` says.
-    plan: a plan file.
-    unstable: a file of operators that are left unchecked.
-    retries: how often an iteration is taken once more before somebody is blamed.
-    inject: bit flips on purpose (``ft.faults.spec``). inject_seed: of what they leave open.
+    """What a run requests of DMR.
+
+    Args:
+        way: NAIVE or PIGGYBACK; None to verify as ``plan`` says.
+        plan: path of a plan file.
+        unstable: path of a file of operators that are left unverified.
+        retries: number of times that an iteration is repeated before a rank is blamed.
+        inject: specifications of bit flips to inject (``ft.faults.spec``).
+        inject_seed: seed for what the specifications leave open.
     """
 
     way: str | None = None
@@ -33,11 +36,11 @@ class Settings:
     inject_seed: int = 0
 
     def strategy(self, stage: int, fingerprint: Mapping[str, Any]) -> tuple[Strategy, Plan | None]:
-        """How operators of ``stage`` are verified.
+        """Return the strategy for the operators of ``stage``, and the plan that it follows (None without a plan).
 
         Raises:
-            UserError: the plan, or the file of unstable operators, cannot be read or followed, or the plan was made
-                for another run.
+            UserError: the plan or the file of unstable operators cannot be read or followed, or the plan was made for
+                another run.
         """
         left_out = () if self.unstable is None else read_unstable(self.unstable).operators
         plan = None
@@ -51,5 +54,5 @@ class Settings:
 
 
 def run_seed(text: str) -> int:
-    """One seed for all digests of a run, the same on all ranks."""
+    """Return the seed for all digests of a run, the same on all ranks."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")

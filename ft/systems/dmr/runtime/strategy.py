@@ -1,4 +1,4 @@
-"""How each operator is verified: all alike, or as a plan says."""
+"""Strategies that decide how each operator is verified: all in the same way, or as a DMR plan says."""
 
 import bisect
 from collections import Counter
@@ -16,14 +16,16 @@ from ft.systems.dmr.runtime.cursor import Unit, operator_id
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """About one operator.
+    """How one operator is verified.
 
     Args:
         set: one of ``ft.systems.dmr.plan.assign.SETS``.
-        due: (D sets) operators planned before its window; None: a dynamic one, whatever comes.
-        ordinal: operators planned until this one, and with it; 0: it is none of a plan.
-        replay: (D sets) the AGC segment it is replayed with.
-        check_us: what verifying it is expected to take. bytes: that wait with it, and would be free without.
+        due: (D sets) number of planned operators that precede its window; None if it is deferred to whichever dynamic
+            window comes.
+        replay: (D sets) id of the AGC segment that it is replayed with.
+        check_us: expected duration of verifying it, in microseconds.
+        bytes: memory that is kept until it is verified and would be free otherwise, in bytes.
+        ordinal: its position among the planned operators, counted from 1; 0 if no plan contains it.
     """
 
     set: str
@@ -42,21 +44,28 @@ NO_MISFITS: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
 class Strategy(Protocol):
-    """Says for each operator how it is verified.
+    """Decides for each operator how it is verified.
 
     Attributes:
-        misfits: operators that were not found in the plan that is followed, by phase and name.
+        misfits: number of operators that the followed plan does not contain at their place, by (phase, name).
     """
 
     name: str
     misfits: Mapping[tuple[str, str], int]
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
-        """``in_segment``: it belongs to an activation-checkpointing segment that is, or will be, recomputed."""
+        """Return how the next operator is verified.
+
+        Args:
+            unit: the phase, model chunk and microbatch that is being executed.
+            index: number of the operator in ``unit``, from 0.
+            operator: name of the operator.
+            in_segment: the operator belongs to an activation-checkpointing segment that is, or will be, recomputed.
+        """
 
 
 class Naive:
-    """Every operator at once."""
+    """Strategy naive DMR: verify every operator immediately."""
 
     name, misfits = "naive", NO_MISFITS
 
@@ -65,7 +74,7 @@ class Naive:
 
 
 class Piggyback:
-    """What is recomputed anyway with its recomputation, everything else at once."""
+    """Strategy P-DMR: verify what is recomputed anyway by its recomputation, and everything else immediately."""
 
     name, misfits = "piggyback", NO_MISFITS
 
@@ -75,27 +84,31 @@ class Piggyback:
 
 @dataclass(frozen=True)
 class Segment:
-    """An AGC segment as the runtime needs it: how many operators are replayed, and when."""
+    """An AGC segment: the number of replayed operators, and of planned operators that precede its window."""
 
     size: int
     due: int
 
 
 class Planned:
-    """As a plan says, for one stage.
+    """Strategy that follows a DMR plan on one stage.
 
-    Operators that the plan has not seen in their place (a profile of other data, experts that got no tokens) are
-    verified as ``Piggyback`` does, and counted.
+    Operators that the plan does not contain at their place (it was profiled with other data, or experts got no tokens)
+    are verified as by ``Piggyback``, and counted.
 
     Args:
-        unstable: operators that are not verified (``ft.systems.dmr.runtime.unstable``), and not replayed.
+        plan: the plan to follow.
+        stage: pipeline stage of this rank.
+        unstable: names of operators that are neither verified (``ft.systems.dmr.runtime.unstable``) nor replayed.
 
     Attributes:
-        replays: AGC segments of the stage. misfits: see ``Strategy``.
-        helpers: operator -> AGC segments that replay it for what it makes, while it is verified otherwise.
+        replays: AGC segments of the stage, by id.
+        misfits: see ``Strategy``.
+        helpers: operator id -> AGC segments that replay the operator only to produce its outputs, because it is
+            verified by other means.
 
     Raises:
-        UserError: the plan was not made from a profile of a run, or does not know the stage.
+        UserError: the plan was not made from a profile of a run, or has no operators of the stage.
     """
 
     name = "plan"
@@ -125,7 +138,8 @@ class Planned:
             kept = (plan.trace.tensors[tensor] for tensor in dict.fromkeys(op.tensors))
             size = sum(tensor.bytes for tensor in kept if tensor.free_us is not None)
             unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us, size, ordinal)))
-        # Tensor-parallel ranks do not all have the same parameters to update, and no need of a plan for that.
+        # Units in which every operator is verified immediately need no alignment. This matters for the optimizer's
+        # operators: tensor-parallel ranks do not all have the same parameters to update.
         self._abreast = {unit: Abreast([name for name, _ in found]) for unit, found in self._decisions.items()}
         self._all_at_once = {
             unit for unit, found in self._decisions.items() if all(one.set == NAIVE for _, one in found)
@@ -170,7 +184,7 @@ class Planned:
 
 
 def _until_needed(made: Sequence[str], segment: AgcSegment, by_id: Mapping[str, Operator]) -> Sequence[str]:
-    """The recomputation's operators up to the last one whose results the segment reads and does not keep."""
+    """Return the operators of a recomputation up to the last one whose results the segment reads and does not keep."""
     inner = {tensor for name in segment.ops for tensor in by_id[name].in_ids} - set(segment.keeps)
     needed = [number for number, name in enumerate(made) if inner.intersection(by_id[name].out_ids)]
     return made[: needed[-1] + 1] if needed else []

@@ -1,4 +1,5 @@
-"""Who is at fault when iterations keep turning out wrong: a pure decision, the same on every rank."""
+"""Decide which rank is at fault when an iteration repeatedly turns out wrong: a pure function with the same result on
+every rank."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ Reports = Mapping[int, Sequence[Mismatch]]
 """Logical rank -> its mismatches in one attempt at an iteration."""
 
 Wrong = tuple[frozenset[str], ...]
-"""Wrong attempts of one rank: of each, the operators whose two executions differed."""
+"""The wrong attempts of one rank: for each, the operators whose two executions differed."""
 
 RETRY, EVICT, GIVE_UP = "retry", "evict", "give up"
 _MOST_NAMED, _MOST_RANKS = 3, 8
@@ -22,12 +23,14 @@ _FIX = (
 
 @dataclass(frozen=True)
 class Limits:
-    """When a fault counts as permanent.
+    """Limits from which on a fault counts as permanent.
 
     Args:
-        retries: how often one iteration is taken once more. repeats: wrong attempts of one rank in ``memory``
-            iterations that make it suspect although each was made good; until its retries are used up, an iteration
-            counts as one.
+        retries: number of times that one iteration is repeated.
+        repeats: number of wrong attempts of one rank within ``memory`` iterations that makes the rank suspect although
+            every iteration was repaired. Until the retries of an iteration are used up, the iteration counts as one
+            wrong attempt.
+        memory: number of iterations over which wrong attempts are remembered.
     """
 
     retries: int = 2
@@ -37,8 +40,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What follows. ``ranks``: those at fault (EVICT). ``reason``: in words. ``fix``: (GIVE_UP) what the user can do
-    where an operator is taken to be at fault."""
+    """What follows from the attempts at an iteration.
+
+    Attributes:
+        action: RETRY, EVICT or GIVE_UP.
+        ranks: (EVICT) the ranks at fault.
+        reason: explanation in words.
+        fix: (GIVE_UP) what the user can do, if an operator is taken to be at fault.
+    """
 
     action: str
     ranks: tuple[int, ...] = ()
@@ -47,17 +56,21 @@ class Outcome:
 
 
 def own_mismatches(found: Sequence[Mismatch]) -> list[Mismatch]:
-    """Those that only the rank itself can have caused: two executions on its own device."""
+    """Return the mismatches that only the rank itself can have caused: both executions ran on its own device."""
     return [one for one in found if one.how not in (MESSAGE, REDUCTION, DISPUTED)]
 
 
 def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: Limits) -> Outcome:
-    """What to do after the last of ``attempts`` at one iteration went wrong.
+    """Decide what to do after the last of ``attempts`` at one iteration went wrong.
 
-    A rank whose own executions differed in every attempt is at fault, unless the operator is: one that differs on
-    several ranks is not reproducible, for devices break one by one. Where only messages or reductions differed, it is
-    who received them wrongly each time, unless that is everybody. ``earlier``: wrong attempts in the iterations
-    remembered, of all ranks.
+    A rank whose own executions differed in every attempt is at fault, unless the operator is: an operator that differs
+    on several ranks is taken to be non-reproducible, because devices fail one by one. Where only messages or reductions
+    differed, the ranks that received wrongly in every attempt are at fault, unless all ranks did.
+
+    Args:
+        attempts: the reports of each attempt.
+        earlier: wrong attempts in the remembered iterations, for all ranks.
+        limits: when a fault counts as permanent.
     """
     wrong = {rank: [_operators(reports.get(rank, ())) for reports in attempts] for rank in earlier}
     now = {rank: tuple(filter(None, each)) for rank, each in wrong.items()}
@@ -83,7 +96,7 @@ def _operators(found: Sequence[Mismatch]) -> frozenset[str]:
 
 
 def _of_nobody_else(rank: int, wrong: Mapping[int, Wrong]) -> list[bool]:
-    """Of each wrong attempt of ``rank``: no operator of it has differed on another rank, too."""
+    """Return, for each wrong attempt of ``rank``, whether none of its operators has also differed on another rank."""
     others = frozenset().union(*(each for other, found in wrong.items() if other != rank for each in found))
     return [not others & operators for operators in wrong[rank]]
 
@@ -91,8 +104,9 @@ def _of_nobody_else(rank: int, wrong: Mapping[int, Wrong]) -> list[bool]:
 def _too_often(
     now: Mapping[int, Wrong], earlier: Mapping[int, Wrong], limits: Limits, *, at_most: int
 ) -> Outcome | None:
-    """Who has computed wrongly too often, and did again, by operators that differed nowhere else; None: nobody.
-    ``at_most``: that many attempts of this iteration count."""
+    """Return the eviction of the rank that computed wrongly too often and again in this iteration, by operators that
+    differed on no other rank; None if there is no such rank. At most ``at_most`` attempts of this iteration are
+    counted."""
     together = {rank: (*before, *now[rank]) for rank, before in earlier.items()}
     counts = {}
     for rank in sorted(rank for rank in earlier if now[rank]):
@@ -107,7 +121,7 @@ def _too_often(
 
 
 def _operator_ranks(attempts: Sequence[Reports]) -> dict[str, set[int]]:
-    """Operators that differed on ranks themselves, in the order in which that was found -> these ranks."""
+    """Return operator -> ranks on which its two executions differed, in the order in which that was found."""
     found: dict[str, set[int]] = {}
     for reports in attempts:
         for rank in sorted(reports):
@@ -117,7 +131,8 @@ def _operator_ranks(attempts: Sequence[Reports]) -> dict[str, set[int]]:
 
 
 def _of_operators(attempts: Sequence[Reports]) -> Outcome:
-    """No rank is blamed for what several computed wrongly. What differs first makes much else differ."""
+    """Return the outcome that blames operators and no rank, because several ranks computed them wrongly. Names the
+    operators that differed on the most ranks, the earliest first, because their error propagates to later operators."""
     found = _operator_ranks(attempts)
     most = max(map(len, found.values()))
     names = [name for name, ranks in found.items() if len(ranks) == most][:_MOST_NAMED]
@@ -131,7 +146,8 @@ def _of_operators(attempts: Sequence[Reports]) -> Outcome:
 
 
 def _received(attempts: Sequence[Reports], world: int) -> Outcome:
-    """Nobody computed wrongly each time: who received wrongly is blamed, if others did not."""
+    """Return the outcome when no rank computed wrongly in every attempt: blame the ranks that received wrongly in every
+    attempt, if other ranks did not."""
     sure = Counter(
         rank for reports in attempts for rank, found in reports.items() if any(one.how != DISPUTED for one in found)
     )
@@ -143,18 +159,18 @@ def _received(attempts: Sequence[Reports], world: int) -> Outcome:
 
 
 class Memory:
-    """Wrong attempts of this rank in the last iterations. Each rank keeps its own: a worker that takes over brings
-    another device, and none of its predecessor's faults."""
+    """The wrong attempts of this rank in the last iterations. Each rank keeps only its own, because a worker that
+    replaces it runs on another device, which does not have its predecessor's faults."""
 
     def __init__(self, iterations: int):
         self._iterations = iterations
         self._wrong: list[tuple[int, frozenset[str]]] = []
 
     def note(self, step: int, attempts: Sequence[Sequence[Mismatch]]) -> None:
-        """What this rank found in the attempts at ``step`` that went wrong somewhere."""
+        """Record what this rank found in the attempts at ``step`` that went wrong on any rank."""
         self._wrong += [(step, operators) for operators in map(_operators, attempts) if operators]
 
     def before(self, step: int) -> Wrong:
-        """Wrong attempts in the iterations remembered at ``step``."""
+        """Return the wrong attempts in the iterations that are remembered at ``step``."""
         self._wrong = [(at, operators) for at, operators in self._wrong if step - at <= self._iterations]
         return tuple(operators for _, operators in self._wrong)

@@ -1,4 +1,4 @@
-"""A strategy that leaves operators unchecked which compute another result each time on the same inputs."""
+"""A strategy that leaves non-reproducible operators unverified."""
 
 from collections.abc import Collection, Mapping
 
@@ -9,13 +9,14 @@ _LEFT_OUT = Decision(SKIPPED)
 
 
 class Sparing:
-    """As another strategy says, but for operators that are not reproducible: these are left unchecked.
+    """Strategy that follows another strategy, except that non-reproducible operators are left unverified.
 
     Args:
-        unstable: their names, with overloads ("index_put_", "add_.Tensor").
+        strategy: the other strategy.
+        unstable: names of the non-reproducible operators, with overloads ("index_put_", "add_.Tensor").
 
     Attributes:
-        strategy: the other one.
+        strategy: the other strategy.
     """
 
     def __init__(self, strategy: Strategy, unstable: Collection[str]):

@@ -1,4 +1,4 @@
-"""Who is told what DMR finds: people, by lines on the terminal; the run's event file, where there is one."""
+"""Report what DMR finds: to people by lines on the terminal, and to the event file of the run if there is one."""
 
 import socket
 import sys
@@ -20,7 +20,7 @@ _MOST_EVENTS, _MOST_LINES = 20, 3
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a rank computes."""
+    """The host and device on which a rank computes."""
 
     host: str
     device: str
@@ -34,7 +34,8 @@ class Origin:
 
 
 class Teller:
-    """Of one rank. ``session``: its place in a run of ``ft run`` with hot-swap, or None."""
+    """Reports the findings of one rank (``protection.Witness``). ``session``: the session of ``ft run`` with hot-swap,
+    or None."""
 
     def __init__(self, session: "Session | None" = None):
         self._session = session
@@ -42,7 +43,7 @@ class Teller:
         self.can_evict = session is not None
 
     def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
-        """See ``protection.Witness``: each rank tells of its own, rank 0 says what follows."""
+        """Report a wrong attempt, see ``protection.Witness``: each rank its own mismatches, rank 0 the decision."""
         rank = dist.get_rank()
         own = reports.get(rank, ())
         where = f"rank {rank} on {self._origin.host}, {self._origin.device}"
@@ -60,13 +61,13 @@ class Teller:
             self._observe(events.DMR_VERDICT, step=step, attempt=attempt, **verdict)
 
     def clean(self, step: int, attempt: int) -> None:
-        """See ``protection.Witness``."""
+        """Report that a repeated step came out right, see ``protection.Witness``. Only rank 0 reports."""
         if dist.get_rank() == 0:
             _say(f"DMR: step {step} came out clean at attempt {attempt}")
             self._observe(events.DMR_CLEAN, step=step, attempt=attempt)
 
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
-        """See ``protection.Witness``."""
+        """Print (rank 0) and record (every rank) how operators were verified, see ``protection.Witness``."""
         if dist.get_rank() == 0:
             told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
             print(f"DMR ({strategy}): operators of rank 0 in step {step}: {told}", flush=True)

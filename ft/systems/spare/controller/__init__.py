@@ -1,4 +1,4 @@
-"""ReCtlr, the reordering controller (algorithm 2): one object for planner, Monte Carlo, simulation and trainer."""
+"""ReCtlr, the reordering controller (SPARe, algorithm 2), which planner, Monte Carlo, simulation and trainer share."""
 
 from ft.systems.spare.controller.controller import Controller, Reordering
 

@@ -1,4 +1,4 @@
-"""The controller's state, and what a loss or a return makes of it."""
+"""The reordering controller: its state, and how losses and returns of groups change it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ from ft.systems.spare.placement import Placement
 
 
 class Move(NamedTuple):
-    """A type that comes among the first S of a group; the one in its place goes where it was.
+    """A type that moves into the first S positions of a group, in exchange with the type at its new position.
 
     Attributes:
-        group: whose stack. kind: the type. from_position: None in a group that returns, which had no order to keep.
-        to_position: below S.
+        group: group whose stack changes.
+        kind: the type.
+        from_position: previous position; None in a group that returns, which had no order to keep.
+        to_position: new position, less than S.
     """
 
     group: int
@@ -29,14 +31,17 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reordering:
-    """What the controller decided.
+    """The decision of the controller.
 
     Attributes:
-        stack: S from now on. moves: in ascending order of their types. wipe_out: the types that no group holds any
-            more; then nothing was changed, and the caller restarts from a checkpoint and calls ``reset``.
-        phase: in which the answer was found: 0, the committed orders held; 1, S changed and no type had to move
-            (or a wipe-out was found); 2, types were moved. patch_types: those that the survivors' old first S
-            positions do not hold, ascending: the interrupted step needs one more stack for them. Empty for a return.
+        stack: S from now on.
+        moves: moves in ascending order of their types.
+        wipe_out: types that no group holds any more. If there are any, nothing was changed, and the caller restarts
+            from a checkpoint and calls ``reset``.
+        phase: phase in which the answer was found: 0, the committed orders remain valid; 1, S changed and no type had
+            to move (or a wipe-out was found); 2, types were moved.
+        patch_types: types that are not in the survivors' previous first S positions, ascending: the interrupted step
+            needs one more stack for them. Empty for a return.
     """
 
     stack: int
@@ -47,18 +52,20 @@ class Reordering:
 
 
 class Controller:
-    """Keeps S and every group's order such that the survivors collect all types in their first S positions.
+    """Maintains S and every group's order such that the survivors collect all types in their first S positions.
 
     S is always the least possible, and as few types as possible move. The same losses and returns in the same order
     give the same orders on every machine, compiled or not.
 
     Args:
-        placement: where it starts, with all groups alive and S = 1.
-        accelerate: whether numba compiles it, None where it is installed. Interpreted calls take a fraction of a
-            millisecond at 1000 groups, so that this is for whoever makes thousands of them.
+        placement: the initial placement, with all groups alive and S = 1.
+        accelerate: whether to compile the controller with numba; None: if numba is installed. An interpreted call takes
+            a fraction of a millisecond with 1000 groups, so that compiling pays only for thousands of calls.
 
     Attributes:
-        groups: N. redundancy: r. placement: as given.
+        groups: N.
+        redundancy: r.
+        placement: the initial placement.
     """
 
     def __init__(self, placement: Placement, accelerate: bool | None = False):
@@ -69,41 +76,41 @@ class Controller:
 
     @property
     def stack(self) -> int:
-        """S: after so many types of its order a group takes part in the all-reduce."""
+        """Return S, the number of types of its order after which a group takes part in the all-reduce."""
         return int(self._state.size[state.STACK])
 
     @property
     def alive(self) -> np.ndarray:
-        """Which groups are in, bool [N]; a copy."""
+        """Return which groups are alive, as a new array, bool [N]."""
         return np.array(self._state.alive, dtype=bool)
 
     @property
     def orders(self) -> np.ndarray:
-        """The type at each stack position, int64 [N, r]; a copy. A lost group keeps its last order."""
+        """Return the type at each stack position as a new array, int64 [N, r]. A lost group keeps its last order."""
         return np.array(self._state.orders, dtype=np.int64).reshape(self.groups, self.redundancy)
 
     @property
     def owners(self) -> np.ndarray:
-        """The surviving group that has to compute each type, int64 [N]; a copy.
+        """Return the surviving group that has to compute each type, as a new array, int64 [N].
 
-        It has the type among its first S; other groups may have it there too.
+        The owner has the type in its first S positions; other groups may have it there, too.
         """
         return np.array(self._state.owner, dtype=np.int64)
 
     def order(self, group: int) -> tuple[int, ...]:
-        """The types of a group in the order of its stack."""
+        """Return the types of a group in the order of its stack."""
         first = group * self.redundancy
         return _as_tuple(self._state.orders[first : first + self.redundancy])
 
     def reset(self) -> None:
-        """As at the start: every group alive, in its initial order, S = 1."""
+        """Return to the initial state: every group alive, in its initial order, S = 1."""
         self._engine.start(self._state, initial(self.placement, self._engine))
 
     def lose(self, groups: Iterable[int]) -> Reordering:
-        """Takes out groups that were lost at once.
+        """Remove groups that were lost at the same time.
 
         Raises:
-            UserError: a group is out of range, given twice, or lost already.
+            UserError: a group is out of range, given twice, or already lost.
         """
         lost = self._checked(groups, lost=False)
         if not lost:
@@ -115,9 +122,10 @@ class Controller:
         return Reordering(self.stack, self._moves(), (), phase, _as_tuple(missing))
 
     def bring_back(self, group: int) -> Reordering:
-        """Takes a lost group in again: S falls where it can, and as few types as possible move in the other groups.
+        """Add a lost group again: S becomes as small as possible, and as few types as possible move in the other
+        groups.
 
-        The group starts from its initial order, and whatever it has to compute costs nothing to move.
+        The group starts from its initial order, and types that it has to compute move at no cost.
 
         Raises:
             UserError: the group is out of range, or not lost.
@@ -128,7 +136,7 @@ class Controller:
         return Reordering(self.stack, self._moves(), (), phase, ())
 
     def state(self) -> dict[str, Any]:
-        """All of it, in JSON's types, for :meth:`restore`."""
+        """Return the whole state as JSON values, for :meth:`restore`."""
         return {
             "groups": self.groups,
             "ruler": list(self.placement.ruler),
@@ -140,10 +148,10 @@ class Controller:
 
     @classmethod
     def restore(cls, values: dict[str, Any], accelerate: bool | None = False) -> "Controller":
-        """The controller whose ``state`` these were.
+        """Return the controller that ``state`` described.
 
         Raises:
-            UserError: it is none that a controller can be in.
+            UserError: the values are not a valid state of a controller.
         """
         read = saved.read(values)
         made = cls(read.placement, accelerate)

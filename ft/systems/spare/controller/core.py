@@ -1,7 +1,7 @@
-"""A loss, a return, and a whole trial: the controller without its wrapping.
+"""The core of the controller: the loss of groups, the return of a group, and a whole Monte Carlo trial.
 
-All of it is plain Python on sequences of integers, so that numba can compile it as it is. Compiled or not, it does the
-same in the same order, and makes the same layout.
+The functions are plain Python on sequences of integers, so that numba can compile them unchanged. Compiled or not, they
+do the same in the same order, and produce the same layout.
 """
 
 from ft.systems.spare.controller.search import assign, assign_all, settle
@@ -23,7 +23,7 @@ HELD, DEEPENED, MOVED, WIPED_OUT = 0, 1, 2, 3
 
 
 def start(s: State, orders: Numbers) -> None:
-    """The layout of the start: all groups alive, S = 1, ``orders`` as given."""
+    """Initialise the layout: all groups alive, S = 1, ``orders`` as given."""
     n, r = s.size[GROUPS], s.size[REDUNDANCY]
     for i in range(n * r):
         s.orders[i] = orders[i]
@@ -41,10 +41,11 @@ def start(s: State, orders: Numbers) -> None:
 
 
 def lose(s: State, lost: Numbers) -> int:
-    """Takes groups out. ``seekers`` are then the types that nobody has computed, ascending, ``moves`` what moved.
+    """Remove groups. Afterwards ``seekers`` are the types that no survivor has computed, ascending, and ``moves`` the
+    moves.
 
     Returns:
-        HELD, DEEPENED, MOVED; or WIPED_OUT, and nothing has changed.
+        HELD, DEEPENED or MOVED; or WIPED_OUT if nothing was changed.
     """
     s.size[MOVES] = 0
     s.size[SEEKERS] = 0
@@ -64,10 +65,10 @@ def lose(s: State, lost: Numbers) -> int:
 
 
 def bring_back(s: State, group: int, order: Numbers) -> int:
-    """Takes a group in, with its order of the start [r], and lets S fall as far as it goes.
+    """Add a group with its initial order [r], and make S as small as possible.
 
     Returns:
-        HELD, DEEPENED (S fell, and nothing moved) or MOVED.
+        HELD, DEEPENED (S became smaller, and nothing moved) or MOVED.
     """
     n, r, stack = s.size[GROUPS], s.size[REDUNDANCY], s.size[STACK]
     s.size[MOVES] = 0
@@ -97,12 +98,15 @@ def bring_back(s: State, group: int, order: Numbers) -> int:
 
 
 def trial(s: State, orders: Numbers, losses: Numbers, one: Numbers, found: Numbers) -> None:
-    """From the start, loses the groups one by one up to the wipe-out.
+    """Run a trial: from the initial layout, remove the groups one by one until the wipe-out.
 
     Args:
-        orders: as in ``start``. losses: all groups in the order in which they fail. one: room for one number.
-        found: receives the number of losses with the fatal one, the sum of S before each, and the losses before the
-            fatal one that needed a patch compute.
+        s: the state, which is overwritten.
+        orders: as in ``start``.
+        losses: all groups in the order in which they fail.
+        one: scratch space for one number.
+        found: receives the number of losses including the fatal one, the sum of S before each loss, and the number of
+            losses before the fatal one that needed a patch compute.
     """
     start(s, orders)
     found[0], found[1], found[2] = 0, 0, 0
@@ -117,7 +121,7 @@ def trial(s: State, orders: Numbers, losses: Numbers, one: Numbers, found: Numbe
 
 
 def wipes_out(s: State, lost: Numbers) -> bool:
-    """Takes the groups off ``living``; where that leaves a type without a host, puts them back and returns True."""
+    """Subtract the groups from ``living``; if that leaves a type without a host, undo it and return True."""
     r = s.size[REDUNDANCY]
     wiped = False
     for w in lost:
@@ -133,7 +137,7 @@ def wipes_out(s: State, lost: Numbers) -> bool:
 
 
 def take_out(s: State, lost: Numbers) -> None:
-    """Removes the groups; types that others have among their first S get an owner there, the rest become seekers."""
+    """Remove the groups; types in other groups' first S positions get an owner there, the rest become seekers."""
     r, stack = s.size[REDUNDANCY], s.size[STACK]
     for w in lost:
         s.alive[w] = 0
@@ -156,7 +160,7 @@ def take_out(s: State, lost: Numbers) -> None:
 
 
 def add_seeker(s: State, t: int) -> None:
-    """Keeps ``seekers`` ascending."""
+    """Insert type ``t`` into ``seekers``, which stay ascending."""
     i = s.size[SEEKERS]
     while i > 0 and s.seekers[i - 1] > t:
         s.seekers[i] = s.seekers[i - 1]
@@ -166,7 +170,7 @@ def add_seeker(s: State, t: int) -> None:
 
 
 def cover(s: State, first: int, end: int) -> None:
-    """Counts what the survivors hold at the positions from ``first`` on, below ``end``."""
+    """Add to ``cover`` what the survivors hold at positions ``first`` to ``end`` - 1."""
     r = s.size[REDUNDANCY]
     for w in range(s.size[GROUPS]):
         if s.alive[w]:
@@ -175,6 +179,7 @@ def cover(s: State, first: int, end: int) -> None:
 
 
 def restore_owners(s: State) -> None:
+    """Set the owners and loads back to ``former``."""
     n = s.size[GROUPS]
     for w in range(n):
         s.load[w] = 0
@@ -184,10 +189,11 @@ def restore_owners(s: State) -> None:
 
 
 def arrange(s: State, kinds: Numbers, count: int, free: int) -> None:
-    """Brings each of the first ``count`` of ``kinds`` among the first S of its owner, and lists the moves by type.
+    """Bring each of the first ``count`` of ``kinds`` into the first S positions of its owner, and list the moves by
+    type.
 
-    A type that comes in takes the deepest position of the first S whose type this group does not own, which goes where
-    the other one was.
+    The type is exchanged with the deepest type in the first S positions that the group does not own. Moves in group
+    ``free`` are listed without a previous position.
     """
     n, r, stack = s.size[GROUPS], s.size[REDUNDANCY], s.size[STACK]
     sort(kinds, count)
@@ -217,7 +223,7 @@ def arrange(s: State, kinds: Numbers, count: int, free: int) -> None:
 
 
 def sort(numbers: Numbers, count: int) -> None:
-    """Makes the first ``count`` ascend; they are few, or do so already."""
+    """Sort the first ``count`` numbers in ascending order by insertion; they are few, or already sorted."""
     for i in range(1, count):
         number = numbers[i]
         k = i

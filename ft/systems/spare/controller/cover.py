@@ -1,15 +1,17 @@
-"""What the first positions of the surviving groups' stacks hold: phase 0, HK-Fixed."""
+"""Test which types the first positions of the surviving groups' stacks hold (SPARe, algorithm 2, phase 0: HK-Fixed)."""
 
 import numpy as np
 
 
 def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
-    """Which types the surviving groups collect in their first ``stack`` positions.
+    """Return which types the surviving groups collect in their first ``stack`` positions.
 
-    A committed order names one type for each slot, so the matching of HK-Fixed is a test of coverage.
+    A committed order names one type for each slot, so that the matching of HK-Fixed is a test of coverage.
 
     Args:
-        orders: the type at each stack position of each group, int [N, r]. alive: bool [N].
+        orders: the type at each stack position of each group, int [N, r].
+        alive: which groups are alive, bool [N].
+        stack: number of positions.
 
     Returns:
         bool [N].
@@ -20,5 +22,5 @@ def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
 
 
 def wiped_out(hosts: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """The types none of whose hosts survives, ascending. ``hosts``: int [N, r]. ``alive``: bool [N]."""
+    """Return the types of which no host survives, ascending. ``hosts``: int [N, r]. ``alive``: bool [N]."""
     return np.flatnonzero(~alive[hosts].any(axis=1))

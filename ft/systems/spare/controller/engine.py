@@ -1,4 +1,4 @@
-"""The core as it is run: compiled where numba is installed and the state is large enough to pay, else interpreted."""
+"""Run the controller's core compiled by numba if requested and installed, else interpreted."""
 
 import hashlib
 import inspect
@@ -17,7 +17,7 @@ from ft.systems.spare.placement import Placement
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions of ``core`` and what they work on: ``numbers`` turns integers into their kind of sequence."""
+    """The functions of ``core``, compiled or not. ``numbers`` converts integers to the sequences they work on."""
 
     name: str
     lose: Callable
@@ -28,14 +28,14 @@ class Engine:
 
 
 def engine(accelerate: bool | None = None) -> Engine:
-    """The engine to use; the layouts are the same with either.
+    """Return the engine to use; both give the same layouts.
 
     Args:
-        accelerate: whether to use numba. None: where it is installed. It takes seconds to compile for the first time,
-            and a good part of one to load ever after.
+        accelerate: whether to use numba; None: if it is installed. The first compilation takes seconds, loading it
+            later the larger part of a second.
 
     Raises:
-        UserError: numba is asked for and cannot be imported.
+        UserError: numba is requested and cannot be imported.
     """
     if accelerate is False:
         return INTERPRETED
@@ -48,7 +48,7 @@ def engine(accelerate: bool | None = None) -> Engine:
 
 
 def state_of(placement: Placement, chosen: Engine) -> state.State:
-    """A state at its start."""
+    """Return an initial state."""
     n, r = placement.groups, placement.redundancy
     mark = np.full(n, state.NONE)
     mark[np.array(placement.ruler) % n] = np.arange(r)
@@ -65,7 +65,7 @@ def state_of(placement: Placement, chosen: Engine) -> state.State:
 
 
 def initial(placement: Placement, chosen: Engine) -> Any:
-    """The orders of the start, as ``core.start`` takes them."""
+    """Return the initial orders, in the form that ``core.start`` takes."""
     return chosen.numbers(placement.orders().ravel())
 
 
@@ -87,21 +87,22 @@ def _compiled() -> Engine:
     import numba
     from numba.extending import register_jitable
 
-    # Without reference counts: the caller holds the two dozen arrays of a state, and every call of a helper would count
-    # each of them up and down.
+    # Without reference counts: the caller holds the two dozen arrays of a state, and every call of a helper would
+    # otherwise increment and decrement the count of each.
     options = {"_nrt": False}
     for module in (core, search):
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__:
                 register_jitable(**options)(getattr(module, name))
-    # Numba looks for changes in the file of the compiled function alone, so the files have a folder by their contents.
+    # Numba detects changes only in the file of the compiled function, so the cache folder is named by a hash of all
+    # source files.
     digest = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _SOURCES)).hexdigest()[:16]
     entries = (core.lose, core.bring_back, core.trial, core.start)
     before = numba.config.CACHE_DIR
     try:
         numba.config.CACHE_DIR = str(Path(before or Path.home() / ".cache" / "megatron-ft") / f"spare-{digest}")
         compiled = [numba.njit(cache=True, **options)(entry) for entry in entries]
-    except (RuntimeError, OSError):  # no folder can be written
+    except (RuntimeError, OSError):  # no cache folder is writable
         compiled = [numba.njit(**options)(entry) for entry in entries]
     finally:
         numba.config.CACHE_DIR = before

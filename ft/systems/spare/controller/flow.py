@@ -1,7 +1,7 @@
 """Phases 1 and 2 on the whole graph with SciPy: HK-Free as a maximum flow, MCMF by shortest augmenting paths.
 
 Types are matched to surviving groups with capacity S; slots need no nodes of their own, because a group computes its
-first S types in any order. A type costs nothing in a group that has it among its first S, and 1 elsewhere.
+first S types in any order. A type costs nothing in a group that has it in its first S positions, and 1 elsewhere.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,15 @@ UNASSIGNED = -1
 
 
 def smallest_stack(hosts: np.ndarray, alive: np.ndarray, from_stack: int) -> int | None:
-    """The least S >= ``from_stack`` with which the surviving groups can collect every type, reordered at will.
+    """Return the least S >= ``from_stack`` with which the surviving groups can collect every type in arbitrary orders.
 
     Args:
-        hosts: the groups that hold each type, int [N, r]. alive: bool [N].
+        hosts: the groups that hold each type, int [N, r].
+        alive: which groups are alive, bool [N].
+        from_stack: smallest S to consider.
 
     Returns:
-        None where not even S = r is enough: a type has no surviving host.
+        S; None if not even S = r suffices, because a type has no surviving host.
     """
     types, redundancy = hosts.shape
     survivors = int(alive.sum())
@@ -44,23 +46,28 @@ def smallest_stack(hosts: np.ndarray, alive: np.ndarray, from_stack: int) -> int
 def min_cost(
     hosts: np.ndarray, orders: np.ndarray, alive: np.ndarray, stack: int, free: int | None = None
 ) -> tuple[np.ndarray, int] | None:
-    """The group that computes each type, with the fewest types outside their group's first ``stack`` positions.
+    """Return the group that computes each type such that the fewest types are outside their group's first ``stack``
+    positions.
 
-    Types that a surviving prefix holds are a flow without cost; augmenting it from the others alone along shortest
-    paths keeps it of least cost.
+    Types that are in the first positions of a surviving group are a flow without cost; augmenting it only from the
+    other types, along shortest paths, keeps its cost minimal.
 
     Args:
-        hosts, orders: int [N, r]. alive: bool [N]. free: a group in which no position costs anything.
+        hosts: the groups that hold each type, int [N, r].
+        orders: the type at each stack position, int [N, r].
+        alive: which groups are alive, bool [N].
+        stack: S.
+        free: a group in which no position costs anything.
 
     Returns:
-        (the group of each type, int [N]; the number of moved types), None where ``stack`` is too small.
+        (the group of each type, int [N]; the number of moved types); None if ``stack`` is too small.
     """
     types = len(hosts)
     kind, column = np.nonzero(alive[hosts])
     group = hosts[kind, column]
     moved = (orders[group, :stack] != kind[:, None]).all(axis=1)
     owner = np.full(types, UNASSIGNED)
-    owner[kind[~moved][::-1]] = group[~moved][::-1]  # of several groups that have a type, its first host
+    owner[kind[~moved][::-1]] = group[~moved][::-1]  # if several groups have a type: its first host
     cost = np.where(group == free, 0, moved).astype(float) if free is not None else moved.astype(float)
     edges = _Edges(kind, group, cost)
     potential = np.zeros(2 * types + 2)
@@ -72,7 +79,7 @@ def min_cost(
 
 @dataclass(frozen=True)
 class _Edges:
-    """Type ``kind[i]`` may go to group ``group[i]`` at ``cost[i]``."""
+    """The edges of the graph: type ``kind[i]`` may go to group ``group[i]`` at ``cost[i]``."""
 
     kind: np.ndarray
     group: np.ndarray
@@ -80,7 +87,7 @@ class _Edges:
 
 
 def _augment(edges: _Edges, owner: np.ndarray, alive: np.ndarray, stack: int, potential: np.ndarray) -> bool:
-    """Finds a home for one more type, changing ``owner`` along a shortest path and ``potential``; False if none."""
+    """Assign one more type along a shortest path, updating ``owner`` and ``potential``; False if there is none."""
     types = len(owner)
     source, sink = 2 * types, 2 * types + 1
     held = owner != UNASSIGNED

@@ -1,4 +1,4 @@
-"""A controller's saved state, read back."""
+"""Read the saved state of a controller."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from ft.systems.spare.placement import Placement
 
 
 class Saved(NamedTuple):
-    """``alive``: bool [N]. ``orders``: int64 [N, r]. ``owners``: int64 [N]."""
+    """A saved state. ``alive``: bool [N]. ``orders``: int64 [N, r]. ``owners``: int64 [N]."""
 
     placement: Placement
     stack: int
@@ -21,10 +21,10 @@ class Saved(NamedTuple):
 
 
 def read(values: dict[str, Any]) -> Saved:
-    """What ``Controller.state`` gave.
+    """Return the state that ``Controller.state`` saved.
 
     Raises:
-        UserError: something is missing or of the wrong kind, or it is no state that a controller can be in.
+        UserError: something is missing or has the wrong type, or the state is not valid for a controller.
     """
     try:
         placement = Placement(int(values["groups"]), tuple(values["ruler"]))
@@ -43,7 +43,7 @@ def read(values: dict[str, Any]) -> Saved:
 
 
 def fill(s: State, found: Saved) -> None:
-    """Turns a state at its start into the saved one."""
+    """Change an initial state into the saved one."""
     n, r = found.orders.shape
     mark = np.zeros(n, dtype=np.int64)
     mark[np.array(found.placement.ruler) % n] = np.arange(r)

@@ -1,10 +1,10 @@
-"""An owner for every type at the least cost: phases 1 and 2 as one search.
+"""Find an owner for every type at the least cost: phases 1 and 2 of SPARe, algorithm 2, as one incremental search.
 
-Every type has an owner: the surviving group that has to compute it, with the type among its first S. That is a flow
-without cost. A loss leaves a few types without one; each finds one along a shortest path of types that change their
-owner. A type costs 1 in a group that does not have it among its first S, else nothing. Shortest paths one after the
-other, with lengths corrected by potentials, keep the whole at its least cost (successive shortest paths). Where a path
-is missing S is too small: what was matched so far stays matchable, so no other choice would have left one.
+Every type has an owner: the surviving group that has to compute it, with the type in its first S positions. That is a
+flow without cost. A loss leaves a few types without an owner; each gets one along a shortest path of types that change
+their owner. A type costs 1 in a group that does not have it in its first S positions, else nothing. Successive shortest
+paths, with lengths corrected by potentials, keep the total cost minimal. If there is no path, S is too small: what was
+matched so far stays matchable, so that no other choice would have left a path.
 """
 
 from ft.systems.spare.controller.state import (
@@ -25,16 +25,17 @@ from ft.systems.spare.controller.state import (
 
 
 def assign(s: State, stack: int, free: int) -> bool:
-    """Finds an owner for each of ``seekers`` with S = ``stack``; False where there is none, and nothing has changed.
+    """Find an owner for each of ``seekers`` with S = ``stack``; return False, with nothing changed, if that is
+    impossible.
 
-    ``changed`` are then the types whose owner may be another one. No position in group ``free`` costs anything.
+    ``changed`` are then the types whose owner may have changed. No position in group ``free`` costs anything.
     """
     s.size[CHANGED] = 0
     count = s.size[SEEKERS]
     possible = True
     for i in range(count):
         note(s, s.seekers[i])
-        if stack > s.size[STACK]:  # else nobody has it
+        if stack > s.size[STACK]:  # else no survivor has it
             settle(s, s.seekers[i], stack)
     for i in range(count):
         if possible and s.owner[s.seekers[i]] == NONE:
@@ -49,12 +50,13 @@ def assign(s: State, stack: int, free: int) -> bool:
 
 
 def assign_all(s: State, stack: int, free: int) -> bool:
-    """As ``assign``, for all types anew; ``owner`` and ``load`` are spoilt where it fails, ``former`` is kept."""
+    """Find an owner for all types anew, as ``assign`` does. On failure ``owner`` and ``load`` are invalid; ``former``
+    is kept."""
     n = s.size[GROUPS]
     for i in range(n):
         s.load[i] = 0
         s.owner[i] = NONE
-        s.marked[i] = 1  # so that no note is taken
+        s.marked[i] = 1  # so that ``note`` records nothing
     s.size[SEEKERS] = 0
     for t in range(n):
         settle(s, t, stack)
@@ -69,7 +71,7 @@ def assign_all(s: State, stack: int, free: int) -> bool:
 
 
 def settle(s: State, t: int, stack: int) -> bool:
-    """Gives type t to its first surviving host that has it among its first ``stack``; False if none has."""
+    """Assign type t to its first surviving host with it in its first ``stack`` positions; False if none has it."""
     r = s.size[REDUNDANCY]
     for j in range(r):
         h = s.hosts[t * r + j]
@@ -80,7 +82,7 @@ def settle(s: State, t: int, stack: int) -> bool:
 
 
 def hand(s: State, t: int, new: int) -> None:
-    """Makes group ``new``, or NONE, the owner of type t."""
+    """Make group ``new``, or NONE, the owner of type t."""
     old = s.owner[t]
     if old != NONE:
         s.load[old] -= 1
@@ -90,7 +92,7 @@ def hand(s: State, t: int, new: int) -> None:
 
 
 def note(s: State, t: int) -> None:
-    """Remembers a type's owner before it changes."""
+    """Record the owner of a type before it changes."""
     if not s.marked[t]:
         s.marked[t] = 1
         s.former[t] = s.owner[t]
@@ -99,9 +101,10 @@ def note(s: State, t: int) -> None:
 
 
 def augment(s: State, root: int, stack: int, free: int) -> bool:
-    """Finds an owner for type ``root`` along a shortest path; False, and nothing has changed, where there is none.
+    """Find an owner for type ``root`` along a shortest path; return False, with nothing changed, if there is none.
 
-    Distances are small whole numbers: each is worked off first in, first out, then the next one is looked up.
+    Distances are small integers: all nodes at one distance are processed in FIFO order before those at the next
+    distance.
     """
     s.size[SEARCH] += 1
     s.size[LEVEL] = 0
@@ -120,7 +123,7 @@ def augment(s: State, root: int, stack: int, free: int) -> bool:
             end = go_further(s, stack)
         else:
             return False
-    if s.size[SEEKERS] != 1:  # with one alone, no other search comes after this one
+    if s.size[SEEKERS] != 1:  # with a single seeker, no other search follows this one
         shift_potentials(s)
     while end != NONE:
         t = s.before[end]
@@ -132,9 +135,10 @@ def augment(s: State, root: int, stack: int, free: int) -> bool:
 
 
 def next_door(s: State, root: int, stack: int) -> int:
-    """The first host of a type without an owner that has room for it, or NONE.
+    """Return the first host of a type without an owner that has room for it, or NONE.
 
-    No path is shorter: no host has the type among its first ``stack``, and no potential is above 0. Most paths are so.
+    No path is shorter, because no host has the type in its first ``stack`` positions, and no potential is above 0. This
+    is the most frequent case.
     """
     r = s.size[REDUNDANCY]
     for j in range(r):
@@ -147,11 +151,11 @@ def next_door(s: State, root: int, stack: int) -> int:
 
 
 def look_from(s: State, t: int, stack: int, free: int) -> int:
-    """Looks at the hosts of type t; returns one with room for a type that is no further than t, or NONE."""
+    """Examine the hosts of type t; return one with room for a type that is at the same distance as t, or NONE."""
     r, level, search = s.size[REDUNDANCY], s.size[LEVEL], s.size[SEARCH]
     for j in range(r):
         h = s.hosts[t * r + j]
-        if s.reached[h] >= search:  # so is the owner of t, through which t was found
+        if s.reached[h] >= search:  # this includes the owner of t, through which t was found
             continue
         far = level + s.kind_potential[t] - s.group_potential[h]
         if s.depth[t * r + j] >= stack and h != free:
@@ -171,7 +175,7 @@ def look_from(s: State, t: int, stack: int, free: int) -> int:
 
 
 def next_level(s: State) -> bool:
-    """Goes to the least distance in ``later``; False where all in it are reached."""
+    """Advance to the least distance in ``later``; return False if all groups in it are reached."""
     least = NONE
     for i in range(s.size[LATER]):
         h = s.later[i]
@@ -182,7 +186,7 @@ def next_level(s: State) -> bool:
 
 
 def go_further(s: State, stack: int) -> int:
-    """Reaches the groups in ``later`` that are at the present distance; returns one with room, or NONE."""
+    """Mark the groups in ``later`` that are at the current distance as reached; return one with room, or NONE."""
     kept = 0
     for i in range(s.size[LATER]):
         h = s.later[i]
@@ -198,7 +202,7 @@ def go_further(s: State, stack: int) -> int:
 
 
 def reach(s: State, h: int, stack: int) -> bool:
-    """Marks a group as reached; True where it has room for a type, else its types go to the end of the queue."""
+    """Mark a group as reached; return True if it has room for a type, else append its types to the queue."""
     s.reached[h] = s.size[SEARCH]
     s.seen[s.size[SEEN]] = h
     s.size[SEEN] += 1
@@ -218,9 +222,9 @@ def reach(s: State, h: int, stack: int) -> bool:
 
 
 def shift_potentials(s: State) -> None:
-    """For the next search: whatever was nearer than the end of this one comes as much closer to it.
+    """Update the potentials for the next search, by distance - distance of the end, for all nodes nearer than the end.
 
-    Types and groups stand in the order of their distance.
+    ``queue`` and ``seen`` are in the order of their distance.
     """
     n, level = s.size[GROUPS], s.size[LEVEL]
     for i in range(s.size[TAIL]):
@@ -240,11 +244,13 @@ def shift_potentials(s: State) -> None:
 
 
 def remember(s: State, place: int) -> None:
+    """Record that the potential of a type (``place`` below N) or of a group (N + group) is not 0."""
     s.shifted[s.size[SHIFTED]] = place
     s.size[SHIFTED] += 1
 
 
 def forget_potentials(s: State) -> None:
+    """Reset all potentials to 0."""
     n = s.size[GROUPS]
     for i in range(s.size[SHIFTED]):
         place = s.shifted[i]
