@@ -33,8 +33,8 @@ class Link:
         limits: timeouts.
         greet: returns the frames that begin each connection; called in the thread.
         take: called in the thread with every message.
-        away: called in the thread after each attempt that has ended without a connection, with the seconds since the
-            last one; called with an error as well, once no connection will ever succeed.
+        away: called in the thread each time a connection or an attempt to connect has ended, with the seconds since
+            there was a connection, and with an error once there will never be one.
     """
 
     def __init__(
