@@ -1,7 +1,7 @@
 """Choose the members to exclude when a quorum fails although all of them are alive (a partition between replicas).
 
 Every member may report members that its rings could not reach. A single report is weak evidence: a member that leaves a
-ring because it lost one neighbor looks lost to its other neighbor. Failures are therefore forgiven at first, and as
+ring because it lost one neighbour looks lost to its other neighbour. Failures are therefore forgiven at first, and as
 long as a lost member explains them. After that, a member is excluded if more members blame it than vouch for it, and so
 is one of any two that blame each other. But a member that alone has the furthest state stays, and those that cannot
 reach it are excluded instead.
@@ -25,7 +25,7 @@ class Evidence:
 
     Attributes:
         blamers: members that could not reach it.
-        vouchers: its neighbors in the ring that could reach it.
+        vouchers: its neighbours in the ring that could reach it.
     """
 
     blamers: frozenset[int]

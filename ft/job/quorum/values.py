@@ -8,7 +8,7 @@ from typing import Any
 from ft.base.errors import FtError
 
 NO_STATE = (0, -1)
-"""(next_step, lineage) of a replica that has neither loaded nor initialized any state."""
+"""(next_step, lineage) of a replica that has neither loaded nor initialised any state."""
 
 
 class BadMessage(FtError):
@@ -82,7 +82,7 @@ class Quorum:
         healthy: replicas that train in the step, ascending.
         behind: replicas that fetch their state during the step and contribute zero gradients.
         lives: replica -> life, for every member.
-        load: no member has a state: all load the last persistent checkpoint, or initialize, and report again.
+        load: no member has a state: all load the last persistent checkpoint, or initialise, and report again.
         finished: the last step of the run is done, so there is no step to do.
         reason: why the quorum has these members, in words.
     """

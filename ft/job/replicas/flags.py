@@ -27,7 +27,7 @@ class Replicas:
             of the components that wait.
         lr_scaling: how the learning rate is scaled by healthy / all replicas.
         redundancy: number of shard types that are stacked on each replica as a group (SPARe); None: no stacks.
-        streams: number of connections between two neighboring ranks in a ring.
+        streams: number of connections between two neighbouring ranks in a ring.
     """
 
     count: int
