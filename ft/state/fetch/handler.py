@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         self._leave()
-        with contextlib.suppress(OSError):  # the peer may be gone
+        with contextlib.suppress(OSError):  # sends the answer to an invalid request; the peer may be gone
             self._push()
 
     def do_GET(self) -> None:

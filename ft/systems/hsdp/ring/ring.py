@@ -92,7 +92,11 @@ class Ring:
         return pending
 
     def expect(self, limit_s: float) -> None:
-        """Set the time limit without progress, in seconds, for all later calls; waiting for other members counts."""
+        """Set the time limit without progress, in seconds, for all later calls; waiting for other members counts.
+
+        Raises:
+            UserError: the limit is not positive.
+        """
         if not limit_s > 0:
             raise UserError(f"a limit of {limit_s} s", "give seconds above 0")
         self._limit = limit_s
