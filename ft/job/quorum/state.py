@@ -53,7 +53,8 @@ class Ban:
     Attributes:
         until: end of the exclusion, in seconds of the server's monotonic clock.
         length_s: length of the last exclusion, in seconds.
-        times: number of exclusions so far; each one doubles the length of the next.
+        times: number of exclusions, each doubling the length of the next; reset once the replica is healthy in a quorum
+            more than ``length_s`` after the end of the last one.
     """
 
     until: float = 0.0
