@@ -1,7 +1,8 @@
-"""Which replicas are in a step (FT-HSDP, sections 4.1 and 4.3): the leaders report, the server decides.
+"""Quorum service: decide which replicas take part in each training step (FT-HSDP, sections 4.1 and 4.3).
 
-``decide.decide`` is all of the judgement, free of I/O, clocks and chance; ``server`` is the process around it,
-``client`` a leader's end of the wire, ``spread`` the way from a leader to the ranks of its replica.
+The leader of each replica reports its progress to the quorum server, and the server decides. ``decide.decide`` makes
+the decision as a pure function, without I/O, clocks or randomness. ``server`` is the process around it, ``client`` is a
+leader's end of the protocol, and ``spread`` forwards messages from a leader to all ranks of its replica.
 """
 
 from ft.job.quorum.client import FailureNotice, QuorumClient

@@ -1,4 +1,4 @@
-"""``python -m ft.job.quorum``: the quorum server."""
+"""Entry point of the quorum server: ``python -m ft.job.quorum``."""
 
 from ft.job.quorum.server import main
 

@@ -1,9 +1,10 @@
-"""Who is left out when all members live but a quorum does not carry its step through (a partition between replicas).
+"""Choose the members to exclude when a quorum fails although all of them are alive (a partition between replicas).
 
-Every member may name those that its rings could not reach. One such word proves little: who leaves a ring because he
-lost his other neighbour looks lost himself. So a failure is forgiven while a lost member explains it, and at first;
-then those go whom more blame than vouch for, and one of any two that blame each other; but whoever alone has the
-furthest state stays, and those go that cannot reach it.
+Every member may report members that its rings could not reach. A single report is weak evidence: a member that leaves a
+ring because it lost one neighbour looks lost to its other neighbour. Failures are therefore forgiven at first, and as
+long as a lost member explains them. After that, a member is excluded if more members blame it than vouch for it, and so
+is one of any two that blame each other. But a member that alone has the furthest state stays, and those that cannot
+reach it are excluded instead.
 """
 
 from collections.abc import Mapping
@@ -13,12 +14,19 @@ from ft.job.quorum.state import Ban
 from ft.job.quorum.values import Quorum, Report
 
 _WEAK_EVIDENCE_AFTER = 3
-"""Failed quorums in a row after which it takes no majority of witnesses: no endless retries."""
+"""Number of consecutive failed quorums after which a single report is enough to exclude a member: no endless
+retries.
+"""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """For and against one member: who could not reach it, and which neighbours in the ring could."""
+    """Evidence about one member.
+
+    Attributes:
+        blamers: members that could not reach it.
+        vouchers: its neighbours in the ring that could reach it.
+    """
 
     blamers: frozenset[int]
     vouchers: frozenset[int]
@@ -33,11 +41,14 @@ class Evidence:
 
 
 def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven: int, least: int = 1) -> dict[int, str]:
-    """Members to leave out of the next quorum, with the reason of each.
+    """Return the members to exclude from the next quorum, with the reason for each.
 
     Args:
-        quorum: the one that failed. returned: reports of its members that are done with it. failed: how many like it
-            failed in a row before. forgiven: how many may. least: members that must stay: the worst go first.
+        quorum: the quorum that failed.
+        returned: reports of its members that are done with it, by replica.
+        failed: number of similar quorums that failed in a row before.
+        forgiven: number of such failures that are tolerated.
+        least: number of members that must stay; the members with the most evidence against them are excluded first.
     """
     if failed < forgiven or any(member not in returned for member in quorum.members):
         return {}
@@ -57,13 +68,13 @@ def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven:
 
 
 def longer(ban: Ban, now: float, first_s: float, most_s: float) -> Ban:
-    """The ban after one more offence."""
+    """Return the ban after one more offence: twice as long as the last one, ``most_s`` seconds at most."""
     length = min(first_s * 2.0**ban.times, most_s)
     return Ban(now + length, length, ban.times + 1)
 
 
 def _evidence(quorum: Quorum, returned: Mapping[int, Report], gone: set[int]) -> dict[int, Evidence]:
-    """Those who are left out witness nothing."""
+    """Collect the evidence about each member; excluded members (``gone``) are not counted as witnesses."""
     found, members = {}, quorum.members
     witnesses = [one for one in members if one not in gone]
     for place, member in enumerate(members):
@@ -82,12 +93,12 @@ def _is_guilty(one: int, evidence: Mapping[int, Evidence], weak: bool) -> bool:
 
 
 def _is_alone_so_far(one: int, returned: Mapping[int, Report], gone: Mapping[int, str]) -> bool:
-    """Without it the others would do steps again that it has done."""
+    """Return whether all other members are behind ``one``: without it they would do steps again."""
     return all(returned[other].state < returned[one].state for other in returned if other != one and other not in gone)
 
 
 def _behind(report: Report) -> tuple[int, int]:
-    """Larger for one whose state is less far: of two, the furthest state stays."""
+    """Return a sort key that is larger for a state that is less far: of two equal cases, the furthest state stays."""
     return (-report.next_step, -report.lineage)
 
 

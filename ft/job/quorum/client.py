@@ -1,4 +1,4 @@
-"""A replica's end of the quorum: its leader's, and what is said of one that is given up."""
+"""Client of the quorum server, used by the leader of a replica; also the notice that a replica is given up."""
 
 import threading
 from concurrent.futures import Future
@@ -17,10 +17,16 @@ Rows = list[dict[str, str]]
 
 
 class QuorumClient:
-    """The leader's: asks who is in the next step. It finds the server by itself, and a new one when that dies.
+    """Client of a replica's leader, which asks for the quorum of each step.
+
+    It finds the server by itself (``quorum.json``), and the next server when that one dies.
 
     Args:
-        run_dir: of the whole run. replica, life: who asks. token: of the run.
+        run_dir: directory of the whole run.
+        replica: number of the replica.
+        life: its life (incarnation).
+        token: token of the run.
+        limits: timeouts; the defaults if None.
     """
 
     def __init__(self, run_dir: str | Path, replica: int, life: int, token: str, limits: Limits | None = None):
@@ -36,15 +42,18 @@ class QuorumClient:
         self._link = Link(Path(run_dir), token, self._limits, self._greet, self._take, self._away)
 
     def arriving(self) -> None:
-        """This life has begun, and will say hello soon. First of all; returns at once."""
+        """Announce that this life has started and will call :meth:`hello` soon. To be called first, if at all; returns
+        at once.
+        """
         self._link.start()
 
     def hello(self, rows: Rows) -> None:
-        """This life is there. Once, before it asks; returns at once.
+        """Announce that this life is ready, with the addresses of its ranks. To be called once, before :meth:`ask`;
+        returns at once.
 
         Args:
-            rows: one of strings for each rank of the replica, in their order, for the other replicas: {"ring": address,
-                "fetch": address}.
+            rows: one dictionary of strings for each rank of the replica, in their order, for the other replicas:
+                {"ring": address, "fetch": address}.
         """
         if self._own_rows is not None:
             raise FtError("hello is said once in a life")
@@ -56,11 +65,12 @@ class QuorumClient:
             self._link.send(frame)
 
     def ask(self, report: Report) -> "Future[Quorum]":
-        """Asks for the quorum of the next step; returns at once, whatever the network does.
+        """Ask for the quorum of the next step; returns at once, whatever the network does.
 
         Returns:
-            the quorum to come. The future raises NoQuorum: there will be none for this replica; RecoverableError: no
-            server is to be found for ``Limits.away_s``, or it was asked again; UserError: the token is refused.
+            A future of the quorum. It raises NoQuorum if there will be none for this replica, RecoverableError if no
+                server was found for ``Limits.away_s`` or if ``ask`` was called again, and UserError if the token is
+                refused.
         """
         future: Future[Quorum] = Future()
         future.set_running_or_notify_cancel()
@@ -80,10 +90,11 @@ class QuorumClient:
         return future
 
     def rows(self, replica: int, life: int) -> Rows:
-        """What ``hello`` of that life was given. Known for all members of a quorum before its future is done.
+        """Return what that life gave to ``hello``. Known for all members of a quorum before the quorum's future is
+        done.
 
         Raises:
-            FtError: it is no member's.
+            FtError: that life is no member of a quorum that was received.
         """
         with self._lock:
             if replica == self.replica and life == self.life and self._own_rows is not None:
@@ -94,21 +105,21 @@ class QuorumClient:
         return found[1]
 
     def aside(self) -> None:
-        """The next question will take longer than steps do: until then this replica is waited for with patience."""
+        """Announce that the next report will take longer than a step does, so that the server waits longer for this
+        replica.
+        """
         with self._lock:
             self._aside = wire.pack({"kind": "aside"})
         self._link.send(self._aside)
 
     def leave(self, reason: str) -> None:
-        """This life of the replica is over: it asks no more, and the others need not wait for it. What it has asked
-        fails."""
+        """Announce that this life is over, so that the others need not wait for it. A pending question fails."""
         self._left = wire.pack({"kind": "leave", "reason": reason})
         self._fail(RecoverableError(f"this replica has left: {reason}"))
         self._link.send(self._left)
 
     def close(self) -> None:
-        """Ends the conversation; what was said before is still sent, if the network takes it. A future that waits
-        fails."""
+        """End the connection; messages that wait are still sent if the network takes them. A pending future fails."""
         self._link.close()
         self._fail(RecoverableError("the client was closed"))
 
@@ -140,7 +151,7 @@ class QuorumClient:
     def _answered(self, quorum: Quorum) -> None:
         with self._lock:
             if self._asked is None or quorum.lives.get(self.replica) != self.life:
-                return  # the answer to a question that was asked again since
+                return  # an answer to a question that was asked again meanwhile
             if self._last is not None and quorum.number <= self._last.number:
                 return
             self._last, future, self._asked = quorum, self._asked[1], None
@@ -161,10 +172,14 @@ class QuorumClient:
 
 
 class FailureNotice:
-    """Says that a replica is given up, to every server of the run: nobody should wait for another life of it.
+    """Tells every server of the run that a replica is given up, so that no server waits for another life of it.
 
     Args:
-        run_dir: of the whole run. replica: which. life: its last one, -1 if it never had one. token: of the run.
+        run_dir: directory of the whole run.
+        replica: number of the replica.
+        life: its last life, -1 if it never had one.
+        reason: why it was given up.
+        token: token of the run.
     """
 
     def __init__(self, run_dir: str | Path, replica: int, life: int, reason: str, token: str):
@@ -173,7 +188,7 @@ class FailureNotice:
         self._link.start()
 
     def close(self) -> None:
-        """Ends the conversation."""
+        """End the connection."""
         self._link.close()
 
 

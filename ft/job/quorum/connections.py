@@ -1,4 +1,4 @@
-"""The connections of the quorum server."""
+"""Connections of the quorum server, authenticated and not."""
 
 import selectors
 import socket
@@ -16,9 +16,16 @@ _MOST_LINES = 20
 
 @dataclass(eq=False)
 class Connection:
-    """Who is connected: a leader with its replica and life, an agent, or somebody who has yet to prove a thing.
+    """One connection to the server, from a leader, an agent, or a peer that is not authenticated yet.
 
-    ``rows``: replica -> life whose rows this one has. ``refused``: why it gets no quorum, if so.
+    Attributes:
+        channel: the channel over the socket.
+        address: address of the peer, "HOST:PORT".
+        since: time at which it connected.
+        replica: replica whose leader it is, None for other peers.
+        life: life of that replica.
+        rows: replica -> life whose rows (rank addresses) were sent to this peer.
+        refused: why this leader gets no quorum, "" if it may get one.
     """
 
     channel: Channel
@@ -31,16 +38,20 @@ class Connection:
 
 
 class Guests:
-    """All connections, in one selector. ``leaders``: replica -> its leader's."""
+    """All connections of the server, registered with one selector.
+
+    Attributes:
+        leaders: replica -> connection of its leader.
+    """
 
     def __init__(self, selector: selectors.BaseSelector, token: str):
         self.leaders: dict[int, Connection] = {}
         self._selector, self._token = selector, token
-        self._here: dict[Connection, bool] = {}  # and whether it waits to be written to
+        self._here: dict[Connection, bool] = {}  # value: whether the selector watches for writability
         self._lines, self._lines_at = 0, 0.0
 
     def accept(self, listener: socket.socket) -> None:
-        """Takes in all that knock; without a descriptor to spare they wait outside."""
+        """Accept all pending connections; without a free file descriptor they stay in the listen queue."""
         while True:
             try:
                 own, (address, port) = listener.accept()
@@ -48,7 +59,7 @@ class Guests:
                 return
             try:
                 channel = Channel(own, self._token, is_host=True)
-            except (FtError, OSError):  # it has hung up already; there are others behind it
+            except (FtError, OSError):  # the peer has closed it already; more may be pending
                 own.close()
                 continue
             guest = Connection(channel, f"{address}:{port}", time.monotonic())
@@ -56,7 +67,7 @@ class Guests:
             self._selector.register(guest.channel, selectors.EVENT_READ, guest)
 
     def attend(self, guest: Connection) -> None:
-        """Watches for room to write, if bytes wait."""
+        """Watch for writability while bytes wait to be sent."""
         wants = guest.channel.wants_write
         if guest in self._here and wants != self._here[guest]:
             self._here[guest] = wants
@@ -73,9 +84,9 @@ class Guests:
         self._say(f"{who}: {reason}")
 
     def send_strangers_away(self, now: float) -> None:
-        """Those who have not shown for long that they belong to the run, and the oldest when there are many."""
+        """Drop peers that have not authenticated in time, and the oldest unauthenticated ones if there are too many."""
         strangers = [guest for guest in self._here if not guest.channel.is_known]
-        for place, guest in enumerate(strangers):  # in the order in which they came
+        for place, guest in enumerate(strangers):  # oldest first
             if now - guest.since > _STRANGER_S or len(strangers) - place > _MOST_STRANGERS:
                 self.drop(guest, "no member of the run")
 
@@ -84,7 +95,7 @@ class Guests:
             self.drop(guest, "the server ends")
 
     def _say(self, line: str) -> None:
-        """Into the log, at a pace at which strangers cannot fill a disk."""
+        """Log a line, at a limited rate, so that unauthenticated peers cannot fill a disk."""
         now = time.monotonic()
         if now - self._lines_at > 1.0:
             self._lines, self._lines_at = 0, now

@@ -1,7 +1,8 @@
-"""The decision: a quorum now, or why not yet and until when. Pure: no I/O, no clock, no chance.
+"""Quorum decision as a pure function: form a quorum now, or wait, for which replicas and until when.
 
-A quorum forms as soon as every replica that is known alive has reported. Nobody is waited for without a limit
-(:mod:`ft.job.quorum.limits`), and each kind of waiting has its own (:func:`awaited`).
+The functions do no I/O and use neither a clock nor randomness. A quorum forms as soon as every replica that is known to
+be alive has reported. Every wait is bounded (:mod:`ft.job.quorum.limits`), with a limit for each kind of wait
+(:func:`awaited`).
 """
 
 from collections.abc import Mapping
@@ -15,13 +16,16 @@ from ft.job.quorum.values import NO_STATE, Quorum, Report
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided.
+    """Result of :func:`decide`.
 
     Attributes:
-        quorum: None: not yet. to: replicas whose reports it answers. reason: of it, or of the wait.
-        until: when to decide anew if nothing is heard before; None: nobody waits for an answer.
-        excluded: replica -> why it is left out from now on. refused: replicas that get no quorum, and are told why.
-        is_repeated: the quorum is the last one, for a member that has not received it.
+        quorum: the quorum; None if none can be formed now.
+        reason: why this quorum was formed, or why the server waits.
+        until: time at which to decide again if nothing is received before; None if no report is pending.
+        to: replicas whose reports the quorum answers.
+        excluded: replica -> why it is excluded from now on.
+        refused: replicas that get no quorum and are told the reason.
+        is_repeated: the quorum is the last one, repeated for a member that has not received it.
     """
 
     quorum: Quorum | None
@@ -35,7 +39,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Awaited:
-    """Replica ``replica`` is waited for until then, because of ``why``."""
+    """The server waits for the report of ``replica`` until the time ``until``, for the reason ``why``."""
 
     replica: int
     until: float
@@ -43,7 +47,7 @@ class Awaited:
 
 
 def decide(state: State, now: float) -> Decision:
-    """What to answer to the reports that wait."""
+    """Decide what to answer to the pending reports at time ``now``."""
     pending = state.pending()
     if not pending:
         return Decision(None, "nobody has reported")
@@ -59,7 +63,7 @@ def decide(state: State, now: float) -> Decision:
     last, forgiven = state.last, state.options.forgiven
     excluded = blame.judge(last, state.returned(), state.failed, forgiven, least) if last else {}
     chosen = {number: report for number, report in candidates.items() if number not in excluded}
-    if len(chosen) < least <= len(pending):  # better one that is hard to reach than nobody
+    if len(chosen) < least <= len(pending):  # a replica that is hard to reach is better than no quorum
         chosen, excluded = pending, {}
     if len(chosen) < least:
         return _too_few(state, now, pending, chosen)
@@ -68,9 +72,10 @@ def decide(state: State, now: float) -> Decision:
 
 
 def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
-    """Those that are not left out; all, if only those that are have the furthest state: steps count more.
+    """Return the pending reports without those of excluded replicas; all reports if only an excluded one is furthest.
 
-    With nobody but them it is the same: whoever is at work in the last quorum is waited for first.
+    Losing committed steps would be worse than an unreachable member. Nothing changes if only excluded replicas report:
+    the server still waits first for members at work in the last quorum.
     """
     free = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
     furthest = max(report.state for report in pending.values())
@@ -78,7 +83,7 @@ def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapp
 
 
 def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[Awaited]:
-    """Everybody whose report is waited for, with limits that may have passed."""
+    """Return every replica whose report the server waits for, with its time limit, which may have passed already."""
     is_first = state.last is None and all(report.number == 0 for report in candidates.values())
     is_load = all(report.state == NO_STATE for report in candidates.values())
     limits = state.options.limits.calibrated(state.step_s())
@@ -96,7 +101,7 @@ def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[
 
 @dataclass(frozen=True)
 class _Round:
-    """One wait for reports: when the first member came back, or else the first newcomer came."""
+    """One round of reports. ``began``: when the first member of the last quorum reported, else the first newcomer."""
 
     state: State
     limits: Limits
@@ -126,7 +131,9 @@ def _await(round_: _Round, number: int, one: Replica) -> Awaited | None:
 
 
 def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
-    """A member of the last quorum that has not reported since."""
+    """Return the wait for a member of the last quorum that has not reported since; None if the server does not wait for
+    it.
+    """
     state, limits = round_.state, round_.limits
     if one.phase == EXPECTED:
         return Awaited(number, state.began_at + limits.back_s, "was in the last quorum and has not come back")
@@ -148,7 +155,9 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
 
 
 def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
-    """A replica that lives, or may live, has done more steps than any that has reported, however late it is."""
+    """Return the wait for a replica that is or may be alive and has committed more steps than any replica that
+    reported.
+    """
     last, limits = state.last, state.options.limits
     if last is None or not candidates:
         return None
@@ -169,14 +178,14 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
 
 
 def _steps_of(last: Quorum, number: int, one: Replica) -> int:
-    """Of the state that this member had in the last quorum; who was behind keeps it until it has fetched another."""
+    """Return the committed steps in a member's state; a member that was behind may still have its old state."""
     if number in last.healthy:
         return last.step
     return one.answered.next_step if one.answered is not None else 0
 
 
 def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:
-    """A member of the last quorum asks without ever having received it: the others are in it already."""
+    """Repeat the last quorum for members that report without having received it, while the others are at work in it."""
     last = state.last
     if last is None or state.returned():
         return None
@@ -195,7 +204,7 @@ def _lacks(last: Quorum, report: Report) -> bool:
 
 
 def _finished(state: State, pending: Mapping[int, Report]) -> Decision | None:
-    """Somebody has done the last step: there is none for those at it or behind it."""
+    """Tell replicas at or behind the last step that it is done, once a replica has finished the run."""
     if state.end is None:
         return None
     told = {number: report for number, report in pending.items() if report.next_step <= state.end[0]}

@@ -1,7 +1,7 @@
-"""Where the quorum server of a run is: ``RUN_DIR/quorum.json``, rewritten by each server that takes over.
+"""Lease record and terms of a run's quorum server: ``RUN_DIR/quorum.json``, rewritten by each server that takes over.
 
-Terms are claimed as those of the control plane are (:mod:`ft.platform.election`), in the folder of the whole run: a
-claim can be made only once, and who finds a newer one than his own has been succeeded.
+Terms are claimed like those of the control plane (:mod:`ft.platform.election`), in the folder of the whole run. A term
+can be claimed only once, and a server that finds a later term than its own has been succeeded.
 """
 
 import json
@@ -16,12 +16,14 @@ _FILE = "quorum.json"
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """A server.
+    """Address and term of the present quorum server.
 
     Attributes:
-        where: its address, "tcp://HOST:PORT". term: that it has claimed. pid: its process there.
-        end: (next_step, lineage) of a replica that has done the last step, once there is one: it leaves, and nobody
-            else could tell the next server.
+        where: address of the server, "tcp://HOST:PORT".
+        term: term that it has claimed.
+        pid: its process id on that host.
+        end: (next_step, lineage) of a replica that has done the last step, None before; stored here because that
+            replica leaves, and the next server could learn it from nobody else.
     """
 
     where: str
@@ -31,7 +33,7 @@ class LeaseRecord:
 
 
 def claim(run_dir: Path, least: int) -> int:
-    """Claims the next term that is free, ``least`` or a later one; returns it.
+    """Claim the next free term that is at least ``least``, and return it.
 
     Raises:
         OSError: the directory cannot be written.
@@ -43,12 +45,12 @@ def claim(run_dir: Path, least: int) -> int:
 
 
 def is_succeeded(run_dir: Path, term: int) -> bool:
-    """Whether a later term was claimed."""
+    """Return whether a term later than ``term`` was claimed."""
     return election.newest(run_dir) > term
 
 
 def read(run_dir: Path) -> LeaseRecord | None:
-    """The standing, None where there is none, or none that can be read."""
+    """Return the lease record; None if there is none or it cannot be read."""
     try:
         values = json.loads((run_dir / _FILE).read_text())
         end = values.get("end")
@@ -59,7 +61,7 @@ def read(run_dir: Path) -> LeaseRecord | None:
 
 
 def write(run_dir: Path, standing: LeaseRecord) -> None:
-    """Readers see the old or the new one, never half of one.
+    """Replace the lease record atomically: readers see the old or the new one, never a part of one.
 
     Raises:
         OSError: the directory cannot be written.

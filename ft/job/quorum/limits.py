@@ -1,4 +1,4 @@
-"""Every timeout of the quorum, in one table."""
+"""Timeouts of the quorum server and its clients, in one table with a check of their order."""
 
 from dataclasses import dataclass, replace
 
@@ -7,28 +7,36 @@ from ft.base import timeout_order as ladder
 
 @dataclass(frozen=True)
 class Limits:
-    """All in seconds.
+    """Timeouts of the quorum, in seconds; :meth:`calibrated` adds multiples of the step time to some of them.
 
     Attributes:
-        lost_s: the connection of a member broke: so long it may be on its way back; then the others go on.
-        wait_s: a replica is about to report for the first time: the others wait so long for it, once for each arrival.
-        arrive_s: its processes have begun, and it is to report soon (``--ft-hsdp-wait``, as wait_s; the paper's
-            trade-off, section 6.1).
-        blamed_s: a member that another one's ring could not reach has not reported either; + a step.
-        beat_s: between two signs of life of a client's thread. silent_s: without one it is waited for no longer.
-        contact_s: without an answer to them a client looks for another server.
-        regress_s: of those that may live one has done more steps than all that reported: a quorum without it would
-            do its steps again.
-        member_s: a live member of the last quorum is slower than the first one to report; + 3 steps.
-        aside_s: it has said that it is busy with something else than steps: a checkpoint, an evaluation.
-        back_s: a server that was started in the place of another waits so long for members of the last quorum.
-        away_s: for so long a client looks for a server before what it asked for fails.
-        start_s: for all replicas of the run, at its beginning; and in place of member_s while there is no step time.
-        load_s: to load a checkpoint.
-        stall_s: all members of the last quorum are at work, for those that wait to join them; + 10 steps.
-        minimum_s: there are fewer replicas than the minimum; then those that wait are told so.
-        ban_s: a replica that the others cannot reach is left out so long; twice as long each time it happens again.
-        ban_most_s: at most so long.
+        lost_s: how long a replica whose connection broke may take to reconnect before the others go on without it.
+        wait_s: how long the others wait for a connected replica that is about to report for the first time; counted
+            once for each arrival.
+        arrive_s: how long the others wait for a replica whose processes have started (``--ft-hsdp-wait`` sets this and
+            wait_s; the trade-off is that of FT-HSDP, section 6.1).
+        blamed_s: how long to wait for a member that has not reported and that a ring of another member could not reach;
+            one step time is added.
+        beat_s: interval between heartbeats of a client's thread.
+        silent_s: how long to wait for a member without a heartbeat.
+        contact_s: time without any answer after which a client looks for another server.
+        regress_s: how long to wait for a replica that may be alive and has committed more steps than all that reported;
+            a quorum without it would do those steps again.
+        member_s: how long to wait, after the first report, for a slower live member of the last quorum; three step
+            times are added.
+        aside_s: how long to wait for a member that has announced work other than a step, such as a checkpoint or an
+            evaluation.
+        back_s: how long a server that replaced another one waits for members of the last quorum to reconnect.
+        away_s: how long a client looks for a server before its question fails.
+        start_s: how long to wait for all replicas at the beginning of the run; also used in place of member_s while no
+            step time is known.
+        load_s: how long to wait for members that load a checkpoint.
+        stall_s: how long replicas that want to join wait while all members of the last quorum are at work; ten step
+            times are added.
+        minimum_s: how long replicas wait while there are fewer than the minimum, before they are told so.
+        ban_s: length of the first exclusion of a replica that others cannot reach, doubled each time it is repeated;
+            five step times are added.
+        ban_most_s: maximum length of an exclusion.
     """
 
     lost_s: float = 0.1
@@ -51,16 +59,18 @@ class Limits:
     ban_most_s: float = 600.0
 
     def check(self) -> "Limits":
-        """Returns itself.
+        """Check the limits and return them.
 
         Raises:
-            UserError: one is no positive number, or not longer than those it waits for.
+            UserError: a limit is not a positive number, or is not longer than the limits that must run out before it.
         """
         ladder.check(self, "limit", _LADDER, _MAY_BE_ZERO)
         return self
 
     def calibrated(self, step_s: float | None) -> "Limits":
-        """Those that a step may hold up, longer by what steps take. ``step_s``: None before a step has ended."""
+        """Return the limits with those that depend on steps lengthened. ``step_s``: usual step time, None before the
+        first.
+        """
         if step_s is None:
             return replace(self, member_s=self.start_s)
         return replace(

@@ -1,4 +1,4 @@
-"""A client's connection to the quorum server, in a thread of its own; made anew when it breaks."""
+"""Connection of a client to the quorum server: a thread that keeps it and reconnects with backoff when it breaks."""
 
 import contextlib
 import os
@@ -25,12 +25,16 @@ _BEAT = wire.pack({"kind": "beat"})
 
 
 class Link:
-    """The thread and its connection.
+    """Thread of a client together with its present connection.
 
     Args:
-        run_dir: where ``quorum.json`` is. greet: frames that begin each connection, called in the thread. take: called
-            in the thread with every message. away: called in the thread about every ``beat_s`` without a connection,
-            with the seconds it has lasted, and, with an error, once there will never be one.
+        run_dir: directory that contains ``quorum.json``.
+        token: token of the run.
+        limits: timeouts.
+        greet: returns the frames that begin each connection; called in the thread.
+        take: called in the thread with every message.
+        away: called in the thread each time a connection or an attempt to connect has ended, with the seconds since
+            there was a connection, and with an error once there will never be one.
     """
 
     def __init__(
@@ -57,12 +61,14 @@ class Link:
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame if there is a connection; what must outlive one belongs into ``greet``. Never blocks."""
+        """Send a frame if there is a connection; a frame that must survive a reconnect belongs into ``greet``. Never
+        blocks.
+        """
         self._outbox.append(frame)
         self._ring()
 
     def close(self) -> None:
-        """Sends what waits, if that goes at once, and ends."""
+        """Send what waits, for one second at most, and end the thread."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -75,7 +81,7 @@ class Link:
                 self._bell = -1
 
     def _ring(self) -> None:
-        """Wakes the thread; a descriptor that is closed may be another file's by now."""
+        """Wake the thread, unless its descriptor is closed: the number may belong to another file by then."""
         with self._lock:
             if self._bell >= 0:
                 os.eventfd_write(self._bell, 1)
@@ -96,7 +102,7 @@ class Link:
             self._is_closing.wait(pause)
 
     def _converse(self) -> bool:
-        """One connection, from its beginning to its end; whether there was one with a server of the run.
+        """Make one connection and serve it to its end; return whether its server proved to belong to the run.
 
         Raises:
             UserError: the server refuses the token.
@@ -124,7 +130,7 @@ class Link:
         return channel.is_known
 
     def _serve(self, channel: Channel, term: int) -> None:
-        """Until the connection breaks, there is a newer server, or this end is closed."""
+        """Serve the connection until it breaks, a newer server has taken over, or this end is closed."""
         limits, poller = self._limits, select.poll()
         poller.register(self._bell, select.POLLIN)
         heard_at = beat_at = time.monotonic()

@@ -1,4 +1,7 @@
-"""What the server is told, taken into its state. Pure: no I/O, no clock; each returns the events that follow."""
+"""Reactions of the quorum server to messages and to the passing of time, as updates of its state.
+
+The functions do no I/O and read no clock; each returns the events to be logged.
+"""
 
 from dataclasses import replace
 
@@ -18,14 +21,16 @@ from ft.job.quorum.state import (
 from ft.job.quorum.values import NoQuorum, Quorum, Report
 
 _OWN_PAUSE_BEATS = 4
-"""So many beats without a look at the clock are a pause of the server: it looks at every beat."""
+"""The server checks the clock at every heartbeat interval; a gap of more than this many intervals is a pause of its
+own.
+"""
 
 
 def hello(state: State, now: float, replica: int, life: int, last: Quorum | None) -> list[Note]:
-    """A leader is connected, for the first time or again; ``last`` is the last quorum it was given.
+    """Register a leader that has connected for the first time or again. ``last``: the last quorum that it was given.
 
     Raises:
-        NoQuorum: this life is over: a later one was here already, or its end was made known.
+        NoQuorum: this life is over: a later one was connected already, or its end was reported.
     """
     one = state.of(replica)
     if life < one.life:
@@ -40,22 +45,22 @@ def hello(state: State, now: float, replica: int, life: int, last: Quorum | None
     if one.phase != HERE:
         one.becomes(HERE, now, "its leader is connected")
     one.heard_at, one.answered, one.is_aside = now, None, False
-    one.is_online |= last is not None  # it has come back to a server that was started meanwhile: no news
+    one.is_online |= last is not None  # it has reconnected to a new server: no event
     heard_of(state, now, last, 0)
     return notes
 
 
 def report(state: State, now: float, given: Report) -> list[Note]:
-    """A leader asks for the next quorum.
+    """Register a leader's report, which asks for the next quorum.
 
     Raises:
-        NoQuorum: this life is over, or has said no hello.
+        NoQuorum: this life is over, or has sent no hello.
     """
     one = state.of(given.replica)
     if given.life != one.life or one.phase != HERE:
         raise NoQuorum(f"life {given.life} of replica {given.replica} is not here: life {one.life} is {one.phase}")
     one.heard_at, one.step_s = now, given.step_s
-    if given in (one.report, one.answered):  # sent twice, when a connection began just as it was asked
+    if given in (one.report, one.answered):  # a duplicate, sent when a connection began just as the report was made
         return []
     one.report, one.reported_at, one.is_aside = given, now, False
     state.highest = max(state.highest, given.number, given.lineage)
@@ -68,18 +73,18 @@ def report(state: State, now: float, given: Report) -> list[Note]:
 
 
 def aside(state: State, now: float, replica: int) -> None:
-    """Its next report will take longer than steps do."""
+    """Note that the next report of ``replica`` will take longer than a step does."""
     one = state.of(replica)
     one.heard_at, one.is_aside = now, True
 
 
 def beat(state: State, now: float, replica: int) -> None:
-    """A leader's client lives."""
+    """Note a heartbeat of a leader's client."""
     state.of(replica).heard_at = now
 
 
 def lost(state: State, now: float, replica: int, life: int) -> list[Note]:
-    """The connection of its leader broke."""
+    """Note that the connection of a leader broke."""
     one = state.of(replica)
     if life == one.life and one.phase == HERE:
         one.becomes(LOST, now, "the connection to its leader broke")
@@ -87,7 +92,7 @@ def lost(state: State, now: float, replica: int, life: int) -> list[Note]:
 
 
 def leaves(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
-    """Its leader ends well, or gives up."""
+    """Note that a leader has ended its life, normally or because it gave up."""
     one = state.of(replica)
     if life != one.life:
         return []
@@ -97,7 +102,7 @@ def leaves(state: State, now: float, replica: int, life: int, reason: str) -> li
 
 
 def given_up(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
-    """It is said that life ``life`` of it is over, and no other one is to come."""
+    """Note that life ``life`` of ``replica`` is over and that no other life is to come."""
     one = state.of(replica)
     if life < one.life or one.has_finished:
         return []
@@ -109,8 +114,9 @@ def given_up(state: State, now: float, replica: int, life: int, reason: str) -> 
 
 
 def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
-    """Processes of life ``life`` of it have begun. They say it again to every new server, also when that life was here
-    long ago."""
+    """Note that processes of life ``life`` of ``replica`` have started. They send this to every new server, possibly
+    long after that life has connected; such a repetition is ignored.
+    """
     one = state.of(replica)
     if life <= max(one.life, one.over):
         return []
@@ -121,7 +127,9 @@ def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
 
 
 def formed(state: State, now: float, quorum: Quorum, excluded: dict[int, str]) -> list[Note]:
-    """The quorum was decided: its members' reports are answered, those excluded stay out for a time."""
+    """Apply a quorum that was decided: answer its members' reports and exclude the replicas in ``excluded`` for a
+    time.
+    """
     state.highest = max(state.highest, quorum.number)
     if quorum.finished:
         for number in quorum.members:
@@ -141,7 +149,7 @@ def formed(state: State, now: float, quorum: Quorum, excluded: dict[int, str]) -
 
 
 def time_passed(state: State, now: float) -> list[Note]:
-    """Connections that stay broken, leaders that say nothing: those replicas are offline now."""
+    """Mark replicas as offline whose connections have been broken for ``lost_s``."""
     limits, notes = state.options.limits, []
     _forgive_own_pause(state, now)
     for number, one in sorted(state.replicas.items()):
@@ -153,7 +161,9 @@ def time_passed(state: State, now: float) -> list[Note]:
 
 
 def _forgive_own_pause(state: State, now: float) -> None:
-    """For as long as this server itself stood still nobody can be called silent, late or away."""
+    """Shift all timestamps by the time that this server itself was paused, so that no replica counts as silent or late
+    for it.
+    """
     pause, state.looked_at = now - state.looked_at, now
     if pause <= _OWN_PAUSE_BEATS * state.options.limits.beat_s:
         return
@@ -166,13 +176,13 @@ def _forgive_own_pause(state: State, now: float) -> None:
 
 
 def answered(state: State, replica: int) -> None:
-    """Its report was."""
+    """Note that the pending report of ``replica`` was answered."""
     one = state.of(replica)
     one.answered, one.report = one.report, None
 
 
 def _account(state: State, now: float, quorum: Quorum, excluded: dict[int, str], began: float) -> None:
-    """Bans, and what was waited for those that arrive."""
+    """Update exclusions, and the time that the others have waited for replicas that are arriving."""
     ban_s = state.options.limits.calibrated(state.step_s()).ban_s
     for number, one in state.replicas.items():
         if number in excluded:

@@ -1,9 +1,9 @@
-"""The quorum server's process: reads, decides, answers.
+"""Process of the quorum server: an event loop that reads messages, calls ``decide`` and sends the answers.
 
-It has a protocol of its own and not the control plane's board: that one has no way to tell that a connection broke,
-which is the first that is heard of a leader's death, and it needs torch, whose import is most of the time until a
-killed server has a successor. Nothing is kept on disk but the claim of the term and ``quorum.json``; a new server
-learns from the clients that come back what their last quorum was.
+The server has its own protocol instead of the control plane's control channel for two reasons. That channel cannot
+report a broken connection, which is the first sign of a leader's death. It also needs torch, whose import would take
+most of the time until a killed server has a successor. Nothing is kept on disk but the claim of the term and
+``quorum.json``: a new server learns the last quorum from the clients that reconnect.
 """
 
 import argparse
@@ -39,11 +39,12 @@ _BEAT = wire.pack({"kind": "beat"})
 
 @dataclass(frozen=True)
 class Given:
-    """What the server is started with.
+    """Arguments that the server process is started with.
 
     Attributes:
-        where: "tcp://HOST:PORT" to listen at, port 0: any free one. takes_over: another one served this run before, and
-            what it left of the run's end is believed.
+        options: options of the run's quorum.
+        where: address to listen at, "tcp://HOST:PORT"; port 0 means any free port.
+        takes_over: this run had another server before, whose record of the run's end is to be trusted.
     """
 
     options: Options
@@ -52,13 +53,16 @@ class Given:
 
 
 class Server:
-    """I/O around ``decide``.
+    """I/O around :func:`ft.job.quorum.decide.decide`: sockets, files and the clock.
 
     Args:
-        run_dir: of the whole run. secret: its token.
+        run_dir: directory of the whole run.
+        secret: token of the run.
+        given: arguments of the process.
 
     Raises:
-        UserError: the address cannot be listened at. OSError: the directory cannot be written.
+        UserError: the server cannot listen at the address.
+        OSError: the directory cannot be written.
     """
 
     def __init__(self, run_dir: Path, secret: str, given: Given):
@@ -81,7 +85,7 @@ class Server:
         standing.write(run_dir, self._standing())
 
     def run(self) -> int:
-        """Until a later server has taken over; returns the exit code."""
+        """Serve until a later server has taken over; return the exit code."""
         while True:
             wait = min(self._due, self._looked_at + self._state.options.limits.beat_s) - time.monotonic()
             ready = self._selector.select(max(0.0, wait))
@@ -112,7 +116,7 @@ class Server:
             self._drop(guest, str(error))
 
     def _take(self, guest: Connection, message: dict[str, Any]) -> None:
-        """One message of a member's. Raises: FtError: none that a sound one sends."""
+        """Process one message of a member. Raises: FtError: no correct client sends such a message."""
         now, kind = time.monotonic(), message.pop("kind")
         if kind == "beat":
             guest.channel.send(_BEAT)
@@ -185,7 +189,7 @@ class Server:
     # --- what goes out ----------------------------------------------------------------------------------------------
 
     def _answer(self) -> bool:
-        """Decides, and tells those concerned; False once a later server has taken over."""
+        """Decide and send the answers; return False once a later server has taken over."""
         while True:
             now = time.monotonic()
             self._write(reactions.time_passed(self._state, now))
@@ -219,7 +223,7 @@ class Server:
             self._write(reactions.formed(self._state, now, decision.quorum, dict(decision.excluded)))
 
     def _give(self, guest: Connection, quorum: Quorum, frame: bytes) -> None:
-        """The quorum, behind the rows of members that this one has not got yet."""
+        """Send a quorum, preceded by the rows (rank addresses) of members that this leader has not received yet."""
         try:
             for member, life in quorum.lives.items():
                 rows = self._rows.get(member)
@@ -241,7 +245,9 @@ class Server:
     # --- house ------------------------------------------------------------------------------------------------------
 
     def _keep_house(self) -> bool:
-        """From time to time: is this still the server, and does the file say so? False once it is not."""
+        """Every ``beat_s``: drop old unauthenticated connections and check the lease. Return False once a later server
+        exists.
+        """
         now = time.monotonic()
         if now - self._looked_at < self._state.options.limits.beat_s:
             return True
@@ -253,15 +259,16 @@ class Server:
         return True
 
     def _stand(self) -> None:
-        """Has the file say what is; an older server that was paused may have written last."""
+        """Write the lease record if the file differs; a paused older server may have overwritten it."""
         if standing.read(self._run_dir) != self._standing():
-            with contextlib.suppress(OSError):  # a full disk; who is connected does not look at it
+            with contextlib.suppress(OSError):  # a full disk; connected clients do not need the file
                 standing.write(self._run_dir, self._standing())
 
     def _raise_term(self) -> bool:
-        """Numbers that a client has heard of are no server's of this folder: claims a term above them.
+        """Claim a term above all quorum numbers heard of from clients, if this server's term is not.
 
-        Returns False if this server was succeeded meanwhile.
+        Returns:
+            False if this server was succeeded meanwhile.
         """
         if self._state.needed_term() <= self._state.term:
             return True
@@ -290,10 +297,10 @@ def _are_rows(rows: Any) -> bool:
 
 
 def parse_options(text: str) -> Given:
-    """The options of the command line.
+    """Parse the options of the command line.
 
     Raises:
-        UserError: they are no JSON object, or without replicas, or cannot work.
+        UserError: the text is no JSON object, lacks replicas, or holds options that are not valid.
     """
     try:
         values = json.loads(text)

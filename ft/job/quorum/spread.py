@@ -1,9 +1,9 @@
-"""From a replica's leader to all its ranks: a tree of relays, one on each node.
+"""Broadcast from a replica's leader to all its ranks, through a tree with one relay on each node.
 
-Inside a replica whose ranks are in a collective anyhow, a broadcast in their group is the simplest way, and is what the
-trainer uses. The tree is for what is outside of that: it needs no group, no rank's main thread, and a node passes on
-what has come before its own ranks look at it. With ``FAN_OUT`` children a replica of 8192 ranks on 1024 nodes is two
-hops deep.
+Inside a collective of the replica's ranks, a broadcast in their process group is simplest, and the trainer uses that.
+The tree is for messages outside of such collectives: it needs neither a process group nor a rank's main thread, and a
+node forwards a message before its own ranks process it. With ``FAN_OUT`` children per node, the tree of a replica with
+8192 ranks on 1024 nodes is two hops deep.
 """
 
 import asyncio
@@ -21,23 +21,25 @@ _DIAL_S = 10.0
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes 0 to ``nodes`` - 1; node 0 is the leader's. Every node has up to ``fan_out`` children."""
+    """Shape of the tree: nodes 0 to ``nodes`` - 1, node 0 is the leader's, and each node has up to ``fan_out``
+    children.
+    """
 
     nodes: int
     fan_out: int = FAN_OUT
 
     def parent(self, node: int) -> int | None:
-        """None for the leader's node."""
+        """Return the parent of ``node``; None for the leader's node."""
         return (node - 1) // self.fan_out if node else None
 
     def children(self, node: int) -> range:
-        """Possibly none."""
+        """Return the children of ``node``, possibly none."""
         first = node * self.fan_out + 1
         return range(min(first, self.nodes), min(first + self.fan_out, self.nodes))
 
     @property
     def depth(self) -> int:
-        """Hops to the node that is farthest away."""
+        """Hops from the leader's node to the node that is farthest away."""
         hops, node = 0, self.nodes - 1
         while node:
             node, hops = (node - 1) // self.fan_out, hops + 1
@@ -47,15 +49,17 @@ class Tree:
 class Relay:
     """One node of the tree.
 
-    All of it runs in the event loop's thread, in which any number of relays may live.
+    All its methods and callbacks run in the thread of the event loop, which may serve any number of relays.
 
     Args:
-        loop: of asyncio, with readers and writers. token: of the run. deliver: called with the body of every message
-            from above, after it was passed on. lost: called with the reason when a connection broke, from above or to
-            a child: the replica has lost a node, and its own fault path has more to say about that.
+        loop: asyncio event loop that supports readers and writers.
+        token: token of the run.
+        deliver: called with the body of every message from the parent, after it was forwarded.
+        lost: called with the reason when the connection to the parent or to a child broke: the replica has lost a node,
+            which its own recovery has to handle.
 
     Attributes:
-        children: how many have connected and proved that they belong to the run.
+        children: number of children that have connected and authenticated.
     """
 
     def __init__(
@@ -72,30 +76,30 @@ class Relay:
         self.children = 0
 
     def listen(self, host: str, backlog: int = 1024) -> str:
-        """Takes children in; returns the address, "tcp://HOST:PORT", that they ``join``."""
+        """Listen for children; return the address, "tcp://HOST:PORT", that they give to :meth:`join`."""
         self._listener = socket.create_server((host, 0), backlog=backlog)
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener, self._accept)
         return f"tcp://{host}:{self._listener.getsockname()[1]}"
 
     def join(self, address: str) -> None:
-        """Becomes a child of the relay at ``address``; blocks until it is connected.
+        """Become a child of the relay at ``address``; block until connected.
 
         Raises:
-            OSError: it cannot be reached within 10 s.
+            OSError: the relay cannot be reached within 10 s.
         """
         own = socket.create_connection(wire.parse_where(address), timeout=_DIAL_S)
         self._above = Channel(own, self._token, is_host=False)
         self._loop.add_reader(self._above, self._from_above, self._above)
 
     def publish(self, message: dict) -> None:
-        """Sends a message down the tree, for the relay at its root; hands it to this node's ranks, too."""
+        """Send a message down the tree from its root, and deliver it to this node's ranks, too."""
         frame = wire.pack(message)
         self._pass_on(frame)
         self._deliver(frame[wire.HEAD_SIZE :])
 
     def close(self) -> None:
-        """Ends all connections of this node."""
+        """Close all connections of this node."""
         for channel in [*self._below, *([self._above] if self._above is not None else [])]:
             self._forget(channel)
         self._below, self._above = [], None
@@ -111,7 +115,7 @@ class Relay:
             return
         try:
             channel = Channel(own, self._token, is_host=True)
-        except (FtError, OSError):  # it has hung up already
+        except (FtError, OSError):  # the peer has closed it already
             own.close()
             return
         self._below.append(channel)

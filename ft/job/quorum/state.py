@@ -1,4 +1,4 @@
-"""What the quorum server knows, and how what it is told changes that."""
+"""State of the quorum server: what it knows about each replica and about the last quorum."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,16 +9,19 @@ from ft.job.quorum.values import Quorum, Report
 
 EXPECTED, ARRIVING, HERE, LOST, OFFLINE = "expected", "arriving", "here", "lost", "offline"
 SPAN = 10**9
-"""Numbers of quorums that belong to one term of a server: no two servers can ever give the same one."""
+"""Range of quorum numbers that belongs to one term of a server, so that no two servers can give the same number."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of a run.
+    """Options of a run's quorum, given to the server at its start.
 
     Attributes:
-        replicas: how many there are at full strength, 0 to replicas - 1; more may come. min_replicas: below it nobody
-            trains. forgiven: quorums in a row that may fail, all members alive, before one is left out for it.
+        replicas: number of replicas at full strength, numbered 0 to replicas - 1; replicas with higher numbers may
+            join.
+        min_replicas: smallest number of replicas in a quorum; with fewer, no replica trains.
+        forgiven: number of consecutive quorums that may fail with all members alive before a member is excluded for it.
+        limits: timeouts of the quorum.
     """
 
     replicas: int
@@ -27,10 +30,10 @@ class Options:
     limits: Limits = field(default_factory=Limits)
 
     def check(self) -> "Options":
-        """Returns itself.
+        """Check the options and return them.
 
         Raises:
-            UserError: they cannot work.
+            UserError: the options contradict each other or are out of range.
         """
         if not 1 <= self.min_replicas <= self.replicas:
             raise UserError(
@@ -45,7 +48,14 @@ class Options:
 
 @dataclass
 class Ban:
-    """Why a replica is left out: ``until`` when, and how often it had to be."""
+    """Temporary exclusion of a replica from quorums.
+
+    Attributes:
+        until: end of the exclusion, in seconds of the server's monotonic clock.
+        length_s: length of the last exclusion, in seconds.
+        times: number of exclusions, each doubling the length of the next; reset once the replica is healthy in a quorum
+            more than ``length_s`` after the end of the last one.
+    """
 
     until: float = 0.0
     length_s: float = 0.0
@@ -54,17 +64,28 @@ class Ban:
 
 @dataclass
 class Replica:
-    """One replica.
+    """What the server knows about one replica.
 
     Attributes:
-        phase: EXPECTED: nothing was heard of it; ARRIVING: its processes have begun; HERE: its leader is connected;
-            LOST: that connection broke; OFFLINE. since: when that began. reason: of the last change.
-        life: the newest. over: the newest that has left, or that was given up. heard_at: last sign of life.
-        report: the one that waits for an answer, at reported_at; answered: the last one that got it on this connection.
-        waited_s: how long the others have waited for this arrival. step_s: its usual step. is_online: it has reported
-        in this life. has_finished: it has done the last step. is_aside: it has said that its next report will take
-        longer than steps do. is_cut_off: OFFLINE by its broken connection alone: nobody has said so. is_given_up: no
-        other life of it is to come.
+        phase: EXPECTED: nothing was heard from it; ARRIVING: its processes have started; HERE: its leader is connected;
+            LOST: that connection broke; OFFLINE: it has left, was given up, or its connection stayed broken.
+        since: time at which the phase began.
+        reason: reason of the last change of phase.
+        life: number of its newest life (incarnation).
+        over: number of the newest life that has left or was given up.
+        heard_at: time of its last sign of life.
+        report: its report that waits for an answer, None if there is none.
+        reported_at: time at which that report arrived.
+        answered: its last report that was answered on the present connection.
+        waited_s: seconds that the other replicas have waited for its present arrival.
+        step_s: its usual duration of a step in seconds, None while unknown.
+        is_online: it has reported in its present life.
+        has_finished: it has done the last step of the run.
+        is_aside: it has announced that its next report will take longer than a step does.
+        is_cut_off: it is OFFLINE only because its connection broke; neither the replica nor a launcher has confirmed
+            it.
+        is_given_up: no other life of it is to come.
+        ban: its temporary exclusion.
     """
 
     phase: str = EXPECTED
@@ -86,6 +107,7 @@ class Replica:
     ban: Ban = field(default_factory=Ban)
 
     def becomes(self, phase: str, now: float, reason: str = "") -> None:
+        """Enter ``phase`` at time ``now`` because of ``reason``; a report is kept only in phase HERE."""
         if phase != self.phase:
             self.since = now
         self.phase, self.reason, self.is_cut_off = phase, reason, False
@@ -95,7 +117,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Note:
-    """An event: its name in ``ft.base.events`` and its values."""
+    """An event to be logged: its name as in ``ft.base.events``, and its values."""
 
     name: str
     values: dict[str, Any]
@@ -103,13 +125,20 @@ class Note:
 
 @dataclass
 class State:
-    """What the server knows.
+    """Everything that the quorum server knows; :mod:`ft.job.quorum.reactions` changes it, ``decide`` reads it.
 
     Attributes:
-        term: of this server. began_at: when it did. last: the last quorum; formed_at: when that was, or was heard of.
-        highest: number that the next quorum's has to exceed. failed: how often in a row quorums of the same members for
-            the same step did not carry it through. end: the furthest state of a replica that has finished, known for
-            those that come when it has left. looked_at: when the server last took note that time passes.
+        options: options of the run.
+        term: term of this server.
+        began_at: time at which this server started.
+        replicas: replicas by number.
+        last: the last quorum, None before the first.
+        formed_at: time at which the last quorum was formed, or at which this server learned of it.
+        highest: number that the next quorum's number must exceed.
+        failed: number of consecutive retries: quorums with the same members for the same step as the one before.
+        end: (next_step, lineage) of the furthest replica that has finished, kept for replicas that connect after it has
+            left.
+        looked_at: time at which the server last called ``reactions.time_passed``.
     """
 
     options: Options
@@ -125,19 +154,20 @@ class State:
 
     @classmethod
     def begin(cls, options: Options, term: int, now: float, end: tuple[int, int] | None = None) -> "State":
-        """Before anything was heard. ``end``: what the server before this one knew of it."""
+        """Return the initial state of a server. ``end``: as in the attributes, taken over from the previous server."""
         known = {number: Replica(since=now) for number in range(options.replicas)}
         return cls(options, term, now, known, formed_at=now, highest=term * SPAN, end=end, looked_at=now)
 
     def of(self, replica: int) -> Replica:
+        """Return the entry of ``replica``, created if it is new."""
         return self.replicas.setdefault(replica, Replica())
 
     def pending(self) -> dict[int, Report]:
-        """Reports that wait for an answer, by replica."""
+        """Return the reports that wait for an answer, by replica."""
         return {number: one.report for number, one in sorted(self.replicas.items()) if one.report is not None}
 
     def returned(self) -> dict[int, Report]:
-        """Those of members of the last quorum that are done with it, well or not."""
+        """Return the pending reports of members of the last quorum that are done with it, successfully or not."""
         last = self.last
         if last is None:
             return {}
@@ -148,21 +178,23 @@ class State:
         }
 
     def is_member(self, replica: int) -> bool:
-        """Whether this life of it was in the last quorum."""
+        """Return whether the present life of ``replica`` was a member of the last quorum."""
         return self.last is not None and self.last.lives.get(replica) == self.of(replica).life
 
     def step_s(self) -> float | None:
-        """The longest usual step of those that wait."""
+        """Return the longest usual step, in seconds, of the replicas whose reports are pending; None if none is
+        known.
+        """
         known = [self.of(number).step_s for number in self.pending()]
         return max((value for value in known if value is not None), default=None)
 
     def needed_term(self) -> int:
-        """The term whose numbers are above all that were heard of."""
+        """Return the term that contains the highest quorum number heard of."""
         return self.highest // SPAN
 
 
 def heard_of(state: State, now: float, quorum: Quorum | None, number: int) -> None:
-    """A client knows of this last quorum and number: this server goes on from there."""
+    """Adopt the last quorum and the highest number that a client knows of, so that this server continues from there."""
     state.highest = max(state.highest, number, quorum.number if quorum else 0)
     if quorum is not None and not quorum.finished and (state.last is None or quorum.number > state.last.number):
         state.last, state.formed_at, state.failed = quorum, now, 0
@@ -172,7 +204,7 @@ def heard_of(state: State, now: float, quorum: Quorum | None, number: int) -> No
 
 
 def started(replica: Replica, life: int, now: float) -> None:
-    """A new life of it: what was held against the old one is not forgotten, but tried out."""
+    """Begin a new life of ``replica``. An exclusion ends at once, but its count is kept for the next one."""
     replica.life, replica.report, replica.waited_s, replica.step_s = life, None, 0.0, None
     replica.has_finished = replica.is_aside = replica.is_given_up = False
     replica.ban = replace(replica.ban, until=now)

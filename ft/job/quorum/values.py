@@ -1,4 +1,4 @@
-"""What leaders and the quorum server tell each other."""
+"""Messages between the leaders of replicas and the quorum server: reports and quorums."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -8,29 +8,31 @@ from typing import Any
 from ft.base.errors import FtError
 
 NO_STATE = (0, -1)
-"""(next_step, lineage) of a replica that has loaded nothing and initialised nothing yet."""
+"""(next_step, lineage) of a replica that has neither loaded nor initialised any state."""
 
 
 class BadMessage(FtError):
-    """A message of the right framing whose content is impossible."""
+    """A message that is framed correctly but has impossible content."""
 
 
 class NoQuorum(FtError):
-    """There will be no quorum for this replica: there are too few for too long, or a later life of it is here."""
+    """The server refuses this replica: too few replicas for too long, or this life of the replica is over."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A replica's leader asks who is in its next step.
+    """Question of a replica's leader: which replicas take part in its next step?
 
     Attributes:
-        replica, life: who asks; a life is one world of worker processes, numbered by its agent.
-        next_step: committed steps of its state, so the index from 0 of the step to come.
-        lineage: number of the quorum in which its last step was committed; 0 before the first one, -1 with next_step 0
-            when it has no state at all.
-        suspects: replicas of the last quorum that its rings could not reach; itself, if the trouble is its own.
-        step_s: how long a step takes it, None before it knows. finished: it has done the last step of the run.
-        number: the last quorum this life has heard of; the client fills it in.
+        replica: number of the asking replica.
+        life: its life, which is one world of worker processes, numbered by its agent.
+        next_step: number of committed steps in its state, hence the index (from 0) of its next step.
+        lineage: number of the quorum in which its last step was committed; 0 before the first step; -1, together with
+            next_step 0, when the replica has no state at all.
+        suspects: replicas of the last quorum that its rings could not reach; contains itself if the fault is its own.
+        step_s: usual duration of its steps in seconds, None while unknown.
+        finished: it has done the last step of the run.
+        number: number of the last quorum that this life has received; filled in by the client.
     """
 
     replica: int
@@ -44,15 +46,15 @@ class Report:
 
     @property
     def state(self) -> tuple[int, int]:
-        """What is compared: the larger one is the further one, equal ones are the same state."""
+        """(next_step, lineage): the larger tuple is further in training, and equal tuples name the same state."""
         return (self.next_step, self.lineage)
 
     @classmethod
     def parse(cls, values: Any) -> "Report":
-        """From JSON values.
+        """Build a report from JSON values.
 
         Raises:
-            BadMessage: they are no report.
+            BadMessage: the values are no valid report.
         """
         given = _fields(cls, values)
         _check(
@@ -71,16 +73,18 @@ class Report:
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who is in a step; all members are given the same one.
+    """The members of a step; every member is given the same quorum.
 
     Attributes:
-        number: grows from quorum to quorum, over all servers of a run; never given twice.
-        step: the step to do, the next_step of the healthy ones. lineage: theirs; (step, lineage) names the state that
-            those behind have to fetch.
-        healthy: replicas that train, ascending. behind: those that fetch meanwhile and contribute zeros.
-        lives: replica -> life, of the members. load: nobody has a state: all load the last persistent checkpoint, or
-            initialise, and report again. finished: the last step of the run is done; there is none to do.
-        reason: why these, why now.
+        number: increases from quorum to quorum over all servers of a run, and is never given twice.
+        step: index of the step to do, which is the next_step of the healthy members.
+        lineage: lineage of the healthy members; (step, lineage) names the state that members behind have to fetch.
+        healthy: replicas that train in the step, ascending.
+        behind: replicas that fetch their state during the step and contribute zero gradients.
+        lives: replica -> life, for every member.
+        load: no member has a state: all load the last persistent checkpoint, or initialise, and report again.
+        finished: the last step of the run is done, so there is no step to do.
+        reason: why the quorum has these members, in words.
     """
 
     number: int
@@ -95,15 +99,15 @@ class Quorum:
 
     @cached_property
     def members(self) -> tuple[int, ...]:
-        """Healthy and behind, ascending: the order of the rings."""
+        """Healthy and behind replicas, ascending; this is their order in the rings."""
         return tuple(sorted(self.healthy + self.behind))
 
     @classmethod
     def parse(cls, values: Any) -> "Quorum":
-        """From JSON values.
+        """Build a quorum from JSON values.
 
         Raises:
-            BadMessage: they are no quorum.
+            BadMessage: the values are no valid quorum.
         """
         given = _fields(cls, values)
         _check(_is_count(given["number"]) and _is_count(given["step"]), "number and step are counts", values)
@@ -132,7 +136,7 @@ def _counts(values: Any, whole: Any) -> tuple[int, ...]:
 
 
 def _is_whole(value: Any) -> bool:
-    return type(value) is int  # and not bool, which is one to isinstance
+    return type(value) is int  # isinstance would accept bool, too
 
 
 def _is_count(value: Any) -> bool:
@@ -152,4 +156,4 @@ _NAMES = {
     )
     for kind in (Report, Quorum)
 }
-"""All fields of each, and those that must be there."""
+"""For each message type: the names of all fields, and the names of those that are required."""

@@ -1,10 +1,10 @@
-"""Frames between leaders, agents and the quorum server, and between the relays of a replica.
+"""Wire format and handshake between leaders, agents and the quorum server, and between the relays of a replica.
 
     frame: magic "FTQU" | length u32 | CRC-32 u32 | JSON object of that length, with a "kind"
 
-A connection begins with a handshake in which each end proves that it knows the run's token, which itself never crosses
-the wire. Until then a frame is small, and nothing in it is believed. All of it is without blocking: bytes in, frames
-out, so that one thread serves many connections.
+A connection begins with a mutual challenge-response handshake (HMAC): each end proves that it knows the run's token,
+which never crosses the wire. Until the handshake is done, frames are limited to a small size and their content is not
+trusted. All I/O is non-blocking (bytes in, frames out), so one thread can serve many connections.
 """
 
 import contextlib
@@ -31,24 +31,24 @@ _MOST_UNSENT = 256 << 20
 
 
 class Broken(FtError):
-    """The connection is of no more use: closed by the other end, or what came is nothing that a member sends."""
+    """The connection is unusable: closed by the other end, or it carried data that no member of the run sends."""
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """The frame of ``message``."""
+    """Encode ``message`` as a frame."""
     return wrap(json.dumps(message, separators=(",", ":")).encode())
 
 
 def wrap(body: bytes) -> bytes:
-    """The frame with this body."""
+    """Return the frame with this body."""
     return _HEAD.pack(MAGIC, len(body), zlib.crc32(body)) + body
 
 
 def unpack(body: bytes) -> dict[str, Any]:
-    """The message in a frame's body.
+    """Decode the message in a frame's body.
 
     Raises:
-        BadMessage: it is none.
+        BadMessage: the body is no message.
     """
     try:
         message = json.loads(str(body, "utf-8"))
@@ -60,13 +60,17 @@ def unpack(body: bytes) -> dict[str, Any]:
 
 
 class Channel:
-    """One connection, from one of its ends.
+    """One end of a connection, with its handshake and its buffers.
 
     Args:
-        own: connected, or connecting; becomes non-blocking. token: of the run. is_host: this end was connected to.
+        own: connected or connecting socket; it becomes non-blocking.
+        token: token of the run.
+        is_host: this end accepted the connection.
 
     Attributes:
-        is_known: the other end has proved that it is a member of the run. wants_write: bytes wait to be sent.
+        socket: the socket.
+        is_known: the other end has proved that it is a member of the run.
+        wants_write: bytes wait to be sent.
     """
 
     def __init__(self, own: socket.socket, token: str, is_host: bool):
@@ -89,11 +93,13 @@ class Channel:
         return self.socket.fileno()
 
     def send(self, frame: bytes) -> None:
-        """Sends a packed frame, what of it the kernel does not take at once with later calls of ``flush``; before the
-        handshake is done it waits for that.
+        """Send a packed frame without blocking. What the kernel does not take at once is sent by later calls of
+        ``flush``.
+
+        Before the handshake is done, the frame is queued until then.
 
         Raises:
-            Broken: the other end is gone, or has read nothing for very long.
+            Broken: the other end is gone, or too many bytes (256 MiB) wait because it does not read.
         """
         if not self.is_known:
             self._early.append(frame)
@@ -101,7 +107,7 @@ class Channel:
         self._push(frame)
 
     def flush(self) -> None:
-        """Sends what waits.
+        """Send the buffered bytes, as far as the kernel takes them.
 
         Raises:
             Broken: the other end is gone.
@@ -117,10 +123,12 @@ class Channel:
             del self._out[:sent]
 
     def read(self) -> Iterator[bytes]:
-        """The bodies of the frames that have come whole, handshake left out. To be called when there is something.
+        """Yield the bodies of complete frames, without those of the handshake. To be called when the socket is
+        readable.
 
         Raises:
-            Broken: the other end is gone, or no member. UserError: it refuses this end's token.
+            Broken: the other end is gone, or is no member of the run.
+            UserError: the other end refuses this end's token.
         """
         while True:
             try:
@@ -171,7 +179,9 @@ class Channel:
             raise Broken(f"the other end does not read: {len(self._out)} bytes wait")
 
     def _shake(self, message: dict[str, Any]) -> None:
-        """One step of the handshake: challenge, answer with a challenge back, welcome with the answer to that."""
+        """Process one step of the handshake: challenge, answer with a counter-challenge, welcome with the answer to
+        that.
+        """
         kind, nonce, given = message["kind"], message.get("nonce"), message.get("answer")
         if kind == "refused" and not self._is_host:
             raise UserError(
@@ -205,7 +215,7 @@ class Channel:
 
 
 def parse_where(where: str) -> tuple[str, int]:
-    """("HOST", port) of "tcp://HOST:PORT".
+    """Split "tcp://HOST:PORT" into (host, port).
 
     Raises:
         UserError: it is no such address.

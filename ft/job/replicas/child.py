@@ -1,4 +1,4 @@
-"""Processes below the launcher: they die with it, and hear of Ctrl-C from it alone."""
+"""Child processes of the launcher: they die with it, and receive Ctrl-C only through it."""
 
 import os
 import runpy
@@ -23,14 +23,18 @@ def start(
     environment: Mapping[str, str],
     deaf: bool = False,
 ) -> subprocess.Popen:
-    """Starts ``python -m module arguments``, from the same folder as this process's ``ft``.
+    """Start ``python -m module arguments``, importing ``ft`` from the same folder as this process.
 
     Args:
-        out, err: files that its output is appended to. environment: on top of this process's.
-        deaf: signals that end a run are not for it, though Slurm may send them to all processes of a step.
+        module: module to run.
+        arguments: its command-line arguments.
+        out: file that standard output is appended to.
+        err: file that standard error is appended to.
+        environment: variables set in addition to those of this process.
+        deaf: ignore SIGINT and SIGTERM, which Slurm may send to all processes of a job step.
 
     Raises:
-        OSError: a file cannot be written, or no process can be made.
+        OSError: a file cannot be written, or no process can be created.
     """
     with open(out, "ab") as stdout, open(err, "ab") as stderr:
         return subprocess.Popen(
@@ -44,7 +48,7 @@ def start(
 
 
 def main() -> None:
-    """Entry of the process: ``sys.argv[1:]`` is (pid of the launcher, "deaf" or "", module, its arguments)."""
+    """Entry point of the process: ``sys.argv[1:]`` is (pid of the launcher, "deaf" or "", module, its arguments)."""
     launcher, deaf, module = int(sys.argv.pop(1)), sys.argv.pop(1), sys.argv.pop(1)
     processes.die_with_parent(signal.SIGKILL)
     for signum in (signal.SIGINT, signal.SIGTERM) if deaf else ():

@@ -1,4 +1,4 @@
-"""One console for all replicas: the steps of one of them, and what befalls any."""
+"""Merged console of all replicas: the training output of one replica, and the events and errors of all."""
 
 import re
 from collections.abc import Mapping
@@ -10,10 +10,11 @@ _NEWS = re.compile(r"^ft: ?")
 
 
 class MergedConsole:
-    """Standard output and error of a launcher.
+    """Standard output and standard error of a launcher.
 
     Args:
-        quiet: only output of workers and errors. files: replica -> what its agent says, what it complains of.
+        quiet: show only output of workers and errors.
+        files: replica -> (file with its agent's standard output, file with its standard error).
     """
 
     def __init__(self, quiet: bool, files: Mapping[int, tuple[Path, Path]]):
@@ -24,11 +25,11 @@ class MergedConsole:
         self.say, self.complain, self.close = self._own.say, self._own.complain, self._own.close
 
     def follow(self, replica: int | None) -> None:
-        """From now on the workers' output of this replica is shown, and of no other."""
+        """Show the workers' output of this replica from now on, and of no other."""
         self._followed = replica
 
     def poll(self, to_the_end: bool = False) -> None:
-        """Shows what has come."""
+        """Show what was written since the last call. ``to_the_end``: also an incomplete last line."""
         self._own.poll()
         for replica, tail in self._said.items():
             for line in tail.take(to_the_end).splitlines(keepends=True):

@@ -1,11 +1,13 @@
-"""How long this replica waits for others: in its ring, for those that fetch, between attempts of no use."""
+"""Deadlines of a replica: how long it waits in its ring, for replicas that fetch state, and between failing
+attempts.
+"""
 
 import statistics
 import time
 from collections import deque
 
 LONGEST_S = 60.0
-"""Doubling of the wait for a fetch ends here; who asks for more gets it from the start."""
+"""Upper bound, in seconds, for doubling the wait for a fetch; a longer ``--ft-hsdp-wait`` is kept from the start."""
 
 _UNKNOWN_STEP_S = 60.0
 _ASIDE_S = 120.0
@@ -14,25 +16,26 @@ _STEPS_REMEMBERED = 20
 
 
 class StepTimes:
-    """Of the last steps."""
+    """Durations of the last 20 steps."""
 
     def __init__(self):
         self._each: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
 
     def add(self, seconds: float, units: int) -> None:
-        """A step of so many shards (SPARe; else 1) took so long."""
+        """Add a step of ``units`` shards (SPARe; otherwise 1) that took ``seconds``."""
         self._each.append(seconds / units)
 
     def of(self, units: int) -> float | None:
-        """Seconds of a step of so many shards, None before there was one."""
+        """Return the median duration of a step of ``units`` shards, in seconds; None before the first step."""
         return statistics.median(self._each) * units if self._each else None
 
 
 def ring_wait(step_s: float | None, *, is_aside: bool) -> float:
-    """For so long the ring may stand still, seconds: a hung peer is to be left behind, a slow one not.
+    """Return the seconds for which a ring may make no progress: a hung peer must be left behind, a slow one must not.
 
     Args:
-        step_s: of a step, None where that is not known yet. is_aside: a member may be busy with something else.
+        step_s: duration of a step in seconds, None while unknown.
+        is_aside: a member may be busy with something other than a step, such as a checkpoint.
     """
     if is_aside:
         return _ASIDE_S
@@ -40,14 +43,17 @@ def ring_wait(step_s: float | None, *, is_aside: bool) -> float:
 
 
 class Pause:
-    """Between attempts that are of no use yet."""
+    """Pause between attempts at a step that cannot succeed yet."""
 
     def __init__(self):
         self._since: float | None = None
 
     def take(self, seconds: float) -> float | None:
-        """Sleeps; 0: an attempt is of use again. Returns for how long there was none, once that is too long, and None
-        until then."""
+        """Sleep for ``seconds``; 0 means that an attempt can succeed again.
+
+        Returns:
+            None; or, once attempts have been in vain for too long (1800 s), for how many seconds.
+        """
         now = time.monotonic()
         if not seconds:
             self._since = None
@@ -60,12 +66,15 @@ class Pause:
 
 
 def fetch_wait(wait_s: float, first_s: float, *, is_wanted: bool, was_cut: bool) -> float:
-    """Seconds that fetches are waited for before the next update. A replica whose fetch takes more than a step would
-    never come back otherwise: each time one is cut off, the next may take twice as long.
+    """Return the seconds for which the next update waits for fetches, doubled each time that a fetch was cut off.
+
+    Without the doubling, a replica whose fetch takes longer than a step would never catch up.
 
     Args:
-        wait_s: what they were waited for before this update. first_s: what was asked for (``--ft-hsdp-wait``); 0: they
-            never are. is_wanted: a replica is behind in this step. was_cut: a fetch was not done by then.
+        wait_s: seconds that fetches were waited for before this update.
+        first_s: seconds that were configured (``--ft-hsdp-wait``); 0: updates never wait for fetches.
+        is_wanted: a replica is behind in this step.
+        was_cut: a fetch was cut off because it was not done in time.
     """
     if not is_wanted:
         return first_s

@@ -1,4 +1,4 @@
-"""Faults of ``--inject`` and ``--scenario``, each given to the replica that it hits."""
+"""Assignment of the faults of ``--inject`` and ``--scenario`` to the replicas that they hit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +14,17 @@ from ft.job.replicas.places import Part
 
 
 def plan(specs: Sequence[FaultSpec], replicas: int, shape: Part, seed: int) -> dict[int, list[Fault]]:
-    """Replica -> its faults, the same on every node; their numbers are the run's.
+    """Return replica -> its faults, equal on every node; faults are numbered over the whole run.
 
-    A fault without ``replica`` counts ranks over all replicas: with 2 workers each, rank 3 is the second of replica 1.
-    One of a node or of the control plane hits that of some replica, drawn like all that is open.
+    A fault without ``replica`` counts ranks over all replicas: with 2 workers each, rank 3 is the second rank of
+    replica 1. A fault of a node or of the control plane hits some replica, drawn at random like everything that is left
+    open.
 
     Args:
-        shape: any part: replicas are alike.
+        specs: the faults that were asked for.
+        replicas: number of replicas.
+        shape: any part of a replica; all replicas have the same shape.
+        seed: seed of the random choices.
 
     Raises:
         UserError: a victim does not exist.
@@ -56,7 +60,7 @@ def _of_one(spec: FaultSpec, replicas: int, shape: Part, seed: int) -> list[tupl
 
 
 def left(faults: Sequence[Fault], folder: Path) -> list[Fault]:
-    """Those that have not happened yet, as far as the replica's events in ``folder`` tell."""
+    """Return the faults that have not happened yet, according to the events of the replica in ``folder``."""
     happened = events.read(folder / "events.jsonl")
     done = {event.detail.get("number") for event in happened if event.name == events.FAULT_INJECTED}
     return [fault for fault in faults if fault.number not in done]

@@ -1,4 +1,4 @@
-"""The flags of ``ft run`` that are about replicas."""
+"""Command-line flags of ``ft run`` for replicas (FT-HSDP and SPARe), with their checks."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -17,14 +17,17 @@ MOST_STREAMS = 16
 
 @dataclass(frozen=True)
 class Replicas:
-    """What was asked for.
+    """Replica options of a run.
 
     Attributes:
-        count: replicas of the run. only: the one that this launcher brings alone; None: it has its share of all.
-        min_count: so many at least, or nobody trains. wait_s: a step waits so long for a replica about to arrive or
-            fetching state; None: as long as those who wait think right.
-        lr_scaling: of the learning rate over healthy / all replicas. redundancy: of shard types stacked on replicas as
-            groups (SPARe), None: there are none. streams: connections between two ranks.
+        count: number of replicas of the run.
+        only: the one replica that this launcher starts; None: its share of all replicas.
+        min_count: smallest number of replicas with which any of them trains.
+        wait_s: seconds that a step waits for a replica that is about to arrive or is fetching state; None: the defaults
+            of the components that wait.
+        lr_scaling: how the learning rate is scaled by healthy / all replicas.
+        redundancy: number of shard types that are stacked on each replica as a group (SPARe); None: no stacks.
+        streams: number of connections between two neighbouring ranks in a ring.
     """
 
     count: int
@@ -36,7 +39,7 @@ class Replicas:
     streams: int = 1
 
     def environment(self) -> dict[str, str]:
-        """What agents and workers of every replica find."""
+        """Return the environment variables for agents and workers of every replica."""
         return {
             "FT_HSDP_REPLICAS": str(self.count),
             "FT_HSDP_MIN_REPLICAS": str(self.min_count),
@@ -47,14 +50,14 @@ class Replicas:
         }
 
     def server_options(self, host: str) -> dict[str, Any]:
-        """For the quorum server's ``--options``. ``host``: where it is to listen."""
+        """Return the values for the quorum server's ``--options``. ``host``: address at which it is to listen."""
         limits = {} if self.wait_s is None else {"wait_s": self.wait_s, "arrive_s": self.wait_s}
         values = {"replicas": self.count, "min_replicas": self.min_count, "limits": limits}
         return {**values, "where": f"tcp://{host}:0"}
 
 
 def add_flags(flag: Callable[..., None]) -> None:
-    """Adds them by ``flag(name, **settings)``; all are None where they are not given."""
+    """Add the flags by calls of ``flag(name, **settings)``; each flag is None where it is not given."""
     flag("ft-hsdp-replicas", type=int, metavar="R", help="replicas of the model, each on 1/R of the workers")
     flag(
         "ft-hsdp-replica",
@@ -93,20 +96,20 @@ def add_flags(flag: Callable[..., None]) -> None:
 
 
 def wanted(given: argparse.Namespace) -> bool:
-    """Whether the run is to have replicas."""
+    """Return whether any replica flag was given."""
     return any(value is not None for name, value in vars(given).items() if name.startswith(("ft_hsdp_", "ft_spare_")))
 
 
 def read(given: argparse.Namespace, place_stacks: Callable[[int, int], object]) -> Replicas:
-    """Checks what was given, and fills in the rest.
+    """Check the parsed flags and fill in defaults.
 
     Args:
         given: the parsed flags of ``ft run``.
         place_stacks: called with the number of replicas and the redundancy of SPARe, where that was asked for; raises
-            UserError where shard types cannot be placed so.
+            UserError if the shard types cannot be placed.
 
     Raises:
-        UserError: it cannot work.
+        UserError: the flags contradict each other or are out of range.
     """
     count, only = given.ft_hsdp_replicas, given.ft_hsdp_replica
     least = 1 if given.ft_hsdp_min_replicas is None else given.ft_hsdp_min_replicas
@@ -142,7 +145,7 @@ def _numbers(count: int | None, only: int | None, least: int, wait_s: float | No
 
 
 def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:
-    """What goes with one model only."""
+    """Yield the problems of flags that cannot be combined with replicas."""
     for name in ("standby", "standby_nodes"):
         if getattr(given, name):
             yield (

@@ -1,4 +1,6 @@
-"""The quorum server's process: one launcher of the run keeps it, another one takes over when that one is gone."""
+"""Host of the quorum server's process: one launcher of the run keeps the server, and another takes over when it is
+gone.
+"""
 
 import contextlib
 import json
@@ -20,7 +22,9 @@ from ft.platform import processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
 
 FOLDER = "launchers"
-"""In the run's: the launchers' own terms and lease; those in the run's folder are the servers'."""
+"""Subfolder of the run's folder for the launchers' own terms and lease; those in the run's folder belong to the
+servers.
+"""
 
 _FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
 _LOOK_S = 0.5
@@ -28,13 +32,17 @@ _FIRST, _LEFT = "n0", "left-"
 
 
 class QuorumHost:
-    """Holds the launchers' lease, or watches it; who holds it runs the quorum server.
+    """Leader election among the launchers: the launcher that holds the lease runs the quorum server, the others watch
+    it.
 
-    A server that dies is started again at once: it keeps nothing, its clients find the new one.
+    A server that dies is restarted at once: it keeps no state, and its clients find the new one.
 
     Args:
-        run_dir: of the run. name: of this launcher. turn: launchers that are to go before it. options: of the
-            server. say: takes news.
+        run_dir: directory of the run.
+        name: name of this launcher.
+        turn: number of launchers that come before this one in taking over.
+        options: options of the server.
+        say: called with messages for the console.
     """
 
     def __init__(self, run_dir: Path, name: str, turn: int, options: Mapping[str, Any], say: Callable[[str], None]):
@@ -48,11 +56,11 @@ class QuorumHost:
 
     @property
     def pid(self) -> int:
-        """Of the server, -1 if there is none here."""
+        """Process id of the server, -1 if none runs here."""
         return self._process.pid if self._process is not None else -1
 
     def begin(self) -> None:
-        """Starts the server if this launcher is the first of the run; from now on the lease is kept or watched.
+        """Start the server if this launcher is the first of the run; from now on, renew or watch the lease.
 
         Raises:
             OSError: the folder cannot be written.
@@ -62,7 +70,7 @@ class QuorumHost:
         self._lease.start()
 
     def look(self, now: float) -> None:
-        """Does what is due."""
+        """Do what is due at time ``now``: start a server, take over the lease, or give it up."""
         if self._lease.lost:
             self._give_up()
         elif self._lease.holds:
@@ -74,12 +82,12 @@ class QuorumHost:
                 self._say(f"{why.replace('the control plane', 'its launcher')}: the quorum server is started here")
 
     def reaped(self, code: int) -> None:
-        """The server has ended and was reaped."""
+        """Record that the server has ended and was reaped."""
         self._process.returncode, self._process = code, None
         now = time.monotonic()
         self._fruitless = self._fruitless + 1 if now - self._since < _FRUITLESS_S else 0
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._fruitless) if self._fruitless else 0.0
-        if code == SUCCEEDED:  # somebody else's runs: the lease will tell whose
+        if code == SUCCEEDED:  # another launcher's server runs; the lease will show whose
             pause_s = max(pause_s, _LOOK_S)
         elif self._lease.holds:
             lines = [f"    {line}" for line in last_lines(self._log, 5)] if self._fruitless else []
@@ -89,20 +97,22 @@ class QuorumHost:
         self.look(now)
 
     def first_is_lost(self) -> bool:
-        """Whether another launcher has succeeded that of node 0, which had not said that it leaves."""
+        """Return whether another launcher has succeeded that of node 0, which had not announced that it leaves."""
         standing = election.read(self._folder)
         is_succeeded = standing is not None and standing.term > 0 and standing.node != _FIRST
         return is_succeeded and not (self._folder / f"{_LEFT}{_FIRST}").exists()
 
     def close(self) -> None:
-        """Ends the server, if it is here."""
+        """End the server if it runs here."""
         self._lease.close()
         with contextlib.suppress(OSError):
             (self._folder / f"{_LEFT}{self._name}").touch()
         self._end()
 
     def _claim(self) -> bool:
-        """Takes the lease and starts the server; False if another launcher was faster, or the folder is not there."""
+        """Take the lease and start the server; return False if another launcher was faster or the folder cannot be
+        written.
+        """
         term = election.newest(self._folder) + 1
         try:
             is_mine = election.claim(self._folder, term, self._name)
@@ -129,7 +139,7 @@ class QuorumHost:
         return self._run_dir / "logs" / "quorum.log"
 
     def _start(self, takes_over: bool) -> None:
-        """``takes_over``: another server was here before."""
+        """Start the server. ``takes_over``: the run had another server before."""
         options = json.dumps({**self._options, "takes_over": takes_over})
         arguments = ["--run-dir", str(self._run_dir), "--options", options]
         self._since = time.monotonic()
@@ -149,10 +159,10 @@ class QuorumHost:
 
 
 class _Lease:
-    """Renews this launcher's standing, or watches another one's, in a thread: no loop waits for a file system.
+    """Renews this launcher's lease or watches that of another, in a thread, so that no loop waits for a file system.
 
     Attributes:
-        lost: somebody has claimed a later term than this launcher's.
+        lost: another launcher has claimed a later term than this one's.
     """
 
     def __init__(self, run_dir: Path, period_s: float):
@@ -169,7 +179,7 @@ class _Lease:
         return self._mine is not None
 
     def hold(self, standing: LeaseRecord) -> None:
-        """This launcher has claimed the term of ``standing``.
+        """Start to renew the lease ``standing``, whose term this launcher has claimed.
 
         Raises:
             OSError: the folder cannot be written.
@@ -179,12 +189,14 @@ class _Lease:
             election.renew(self._run_dir, standing)
 
     def drop(self) -> None:
-        """Another one has it."""
+        """Stop renewing: another launcher holds the lease."""
         with self._lock:
             self._mine, self.lost, self._changed_at = None, False, time.monotonic()
 
     def age(self, now: float) -> float | None:
-        """Seconds since another one's standing was last seen to change, or since it was first looked for."""
+        """Return the seconds since another launcher's lease was last seen to change, or since it was first looked
+        for.
+        """
         return None if self._changed_at is None else now - self._changed_at
 
     def start(self) -> None:

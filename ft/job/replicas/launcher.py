@@ -1,4 +1,4 @@
-"""The launcher of one node: an event loop over its replicas' agents and the quorum server, if that is here."""
+"""Launcher of one node: an event loop over the agents of its replicas, and the quorum server if that runs here."""
 
 import os
 import selectors
@@ -26,8 +26,12 @@ class Launcher:
     """Carries out ``ft run --ft-hsdp-replicas`` on its node.
 
     Args:
-        run_dir: the run's. members: its replicas. host: not begun yet.
-        replicas, least: of the run, and how many it needs.
+        run_dir: directory of the run.
+        members: the replicas of this node.
+        host: host of the quorum server, not begun yet.
+        console: console of the launcher.
+        replicas: number of replicas of the run.
+        least: number of replicas that the run needs.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class Launcher:
         self._obituaries: list[FailureNotice] = []
 
     def run(self) -> int:
-        """Runs to the end of the run; returns the exit code. No process of it is left then."""
+        """Run until the run ends; return the exit code. No process of the run is left on this node afterwards."""
         try:
             self._set_up()
             while self._verdict is None:
@@ -93,7 +97,7 @@ class Launcher:
         self._kill_late(now)
 
     def _shown(self, seen: Seen) -> int | None:
-        """The replica whose steps are shown: the first one that is not being rebuilt, else the first one there is."""
+        """Choose the replica whose output is shown: the first that is not being rebuilt, else the first that runs."""
         self._have_trained |= {replica for replica in self._members if seen.trains(replica)}
         up = [replica for replica, member in sorted(self._members.items()) if member.process is not None]
         sound = (replica for replica in up if seen.trains(replica) or replica not in self._have_trained)
@@ -138,7 +142,9 @@ class Launcher:
             self._obituaries.append(self._obituary(member, answer.reason))
 
     def _obituary(self, member: Member, reason: str) -> FailureNotice:
-        """Who waits for all replicas, at the beginning, waits for this one no more."""
+        """Notify the quorum server that this replica is given up, so that the others stop waiting for it at the
+        beginning.
+        """
         life = next_life(member.setup.folder, 0) - 1
         return FailureNotice(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
 
@@ -160,12 +166,14 @@ class Launcher:
         for member in due:
             try:
                 member.start()
-            except OSError as error:  # a full disk, no memory: the others train on
+            except OSError as error:  # a full disk, or no memory: the others train on
                 member.due = now + _RETRY_S
                 self._console.complain(f"replica {member.replica}: no agent can be started now: {error}")
 
     def _kill_strangers(self, now: float) -> bool:
-        """Kills what dead agents have left; returns whether that is still under way."""
+        """Kill processes that dead agents have left behind; return whether some are still there and worth waiting
+        for.
+        """
         pids = {member.process.pid for member in self._members.values() if member.process is not None}
         found = strangers(pids | {self._host.pid})
         if not found:
@@ -178,7 +186,9 @@ class Launcher:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
-        """One request, however often it comes within a moment: Slurm and a terminal send it to many at once."""
+        """Handle a request to end. Repetitions within 2 s count as one: Slurm and terminals send signals to many
+        processes.
+        """
         now = time.monotonic()
         if signum == self._signum and now - self._signalled_at < _REPEAT_S:
             return
@@ -229,8 +239,10 @@ class Launcher:
             member.code = 128 + signal.SIGTERM
 
     def _kill_late(self, now: float) -> None:
-        """Agents end by themselves once their workers have; only one that was told twice, or has nobody to save for,
-        is not waited for."""
+        """Kill agents that do not end in time. Agents normally end by themselves once their workers have ended; the
+        launcher waits no longer for an agent that was told to end because the others had finished, or after a second
+        signal.
+        """
         for replica, member in self._members.items():
             told_at = self._told.get(replica)
             if told_at is not None and now - told_at > _TOLD_S:

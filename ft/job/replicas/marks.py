@@ -1,4 +1,4 @@
-"""What the launchers of a run tell one another in its folder: which replicas have finished, which were given up."""
+"""Marks in the run's folder by which launchers tell each other which replicas have finished and which were given up."""
 
 import contextlib
 import os
@@ -11,14 +11,14 @@ _FOLDER = "ended"
 
 @dataclass(frozen=True)
 class Marks:
-    """Replicas, by how they ended."""
+    """Replicas that have ended, by how they ended."""
 
     finished: frozenset[int] = frozenset()
     given_up: frozenset[int] = frozenset()
 
 
 def put(run_dir: Path, replica: int, mark: str) -> None:
-    """Says how a replica has ended.
+    """Mark how a replica has ended.
 
     Raises:
         OSError: the folder cannot be written.
@@ -31,13 +31,13 @@ def put(run_dir: Path, replica: int, mark: str) -> None:
 
 
 def clear(run_dir: Path, replica: int) -> None:
-    """The replica is brought back."""
+    """Remove the mark of a replica that is started again."""
     with contextlib.suppress(FileNotFoundError):
         (run_dir / _FOLDER / str(replica)).unlink()
 
 
 def read(run_dir: Path) -> Marks:
-    """All marks; one that cannot be read now is left out."""
+    """Return all marks, without those that cannot be read now."""
     found: dict[str, set[int]] = {FINISHED: set(), GIVEN_UP: set()}
     with contextlib.suppress(OSError):
         for name in os.listdir(run_dir / _FOLDER):

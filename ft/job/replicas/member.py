@@ -1,4 +1,4 @@
-"""A replica's agent on this node, as the launcher sees it: its process, its lives and its exit."""
+"""Agent of one replica on this node, as the launcher sees it: its process, its lives and its exit."""
 
 import os
 import subprocess
@@ -18,11 +18,14 @@ from ft.platform import processes
 
 @dataclass(frozen=True)
 class Setup:
-    """What all agents of one replica's part are started with.
+    """Arguments with which all agents of one replica's part are started.
 
     Attributes:
-        part: of the replica. options: of its agent; ``life`` is filled in. faults: of the replica.
-        environment: on top of this process's. is_late: the others may be under way.
+        part: the part of the replica on this node.
+        options: options of the agent; ``life`` is filled in at each start.
+        faults: injected faults of the replica.
+        environment: variables set in addition to those of this process.
+        is_late: the other replicas may be training already.
     """
 
     part: Part
@@ -38,11 +41,16 @@ class Setup:
 
 @dataclass
 class Member:
-    """One of the launcher's replicas.
+    """One replica of the launcher, and the process of its agent.
 
     Attributes:
-        process: of its agent, None while there is none. lives: how long each agent lived that has ended, in seconds.
-        due: when (monotonic) the next one is to be started. code: the last one's, once no other follows.
+        setup: arguments of its agents.
+        process: process of its agent, None while there is none.
+        lives: lifetimes in seconds of the agents that have ended.
+        due: time (monotonic) at which the next agent is to be started.
+        code: exit code of the last agent, once no other follows.
+        given_up: no other agent follows because the replica failed.
+        restarts_then: number of warm restarts inside it when the first replica of the run had finished, None before.
     """
 
     setup: Setup
@@ -60,17 +68,17 @@ class Member:
 
     @property
     def out(self) -> Path:
-        """What its agent says: workers' output and news."""
+        """File with the agent's standard output: the workers' output and its messages."""
         return self.setup.folder / "logs" / f"agent{self._suffix}.out"
 
     @property
     def err(self) -> Path:
-        """What its agent complains of."""
+        """File with the agent's standard error."""
         return self.setup.folder / "logs" / f"agent{self._suffix}.err"
 
     @property
     def _order(self) -> Path:
-        """What its agent is started with: with many faults that is more than a command line may hold."""
+        """File with the agent's arguments, which may be too many for a command line when there are many faults."""
         return self.setup.folder / f"agent{self._suffix}.json"
 
     @property
@@ -80,14 +88,14 @@ class Member:
 
     @property
     def waits(self) -> bool:
-        """An agent is to be started."""
+        """Whether an agent is to be started."""
         return self.process is None and self.code is None
 
     def start(self) -> None:
-        """Starts an agent, in the replica's next life.
+        """Start an agent, in the next life of the replica.
 
         Raises:
-            OSError: the folder cannot be written, or no process can be made.
+            OSError: the folder cannot be written, or no process can be created.
         """
         self.out.parent.mkdir(parents=True, exist_ok=True)
         life = next_life(self.setup.folder, self.setup.part.node_rank)
@@ -99,7 +107,9 @@ class Member:
         self._since = time.monotonic()
 
     def ended(self, code: int, ending: bool) -> policy.Answer:
-        """Its agent has ended and was reaped. ``ending``: no other one is started, whatever it was."""
+        """Record that the agent has ended and was reaped. ``ending``: no other agent is started, however this one
+        ended.
+        """
         self.process.returncode, self.process = code, None
         now = time.monotonic()
         self.lives.append(now - self._since)
@@ -112,16 +122,16 @@ class Member:
         return answer
 
     def send(self, signum: int) -> None:
-        """A signal for its agent."""
+        """Send a signal to the agent."""
         if self.process is not None:
             processes.send(self.process.pid, signum)
 
 
 def next_life(folder: Path, node_rank: int) -> int:
-    """The life of the replica that an agent begins: one that no journal or worker knows of.
+    """Return the number of the life in which a new agent begins: above all that a journal or a worker has seen.
 
-    It is the agent of the replica's node 0 that begins it; others join the latest one, and are told if there is a newer
-    one.
+    Only the agent of the replica's node 0 begins a new life. Agents on other nodes join the latest one, and are told if
+    there is a newer one.
     """
     standing = election.read(folder)
     if node_rank:
@@ -134,7 +144,7 @@ def next_life(folder: Path, node_rank: int) -> int:
 
 
 def began(folder: Path) -> float | None:
-    """Wall time of the replica's first epoch, None before there was one."""
+    """Return the wall-clock time of the replica's first epoch, None before it."""
     opened = (event.wall for event in events.read(folder / "events.jsonl") if event.name == events.EPOCH_OPENED)
     return next(opened, None)
 
@@ -144,5 +154,5 @@ def _is_restart(event: events.Event) -> bool:
 
 
 def strangers(known: set[int]) -> list[int]:
-    """Children of this process, which adopts orphans, that are not ``known``: what a dead agent has left behind."""
+    """Return the child processes that are not ``known``: orphans of a dead agent, which this process has adopted."""
     return [pid for pid in processes.children(os.getpid()) if pid not in known and processes.state(pid) not in "ZX"]

@@ -1,4 +1,4 @@
-"""Which workers of which replica are where: replicas are sets of whole nodes, or parts of one node."""
+"""Placement of replicas on nodes: a replica gets whole nodes, or an equal part of one node."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,15 @@ from ft.base.errors import UserError
 
 @dataclass(frozen=True)
 class Part:
-    """What one node does for one replica.
+    """Share of one node in one replica.
 
     Attributes:
-        replica: its number. nodes: that it is on; node_rank: of this one among them. nproc: its workers on each.
-        first: of this node's workers, and devices, the first that is the replica's. shared: other replicas have others.
+        replica: number of the replica.
+        nodes: number of nodes that the replica is on.
+        node_rank: index of this node among them.
+        nproc: workers of the replica on each of them.
+        first: index of the replica's first worker, and first device, on this node.
+        shared: other replicas have workers on this node, too.
     """
 
     replica: int
@@ -27,13 +31,16 @@ class Part:
 
 
 def parts_of(node_rank: int, nnodes: int, nproc: int, replicas: int) -> list[Part]:
-    """The parts of the node ``node_rank``, in the order of replicas.
+    """Return the parts of the node ``node_rank``, in the order of replicas.
 
     Args:
-        nnodes: of the run. nproc: workers on each node. replicas: of the run.
+        node_rank: index of the node in the run.
+        nnodes: number of nodes of the run.
+        nproc: workers on each node.
+        replicas: number of replicas of the run.
 
     Raises:
-        UserError: the workers cannot be divided so that each replica has nodes, or an equal share of one, to itself.
+        UserError: the workers cannot be divided so that each replica has whole nodes, or an equal part of one.
     """
     workers = nnodes * nproc
     if workers % replicas:
@@ -55,10 +62,12 @@ def parts_of(node_rank: int, nnodes: int, nproc: int, replicas: int) -> list[Par
 
 
 def devices_of(part: Part, visible: str | None, count: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES for the replica's workers, whose local ranks begin at 0; None: leave it as it is.
+    """Return CUDA_VISIBLE_DEVICES for the replica's workers, whose local ranks begin at 0; None: leave it unchanged.
 
     Args:
-        visible: the node's own CUDA_VISIBLE_DEVICES, None if it is not set. count: of devices that torch sees there.
+        part: the part of the replica on this node.
+        visible: CUDA_VISIBLE_DEVICES of the node itself, None if it is not set.
+        count: number of devices that torch sees on the node.
     """
     names = visible.split(",") if visible else [str(number) for number in range(count)]
     end = part.first + part.nproc

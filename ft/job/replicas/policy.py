@@ -1,4 +1,4 @@
-"""What the launcher does about agents that have ended, and when the run is over: pure functions."""
+"""Policy of the launcher as pure functions: what to do about agents that have ended, and when the run is over."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,22 @@ AGAIN, DONE, GIVE_UP = "again", "done", "give up"
 WAIT, TELL, END = "wait", "tell", "end"
 
 SETTLED_S = 120.0
-"""An agent that has lived so long has not died of its start."""
+"""An agent that has lived this long, in seconds, did not die because of its start."""
 MOST_SHORT_LIVES = 6
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 LATE_S = 60.0
-"""The others have finished: a replica whose workers have not come back after so long is not waited for."""
+"""Seconds after the end of the others for which the launcher waits for a replica that lacks workers."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What follows from the end of an agent, and why. ``pause_s``: until it is started again."""
+    """What to do after the end of an agent.
+
+    Attributes:
+        action: AGAIN, DONE or GIVE_UP.
+        reason: why, in words.
+        pause_s: seconds until the agent is started again.
+    """
 
     action: str
     reason: str
@@ -26,14 +32,15 @@ class Answer:
 
 
 def after_exit(code: int, how: str, lives: Sequence[float]) -> Answer:
-    """What follows from the end of a replica's agent.
+    """Decide what to do after the end of a replica's agent.
 
-    Nobody but the agent knows more about an error than its exit code, and a new one knows nothing of what the old one
-    has seen: so it is tried again, with longer and longer pauses. Bad input stays bad.
+    The exit code is all that is known of the error, and a new agent starts from scratch, so the agent is started again
+    with increasing pauses. Invalid input is the exception: it stays invalid.
 
     Args:
-        code: its exit code, or -N: killed by signal N. how: the same in words.
-        lives: seconds that each of this replica's agents has lived, this one the last.
+        code: exit code of the agent, or -N if signal N killed it.
+        how: the same in words.
+        lives: lifetimes in seconds of this replica's agents so far, the last one last.
     """
     if code == 0:
         return Answer(DONE, "it has finished")
@@ -52,12 +59,15 @@ def after_exit(code: int, how: str, lives: Sequence[float]) -> Answer:
 
 @dataclass(frozen=True)
 class View:
-    """A replica of this launcher, as it stands.
+    """One replica of this launcher, as the policy sees it.
 
     Attributes:
-        up: its agent runs. code: of its agent, once it is not started again. given_up: it is not because it failed.
-        restarts: warm restarts inside it, when the first replica had finished and now. gathering: it has no workers at
-        their places.
+        up: its agent runs.
+        code: exit code of its agent, once the agent is not started again.
+        given_up: it is not started again because it failed.
+        restarts_then: number of warm restarts inside it when the first replica had finished.
+        restarts: number of warm restarts inside it now.
+        gathering: its workers have not all joined yet.
     """
 
     up: bool
@@ -70,7 +80,14 @@ class View:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do, with which replicas (TELL) or exit code (END), and why."""
+    """What the launcher does next.
+
+    Attributes:
+        what: WAIT, TELL or END.
+        reason: why, in words.
+        replicas: replicas that are told to end (TELL).
+        code: exit code of the launcher (END).
+    """
 
     what: str
     reason: str = ""
@@ -86,12 +103,15 @@ def judge(
     least: int,
     told: Collection[int] = (),
 ) -> Verdict:
-    """Whether the run goes on here.
+    """Decide whether the run goes on at this launcher.
 
     Args:
-        views: replica -> how it stands, for those of this launcher. finished_s: seconds since the first replica of the
-            run finished, None: none has. lost: replicas of the whole run that were given up.
-        replicas, least: of the run, and how many it needs. told: those that were told to end.
+        views: replica -> its view, for the replicas of this launcher.
+        finished_s: seconds since the first replica of the run finished, None if none has.
+        lost: replicas of the whole run that were given up.
+        replicas: number of replicas of the run.
+        least: number of replicas that the run needs.
+        told: replicas that were already told to end.
     """
     ended = all(view.code is not None for view in views.values())
     if finished_s is not None:
@@ -108,14 +128,16 @@ def judge(
 
 
 def _is_late(view: View, finished_s: float) -> bool:
-    """It has lost its workers after the others had finished, or they do not come: nobody is left to come back to."""
+    """Return whether a replica cannot finish any more: it lost its workers after the others had finished, or lacks
+    workers for too long, and no peer is left to fetch state from.
+    """
     if view.code is not None:
         return False
     return not view.up or view.restarts > view.restarts_then or (view.gathering and finished_s > LATE_S)
 
 
 def _worst(views: Mapping[int, View]) -> int:
-    """The exit code of a run that has failed: that of a replica whose input cannot work first."""
+    """Return the exit code of a run that has failed; that of a replica with invalid input comes first."""
     codes = [view.code for view in views.values() if view.code]
     if UserError.exit_code in codes:
         return UserError.exit_code

@@ -1,4 +1,4 @@
-"""The process of a replica's agent: an ordinary ``ft run`` of this node, set up by the launcher."""
+"""Process of a replica's agent: an ordinary ``ft run`` on this node, configured by the launcher."""
 
 import json
 import os
@@ -13,13 +13,15 @@ from ft.platform import processes
 
 
 def pack(options: RunOptions, faults: list[inject.Fault], began: float | None) -> str:
-    """JSON for ``main``. ``began``: wall time of the replica's first epoch, None before there was one."""
+    """Encode the arguments of :func:`main` as JSON. ``began``: wall-clock time of the replica's first epoch, None
+    before it.
+    """
     values = {**asdict(options), "run_dir": str(options.run_dir)}
     return json.dumps({"options": values, "faults": inject.to_json(faults), "began": began})
 
 
 def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
-    """What ``pack`` was given."""
+    """Decode what :func:`pack` has encoded."""
     given = json.loads(text)
     values = given["options"]
     values |= {"script": Script(**values["script"]), "cluster": Cluster(**values["cluster"])}
@@ -28,7 +30,9 @@ def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the agent of the file ``arguments[0]``, which ``pack`` made, and ends the process with its exit code."""
+    """Run the agent described by the file ``arguments[0]``, written with :func:`pack`; exit with the agent's exit
+    code.
+    """
     from ft.job.agent.carry_out import carry_out
 
     options, faults, began = unpack(Path(arguments[0]).read_text())
@@ -40,7 +44,7 @@ def main(arguments: list[str]) -> None:
         code = error.exit_code
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
+    os._exit(code)  # a thread may be inside torch's store: a normal interpreter shutdown would abort the process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the launcher reads in the run's folder, in a thread: its loop never waits for a file system."""
+"""Thread that reads the state of the run from its folder, so that the launcher's loop never waits for a file system."""
 
 import threading
 from collections.abc import Mapping
@@ -14,11 +14,12 @@ _PERIOD_S = 0.3
 
 @dataclass(frozen=True)
 class Seen:
-    """What was last seen.
+    """State of the run when it was last read.
 
     Attributes:
-        marks: of the run. phases: replica -> its control plane's phase, "" before there is one. restarts: replica ->
-            warm restarts inside it.
+        marks: marks of the run.
+        phases: replica -> phase of its control plane, "" before there is one.
+        restarts: replica -> number of warm restarts inside it.
     """
 
     marks: Marks = field(default_factory=Marks)
@@ -26,17 +27,19 @@ class Seen:
     restarts: Mapping[int, int] = field(default_factory=dict)
 
     def trains(self, replica: int) -> bool:
+        """Return whether the control plane of ``replica`` exists and has gathered its workers."""
         return self.phases.get(replica, "") not in ("", GATHERING)
 
 
 class Watch:
-    """Looks again and again.
+    """Reads the state of the run every 0.3 s, in a thread.
 
     Args:
-        run_dir: the run's. folders: replica -> its folder, for those to look at.
+        run_dir: directory of the run.
+        folders: replica -> its folder, for the replicas to watch.
 
     Attributes:
-        seen: what is known.
+        seen: what was read last.
     """
 
     def __init__(self, run_dir: Path, folders: Mapping[int, Path]):
@@ -48,7 +51,7 @@ class Watch:
         threading.Thread(target=self._run, name="ft-watch", daemon=True).start()
 
     def look(self) -> Seen:
-        """Looks now."""
+        """Read the state now."""
         found = {replica: read_status(folder) for replica, folder in self._folders.items()}
         phases = {replica: str(status.get("phase", "")) for replica, status in found.items()}
         restarts = {replica: _whole(status.get("restarts")) for replica, status in found.items()}

@@ -1,9 +1,9 @@
-"""Catch-up: a rank that is behind takes the state of the end of step n - 1 from the same rank of healthy replicas,
-over HTTP, while these compute step n (paper: ft_hsdp, sections 4.3 and 4.4).
+"""Peer-to-peer state fetch (catch-up): a rank that is behind fetches the state of the end of step n - 1 from the same
+rank of healthy replicas, over HTTP, while these compute step n (FT-HSDP, sections 4.3 and 4.4).
 
-The state lies as one run of bytes (:mod:`ft.state.fetch.memory`), of which each source serves an even share; the others
-take over from one that dies or refuses (:mod:`ft.state.fetch.shares`). What a connection carries is described in
-:mod:`ft.state.fetch.wire`.
+The state is laid out as one contiguous range of bytes (:mod:`ft.state.fetch.memory`). Each source serves an equal share
+of it, and the others take over from a source that dies or refuses (:mod:`ft.state.fetch.shares`). The protocol is
+described in :mod:`ft.state.fetch.wire`.
 """
 
 from ft.state.fetch.client import Fetched, Limits, fetch, fetch_envelope

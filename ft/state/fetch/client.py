@@ -1,4 +1,4 @@
-"""Fetches a state, from all sources at once, into the tensors that it is for."""
+"""Client of a fetch: receives a state from all sources at once, directly into the destination tensors."""
 
 import json
 import threading
@@ -22,11 +22,14 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Fetched:
-    """What has come.
+    """Result of a successful fetch.
 
     Attributes:
-        envelope: the JSON values beside the tensors, from one of the sources. bytes: of state.
-        per_source: bytes of state that each source has delivered. left: why sources were left, by source.
+        envelope: JSON values that accompany the tensors, from one of the sources.
+        bytes: bytes of state.
+        seconds: duration of the fetch.
+        per_source: bytes of state delivered by each source.
+        left: reasons why sources were abandoned, by source.
     """
 
     envelope: dict[str, Any]
@@ -37,7 +40,7 @@ class Fetched:
 
 
 class _Distribution:
-    """Who fetches what; shared by the threads of a crew."""
+    """Distribution of the bytes over the sources; shared by the threads of a crew."""
 
     def __init__(self, nbytes: int, crew: Crew):
         self._crew, self._changed = crew, crew.changed
@@ -48,7 +51,9 @@ class _Distribution:
         self.envelope: str | None = None
 
     def take(self, source: str) -> Piece | None:
-        """The next piece for ``source``; waits while others may leave it one; None: there is nothing more to do."""
+        """Return the next piece for ``source``, waiting while other sources may still leave one; None: nothing is left
+        to do.
+        """
         with self._changed:
             while source in self._pending and not self._crew.is_over:
                 others = self._begun.keys() - {source}
@@ -71,7 +76,7 @@ class _Distribution:
             self._changed.notify_all()
 
     def leave(self, source: str) -> None:
-        """``source`` has ended; what it had left to do goes to the others."""
+        """Hand the remaining pieces of ``source``, which has ended, to the other sources."""
         with self._changed:
             if source in self._pending:
                 self._pending, _ = shares.inherit(source, self._begun.pop(source, None), self._pending)
@@ -95,19 +100,24 @@ def fetch(
     cancel: threading.Event | None = None,
     has_begun: threading.Event | None = None,
 ) -> Fetched:
-    """Fills ``into`` with the state of the end of ``step``, an even share of its bytes from each source.
+    """Fill ``into`` with the state of the end of ``step``, an equal share of its bytes from each source.
 
     Args:
-        sources: addresses of the same rank's servers in healthy replicas. token: of the run.
-        lineage: the quorum in which the step was committed.
-        into: the tensors, by name, contiguous; written in place, by bytes. Mixed when this raises.
-        limit_s: for all of it. rank: if given, sources that serve another logical rank are left.
-        cancel: ends the fetch when set. has_begun: is set once no source withdraws its state any more without letting
-            the fetch end, if it has the time.
+        sources: addresses of the servers of the same rank in healthy replicas.
+        token: token of the run.
+        step: step whose final state is fetched.
+        lineage: number of the quorum in which the step was committed.
+        into: destination tensors by name, contiguous; written in place, byte by byte. A mixture if this raises.
+        limit_s: time limit of the whole fetch, in seconds.
+        rank: if given, sources that serve another logical rank are abandoned.
+        limits: limits for single operations.
+        cancel: ends the fetch when set.
+        has_begun: set once every source has either ended or promised to wait, within its time limit, for this fetch
+            before it withdraws its state.
 
     Raises:
-        Refused: no source has it any more, or none delivered it in time.
-        BadState: every source has something else.
+        Refused: no source holds the state any more, or none delivered it in time.
+        BadState: every source holds something else.
         UserError: a tensor of ``into`` is not contiguous, or of an unknown type.
     """
     began = time.monotonic()
@@ -142,10 +152,21 @@ def fetch_envelope(
     limits: Limits | None = None,
     cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
-    """The envelope of the end of ``step`` from the source that answers first; sources may be about to end that step.
+    """Fetch the envelope of the end of ``step`` from the source that answers first. Sources may still be at work in
+    that step.
+
+    Args:
+        sources: addresses of the servers of the same rank in healthy replicas.
+        token: token of the run.
+        step: step whose final envelope is fetched.
+        lineage: number of the quorum in which the step was committed.
+        limit_s: time limit in seconds.
+        limits: limits for single operations.
+        cancel: ends the fetch when set.
 
     Raises:
-        Refused, BadState: as for :func:`fetch`.
+        Refused: as for :func:`fetch`.
+        BadState: as for :func:`fetch`.
     """
     crew = Crew(sources, token, limits or Limits(), time.monotonic() + limit_s, cancel)
     wanted, found = Wanted(step, lineage), []
@@ -158,12 +179,12 @@ def fetch_envelope(
 
 
 def _idle(source: Source, task: _Distribution) -> Piece | None:
-    source.since = None  # it may have to wait for others
+    source.since = None  # no progress is expected while it waits for other sources
     return task.take(source.address)
 
 
 def _receive(source: Source, wanted: Wanted, piece: Piece, memory: FlatState) -> None:
-    """Asks again for a piece that came damaged, :data:`_DAMAGED_TRIES` times in all."""
+    """Receive a piece; a piece that arrives damaged is asked for again, :data:`_DAMAGED_TRIES` times in all."""
     for _ in range(_DAMAGED_TRIES - 1):
         try:
             return source.receive(wanted, piece, memory)

@@ -1,4 +1,4 @@
-"""A thread per source, and one that sees to it that none is waited for in vain."""
+"""Threads of a fetch: one for each source, while the calling thread cuts off sources that stall."""
 
 import threading
 import time
@@ -14,21 +14,30 @@ _NOT_NEEDED = "not needed any more"
 
 @dataclass(frozen=True)
 class Limits:
-    """``stall_s``: longest time in which a source may take for a connection, an answer, or a block of 1 MiB."""
+    """Limits for single operations of a fetch.
+
+    Attributes:
+        stall_s: maximum seconds that a source may take for a connection, an answer, or a block of 1 MiB.
+    """
 
     stall_s: float = 5.0
 
 
 class Crew:
-    """Runs the same work on every source.
+    """Runs the same work on every source, in one thread for each.
 
     Args:
-        until: time.monotonic() at which it ends, done or not. cancel: ends it when set. has_begun: is set by
-            :meth:`begins_at`.
+        sources: addresses; duplicates are dropped.
+        token: token of the run.
+        limits: limits for single operations.
+        until: time.monotonic() at which the work ends, done or not.
+        cancel: ends the work when set.
+        has_begun: set by :meth:`begins_at`.
 
     Attributes:
-        addresses: of the sources, each once. changed: notified when a source has ended, and when all is over.
-        is_over: nobody may begin anything any more.
+        addresses: addresses of the sources, each once.
+        changed: condition that is notified when a source has ended, and when all work is over.
+        is_over: no thread may begin anything any more.
     """
 
     def __init__(
@@ -51,17 +60,22 @@ class Crew:
         self._has_begun = has_begun
 
     def begins_at(self, address: str) -> None:
-        """That source has answered, and lets nothing change under the fetch; or there is nothing to be had from it."""
+        """Note that the source at ``address`` has registered this fetch and keeps its state for it, or that the source
+        has ended.
+        """
         with self.changed:
             self._at.add(address)
             if self._has_begun is not None and len(self._at) == len(self._sources):
                 self._has_begun.set()
 
     def run(self, work: Callable[[Source], None], is_done: Callable[[], bool], what: str) -> dict[str, str]:
-        """Returns when ``is_done``, with the reasons why sources were left; no thread is at ``work`` any more then.
+        """Run ``work`` on every source until ``is_done``; return the reasons why sources were abandoned, by address.
+
+        No thread is inside ``work`` any more when this returns.
 
         Raises:
-            Refused, BadState: it cannot be done; ``what`` says what.
+            Refused: the work cannot be done now; ``what`` names it in the message.
+            BadState: every source holds something else than was asked for.
         """
         threads = [
             threading.Thread(target=self._run, args=(source, work), name="ft-fetch", daemon=True)
@@ -98,7 +112,9 @@ class Crew:
                 self.changed.notify_all()
 
     def _watch(self, is_done: Callable[[], bool]) -> str:
-        """Waits for the end; cuts sources off that make no progress. Returns why it was ended early, or nothing."""
+        """Wait for the end, and cut off sources that make no progress. Return why it was ended early, or "" if it was
+        not.
+        """
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: is_done() or self._all_ended(), timeout=_LOOK_S)
@@ -118,19 +134,23 @@ class Crew:
         return len(self._ended) == len(self._sources)
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Waits for who could write into the state. Who has no connection yet cannot, and gets none any more."""
+        """Wait for the threads that could still write into the state. A source without a connection cannot, and gets
+        none.
+        """
         for source, thread in zip(self._sources, threads, strict=True):
             if source.is_connected():
                 thread.join()
 
 
 def stalled_s(now: float, since: float | None, limit_s: float) -> float:
-    """For how long a source has been stalled: 0 within the limit, and while nothing is expected of it."""
+    """Return for how many seconds a source has stalled: 0 within the limit, and while no progress is expected of it."""
     return 0.0 if since is None or now - since <= limit_s else now - since
 
 
 def failure(what: str, ended: Mapping[str, Exception | None], stopped: str) -> Exception:
-    """What a fetch that has not succeeded raises: BadState where every source has something else than was asked for."""
+    """Return the exception of a fetch that has failed: BadState if every source holds something else than was asked
+    for.
+    """
     reasons = [f"{address} {error}" for address, error in ended.items() if error is not None]
     text = f"cannot fetch {what}: " + "; ".join([*([stopped] if stopped else []), *reasons] or ["there is no source"])
     unexpected = next((e for e in ended.values() if e is not None and not isinstance(e, (Gone, Lost, Bad))), None)

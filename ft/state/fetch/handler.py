@@ -1,4 +1,4 @@
-"""One connection to a source: strangers are asked for a proof, members are served."""
+"""Handler of one connection to a source: unauthenticated peers are challenged, members of the run are served."""
 
 import contextlib
 import io
@@ -18,23 +18,30 @@ from ft.state.fetch.offer import NotHeld, Offer, Shelf, Visit, Withdrawn
 from ft.state.snapshot.layout import FORMAT, checksum
 
 IDLE_S = 60.0
-"""Longest pause between two requests of a member, which may be waiting for another source."""
+"""Maximum seconds between two requests of an authenticated peer, which may be waiting for another source."""
 BLOCK_S = 10.0
-"""Longest time in which a member takes one block."""
+"""Maximum seconds in which an authenticated peer must take one block."""
 _MAX_STRANGE_REQUESTS = 3
 
 
 _NICENESS = 10
-"""Of threads that serve: training goes before where cores are short."""
+"""Nice value of the serving threads: training has priority where CPU cores are scarce."""
 
 
 class BadRequest(ValueError):
-    """No request of this protocol."""
+    """The request is none of this protocol."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """What handlers share: ``replica`` and ``rank`` say whose state is served."""
+    """What all handlers of a server share.
+
+    Attributes:
+        shelf: the offer and the newest envelope.
+        token: token of the run.
+        replica: replica whose state is served.
+        rank: logical rank whose state is served.
+    """
 
     shelf: Shelf
     token: str
@@ -63,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._incoming = Deadline(self.connection, time.monotonic() + HELLO_S)
         self.rfile = io.BufferedReader(self._incoming)
-        self.wfile = io.BytesIO()  # heads of answers; bodies go to the socket
+        self.wfile = io.BytesIO()  # buffers the headers of answers; bodies go to the socket
 
     def handle_one_request(self) -> None:
         self._incoming.until = time.monotonic() + (IDLE_S if self._count else HELLO_S)
@@ -72,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         self._leave()
-        with contextlib.suppress(OSError):  # an answer to what was no request
+        with contextlib.suppress(OSError):  # sends the answer to an invalid request; the peer may be gone
             self._push()
 
     def do_GET(self) -> None:
@@ -96,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         self._refuse(int(code), message or "no request")
 
     def log_message(self, format, *arguments) -> None:
-        """Requests are not logged; refusals are, by :meth:`_refuse`."""
+        """Do nothing: requests are not logged; refusals are, by :meth:`_refuse`."""
 
     def _answer(self, path: str, numbers: dict[str, str]) -> None:
         step, lineage = int(numbers["step"]), int(numbers["lineage"])
@@ -180,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._scratch[:length]
 
     def _say(self, status: int, content: dict[str, Any]) -> None:
-        """A JSON answer to a member, with a proof."""
+        """Send a JSON answer with a proof to an authenticated peer."""
         body = wire.encode({"format": FORMAT} | content)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -205,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _deliver(self, *pieces: bytes | memoryview) -> None:
-        """Sends what heads are waiting and ``pieces``, within :data:`BLOCK_S`."""
+        """Send the buffered headers and ``pieces``, each piece within :data:`BLOCK_S` seconds."""
         head = self.wfile.getvalue()
         self._wind_back()
         self.connection.settimeout(BLOCK_S)
@@ -235,7 +242,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _step_back() -> None:
-    """Gives this thread, not its process, a lower priority (Linux keeps one for each thread)."""
+    """Give this thread, not its process, a lower priority (Linux has one priority for each thread)."""
     thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # not here: it only spares training some time
+    with contextlib.suppress(OSError):  # not permitted here; the lower priority is only an optimization
         os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -1,7 +1,7 @@
-"""An HTTP server that strangers cannot tire: on one interface, with few connections and a limit for each request.
+"""HTTP server with bounded resources: one interface, a limited number of connections, and a deadline for each request.
 
-A connection that has not shown yet that it belongs to the run has to ask within :data:`HELLO_S`, byte by byte or not,
-and is the first to go when there are too many.
+A connection that has not authenticated yet must send its request within :data:`HELLO_S` seconds in all, however slowly
+its bytes arrive, and is the first to be dropped when there are too many connections.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ _ANYWHERE = ("", "0.0.0.0", "::", "*")
 
 
 class Deadline(io.RawIOBase):
-    """What comes in on a socket, until a moment that can be moved.
+    """Input of a socket, readable until a deadline that can be moved.
 
     Attributes:
-        until: time.monotonic() after which nothing is read any more.
+        until: time.monotonic() after which reading raises TimeoutError.
     """
 
     def __init__(self, connection: socket.socket, until: float):
@@ -47,17 +47,17 @@ class Deadline(io.RawIOBase):
 
 
 class Listener(ThreadingHTTPServer):
-    """Serves from threads of its own until ``close``.
+    """Serves connections, each in its own thread, until :meth:`close`.
 
     Args:
-        host: name or IPv4 address of the interface, which others reach this process at; the port is any free one.
-        make: (connection, address, door) -> handles that connection until it ends.
+        host: name or IPv4 address of the interface at which others reach this process; the port is any free one.
+        make: called as make(connection, address, listener); handles that connection until it ends.
 
     Attributes:
         where: "host:port".
 
     Raises:
-        UserError: that is no single interface of this machine.
+        UserError: ``host`` is no single interface of this machine.
     """
 
     daemon_threads = True
@@ -72,7 +72,7 @@ class Listener(ThreadingHTTPServer):
                 "give the address that other replicas reach this node at",
             )
         self._changed = threading.Condition()
-        self._connections: dict[socket.socket, bool] = {}  # whether it has shown that it belongs to the run
+        self._connections: dict[socket.socket, bool] = {}  # value: whether it has authenticated
         self._closed = False
         self._noted: deque[float] = deque()
         try:
@@ -89,7 +89,7 @@ class Listener(ThreadingHTTPServer):
         self._acceptor.start()
 
     def server_bind(self) -> None:
-        # The standard library's asks the name server for this host's full name here, which may take long to answer.
+        # Skip HTTPServer.server_bind: it looks up this host's full name, which may take long.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
@@ -98,7 +98,7 @@ class Listener(ThreadingHTTPServer):
             return super().get_request()
         except OSError:
             if not self._closed:
-                time.sleep(_OUT_OF_DESCRIPTORS_S)  # those in use will be closed
+                time.sleep(_OUT_OF_DESCRIPTORS_S)  # descriptors in use will be closed
             raise
 
     def process_request(self, request, client_address) -> None:
@@ -109,7 +109,7 @@ class Listener(ThreadingHTTPServer):
             self._connections[request] = False
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread to be had
+        except RuntimeError:  # no thread can be started
             self._forget(request)
             raise
 
@@ -120,18 +120,18 @@ class Listener(ThreadingHTTPServer):
             self._forget(request)
 
     def welcome(self, connection: socket.socket) -> None:
-        """``connection`` belongs to the run."""
+        """Mark ``connection`` as authenticated."""
         with self._changed:
             if connection in self._connections:
                 self._connections[connection] = True
 
     def handle_error(self, request, client_address) -> None:
         error = sys.exception()
-        if not isinstance(error, (OSError, ValueError)):  # else: gone, too slow, or talks something else
+        if not isinstance(error, (OSError, ValueError)):  # those are ordinary: gone, too slow, or another protocol
             self.note(f"a request from {client_address[0]} failed: {error!r}")
 
     def note(self, what: str) -> None:
-        """Prints ``what``, unless much has been printed lately: a stranger must not fill the log either."""
+        """Print ``what``, at a limited rate, so that unauthenticated peers cannot fill the log."""
         now = time.monotonic()
         with self._changed:
             while self._noted and now - self._noted[0] > _NOTES_S:
@@ -142,7 +142,7 @@ class Listener(ThreadingHTTPServer):
         print(f"fetch: {what}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Ends all connections and threads."""
+        """End all connections and threads."""
         with self._changed:
             if self._closed:
                 return
@@ -173,5 +173,5 @@ class Listener(ThreadingHTTPServer):
 
 
 def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # not connected any more
+    with contextlib.suppress(OSError):  # it is not connected any more
         connection.shutdown(socket.SHUT_RDWR)

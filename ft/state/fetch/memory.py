@@ -1,6 +1,6 @@
-"""Tensors as one run of bytes (:class:`ft.state.snapshot.layout.Table`), read and written where they are.
+"""Named tensors viewed as one contiguous range of bytes (:class:`ft.state.snapshot.layout.Table`), accessed in place.
 
-A range that lies within one tensor in host memory is used in place; one over several tensors, or on a device, goes
+A range within one tensor in host memory is used without a copy. A range over several tensors, or on a device, is copied
 through a scratch buffer of the range's length. Gaps between tensors read as zeros.
 """
 
@@ -14,10 +14,10 @@ from ft.state.snapshot.layout import Table
 
 
 class FlatState:
-    """``tensors`` by name, laid out in the order of their names.
+    """Byte-range view of ``tensors``, laid out in the order of their names.
 
     Raises:
-        UserError: a tensor of an unknown type, or one that is not contiguous.
+        UserError: a tensor is of an unknown type or not contiguous.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
@@ -26,7 +26,7 @@ class FlatState:
         self._runs = [_bytes_of(entry.name, tensors[entry.name]) for entry in self.table.entries]
 
     def whole(self, start: int, stop: int) -> memoryview | None:
-        """The bytes [start, stop) in place, None where they are not one run of host memory."""
+        """Return the bytes [start, stop) in place; None if they are not one contiguous range of host memory."""
         pieces = list(self._pieces(start, stop))
         if len(pieces) != 1:
             return None
@@ -34,7 +34,7 @@ class FlatState:
         return run[begin:end] if end - begin == stop - start and isinstance(run, memoryview) else None
 
     def gather(self, start: int, stop: int, scratch: memoryview) -> None:
-        """Copies the bytes [start, stop) to ``scratch``, which has their length."""
+        """Copy the bytes [start, stop) to ``scratch``, which has that length."""
         scratch[:] = bytes(len(scratch))
         for run, at, begin, end in self._pieces(start, stop):
             target = scratch[at : at + end - begin]
@@ -44,7 +44,7 @@ class FlatState:
                 torch.frombuffer(target, dtype=torch.uint8).copy_(run[begin:end])
 
     def scatter(self, start: int, stop: int, scratch: memoryview) -> None:
-        """Copies ``scratch`` to the bytes [start, stop)."""
+        """Copy ``scratch`` to the bytes [start, stop)."""
         for run, at, begin, end in self._pieces(start, stop):
             source = scratch[at : at + end - begin]
             if isinstance(run, memoryview):
@@ -53,7 +53,9 @@ class FlatState:
                 run[begin:end].copy_(torch.frombuffer(source, dtype=torch.uint8))
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[memoryview | torch.Tensor, int, int, int]]:
-        """What of each tensor lies in [start, stop): (its bytes, where in the range, first byte, end)."""
+        """Yield the part of each tensor that lies in [start, stop): (its bytes, offset in the range, first byte,
+        end).
+        """
         index = max(0, bisect_right(self._offsets, start) - 1)
         while index < len(self._offsets) and self._offsets[index] < stop:
             run, offset = self._runs[index], self._offsets[index]
@@ -64,7 +66,7 @@ class FlatState:
 
 
 def table_of(tensors: Mapping[str, torch.Tensor]) -> Table:
-    """The layout of ``tensors``.
+    """Return the layout of ``tensors``.
 
     Raises:
         UserError: as for :class:`FlatState`.

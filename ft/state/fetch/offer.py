@@ -1,4 +1,4 @@
-"""The state on offer, and who is reading it: the tensors are live ones, so no reader may outlast the offer."""
+"""State on offer and the fetches that read it. The tensors are live ones, so no reader may outlast the offer."""
 
 import contextlib
 import json
@@ -15,10 +15,11 @@ from ft.state.snapshot.layout import Table
 
 
 class NotHeld(Exception):
-    """What was asked for is not held here.
+    """The state or envelope that was asked for is not held here.
 
     Args:
-        newest: the newest step of which an envelope is held, None before the first.
+        reason: what is held instead.
+        newest: newest step whose envelope is held, None before the first.
     """
 
     def __init__(self, reason: str, newest: int | None = None):
@@ -27,12 +28,12 @@ class NotHeld(Exception):
 
 
 class Withdrawn(NotHeld):
-    """The state may not be read any more."""
+    """The state must not be read any more."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """The JSON of the end of ``step``, committed in the quorum ``lineage``; ``content`` is encoded."""
+    """JSON values of the end of ``step``, committed in the quorum ``lineage``; ``content`` is encoded."""
 
     step: int
     lineage: int
@@ -45,7 +46,13 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Cut:
-    """A fetch that was ended by a withdrawal: who asked, the bytes it had been sent of how many."""
+    """A fetch that was ended by a withdrawal.
+
+    Attributes:
+        peer: address of the fetching rank.
+        sent: bytes of state that it had been sent.
+        nbytes: bytes of the whole state.
+    """
 
     peer: str
     sent: int
@@ -54,17 +61,25 @@ class Cut:
 
 @dataclass(eq=False)
 class Visit:
-    """A fetch under way on one connection; ``sent``: bytes of state, so far."""
+    """A fetch under way on one connection.
+
+    Attributes:
+        peer: address of the fetching rank.
+        sent: bytes of state sent so far.
+    """
 
     peer: str
     sent: int = 0
 
 
 class Offer:
-    """One step's state, from being offered to being withdrawn.
+    """State of one step, from its offer to its withdrawal.
 
     Args:
-        tensors: live ones. to_host: brings them to host memory; called at the first read, once.
+        envelope: JSON values that accompany the tensors.
+        table: layout of the tensors.
+        tensors: the live tensors.
+        to_host: copies them to host memory; called once, at the first read.
     """
 
     def __init__(
@@ -92,10 +107,10 @@ class Offer:
         return self.envelope.lineage
 
     def visit(self, peer: str) -> Visit:
-        """Begins a fetch.
+        """Register a fetch.
 
         Raises:
-            Withdrawn: too late for a new one.
+            Withdrawn: the withdrawal has begun, so no new fetch is accepted.
         """
         with self._changed:
             if self._closing:
@@ -115,13 +130,13 @@ class Offer:
 
     @contextlib.contextmanager
     def reading(self, connection: socket.socket) -> Iterator[FlatState]:
-        """The state, for as long as the block under it takes to be checksummed and handed to the kernel.
+        """Yield the state, for as long as it takes to checksum a block and hand it to the kernel.
 
-        The tensors stand still until the block is left. A withdrawal breaks ``connection``, so that a peer that does
-        not read cannot hold the block.
+        The tensors do not change inside the context. A withdrawal shuts ``connection`` down, so that a peer that does
+        not read cannot hold it up.
 
         Raises:
-            Withdrawn: it may not be read any more.
+            Withdrawn: the state must not be read any more.
         """
         with self._changed:
             if self._closed:
@@ -138,9 +153,10 @@ class Offer:
                 self._changed.notify_all()
 
     def withdraw(self, wait_s: float) -> list[Cut]:
-        """Takes no new fetches, waits up to ``wait_s`` for those under way, cuts the rest off.
+        """Accept no new fetches, wait up to ``wait_s`` seconds for those under way, and cut off the rest.
 
-        Returns when no thread reads the tensors any more, nor will.
+        Returns:
+            The fetches that were cut off. No thread reads the tensors any more by then, nor will any.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -149,7 +165,7 @@ class Offer:
             self._closed = True
             cut = [Cut(visit.peer, visit.sent, self.table.nbytes) for visit in self._visits]
             for connection in self._reading:
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # it has closed already
                     connection.shutdown(socket.SHUT_RDWR)
             self._changed.wait_for(lambda: not self._reading)
             self._visits.clear()
@@ -171,7 +187,7 @@ class Offer:
 
 
 class Shelf:
-    """What a server has: an offer or none, and the newest envelope."""
+    """What a server holds: an offer or none, and the newest envelope."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -187,7 +203,7 @@ class Shelf:
             self._envelope = envelope
 
     def take(self) -> Offer | None:
-        """The offer, if there is one, which stays until it has been withdrawn."""
+        """Return the offer, if there is one, without removing it: it stays until it has been withdrawn."""
         with self._lock:
             return self._offer
 
@@ -197,10 +213,10 @@ class Shelf:
                 self._offer = None
 
     def find(self, step: int, lineage: int) -> Offer:
-        """The offer of that state.
+        """Return the offer of that state.
 
         Raises:
-            NotHeld: there is none.
+            NotHeld: another state is on offer, or none.
         """
         with self._lock:
             offer, newest = self._offer, self._newest()
@@ -210,10 +226,10 @@ class Shelf:
         return offer
 
     def find_envelope(self, step: int, lineage: int) -> Envelope:
-        """The envelope of the end of that step.
+        """Return the envelope of the end of that step.
 
         Raises:
-            NotHeld: it is another one.
+            NotHeld: another envelope is held, or none.
         """
         with self._lock:
             envelope, newest = self._envelope, self._newest()

@@ -1,4 +1,4 @@
-"""Serves this rank's state to the same rank of replicas that are behind, from memory and without stopping."""
+"""Server of this rank's state for the same rank of replicas that are behind, from memory, while training goes on."""
 
 import functools
 from collections.abc import Mapping
@@ -15,12 +15,13 @@ from ft.state.snapshot.layout import Table
 
 
 class StateServer:
-    """Listens on ``host``, and on no other interface.
+    """Serves the state of one rank, at ``host`` and on no other interface.
 
     Args:
-        host: name or IPv4 address that the ranks of other replicas reach this one at.
-        token: of the run; who does not have it is refused.
-        replica, rank: whose state this is; told to whoever fetches it.
+        host: name or IPv4 address at which the ranks of other replicas reach this one.
+        token: token of the run; peers without it are refused.
+        replica: replica whose state this is, included in answers.
+        rank: logical rank whose state this is, included in answers.
 
     Attributes:
         address: "host:port".
@@ -36,11 +37,13 @@ class StateServer:
         self.address = self._door.where
 
     def offer(self, step: int, lineage: int, tensors: Mapping[str, torch.Tensor], envelope: Mapping[str, Any]) -> None:
-        """Serves the state of the end of ``step``, committed in the quorum ``lineage``, from now on.
+        """Serve the state of the end of ``step`` from now on, in place of the previous offer.
 
         Args:
-            tensors: the live ones, by name. They must not change before :meth:`withdraw` has returned.
-            envelope: JSON values beside them; kept like one given to :meth:`envelope`.
+            step: the step.
+            lineage: number of the quorum in which it was committed.
+            tensors: the live tensors by name. They must not change before :meth:`withdraw` has returned.
+            envelope: JSON values that accompany them; kept like an envelope given to :meth:`envelope`.
 
         Raises:
             UserError: a tensor is not contiguous, or of an unknown type.
@@ -50,10 +53,10 @@ class StateServer:
         self._shelf.put(Offer(Envelope.of(step, lineage, envelope), table, dict(tensors), prepare(tensors)))
 
     def withdraw(self, wait_s: float = 0.0) -> list[Cut]:
-        """Ends the offer: the tensors may change when this returns.
+        """End the offer: the tensors may change once this has returned.
 
         Args:
-            wait_s: how long fetches under way are waited for; new ones are refused meanwhile.
+            wait_s: seconds to wait for fetches under way; new ones are refused meanwhile.
 
         Returns:
             The fetches that were cut off.
@@ -66,21 +69,23 @@ class StateServer:
         return cut
 
     def envelope(self, step: int, lineage: int, envelope: Mapping[str, Any]) -> None:
-        """Serves the envelope of the end of ``step`` until the next one, whatever happens to the tensors."""
+        """Serve the envelope of the end of ``step`` until the next one is given, whether or not the tensors are still
+        offered.
+        """
         self._shelf.keep(Envelope.of(step, lineage, envelope))
 
     def under_way(self) -> int:
-        """Fetches that have begun and not ended."""
+        """Return the number of fetches that have begun and not ended."""
         offer = self._shelf.take()
         return 0 if offer is None else offer.under_way()
 
     def close(self) -> None:
-        """Withdraws the offer and ends all threads and connections."""
+        """Withdraw the offer and end all threads and connections."""
         self.withdraw()
         self._door.close()
 
     def _table(self, tensors: Mapping[str, torch.Tensor]) -> Table:
-        """The layout, made anew only where the tensors are other objects than the last time."""
+        """Return the layout, computed again only if the tensors are other objects than the last time."""
         known = self._known
         if known is None or known[0].keys() != tensors.keys() or any(known[0][n] is not t for n, t in tensors.items()):
             self._known = known = dict(tensors), table_of(tensors)

@@ -1,23 +1,23 @@
-"""Which bytes come from which source. Pure: what is known goes in, a decision with its reason comes out."""
+"""Distribution of the bytes of a state over its sources, as pure functions that return decisions with their reasons."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 Piece = range
-"""Bytes of the layout that are asked for at once."""
+"""Range of bytes of the layout that is requested at once."""
 
 _ALIGNMENT = 64
 _PIECES_PER_SHARE = 8
 _SMALLEST, _LARGEST = 4 << 20, 256 << 20
 _SLOW = 2
-"""A source is slow when another one has delivered this many times its bytes in the same time."""
+"""A source is slow if another one has delivered this many times its bytes in the same time."""
 _SETTLED_S = 0.25
-"""Before that, differences say more about threads and connections than about sources."""
+"""Seconds before which such differences say more about threads and connections than about sources."""
 
 
 @dataclass(frozen=True)
 class Take:
-    """``piece``, which was to come from ``owner``, comes from the source that asks."""
+    """Fetch ``piece``, which was assigned to ``owner``, from the source that asks."""
 
     piece: Piece
     owner: str
@@ -25,18 +25,18 @@ class Take:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do now; another source may leave something over yet."""
+    """Nothing to do now, but another source may still leave a piece."""
 
 
 @dataclass(frozen=True)
 class End:
-    """Nothing is left to do for anybody."""
+    """Nothing is left to do for any source."""
 
 
 def cut(nbytes: int, sources: Sequence[str]) -> dict[str, list[Piece]]:
-    """Shares of equal length, by bytes and not by tensors, each in pieces in order.
+    """Cut the state into shares of equal length, by bytes and not by tensors, and each share into pieces in order.
 
-    A share is lost piece by piece: when a source goes, what it has delivered of the last piece is fetched again.
+    When a source is lost, only the piece that it was delivering is fetched again.
     """
     bounds = [min(nbytes, _aligned(nbytes * i // len(sources))) for i in range(len(sources))] + [nbytes]
     shares = {}
@@ -49,12 +49,14 @@ def cut(nbytes: int, sources: Sequence[str]) -> dict[str, list[Piece]]:
 def choose(
     source: str, age_s: float, pending: Mapping[str, Sequence[Piece]], at_work: Set[str], delivered: Mapping[str, int]
 ) -> tuple[Take | Wait | End, str]:
-    """What ``source``, which is idle, does next.
+    """Decide what ``source``, which is idle, does next; return the decision and its reason.
 
     Args:
-        age_s: time since the fetch began.
-        pending: pieces that nobody has begun, by the source that they are to come from.
-        at_work: other sources that have begun one. delivered: bytes, by source.
+        source: the idle source.
+        age_s: seconds since the fetch began.
+        pending: pieces that were not begun, by the source that they are assigned to.
+        at_work: other sources that are delivering a piece.
+        delivered: bytes delivered so far, by source.
     """
     if pending[source]:
         return Take(pending[source][0], source), "its own share"
@@ -71,7 +73,9 @@ def choose(
 def inherit(
     leaver: str, begun: Piece | None, pending: Mapping[str, Sequence[Piece]]
 ) -> tuple[dict[str, list[Piece]], str]:
-    """The pieces that are pending once ``leaver`` has gone: its own, and the one it had begun, go round the others."""
+    """Reassign the pieces of ``leaver``, including the one it had begun, to the other sources; return them and the
+    reason.
+    """
     left = ([begun] if begun else []) + list(pending[leaver])
     after = {source: list(pieces) for source, pieces in pending.items() if source != leaver}
     for piece in left if after else []:

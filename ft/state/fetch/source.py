@@ -1,4 +1,4 @@
-"""This end of a connection to one source."""
+"""Connection of a fetching rank to one source."""
 
 import contextlib
 import http.client
@@ -18,24 +18,26 @@ _PERIOD_S = 0.02
 
 
 class Gone(Exception):
-    """The source does not hold it any more."""
+    """The source does not hold the state any more."""
 
 
 class Lost(Exception):
-    """Nobody of this run answers there, or not any more."""
+    """No process of this run answers at that address, or it does not any more."""
 
 
 class Bad(Exception):
-    """What the source says or sends is not the state that was asked for."""
+    """What the source answers or sends is not the state that was asked for."""
 
 
 class Damaged(Bad):
-    """A block that is not what its checksum says."""
+    """A block does not match its checksum."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The state of the end of ``step``, committed in the quorum ``lineage``; ``rank``: None: any rank's."""
+    """State that is asked for: that of the end of ``step``, committed in the quorum ``lineage``, of ``rank`` (None:
+    any).
+    """
 
     step: int
     lineage: int
@@ -46,13 +48,15 @@ class Wanted:
 
 
 class Source:
-    """One connection, used by one thread; ``cut`` ends it from another one.
+    """One connection to a source, used by one thread; :meth:`cut` ends it from another thread.
 
     Args:
-        patience_s: longest time for a connection, an answer or a block.
+        address: "host:port" of the source.
+        token: token of the run.
+        patience_s: maximum seconds for a connection, an answer or a block.
 
     Attributes:
-        since: time.monotonic() of the last progress, None while nothing is expected of the source.
+        since: time.monotonic() of the last progress, None while no progress is expected of the source.
     """
 
     def __init__(self, address: str, token: str, patience_s: float):
@@ -61,17 +65,17 @@ class Source:
         self._token, self._patience = token, patience_s
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
-        self._socket: socket.socket | None = None  # the connection forgets it when an answer is to be the last one
+        self._socket: socket.socket | None = None  # kept here, since HTTPConnection drops it after a last answer
         self._response: http.client.HTTPResponse | None = None
         self._cut: str | None = None
         self._nonce, self._asker, self._count = "", secrets.token_hex(16), 0
         self._scratch: memoryview | None = None
 
     def open(self) -> None:
-        """Connects, and gets the nonce that proofs are made with.
+        """Connect, and get the nonce that proofs are made with.
 
         Raises:
-            Lost: nobody there speaks this protocol.
+            Lost: no server there speaks this protocol.
         """
         with self._failures():
             self.since = time.monotonic()
@@ -80,7 +84,7 @@ class Source:
                 connection.connect()
             except http.client.InvalidURL as error:
                 raise Lost(f"{self.address!r} is no address: {error}") from error
-            connection.auto_open = 0  # a connection that the source has closed is not made again: it had its nonce
+            connection.auto_open = 0  # no reconnecting: the nonce belongs to this connection
             with self._lock:
                 self._connection, self._socket = connection, connection.sock
                 if self._cut is not None:
@@ -92,14 +96,18 @@ class Source:
                 raise Lost(f"answers {response.status}: no server of a state")
             self._take(response, response.length or 0, 1 << 10)
             self._nonce = nonce
-            self._socket.settimeout(None)  # from here on it is cut where it stalls, which costs no system calls
+            self._socket.settimeout(None)  # from here on, cut() ends a stall; timeouts would cost system calls
             self.since = time.monotonic()
 
     def state(self, wanted: Wanted, table: Table) -> str:
-        """The encoded envelope of the wanted state, once the source has it and if it has the tensors of ``table``.
+        """Return the encoded envelope of the wanted state, once the source holds it and if its tensors match ``table``.
+
+        The source keeps its state for this connection from now on.
 
         Raises:
-            Gone, Lost, Bad: that cannot be had there.
+            Gone: the source does not hold that state any more, or not in time.
+            Lost: the connection failed, or the peer does not belong to the run.
+            Bad: the source holds something else.
         """
         answer = self._when_held(wire.state_target(wanted.step, wanted.lineage), wanted.step)
         with self._failures():
@@ -116,17 +124,19 @@ class Source:
             return answer["envelope"]
 
     def envelope(self, wanted: Wanted) -> str:
-        """The encoded envelope alone; see :meth:`state`."""
+        """Return the encoded envelope alone; raises as :meth:`state` does."""
         answer = self._when_held(wire.envelope_target(wanted.step, wanted.lineage), wanted.step)
         with self._failures():
             return answer["envelope"]
 
     def receive(self, wanted: Wanted, piece: Piece, into: FlatState) -> None:
-        """Fills the bytes ``piece`` of ``into``.
+        """Receive the bytes ``piece`` into ``into``.
 
         Raises:
-            Damaged: not all of it is as it was sent; the connection goes on.
-            Gone, Lost, Bad: see :meth:`state`.
+            Damaged: some of it does not match its checksum; the connection remains usable.
+            Gone: see :meth:`state`.
+            Lost: see :meth:`state`.
+            Bad: see :meth:`state`.
         """
         target = wire.bytes_target(wanted.step, wanted.lineage, into.table.digest, piece.start, piece.stop)
         with self._failures():
@@ -152,12 +162,12 @@ class Source:
                 raise Damaged(f"the block at byte {damaged} does not have its checksum")
 
     def cut(self, reason: str) -> None:
-        """Ends whatever the connection is used for, with Lost(reason); any thread."""
+        """Abort any use of the connection, which raises Lost(reason) in its thread. May be called from any thread."""
         with self._lock:
             if self._cut is None:
                 self._cut = reason
             if self._socket is not None:
-                with contextlib.suppress(OSError):  # the source was faster
+                with contextlib.suppress(OSError):  # the source has closed it already
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def is_connected(self) -> bool:
@@ -165,7 +175,7 @@ class Source:
             return self._socket is not None
 
     def close(self) -> None:
-        """By the thread that uses it."""
+        """Close the connection. To be called by the thread that uses it."""
         self.since = None
         with self._lock:
             if self._connection is not None:
@@ -174,7 +184,7 @@ class Source:
                 self._response.close()
 
     def _when_held(self, target: str, step: int) -> dict[str, Any]:
-        """The answer, waited for as long as the source has not ended ``step`` yet."""
+        """Return the answer; poll as long as the source has not come to the end of ``step`` yet."""
         until = time.monotonic() + self._patience
         while True:
             with self._failures():
@@ -222,15 +232,15 @@ class Source:
         if length is None or not 0 <= length <= limit:
             raise Bad(f"an answer of {length} bytes; at most {limit} are taken")
         data = bytearray()
-        while len(data) < length:  # memory is given for what has come, not for what was announced
+        while len(data) < length:  # allocate for bytes received, not for bytes announced
             piece = bytearray(min(wire.BLOCK, length - len(data)))
             self._fill(response, memoryview(piece))
             data += piece
-        response.read()  # nothing: lets the connection know that the answer is over
+        response.read()  # reads nothing, but marks the answer as complete
         return data
 
     def _block(self, response: http.client.HTTPResponse, into: FlatState, start: int, stop: int, value: int) -> bool:
-        """Whether the next block is what its checksum says."""
+        """Receive the next block; return whether it matches its checksum."""
         place = into.whole(start, stop)
         if place is not None:
             self._fill(response, place)
@@ -245,7 +255,7 @@ class Source:
         return True
 
     def _end(self, response: http.client.HTTPResponse, words: tuple, checksums: list[int], tag: bytes) -> None:
-        """Takes the end of a stream; returns if it says that all of it is good."""
+        """Process the end of a stream; return if it confirms all that was received."""
         if tag not in (wire.END_TAG, wire.GONE_TAG):
             raise Bad(f"sends {tag!r} in place of a block")
         given = memoryview(bytearray(wire.PROOF_BYTES))
@@ -267,7 +277,7 @@ class Source:
 
     @contextlib.contextmanager
     def _failures(self):
-        """Turns what a connection can fail with into this module's exceptions."""
+        """Translate the errors of a connection into this module's exceptions."""
         try:
             yield
         except Gone:
@@ -279,5 +289,5 @@ class Source:
         except (OSError, http.client.HTTPException) as error:
             raise Lost(self._cut or f"{type(error).__name__}: {error}") from error
         except (BadTable, ValueError, KeyError, TypeError, AttributeError) as error:
-            # AttributeError also: http.client, whose socket was shut while it was closing it
+            # http.client raises AttributeError if its socket is shut down while it closes it
             raise (Lost(self._cut) if self._cut else Bad(f"an answer that makes no sense: {error!r}")) from error

@@ -1,8 +1,8 @@
-"""Host memory for tensors on a device: what is asked for is copied there once a step, for all who ask.
+"""Staging in host memory for tensors on a device: a state is copied to the host at most once per step, for all readers.
 
-Tensors in host memory are passed through. The copy runs on a stream of its own, behind what had been queued when the
-state was offered: the kernels of the step that follows only read the state, and are not waited for. The page-locked
-memory goes back to torch's pool with the offer.
+Tensors in host memory are passed through. The copy runs on its own stream and starts after the work that was queued
+when the state was offered. It does not wait for the kernels of the following step, because they only read the state.
+The page-locked memory returns to torch's pool when the offer ends.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,14 +11,18 @@ import torch
 
 Tensors = Mapping[str, torch.Tensor]
 ToHost = Callable[[Tensors, Callable[[], bool]], Tensors]
-"""(tensors, whether to stop) -> the same in host memory; ends early, with anything, once it is to stop."""
+"""(tensors, whether to stop) -> the same tensors in host memory. Returns early, with incomplete content, once it is to
+stop.
+"""
 
 _CHUNK = 64 << 20
-"""Bytes between two looks at whether to stop: a withdrawal waits for as many."""
+"""Bytes that are copied between two checks whether to stop; a withdrawal waits for one such chunk at most."""
 
 
 def prepare(tensors: Tensors) -> ToHost:
-    """Notes how far the devices of ``tensors`` are now; what it returns copies behind that."""
+    """Record the present position of the devices' streams; return a function that copies the tensors after that
+    position.
+    """
     devices = {tensor.device for tensor in tensors.values() if tensor.device.type not in ("cpu", "meta")}
     if not devices:
         return lambda given, is_over: given

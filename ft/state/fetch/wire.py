@@ -1,4 +1,4 @@
-"""What is said on a connection between a fetching rank and a source: HTTP/1.1, the same connection for a whole fetch.
+"""Wire protocol between a fetching rank and a source: HTTP/1.1, with one connection for a whole fetch.
 
     GET /state?step=&lineage=                        JSON: whose state, its table of tensors, its envelope
     GET /bytes?step=&lineage=&digest=&start=&stop=   a stream of the bytes [start, stop) of the layout, see below
@@ -6,13 +6,13 @@
 
     stream:  block | block | ... | end
     block:   "FTSB" | checksum u32 | up to 1 MiB        (checksum: ft.state.snapshot.layout.checksum, of the bytes sent)
-    end:     "FTSE" | 0 u32 | proof, 32 bytes           all blocks were sent while the state stood
-             "FTSG" | 0 u32 | proof, 32 bytes           the state was withdrawn: nothing of the stream counts
+    end:     "FTSE" | 0 u32 | proof, 32 bytes           all blocks were sent while the state was unchanged
+             "FTSG" | 0 u32 | proof, 32 bytes           the state was withdrawn: the whole stream is invalid
 
-The run's token never crosses the wire. A connection begins with a request that is answered 401 with a nonce; every
-request after it carries a nonce of the asker's, a count and a proof: the HMAC, keyed with the token, of all these and
-of what is asked. An answer carries one of its own, over the question's words and its content (of a stream: over the
-checksums of its blocks), so that either end knows that the other is of the run, and nothing can be replayed.
+The run's token never crosses the wire. The first request of a connection is answered by 401 with a nonce. Every later
+request carries a nonce of the client, a counter and a proof: the HMAC, keyed with the token, of both nonces, the
+counter and the request target. An answer carries a proof over the same values and its content (for a stream: over the
+checksums of its blocks). So each end knows that the other belongs to the run, and no message can be replayed.
 
 Other answers: 400 (no such request), 401 (no proof), 404, 409 (JSON with "reason": that step is not held here).
 """
@@ -49,13 +49,15 @@ def bytes_target(step: int, lineage: int, digest: str, start: int, stop: int) ->
 
 
 def stream_length(start: int, stop: int) -> int:
-    """Bytes of the stream of [start, stop) with its heads and its end."""
+    """Return the bytes of the stream of [start, stop), including block headers and the end."""
     blocks = -(-(stop - start) // BLOCK)
     return stop - start + (blocks + 1) * HEAD.size + PROOF_BYTES
 
 
 def proof(token: str, *words: str | int | bytes) -> bytes:
-    """What only one who knows the token can say about ``words``; their borders count."""
+    """Return the HMAC of ``words``, keyed with the token; lengths are included, so the boundaries of the words
+    count.
+    """
     digest = hmac.new(token.encode(), b"ft-fetch-1", hashlib.sha256)
     for word in words:
         data = word if isinstance(word, bytes) else str(word).encode()
@@ -73,10 +75,10 @@ def encode(content: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``.
+    """Decode the JSON object in ``data``.
 
     Raises:
-        ValueError: there is none of this version in it.
+        ValueError: it holds no JSON object, or one of another format version.
     """
     try:
         content = json.loads(data)

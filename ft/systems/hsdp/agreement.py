@@ -1,4 +1,6 @@
-"""The quorum of each step, asked for by the leader and told to all ranks of its replica while they compute."""
+"""Agreement on the quorum of each step: the leader asks for it and broadcasts it to all ranks of its replica, while
+they compute.
+"""
 
 import json
 import queue
@@ -18,11 +20,12 @@ _ROW_BYTES = 512
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks of the replica know of a step.
+    """What all ranks of the replica know about a step's quorum.
 
     Attributes:
-        quorum: None where there is none, for the reason in ``problem``.
-        rows: replica -> one row per rank, {"ring": "host:port", "fetch": "host:port"}, of all members.
+        quorum: the quorum; None if there is none, for the reason in ``problem``.
+        rows: replica -> one row per rank, {"ring": "host:port", "fetch": "host:port"}, for all members.
+        problem: why there is no quorum, "" if there is one.
     """
 
     quorum: Quorum | None
@@ -31,11 +34,12 @@ class Agreed:
 
 
 class Agreement:
-    """Runs beside the training thread, on a group of its own, in a thread of its own.
+    """Thread that gets and broadcasts quorums beside the training thread, on a process group of its own.
 
     Args:
-        group: gloo, all ranks of this replica; nobody else uses it. row: how this rank is reached.
-        client: on the leader, which is rank 0 of the group; None elsewhere.
+        group: gloo group of all ranks of this replica, not used for anything else.
+        row: addresses of this rank.
+        client: quorum client on the leader, which is rank 0 of the group; None on other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, row: dict[str, str], client: QuorumClient | None):
@@ -43,7 +47,7 @@ class Agreement:
         self._asked: queue.SimpleQueue = queue.SimpleQueue()
         self._told = threading.Condition()
         self._question = 0
-        self._answer: Agreed | None = None  # to the last question
+        self._answer: Agreed | None = None  # answer to the last question
         self._rows: dict[int, tuple[int, list[dict[str, str]]]] = {}  # replica -> (life, rows)
         rows = _gather(group, row)
         if client is not None:
@@ -52,17 +56,18 @@ class Agreement:
         self._thread.start()
 
     def ask(self, report: Report, then: Callable[[Agreed], None]) -> None:
-        """Begins a step; on all ranks alike. ``then`` is called in the thread, before :meth:`wait` returns.
+        """Begin a step; to be called on all ranks alike.
 
         Args:
-            report: the leader's counts.
+            report: report of this replica; only the leader's is sent.
+            then: called with the result in the thread, before :meth:`wait` returns.
         """
         with self._told:
             self._question, self._answer = self._question + 1, None
             self._asked.put((self._question, report, then))
 
     def wait(self) -> Agreed:
-        """What came of the last question. The client sees to it that something does."""
+        """Return the answer to the last question. The client's time limits ensure that there is one."""
         with self._told:
             self._told.wait_for(lambda: self._answer is not None)
             return self._answer
@@ -76,11 +81,11 @@ class Agreement:
             try:
                 agreed = self._agree(report)
                 then(agreed)
-            except Exception as error:  # the replica falls apart, which its own control plane deals with
+            except Exception as error:  # the replica breaks up, which its own control plane handles
                 agreed = Agreed(None, {}, f"{type(error).__name__}: {error}")
                 then(agreed)
             with self._told:
-                if question == self._question:  # ``then`` may have set off the next one already
+                if question == self._question:  # ``then`` may have asked the next question already
                     self._answer = agreed
                     self._told.notify_all()
 
@@ -95,7 +100,7 @@ class Agreement:
         return Agreed(quorum, {replica: self._rows[replica][1] for replica in quorum.members})
 
     def _find_out(self, report: Report) -> dict[str, Any]:
-        """The leader's part: the quorum, with the rows of members that are new or have begun another life."""
+        """Ask for the quorum, on the leader; add the rows of members that are new or have begun another life."""
         try:
             quorum = self._client.ask(report).result()
             lives = quorum.lives
@@ -107,7 +112,7 @@ class Agreement:
 
 
 def _gather(group: dist.ProcessGroup, row: dict[str, str]) -> list[dict[str, str]]:
-    """The rows of all ranks of the group, by rank."""
+    """All-gather the rows of all ranks of the group, by rank."""
     text = json.dumps(row).encode().ljust(_ROW_BYTES)
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = [torch.empty_like(mine, device="cpu") for _ in range(dist.get_world_size(group))]
@@ -116,7 +121,7 @@ def _gather(group: dist.ProcessGroup, row: dict[str, str]) -> list[dict[str, str
 
 
 def _broadcast(group: dist.ProcessGroup, content: bytes) -> bytes:
-    """``content`` of the group's rank 0."""
+    """Broadcast ``content`` of the group's rank 0."""
     size = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
     dist.broadcast(size, group=group, group_src=0)
     words = torch.frombuffer(bytearray(content or bytes(size.item())), dtype=torch.uint8)

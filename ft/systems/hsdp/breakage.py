@@ -1,4 +1,4 @@
-"""What injected faults do to a replica's worker, beside those that any process can do to itself."""
+"""Injected faults that act on a replica's worker, in addition to those that any process can inject into itself."""
 
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP
@@ -9,13 +9,13 @@ from ft.worker.session import Session
 
 
 class ReplicaBreakage:
-    """``ft.faults.worker.Actions`` of a worker that keeps no snapshots."""
+    """Implementation of ``ft.faults.worker.Actions`` for a worker that keeps no snapshots."""
 
     def __init__(self, subject: TrainingState, ring: Ring, session: Session):
         self._subject, self._ring, self._session = subject, ring, session
 
     def act(self, fault: Fault) -> None:
-        """A fault of a kind that has nothing to break here says so in the worker's log, and nothing happens."""
+        """Inject a fault. For a kind that has nothing to break here, only print a message in the worker's log."""
         if fault.kind == "drop":
             self._ring.cancel(f"injected: {fault}")
         elif fault.kind == "corrupt-tensor":

@@ -1,4 +1,6 @@
-"""A replica that is behind takes the state of the others while they compute (paper, sections 4.3 and 4.4)."""
+"""Non-blocking catch-up: a replica that is behind fetches the state of the others while they compute (FT-HSDP, sections
+4.3 and 4.4).
+"""
 
 import threading
 
@@ -17,17 +19,21 @@ from ft.worker.session import Session
 
 _ENVELOPE_S = 10.0
 _BEGIN_S = 0.3
-"""Less than the shortest time for which a ring waits."""
+"""Seconds to wait for the sources to register the fetch; less than the shortest time limit of a ring."""
 
 
 class CatchUp:
-    """One rank's part, for one step at a time.
+    """Catch-up of one rank, one step at a time.
 
-    A replica that has a state of its own, if an old one, keeps it until the new one is there on all of its ranks: what
-    is fetched lies in host memory meanwhile. One that has none has it written where it belongs.
+    A replica that has an old state keeps it until the new one has arrived on all of its ranks; until then, fetched
+    tensors lie in host memory. For a replica without a state they are written directly to their destination.
 
     Args:
-        votes: group of the replica's ranks. limit_s: for a fetch; the peers' update ends it earlier.
+        session: session of the worker.
+        place: the replica.
+        state: state of this rank.
+        votes: process group of the replica's ranks.
+        limit_s: time limit of a fetch in seconds; the update of the other replicas may end it earlier.
     """
 
     def __init__(
@@ -42,10 +48,15 @@ class CatchUp:
         self._has_begun = threading.Event()
 
     def begin(self, agreed: Agreed, *, keeps_state: bool) -> None:
-        """Begins to fetch the state that ``agreed`` names, in a thread.
+        """Begin to fetch the state that ``agreed`` names, in a thread.
 
-        Returns when every source knows of it, or shortly: the others do not end their step before this replica has
-        given its zeros, and one that knows of a fetch waits for it before it changes its state.
+        Returns when every source has registered the fetch, or after 0.3 s. The other replicas cannot end their step
+        before this replica has contributed its zeros, and a source that has registered a fetch waits for it before it
+        changes its state.
+
+        Args:
+            agreed: the quorum of the step, with the addresses of its members.
+            keeps_state: this replica has a state that it keeps until the new one is complete.
         """
         self._fetched, self._problem = None, ""
         self._has_begun.clear()
@@ -59,10 +70,10 @@ class CatchUp:
         self._has_begun.wait(_BEGIN_S)
 
     def end(self) -> None:
-        """Waits for the fetch and puts the state in place, if all ranks of the replica have theirs.
+        """Wait for the fetch; put the state in place if all ranks of the replica have fetched theirs.
 
         Raises:
-            Retry: one has not; on all ranks alike. A state that was kept is still there.
+            Retry: some rank has not; raised on all ranks alike. A state that was kept is still in place.
         """
         self._thread.join()
         if not self._have_all(self._fetched is not None):
@@ -75,10 +86,11 @@ class CatchUp:
         self._state.apply(self._fetched.envelope)
 
     def settle(self, agreed: Agreed, step: int) -> None:
-        """After the commit of ``step``: generators and buffers, which a forward pass moves, as the others have them.
+        """After the commit of ``step``, fetch the parts of the state that a forward pass changes: RNG states and
+        buffers.
 
-        The step is committed here, so what fails now takes nothing back: where they cannot be had on all ranks, because
-        the others were lost or have not committed it, this replica's own are the ones.
+        The step is already committed here, so a failure takes nothing back: if not all ranks can have them, because the
+        other replicas were lost or have not committed the step, this replica's own remain in use.
         """
         sources, lineage = self._sources(agreed), agreed.quorum.number
         envelope, problem = None, "another rank of this replica could not have it"
@@ -92,13 +104,13 @@ class CatchUp:
             print(f"step {step} goes on with this replica's own generators and buffers: {problem}", flush=True)
 
     def _have_all(self, has_mine: bool) -> bool:
-        """Whether it is true on every rank of the replica."""
+        """Return whether ``has_mine`` is true on every rank of the replica; collective."""
         word = torch.tensor([int(has_mine)], dtype=torch.int32, device="cpu")
         dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self._votes)
         return bool(word.item())
 
     def tell(self, step: int) -> None:
-        """Puts it on record that this rank has caught up."""
+        """Log the event that this rank has caught up."""
         done = self._fetched
         self._session.observe(
             events.CAUGHT_UP, replica=self._replica, step=step, fetch_s=round(done.seconds, 4), bytes=done.bytes
@@ -123,7 +135,9 @@ class CatchUp:
             self._has_begun.set()
 
     def _sources(self, agreed: Agreed) -> list[str]:
-        """The same rank of the healthy replicas, from another one on for every rank, so that all serve alike."""
+        """Return the addresses of the same rank in the healthy replicas, rotated by rank and replica to balance the
+        load.
+        """
         healthy, rank = agreed.quorum.healthy, self._session.rank
         turned = [healthy[(rank + self._replica + i) % len(healthy)] for i in range(len(healthy))]
         return [agreed.rows[replica][rank]["fetch"] for replica in turned]

@@ -1,7 +1,8 @@
-"""``RUN_DIR/replica-K/commits.jsonl``: a line for every step that a replica committed, written by its leader.
+"""Commit log of a replica, ``RUN_DIR/replica-K/commits.jsonl``: one line for every committed step, written by its
+leader.
 
-Every member of a quorum writes what all of them know of the step; only ``at`` is the writer's own: where its loader
-really stood. What the report proves about samples, it proves from these lines.
+All members of a quorum write the same facts about the step, except for the measurements of the writer, such as ``at``:
+the position at which its loader really stood. The report's proofs about samples rest on these lines.
 """
 
 import json
@@ -23,22 +24,29 @@ class Commit:
     """A committed step, as one replica saw it.
 
     Attributes:
-        step: its number, from 1. quorum: of the step. before: the quorum of the step before it in this replica's
-            state, 0 before the first.
-        healthy: replicas whose gradients are in the step. behind: those that fetched their state during it.
-        batch: samples that each healthy one took. deal: who gets which samples in this step. positions: after it, in
-            that deal.
-        wall: seconds since 1970, when it was committed. step_s: seconds that the step took, retries and waits
-            included. wait_s: of these, what quorum and FTAR took beyond the replica's own work.
-        loss: mean over the tokens of all healthy replicas, None where the leader does not know it. tokens: that
-            contributed, of all of them, None where unknown.
-        digest: of the state of all ranks of the writer after the step, None where nobody asked for it. parameters: of
-            the model with which the writer computed its gradients, None where nobody asked or it computed none.
-        at: position of the writer's stream from which it read its samples, None where it read none (behind).
-        stack: of the groups in the step, where they have stacks (SPARe); every shard type was trained then, whoever was
-            there. owners: who has computed each type. patch: types that others than planned have, their groups being
-            lost. computed: types that the writer itself has computed, and from which position of its stream each was
-            read.
+        step: number of the step, from 1.
+        quorum: number of the step's quorum.
+        before: number of the previous step's quorum in this replica's state, 0 before the first.
+        healthy: replicas whose gradients are in the step.
+        behind: replicas that fetched their state during it.
+        batch: samples that each healthy replica took.
+        deal: which replica gets which samples in this step.
+        positions: replica -> position in that deal after the step.
+        wall: time of the commit, in seconds since 1970.
+        step_s: seconds that the step took, including retries and waits.
+        wait_s: seconds of these that quorum and FTAR took in addition to the replica's own work.
+        loss: mean over the tokens of all healthy replicas, None where the leader does not know it.
+        tokens: number of tokens of all healthy replicas, None where unknown.
+        at: position of the writer's stream from which it read its samples, None if it read none (behind).
+        digest: digest of the state of all ranks of the writer after the step, None if not wanted.
+        parameters: digest of the model with which the writer computed its gradients, None if not wanted or it computed
+            none.
+        stack: stack depth S of the groups in the step: they take part in the all-reduce after S types of their stacks
+            (SPARe), None without stacks. With stacks, every shard type was trained, whichever groups took part.
+        owners: the group that has computed each shard type.
+        patch: shard types computed by other groups than planned, because their groups were lost.
+        computed: shard type -> position of its stream from which it was read, for the types that the writer has
+            computed.
     """
 
     step: int
@@ -64,7 +72,7 @@ class Commit:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Whose samples were trained: replicas, or shard types."""
+        """Replicas, or shard types, whose samples were trained."""
         return self.healthy if self.stack is None else tuple(range(self.deal.replicas))
 
     @property
@@ -72,7 +80,7 @@ class Commit:
         return tuple(sorted({*self.healthy, *self.behind}))
 
     def as_values(self) -> dict[str, Any]:
-        """The commit as JSON values, those that are None left out."""
+        """Return the commit as JSON values, without those that are None."""
         values = {
             "step": self.step,
             "quorum": self.quorum,
@@ -101,7 +109,7 @@ class Commit:
 
 
 class CommitLog:
-    """Appends commits to a replica's file; a full disk makes lines wait in memory and stops nothing.
+    """Appends commits to a replica's file. On a full disk, lines wait in memory and training goes on.
 
     Raises:
         OSError: the file cannot be opened.
@@ -118,13 +126,14 @@ class CommitLog:
 
 
 def read(folder: Path, most: int | None = None) -> list[Commit]:
-    """The commits of a replica's folder in the order they were written; torn lines are left out, unknown keys ignored.
+    """Return the commits in a replica's folder in the order written; incomplete lines and unknown keys are ignored.
 
     Args:
+        folder: folder of the replica.
         most: bytes to read from the end of the file; None: all of it.
 
     Raises:
-        OSError: the file is there and cannot be read.
+        OSError: the file exists and cannot be read.
     """
     try:
         with open(folder / NAME, "rb") as stream:
@@ -138,7 +147,7 @@ def read(folder: Path, most: int | None = None) -> list[Commit]:
 
 
 def _parse(line: bytes, deals: dict[str, Deal]) -> Commit | None:
-    """``deals``: those met so far, so that all commits of one share what was worked out of it."""
+    """Parse a line. ``deals``: deals met so far, so that equal deals share one object and what it has cached."""
     try:
         values = json.loads(line)
         shape = {"replicas": len(values["positions"]), "block": values["batch"], "past": []}

@@ -1,4 +1,4 @@
-"""A number that tells two states apart: whether replicas are bit for bit equal can be seen after every step."""
+"""Digest of the state, by which replicas can be compared bit for bit after every step."""
 
 import zlib
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ _BITS = 62
 
 
 def digest(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> int:
-    """Of the tensors of all ranks of ``group``, on each of them; collective.
+    """Return the digest of the tensors of all ranks of ``group``, on each of them; collective.
 
-    Every rank's part depends on names, order and every bit, and on the rank.
+    Each rank's contribution depends on names, order, every bit, and the rank.
     """
     word = dist.get_rank(group) + 1
     for name in sorted(tensors):

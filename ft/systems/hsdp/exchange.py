@@ -1,8 +1,9 @@
-"""One rank's gradients on their way to the same rank of the other replicas, bucket group by bucket group.
+"""Gradient exchange of one rank with the same rank of the other replicas, bucket group by bucket group.
 
-All replicas exchange the bucket groups in one order, whatever order each finds them complete in: a replica that has
-just come back completes them at the end of its backward, the others as it goes. Nothing here raises when the exchange
-fails: the step goes on to the vote, which takes it back on all ranks of the replica alike (paper, section 4.1).
+All replicas exchange the bucket groups in one order, independently of the order in which their gradients become
+complete: a replica that has just returned completes them at the end of its backward pass, the others during it. A
+failure of the exchange raises nothing here. The step goes on to the vote, which discards it on all ranks of the replica
+alike (FT-HSDP, section 4.1).
 """
 
 import threading
@@ -20,17 +21,20 @@ from ft.systems.hsdp.work import Work
 class Exchange:
     """Everything that one rank exchanges in a step: its bucket groups, then the sums of :meth:`add_up`.
 
-    Held back until the quorum of the step is known: :meth:`open`.
-
-    Attributes:
-        problem: why there is no exchange in this step, "" while there is. suspect: index in the ring of who is to
-            blame, if known. waited_s: what the training thread has waited here in this step.
-        tokens: is added up over the replicas before core divides by it.
-        work: what keeps this replica's part of the gradient, None for a replica that gives none.
+    Nothing is sent until the quorum of the step is known and :meth:`open` is called.
 
     Args:
-        ring: with the same rank of the other replicas. groups: bucket groups, in the order of all replicas.
-        aside: entered while the training thread waits for other replicas, which is no hang of this one.
+        ring: ring with the same rank of the other replicas.
+        groups: bucket groups, in the order common to all replicas.
+        aside: context entered while the training thread waits for other replicas, so that this is not taken for a hang.
+
+    Attributes:
+        problem: why there is no exchange in this step, "" while there is one.
+        suspect: index in the ring of the member to blame, None if unknown.
+        waited_s: seconds that the training thread has waited here in this step.
+        tokens: number of tokens, summed over the replicas before core divides by it.
+        work: division of the step, which may add gradients kept from earlier attempts; None for a replica that
+            contributes none.
     """
 
     def __init__(self, ring: Ring, groups: Sequence[Any], aside: Callable[[], AbstractContextManager]):
@@ -42,7 +46,7 @@ class Exchange:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins, or begins anew: nothing of the last one is left."""
+        """Begin a step, or another attempt at it: clear everything of the previous one."""
         with self._lock:
             self._ready: dict[int, tuple[list[torch.Tensor], Callable[[], None] | None]] = {}
             self._next, self._unfinished = 0, len(self._order)
@@ -54,21 +58,23 @@ class Exchange:
             self.waited_s = 0.0
 
     def open(self, scale: float) -> None:
-        """The ring is that of the step's quorum: what is ready goes. ``scale``: what sums are multiplied with."""
+        """Start the exchange: the ring is that of the step's quorum. ``scale``: factor of the sums."""
         with self._known:
             self._scale = scale
             self._known.notify_all()
             self._go_on()
 
     def give_up(self, problem: str) -> None:
-        """There is no exchange in this step; whoever waits for it goes on to the vote."""
+        """End the exchange of this step; threads that wait for it go on to the vote."""
         with self._known:
             self.problem = self.problem or problem
             self._known.notify_all()
         self._ring.cancel(problem)
 
     def started(self, group: Any, parts: list[torch.Tensor], reduced: Callable[[], None] | None) -> None:
-        """See :class:`megatron.patches.replicas.Exchange`; ``parts``: flat tensors, exchanged in place."""
+        """Exchange ``parts`` (flat tensors, in place) when it is the group's turn; see
+        :class:`megatron.patches.replicas.Exchange`.
+        """
         place = self._order[id(group)]
         if self.work is not None:
             reduced = self.work.kept(place, parts, reduced)
@@ -77,7 +83,9 @@ class Exchange:
             self._go_on()
 
     def finished(self, group: Any) -> None:
-        """Core may use the gradients once the last group has been asked for: then all are there, or the step fails."""
+        """Note that core needs the gradients of ``group``. With the last group, wait until all are exchanged or the
+        step fails.
+        """
         with self._lock:
             self._unfinished -= 1
             if self._unfinished:
@@ -89,9 +97,11 @@ class Exchange:
             self.add_up(self.tokens)
 
     def add_up(self, tensor: torch.Tensor) -> None:
-        """The sum of ``tensor`` over the replicas that contribute, in its place; exact for integers up to 2**24.
+        """Replace ``tensor`` by its sum over the contributing replicas, computed in fp32: exact for integers up to
+        2**24.
 
-        After the bucket groups, on all replicas alike. Without an exchange it is left as it is.
+        To be called after the bucket groups, on all replicas alike. If the exchange fails, the tensor is left
+        unchanged.
         """
         if self.problem:
             return
@@ -103,7 +113,9 @@ class Exchange:
             tensor.copy_(carried.view(tensor.shape))
 
     def take_leave(self, limit_s: float) -> None:
-        """Waits until the others have all gradients of the last step, too: an end that they see breaks their ring."""
+        """Wait for ``limit_s`` seconds at most until the others have all gradients of the last step: this replica's
+        exit will break their ring.
+        """
         self.begin()
         self._ring.expect(limit_s)
         self.open(1.0)
@@ -115,7 +127,7 @@ class Exchange:
             self._next += 1
             for part in parts:
                 self._pending.append(self._ring.all_reduce(part, scale=self._scale, after=reduced))
-                reduced = None  # one reduction for all buckets of a group
+                reduced = None  # one reduction serves all buckets of a group
 
     def _wait_for_all(self) -> None:
         began = time.monotonic()

@@ -1,7 +1,8 @@
-"""The checkpoint that a run ends with: one replica writes it, and no other one leaves before it is there.
+"""Final checkpoint of a run: one replica writes it, and no other replica leaves before it is complete.
 
-Whoever was to write it may die on the way, and those that have gone by then can write it no more. So all that have done
-the last step meet in quorums of their own until it is there: the server knows who is left.
+The replica that was to write it may die on the way, and replicas that have left by then cannot write it any more. So
+all replicas that have done the last step keep meeting in quorums until it is complete; the quorum server knows which of
+them are left.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +13,11 @@ from ft.job.quorum import Quorum
 
 @dataclass(frozen=True)
 class LastSave:
-    """What the trainer has for it.
+    """The trainer's functions for the final checkpoint.
 
     Attributes:
-        is_there: whether the checkpoint of a step is complete. write: saves the state at hand; collective inside the
-            replica, and over when it returns.
+        is_there: returns whether the checkpoint of a step is complete.
+        write: saves the present state; collective inside the replica, and complete when it returns.
     """
 
     is_there: Callable[[int], bool]
@@ -24,32 +25,39 @@ class LastSave:
 
 
 class Turns:
-    """Whose turn it is to write, in one quorum after another without the checkpoint."""
+    """Whose turn it is to write, in consecutive quorums without the checkpoint."""
 
     def __init__(self):
         self._healthy: tuple[int, ...] = ()
         self._asked = 0
 
     def is_mine(self, replica: int, healthy: Sequence[int]) -> bool:
-        """The first one's; who stays without doing it has not come to its end (a signal that only some have got), so
-        it is the next one's then. All that have come to it count alike."""
+        """Return whether ``replica`` is to write: first the first healthy replica, then also the next one after each
+        quorum.
+
+        A replica that stays in the quorums without writing has not come to its end (only some replicas have received a
+        signal), so it is the next one's turn. All replicas that have come to their end count alike.
+        """
         self._asked = self._asked + 1 if tuple(healthy) == self._healthy else 0
         self._healthy = tuple(healthy)
         return replica in healthy and list(healthy).index(replica) <= self._asked
 
 
 def is_due(replica: int, is_there: Callable[[], bool], meet: Callable[[], Quorum | None]) -> bool:
-    """Whether ``replica`` is to write it now; returns when that is known.
+    """Return whether ``replica`` has to write the final checkpoint; returns when that is known.
 
     Args:
-        meet: those that are left, with nobody waiting for one that is gone; None: there is no server any more.
+        replica: number of this replica.
+        is_there: returns whether the checkpoint is complete.
+        meet: joins a quorum of the replicas that are left, without waiting for any that has gone; returns None if there
+            is no server any more.
     """
     turns = Turns()
     while not is_there():
         quorum = meet()
         if quorum is None:
             return True
-        if quorum.finished or replica not in quorum.healthy:  # somebody has seen to it, or the run goes on
+        if quorum.finished or replica not in quorum.healthy:  # it was written, or the run goes on
             return False
         if turns.is_mine(replica, quorum.healthy):
             return True

@@ -1,7 +1,7 @@
-"""``RUN_DIR/loader_state``: how far every replica has come in its samples, as of the last committed step.
+"""File ``RUN_DIR/loader_state``: the position of every replica in its samples, as of the last committed step.
 
-Paper, section 4.4: the position of the data "is very small, so FT-HSDP writes the dataloader state of all GPUs into a
-single loader_state file every step". Every replica's leader writes it; the newest committed step stays.
+FT-HSDP, section 4.4: the position of the data "is very small, so FT-HSDP writes the dataloader state of all GPUs into a
+single loader_state file every step". The leader of one replica writes it; an older step never replaces a newer one.
 """
 
 import contextlib
@@ -26,11 +26,14 @@ _FIX = "remove it: a persistent checkpoint holds the positions of its step as we
 
 @dataclass(frozen=True)
 class LoaderState:
-    """The positions after a committed step.
+    """Positions after a committed step.
 
     Attributes:
-        step, quorum: the commit. batch: samples that a replica took in it. deal: who gets which samples.
-        positions: replica -> samples of its stream taken, for every replica of the deal.
+        step: number of the step.
+        quorum: number of the quorum in which it was committed.
+        batch: samples that a replica took in it.
+        deal: which replica gets which samples.
+        positions: replica -> samples taken of its stream, for every replica of the deal.
     """
 
     step: int
@@ -41,16 +44,18 @@ class LoaderState:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Greater where newer. Quorum numbers only ever grow; a run that goes on from an older checkpoint takes steps
-        anew, in later quorums."""
+        """Sort key that is greater for a newer state.
+
+        Quorum numbers only increase, while a run that resumes from an older checkpoint repeats steps, in later quorums.
+        """
         return self.quorum, self.step
 
 
 def read(run_dir: Path) -> LoaderState | None:
-    """The state in ``run_dir``; None where there is none yet.
+    """Return the state in ``run_dir``; None if there is none yet.
 
     Raises:
-        UserError: the file is torn, damaged or something else.
+        UserError: the file is incomplete, damaged or something else.
     """
     path = run_dir / NAME
     try:
@@ -66,19 +71,19 @@ def read(run_dir: Path) -> LoaderState | None:
 
 
 def write(run_dir: Path, state: LoaderState) -> str:
-    """Puts ``state`` into ``run_dir`` atomically, unless a newer one is there.
+    """Write ``state`` into ``run_dir`` atomically, unless a newer one is there.
 
-    It never waits for long and never fails: training does not depend on it. A replica that is killed or frozen while it
-    writes keeps the others from writing for as long as it is there, not from training.
+    The function never blocks for long and never fails: training does not depend on it. A replica that is frozen while
+    it writes keeps the others from writing, but not from training, until it goes on or dies.
 
     Returns:
-        "" where it was written, else why it was not.
+        "" if it was written, else why it was not.
     """
     try:
         with _alone(run_dir / f".{NAME}.lock") as is_alone:
             if not is_alone:
                 return "another replica is writing"
-            with contextlib.suppress(UserError):  # what cannot be read has no age
+            with contextlib.suppress(UserError):  # an unreadable file is replaced
                 there = read(run_dir)
                 if there is not None and there.age > state.age:
                     return f"step {there.step} of quorum {there.quorum} is there already"
@@ -92,7 +97,9 @@ def write(run_dir: Path, state: LoaderState) -> str:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Whether no other process is inside; its death lets the next one in."""
+    """Take the file lock at ``path``; yield whether that succeeded in 50 ms. The death of its holder releases the
+    lock.
+    """
     deadline = time.monotonic() + _LOCK_WAIT_S
     with open(path, "ab") as stream:
         while True:

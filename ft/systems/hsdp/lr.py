@@ -1,4 +1,4 @@
-"""The learning rate of a step in which not all replicas took part (paper, section 6.2)."""
+"""Learning-rate scaling for steps in which not all replicas took part (FT-HSDP, section 6.2)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,13 @@ from ft.base.errors import UserError
 NONE, LINEAR, SQRT = "none", "linear", "sqrt"
 MODES = (NONE, LINEAR, SQRT)
 DEFAULT = SQRT
-"""The paper's baseline is none; what it recommends is sqrt: the rate stays in proportion to the gradient noise's
-standard deviation."""
+"""FT-HSDP, section 6.2, recommends sqrt, which keeps the rate proportional to the standard deviation of the gradient
+noise; its baseline is none.
+"""
 
 
 def factor(healthy: int, total: int, mode: str = DEFAULT) -> float:
-    """What the schedule's learning rate is multiplied by where ``healthy`` of ``total`` replicas gave gradients.
+    """Return the factor of the scheduled learning rate when ``healthy`` of ``total`` replicas contributed gradients.
 
     Raises:
         UserError: there is no such mode.
@@ -34,10 +35,10 @@ def factor(healthy: int, total: int, mode: str = DEFAULT) -> float:
 
 @contextmanager
 def scaled(param_groups: Sequence[dict[str, Any]], by: float) -> Iterator[None]:
-    """The optimizer steps inside with every ``lr`` multiplied; afterwards each is the very object that it was.
+    """Multiply every ``lr`` by ``by`` inside the context; afterwards each is the same object as before.
 
-    So the schedule, which sets or reads them between steps, knows nothing of it, and with a factor of 1 nothing is
-    touched. Groups without ``lr`` are left alone; a group that is there twice is scaled once.
+    The scheduler, which sets or reads the rates between steps, is therefore not affected, and a factor of 1 touches
+    nothing. Groups without ``lr`` are left alone; a group that occurs twice is scaled once.
     """
     if by == 1.0:
         yield

@@ -1,4 +1,4 @@
-"""Which replica this process belongs to, as ``ft run --ft-hsdp-replicas`` told it."""
+"""Identity of this process within an FT-HSDP run, read from the environment that ``ft run --ft-hsdp-replicas`` sets."""
 
 import os
 from collections.abc import Mapping
@@ -15,14 +15,22 @@ REPLICA = "FT_HSDP_REPLICA"
 
 @dataclass(frozen=True)
 class Place:
-    """``replica`` of ``replicas``; ``run_dir``: folder of the whole run. ``host``: address of this node.
+    """The replica that this process belongs to, and the options of the run.
 
-    ``lr_scaling``: how the learning rate follows the healthy replicas. ``wait_s``: for so long a replica that is
-    fetching state is waited for before an update makes its fetch void (:func:`ft.job.replicas.deadlines.fetch_wait`).
-    ``comes_back``: it was there before, or comes late, so its state is to be had from the others. ``life``: number of
-    this world of workers of it. ``digests``: of the state, into the record of every step. ``redundancy``: of the shard
-    types that replicas stack as groups (SPARe), None: each trains a part of its own. ``streams``: connections between
-    two ranks that exchange gradients.
+    Attributes:
+        replica: number of the replica.
+        replicas: number of replicas of the run.
+        run_dir: directory of the whole run.
+        host: address of this node.
+        lr_scaling: how the learning rate is scaled by the number of healthy replicas.
+        wait_s: seconds that an update waits for a replica that is fetching state, before it cuts the fetch off
+            (:func:`ft.job.replicas.deadlines.fetch_wait`).
+        comes_back: the replica was there before, or joins late, so it fetches its state from the others.
+        life: number of this world of workers (incarnation) of the replica.
+        redundancy: number of shard types stacked on each replica as a group (SPARe); None: each replica trains its own
+            part.
+        streams: connections between two ranks that exchange gradients.
+        digests: a digest of the state goes into the record of every step.
     """
 
     replica: int
@@ -39,11 +47,11 @@ class Place:
 
     @property
     def token(self) -> str:
-        """Of the whole run; that of the replica's own processes is another one."""
+        """Token of the whole run; the replica's own processes share another one."""
         return token.find(self.run_dir, 0.0)
 
     def announce(self) -> QuorumClient:
-        """The leader's end of the quorum. Of one that comes back the others hear now that it does."""
+        """Create the leader's quorum client. A replica that comes back is announced to the others now."""
         client = QuorumClient(self.run_dir, self.replica, self.life, self.token)
         if self.comes_back:
             client.arriving()
@@ -51,10 +59,10 @@ class Place:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place | None":
-        """None: this is no replica of an FT-HSDP run.
+        """Read the place from the environment; return None if this is no replica of an FT-HSDP run.
 
         Raises:
-            UserError: the variables contradict each other.
+            UserError: the variables are incomplete or contradict each other.
         """
         if REPLICA not in environment:
             return None

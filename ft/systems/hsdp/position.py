@@ -1,4 +1,4 @@
-"""Where a replica stands: the trainer's position, and the samples that every replica has taken so far."""
+"""Position of a replica: the trainer's position, and the samples that every replica has taken so far."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,26 +10,32 @@ KEY = "replicas"
 
 
 class Follow(Protocol):
-    """This rank's loaders, of its replica's stream."""
+    """Data loaders of this rank, which read the stream of its replica."""
 
     def __call__(self, deal: Deal, position: int) -> None:
-        """They read that deal's stream from ``position`` on."""
+        """Read that deal's stream from ``position`` on."""
 
     @property
     def position(self) -> int | None:
-        """Where they stand, None where this rank reads no samples."""
+        """Present position of the loaders in the stream, None where this rank reads no samples."""
 
 
 class ReplicaPosition:
-    """Part of the state that all replicas share: committing a step moves the samples of those that contributed to it.
+    """Position that is part of the state shared by all replicas; a commit advances the positions of those that
+    contributed.
 
     Args:
-        trainer: the trainer's own position. extra: what goes with it into snapshots and checkpoints, the live mapping.
-        replica: this one. follow: this rank's loaders.
+        trainer: the trainer's own position.
+        extra: returns the live mapping that accompanies it in snapshots and checkpoints.
+        replica: number of this replica.
+        follow: data loaders of this rank.
+        deal: which replica gets which samples.
+        positions: samples taken, by replica.
 
     Attributes:
-        deal: who gets which samples. positions: samples taken, by replica. lineage: quorum of the last step, 0 before
-            the first.
+        deal: which replica gets which samples.
+        positions: samples taken, by replica.
+        lineage: number of the quorum of the last step, 0 before the first.
     """
 
     def __init__(
@@ -47,22 +53,24 @@ class ReplicaPosition:
 
     @property
     def step(self) -> int:
-        """Committed steps."""
+        """Number of committed steps."""
         return self._trainer.get()["step"]
 
     @property
     def mine(self) -> int:
-        """Samples of its own stream that this replica has taken."""
+        """Number of samples that this replica has taken of its own stream."""
         return self.positions.get(self._replica, 0)
 
     def began_at(self, batch: int) -> int:
-        """Where in its stream the step under way began to read its ``batch`` samples: by the loaders, where there are
-        any, and not by what is expected of them."""
+        """Return the position in this replica's stream at which the step under way began to read its ``batch`` samples.
+
+        Where there are loaders, the result is what they have really read, and not what they are expected to read.
+        """
         read_to = self._follow.position
         return self.mine if read_to is None else read_to - batch
 
     def advance(self, healthy: Sequence[int], batch: int, quorum: int) -> None:
-        """A step is committed in ``quorum``: each of ``healthy`` has taken ``batch`` samples."""
+        """Commit a step of the quorum with number ``quorum``: each of ``healthy`` has taken ``batch`` samples."""
         for replica in healthy:
             self.positions[replica] = self.positions.get(replica, 0) + batch
         self.lineage = quorum
@@ -78,7 +86,7 @@ class ReplicaPosition:
         self._follow(self.deal, self.mine)
 
     def restart(self, deal: Deal, positions: dict[int, int]) -> None:
-        """A checkpoint was loaded: the run goes on from it."""
+        """Set the position to that of a checkpoint that was loaded."""
         self.deal, self.positions, self.lineage = deal, dict(positions), 0
         self._note()
         self._follow(deal, self.mine)
@@ -89,7 +97,7 @@ class ReplicaPosition:
 
 
 def parse(values: dict[str, Any]) -> tuple[Deal, dict[int, int]]:
-    """The deal and the positions that a state holds.
+    """Return the deal and the positions that a state holds.
 
     Raises:
         ValueError: it holds none.

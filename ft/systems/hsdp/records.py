@@ -1,4 +1,6 @@
-"""What a replica's leader puts on record of every committed step (paper, section 4.4: the ``loader_state`` file)."""
+"""Records that a replica's leader writes for every committed step: commit log and ``loader_state`` (FT-HSDP, section
+4.4).
+"""
 
 import threading
 import time
@@ -13,7 +15,14 @@ from ft.systems.hsdp.work import Work
 
 
 class Records:
-    """Args: run_dir: of the whole run. folder: of the replica. batch: samples of a replica in a step."""
+    """Writes the records of one replica, on its leader.
+
+    Args:
+        run_dir: directory of the whole run.
+        folder: directory of the replica.
+        replica: number of the replica.
+        batch: samples of a replica in a step.
+    """
 
     def __init__(self, run_dir: Path, folder: Path, replica: int, batch: int):
         self._replica, self._batch = replica, batch
@@ -31,13 +40,20 @@ class Records:
         digest: int | None,
         parameters: int | None = None,
     ) -> None:
-        """A step is committed in ``quorum``; ``position`` is that after it, ``before`` the quorum of the one before.
-
-        The smallest healthy replica writes ``loader_state`` for all.
+        """Record a step that was committed. The healthy replica with the smallest number writes ``loader_state`` for
+        all.
 
         Args:
-            at: position of this replica's stream that its samples began at, None if it took none.
-            digest: of the state after the step, if wanted. parameters: of the model that gradients were computed with.
+            position: position after the step.
+            quorum: quorum in which the step was committed.
+            work: what this replica has computed.
+            before: number of the quorum of the previous step.
+            at: position in this replica's stream at which its samples began, None if it took none.
+            step_s: seconds that the step took.
+            wait_s: seconds of these spent on waiting for quorum and all-reduce.
+            digest: digest of the state after the step, None if not wanted.
+            parameters: digest of the model with which gradients were computed, None if not wanted or none were
+                computed.
         """
         self._commits.write(
             Commit(
@@ -71,9 +87,9 @@ class Records:
 
 
 class _Positions:
-    """Writes ``loader_state`` in a thread: training waits neither for another replica that writes, nor for a disk.
+    """Writes ``loader_state`` in a thread, so that training waits neither for another replica's write nor for a disk.
 
-    Where writing takes longer than a step, only the newest one is written.
+    If writing takes longer than a step, only the newest state is written.
     """
 
     def __init__(self, run_dir: Path):
@@ -90,7 +106,7 @@ class _Positions:
             self._changed.notify()
 
     def close(self) -> None:
-        """Returns when all is written."""
+        """Write what waits, then return."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -107,10 +123,10 @@ class _Positions:
 
 
 class NoRecords:
-    """On ranks other than the leader."""
+    """Stand-in for :class:`Records` on ranks other than the leader."""
 
     def committed(self, *_) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""

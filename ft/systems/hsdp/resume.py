@@ -1,4 +1,6 @@
-"""Which samples are left, for a run that begins, goes on from a checkpoint, or has a replica that comes back."""
+"""Initial deal of samples and positions, for a run that begins, resumes from a checkpoint, or has a returning
+replica.
+"""
 
 from typing import Any
 
@@ -13,11 +15,14 @@ from ft.systems.hsdp.samples import Deal
 def where_replicas_stood(
     place: Place, extra: dict[str, Any], step: int, consumed: int, block: int
 ) -> tuple[Deal, dict[int, int]]:
-    """Who gets which samples from now on, and how many each replica has taken of its own.
+    """Return which replica gets which samples from now on, and how many samples each has taken of its stream.
 
     Args:
-        extra: the trainer's, as the checkpoint had it; a checkpoint of a run without replicas has nothing of them.
-        step, consumed: committed steps, and samples that all took in them.
+        place: this replica.
+        extra: the trainer's extra state from the checkpoint; a checkpoint of a run without replicas has no entry for
+            them.
+        step: number of committed steps.
+        consumed: samples taken in these steps, by all replicas.
         block: samples that a replica's ranks take in one microbatch.
     """
     if KEY in extra:
@@ -25,7 +30,7 @@ def where_replicas_stood(
     elif consumed:
         deal, positions = Deal(1, 1), {0: consumed}
     elif place.comes_back and (noted := _noted(place)) is not None:
-        # For the size of the data; where it stands it hears from the others.
+        # Only the size of the data depends on this; the actual positions come with the fetched state.
         deal, positions = noted.deal, dict(noted.positions)
     else:
         deal, positions = Deal(place.replicas, block), {}
@@ -33,7 +38,7 @@ def where_replicas_stood(
 
 
 def _noted(place: Place) -> LoaderState | None:
-    """The file that all write; a replica that comes back does without one that a crash has torn."""
+    """Read ``loader_state``; return None if it is missing or damaged: a returning replica can do without it."""
     try:
         return loader_state.read(place.run_dir)
     except UserError as error:

@@ -1,13 +1,14 @@
-"""When the rings of one quorum serve the next one too."""
+"""Reuse of ring connections from one quorum to the next."""
 
 from ft.job.quorum import Quorum
 
 
 def is_same_ring(last: Quorum | None, quorum: Quorum) -> bool:
-    """Whether all members have the connections of ``last``, unbroken: every one then answers this alike.
+    """Return whether all members still have the unbroken connections of ``last``; every member computes the same
+    answer.
 
-    They have if each of them, in the same life, committed its last step in that very quorum; whoever was behind in it
-    and has caught up did as well. A connection that broke in ``last`` made its replica drop the step.
+    That is the case if each of them committed its last step in exactly that quorum, in the same life; a member that was
+    behind in it and has caught up counts as well. A replica whose connection broke in ``last`` has discarded the step.
     """
     return (
         last is not None

@@ -1,18 +1,19 @@
-"""Which samples a replica takes: every sample of the run's order exactly once, whoever was away and for how long.
+"""Assignment of samples to replicas: every sample is taken exactly once, whichever replica was away and for how long.
 
 The run's order is the sequence of samples that ordinary data parallelism reads. It is dealt in blocks to the replicas
-in turn: block k of replica r of R is block k * R + r of the order. Each replica goes through its own blocks, so how far
-it has come is one number, its *position* (samples of its own stream), and the positions of all say which samples were
-taken. A replica that was away goes on where it was (paper, section 5, "train each batch exactly once").
+in turn: block k of replica r of R is block k * R + r of the order. Each replica goes through its own blocks, so its
+progress is one number, its *position* (samples of its own stream), and the positions of all replicas determine which
+samples were taken. A replica that was away continues at its own position (FT-HSDP, section 5, "Train each batch exactly
+once").
 
-A step takes the same number of blocks of every replica. While nobody is away its samples are therefore one contiguous
-global batch; with ``block`` = micro batch x data-parallel size of a replica, every rank moreover gets in each of its
-microbatches what it would get from ordinary data parallelism (see ``megatron.training.data.streams``).
+A step takes the same number of blocks from every replica. As long as no replica is away, its samples therefore form one
+contiguous global batch. With ``block`` = micro batch x data-parallel size of a replica, every rank moreover gets in
+each of its microbatches what ordinary data parallelism would give it (see ``megatron.training.data.streams``).
 
-With another number of replicas, or another block, what is left is dealt anew: first what the furthest sample taken has
-overtaken (the leftovers), in order, then everything after it.
+When the number of replicas or the block changes, the remaining samples are dealt anew: first, in order, those below the
+furthest sample taken (the leftovers), then everything after it.
 
-All of it is pure, and vectorised: a stretch of a million steps is a few numpy calls.
+All functions are pure and vectorised: a stretch of a million steps takes a few numpy calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,10 @@ _END = numpy.iinfo(numpy.int64).max
 class Order:
     """Samples in the order in which they are dealt: those of ``leftovers``, then all from ``begin`` on.
 
-    A *place* counts along this order. Places and samples ascend together.
+    A *place* is an index into this order. Places and samples ascend together.
 
     Args:
-        leftovers: (n, 2) ranges [first, end) of samples, ascending, apart from each other, all below ``begin``.
+        leftovers: (n, 2) ranges [first, end) of samples, ascending and disjoint, all below ``begin``.
         begin: the first sample after them.
     """
 
@@ -39,21 +40,21 @@ class Order:
         self.leftovers = numpy.empty((0, 2), numpy.int64) if leftovers is None else leftovers
         self.begin = begin
         lengths = self.leftovers[:, 1] - self.leftovers[:, 0]
-        # The last piece is the endless one.
+        # The last piece has no end.
         self._first_places = numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int64)
         self._shifts = numpy.append(self.leftovers[:, 0], begin) - self._first_places
 
     @property
     def left_over(self) -> int:
-        """Samples in the leftovers."""
+        """Number of samples in the leftovers."""
         return int(self._first_places[-1])
 
     def samples(self, places: numpy.ndarray) -> numpy.ndarray:
-        """Samples at ``places``, any shape, int64."""
+        """Return the samples at ``places``, an int64 array of any shape."""
         return places + self._shifts[self._pieces(places)]
 
     def ranges(self, places: numpy.ndarray) -> numpy.ndarray:
-        """(m, 2) ranges of samples that (n, 2) ranges of places are, cut where the order jumps."""
+        """Convert (n, 2) ranges of places to (m, 2) ranges of samples, cut where the order jumps."""
         first, last = self._pieces(places[:, 0]), self._pieces(places[:, 1] - 1)
         counts = last - first + 1
         owner = numpy.repeat(numpy.arange(len(places)), counts)
@@ -64,13 +65,13 @@ class Order:
         return numpy.stack([begin, end], axis=1) + self._shifts[piece, None]
 
     def places_below(self, sample: int) -> int:
-        """How many places hold samples below ``sample``."""
+        """Return how many places hold samples below ``sample``."""
         if sample >= self.begin:
             return self.left_over + sample - self.begin
         return int(numpy.clip(sample - self.leftovers[:, 0], 0, self.leftovers[:, 1] - self.leftovers[:, 0]).sum())
 
     def without(self, replicas: int, block: int, positions: Sequence[int]) -> "Order":
-        """What is left when the replicas among which this order was dealt have come to ``positions``."""
+        """Return the order that is left when the replicas among which this one was dealt have come to ``positions``."""
         places = [_left_places(r, replicas, block, count, max(positions)) for r, count in enumerate(positions)]
         far = max((_place(r, replicas, block, count - 1) + 1 for r, count in enumerate(positions) if count), default=0)
         left = numpy.concatenate(places)
@@ -86,7 +87,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Stream:
-    """The samples of one replica: ``replica`` of ``replicas``, taken in blocks of ``block`` from ``order``."""
+    """The samples of one replica: ``replica`` of ``replicas``, in blocks of ``block`` samples from ``order``."""
 
     replica: int
     replicas: int
@@ -94,7 +95,7 @@ class Stream:
     order: Order = field(default_factory=Order)
 
     def index(self, position):
-        """The sample of the run's order at ``position`` of the stream: an int, or an array for an array.
+        """Return the sample of the run's order at ``position`` of the stream: an int, or an array for an array.
 
         Raises:
             ValueError: a position is negative.
@@ -106,7 +107,7 @@ class Stream:
         return int(found) if found.ndim == 0 else found
 
     def ranges(self, begin: int, end: int) -> numpy.ndarray:
-        """(n, 2) ranges [first, end) of the samples at positions [begin, end), ascending."""
+        """Return (n, 2) ranges [first, end) of the samples at positions [begin, end), ascending."""
         if end <= begin:
             return numpy.empty((0, 2), numpy.int64)
         lap = numpy.arange(begin // self.block, -(-end // self.block), dtype=numpy.int64)
@@ -116,14 +117,14 @@ class Stream:
         return merged(self.order.ranges(numpy.stack([places[0], places[1] + 1], axis=1)))
 
     def within(self, samples: int) -> int:
-        """How many positions of the stream lie in the first ``samples`` of the run's order."""
+        """Return how many positions of the stream lie in the first ``samples`` of the run's order."""
         rounds, rest = divmod(self.order.places_below(samples), self.replicas * self.block)
         return rounds * self.block + min(max(rest - self.replica * self.block, 0), self.block)
 
 
 @dataclass(frozen=True)
 class Past:
-    """A deal that is over: it held until ``step`` was committed, and the replicas had come to ``positions`` in it."""
+    """A former deal: it was valid until ``step`` was committed, when the replicas had come to ``positions`` in it."""
 
     replicas: int
     block: int
@@ -133,10 +134,12 @@ class Past:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who gets which samples. Part of the state that all replicas share, as are the positions.
+    """Which replica gets which samples. The deal and the positions are part of the state that all replicas share.
 
     Attributes:
-        replicas, block: see the module. past: the deals before it, the oldest first.
+        replicas: number of replicas among which the samples are dealt.
+        block: samples in a block.
+        past: the former deals, oldest first.
     """
 
     replicas: int
@@ -149,17 +152,17 @@ class Deal:
 
     @cached_property
     def order(self) -> Order:
-        """What this deal began with."""
+        """The samples that were left when this deal began."""
         order = Order()
         for past in self.past:
             order = order.without(past.replicas, past.block, past.positions)
         return order
 
     def stream(self, replica: int) -> Stream:
-        """What ``replica`` takes.
+        """Return the stream of ``replica``.
 
         Raises:
-            ValueError: the deal knows no such replica.
+            ValueError: the deal has no such replica.
         """
         if not 0 <= replica < self.replicas:
             raise ValueError(f"replica {replica} of {self.replicas}")
@@ -171,11 +174,14 @@ class Deal:
     def after(
         self, positions: Mapping[int, int], step: int, replicas: int, block: int
     ) -> tuple["Deal", dict[int, int]]:
-        """The deal and the positions to go on with after ``step``: these, unless the number of replicas or the block
-        is another one now. A pure function: members that commit the same step come to the same.
+        """Return the deal and the positions to go on with after ``step``: the present ones, unless the number of
+        replicas or the block has changed. A pure function, so members that commit the same step get the same result.
 
         Args:
-            positions: how far every replica of this deal has come; one that is not there has taken nothing.
+            positions: position of every replica of this deal; a replica that is missing has taken nothing.
+            step: number of committed steps.
+            replicas: number of replicas from now on.
+            block: samples in a block from now on.
         """
         counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
         if (replicas, block) == (self.replicas, self.block):
@@ -184,7 +190,7 @@ class Deal:
         return Deal(replicas, block, past), dict.fromkeys(range(replicas), 0)
 
     def leveled(self, positions: Mapping[int, int], step: int) -> tuple["Deal", dict[int, int]]:
-        """As ``after``, for steps that take as much of every stream: dealt anew where one has come further."""
+        """Like :meth:`after`, for steps that take equally much of every stream: deal anew if the positions differ."""
         counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
         if len(set(counts)) == 1:
             return self, dict(enumerate(counts))
@@ -192,17 +198,21 @@ class Deal:
         return Deal(self.replicas, self.block, past), dict.fromkeys(range(self.replicas), 0)
 
     def needed(self, steps: int, batch: int) -> int:
-        """How many samples the data must have for a run of ``steps`` steps: the furthest that any stream can get.
+        """Return how many samples the data must have for a run of ``steps`` steps: the furthest that any stream can
+        get.
 
         Args:
-            steps: of the whole run. batch: samples that a replica takes in a step.
+            steps: steps of the whole run.
+            batch: samples that a replica takes in a step.
         """
         since = self.past[-1].step if self.past else 0
         count = (steps - since) * batch
         return max(stream.index(count - 1) + 1 for stream in self.streams()) if count > 0 else 0
 
     def taken(self, positions: Mapping[int, int]) -> numpy.ndarray:
-        """(n, 2) ranges of all samples taken so far, in this deal and before; sorted, and merged where they touch."""
+        """Return (n, 2) ranges of all samples taken so far, in this deal and the former ones; sorted, and merged where
+        they touch.
+        """
         now = (Past(self.replicas, self.block, tuple(positions.get(r, 0) for r in range(self.replicas)), 0),)
         ranges = [numpy.empty((0, 2), numpy.int64)]
         for number, past in enumerate((*self.past, *now)):
@@ -211,16 +221,16 @@ class Deal:
         return merged(numpy.concatenate(ranges))
 
     def as_values(self) -> dict[str, Any]:
-        """The deal as JSON values."""
+        """Return the deal as JSON values."""
         past = [[p.replicas, p.block, list(p.positions), p.step] for p in self.past]
         return {"replicas": self.replicas, "block": self.block, "past": past}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Deal":
-        """The deal that ``as_values`` described.
+        """Return the deal that ``as_values`` has described.
 
         Raises:
-            ValueError: no deal looks like this.
+            ValueError: the values describe no deal.
         """
         try:
             past = tuple(_past(*each) for each in values["past"])
@@ -232,13 +242,13 @@ class Deal:
 def streams_after(
     positions: Mapping[int, int], replicas_before: int, block_before: int, replicas_now: int, block_now: int
 ) -> list[Stream]:
-    """The streams of a run that goes on with another number of replicas: nothing twice, nothing left out."""
+    """Return the streams of a run that continues with another number of replicas: no sample is repeated or left out."""
     deal, _ = Deal(replicas_before, block_before).after(positions, 0, replicas_now, block_now)
     return deal.streams()
 
 
 def merged(ranges: numpy.ndarray) -> numpy.ndarray:
-    """(m, 2) the same ranges, sorted, with those in one that touch or overlap."""
+    """Return the same ranges sorted, (m, 2), with ranges that touch or overlap merged."""
     if not len(ranges):
         return ranges
     ranges = ranges[numpy.argsort(ranges[:, 0], kind="stable")]
@@ -252,7 +262,9 @@ def _place(replica: int, replicas: int, block: int, position):
 
 
 def _left_places(replica: int, replicas: int, block: int, count: int, most: int) -> numpy.ndarray:
-    """(n, 2) ranges of places in the blocks of a replica that has come to ``count``; the furthest is at ``most``."""
+    """Return the (n, 2) ranges of places that a replica at position ``count`` has not taken, up to the furthest
+    position ``most``.
+    """
     lap = numpy.arange(count // block, -(-most // block), dtype=numpy.int64)
     first = _place(replica, replicas, block, lap * block)
     ranges = numpy.stack([first, first + block], axis=1)

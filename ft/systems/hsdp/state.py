@@ -1,4 +1,4 @@
-"""The state of a rank as replicas hand it to one another: tensors by name, and JSON for all the rest."""
+"""State of a rank in the form in which replicas transfer it: tensors by name, and everything else as JSON."""
 
 import base64
 from typing import Any
@@ -11,36 +11,40 @@ from ft.state.snapshot.state import OWNED, REPLICATED, RankState
 
 
 class ReplicaState:
-    """The live state of this rank; all of it is equal on the same rank of every replica of a quorum.
+    """Live state of this rank, equal on the same rank of every replica of a quorum.
 
     Args:
-        subject: model, optimizer and schedule. position: the trainer's own state, with the samples of all replicas.
+        subject: model, optimizer and scheduler.
+        position: the trainer's position, including the samples of all replicas.
     """
 
     def __init__(self, subject: TrainingState, position: Position):
         self._subject, self._position = subject, position
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The live tensors."""
+        """Return the live tensors by name."""
         return _named(self._subject.state(self._position.get()))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The model's own, that forward passes compute with: made from the optimizer's, no part of the state."""
+        """Return the parameters that forward passes use; they are derived from the optimizer's and no part of the
+        state.
+        """
         chunks = enumerate(self._subject.chunks)
         return {f"chunk{at}/{name}": param.detach() for at, chunk in chunks for name, param in chunk.named_parameters()}
 
     def whole(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The live tensors, and everything beside them as JSON values: numbers, schedule, position, generators,
-        buffers."""
+        """Return the live tensors, and the envelope: counters, scheduler, position, RNG states and buffers as JSON
+        values.
+        """
         state = self._subject.state(self._position.get())
         blobs = {name: base64.b64encode(blob).decode() for name, blob in state.blobs.items()}
         return _named(state), {"envelope": state.envelope, "blobs": blobs}
 
     def apply(self, envelope: dict[str, Any]) -> None:
-        """Puts the envelope that :meth:`whole` took in its place; on all ranks of the replica alike.
+        """Restore an envelope that :meth:`whole` has returned; to be called on all ranks of the replica alike.
 
         Raises:
-            UserError: it is of another model or optimizer.
+            UserError: the envelope belongs to another model or optimizer.
         """
         blobs = {name: base64.b64decode(text) for name, text in envelope["blobs"].items()}
         position = self._subject.apply_envelope(RankState(envelope=envelope["envelope"], blobs=blobs))

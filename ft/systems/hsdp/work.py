@@ -1,4 +1,4 @@
-"""What a replica computes in a step, and what that stands for among the others."""
+"""Division of a step among the replicas: what a replica computes, and how its gradients are weighted."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +13,16 @@ Reduced = Callable[[], None] | None
 
 
 class Work(ABC):
-    """A way to divide a step among the replicas. All of it is the same on all ranks of a replica.
+    """Strategy for dividing a step among the replicas. All of its results are equal on all ranks of a replica.
 
     Attributes:
-        units: own batches that the slowest replica computes in the attempt under way: how long it may take.
-        pause_s: before another attempt is of use.
-        stack, owners, patch, computed: of the step for its record, where there are any
-            (:class:`ft.systems.hsdp.commits.Commit`).
+        units: number of shards that the slowest replica computes in the attempt under way; its duration is
+            proportional.
+        pause_s: seconds to wait before another attempt can succeed.
+        stack: for the record of the step, see :class:`ft.systems.hsdp.commits.Commit`.
+        owners: for the record of the step.
+        patch: for the record of the step.
+        computed: for the record of the step.
     """
 
     units: float = 1.0
@@ -31,70 +34,83 @@ class Work(ABC):
 
     @abstractmethod
     def plan(self, quorum: Quorum | None) -> None:
-        """An attempt at a step begins here. ``quorum``: None while it is not known: that of the last step is likely."""
+        """Begin an attempt at a step. ``quorum``: None while it is not known; it is then assumed to be like the last
+        one.
+        """
 
     @abstractmethod
     def share(self, samples: int) -> int:
-        """Samples of a global batch that are computed here in this attempt."""
+        """Return how many samples of a global batch are computed here in this attempt."""
 
     @abstractmethod
     def problem(self, quorum: Quorum, is_planned: bool) -> str:
-        """Why the attempt cannot end in a commit, "" if it can; called in another thread, on all members alike.
+        """Return why the attempt cannot end in a commit, "" if it can; called in another thread, on all members alike.
 
-        ``is_planned``: it was planned before ``quorum`` was known.
+        Args:
+            quorum: quorum of the step.
+            is_planned: the attempt was planned before ``quorum`` was known.
         """
 
     @abstractmethod
     def scale(self, quorum: Quorum) -> float:
-        """What the sum of the replicas' mean gradients is multiplied with."""
+        """Return the factor of the sum of the replicas' mean gradients."""
 
     @abstractmethod
     def lr_factor(self, quorum: Quorum) -> float:
-        """What the learning rate is multiplied with."""
+        """Return the factor of the learning rate."""
 
     @abstractmethod
     def streams(self, quorum: Quorum) -> Sequence[int]:
-        """Whose samples the step takes."""
+        """Return the replicas (or shard types) whose samples the step takes."""
 
     @abstractmethod
     def kept(self, place: int, parts: list[torch.Tensor], reduced: Reduced) -> Reduced:
-        """What is to be called before ``parts`` of bucket group ``place`` are exchanged, None: nothing.
+        """Return what is to be called before ``parts`` of bucket group ``place`` are exchanged; None: nothing.
 
-        ``reduced``: what waits for their reduction inside the replica.
+        Args:
+            place: index of the bucket group.
+            parts: gradients of the group, flat tensors.
+            reduced: waits for their reduction inside the replica; None: they are reduced already.
         """
 
     @abstractmethod
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
-        """[loss sum, tokens] of all that this replica has computed of the step; ``sums``: of this attempt."""
+        """Return [loss sum, tokens] of all that this replica has computed of the step. ``sums``: those of this
+        attempt.
+        """
 
     @abstractmethod
     def reduced(self, tokens: torch.Tensor | None) -> None:
-        """All gradients of the attempt are reduced inside the replica, exchanged or not; core goes on with them now.
+        """All gradients of the attempt are reduced inside the replica, exchanged or not, and core is about to use them.
 
-        ``tokens``: that core divides by; becomes the number of all that this replica has computed of the step.
+        Args:
+            tokens: number of tokens that core divides by, or None; set in place to the number in all that this replica
+                has computed of the step.
         """
 
     @abstractmethod
     def restart(self) -> None:
-        """A checkpoint was loaded: the run goes on from it."""
+        """Reset to the state of a checkpoint that was loaded, from which the run goes on."""
 
     @abstractmethod
     def failed(self) -> None:
-        """The attempt is not committed; all that it has computed is there."""
+        """Handle an attempt that is not committed; all that it has computed is still there."""
 
     @abstractmethod
     def committed(self, quorum: Quorum) -> None:
-        """The step is committed, and the position moved; what this changes is part of the state."""
+        """Handle the commit of the step, after the position was advanced; what this changes is part of the shared
+        state.
+        """
 
 
 class OwnStream(Work):
-    """FT-HSDP's: each replica trains a part of its own, and what lost ones would have trained comes later."""
+    """FT-HSDP's division: each replica trains its own part; what lost replicas would have trained comes later."""
 
     def __init__(self, place: Place):
         self._place = place
 
     def plan(self, quorum: Quorum | None) -> None:
-        """Nothing: the loaders stand where the state says."""
+        """Do nothing: the loaders are positioned by the state."""
 
     def share(self, samples: int) -> int:
         return samples // self._place.replicas
@@ -118,13 +134,13 @@ class OwnStream(Work):
         return sums
 
     def reduced(self, tokens: torch.Tensor | None) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept."""
 
     def restart(self) -> None:
-        """Nothing but the position says what is trained."""
+        """Do nothing: the position alone determines what is trained."""
 
     def failed(self) -> None:
-        """All of the attempt is dropped."""
+        """Do nothing: the whole attempt is discarded."""
 
     def committed(self, quorum: Quorum) -> None:
-        """Nothing but the position changes."""
+        """Do nothing: only the position changes."""

@@ -1,4 +1,4 @@
-"""When nothing moves any more: what to do about it, and who is the cause by what the neighbours have answered."""
+"""Stall diagnosis of a ring, as pure functions: when to ping or give up, and which neighbour the answers point to."""
 
 from ft.systems.hsdp.ring.control import Message
 
@@ -10,14 +10,17 @@ _HEARSAY_S = 1.0
 
 
 def patience(now: float, last: float, asked: float | None, knows: bool, limit_s: float) -> tuple[str, float]:
-    """What a member does for which nothing moves, and until when at the latest it waits after that.
+    """Return what a member does that sees no progress, and until when it waits at most after that.
+
+    The neighbours are pinged at half of the limit and have the other half to answer, also when this process itself was
+    paused past the limit. A member that has nobody to blame waits up to 1 s longer, because others may know the cause.
 
     Args:
-        now, last: this moment, and the last one at which something moved, in seconds of one clock.
-        asked: when the neighbours were asked since; None: they were not. knows: whether it has somebody to blame.
-
-    They are asked at half of the limit, and have the other half to answer: also when this process itself was stopped
-    past the limit. Who has nobody to blame leaves it a little longer to others, who may have.
+        now: present time, in seconds.
+        last: time of the last progress, in seconds of the same clock.
+        asked: time at which the neighbours were pinged since then, None if they were not.
+        knows: whether this member has a neighbour to blame.
+        limit_s: time limit without progress, in seconds.
     """
     half = limit_s / 2
     if asked is None:
@@ -27,17 +30,19 @@ def patience(now: float, last: float, asked: float | None, knows: bool, limit_s:
 
 
 def blame(operation: int, left: Message | None, right: Message | None) -> tuple[str | None, str]:
-    """Which neighbour, if one, and the reason in words.
+    """Return which neighbour is the cause of a stall (LEFT, RIGHT or None) and the reason in words.
+
+    A neighbour that does not answer has died with its host, is stopped, or cannot be reached. A neighbour that answers,
+    is in no operation and has not come to this one keeps the others waiting. Two neighbours that wait as this member
+    does blame a third; so do neighbours that are one operation behind, since a member that has received its last data
+    goes on while others still wait for theirs. A left neighbour that has ended this operation has sent data that does
+    not arrive. A right neighbour that has ended it is no cause: it has all that it needs from this member, which
+    receives nothing from it.
 
     Args:
-        operation: own count, as in :class:`ft.systems.hsdp.ring.control.Message`.
-        left, right: the neighbours' last answers since nothing moves; None: none has come.
-
-    A neighbour that does not answer has died with its host, is stopped or cannot be reached. One that answers, is in no
-    operation and has not come to this one keeps the others waiting. Two that wait as this member does have a third to
-    blame; also those that are an operation behind: who has received its last data goes on while others still wait for
-    theirs. A left neighbour that has ended this one has sent what does not come; a right one has all that it needs from
-    this member, and gives nothing to it.
+        operation: count of this member, as in :class:`ft.systems.hsdp.ring.control.Message`.
+        left: last answer of the left neighbour since the stall began, None if there is none.
+        right: the same for the right neighbour.
     """
     answers = ((LEFT, left), (RIGHT, right))
     for side, answer in answers:

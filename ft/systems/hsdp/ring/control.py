@@ -1,4 +1,4 @@
-"""What two neighbours tell one another beside the data: are you there, where are you, this ring is broken."""
+"""Control messages between ring neighbours: pings, progress in operations, and the end of a ring."""
 
 import contextlib
 import socket
@@ -12,12 +12,15 @@ _LONGEST = 400
 
 @dataclass(frozen=True)
 class Message:
-    """One of them.
+    """One control message.
 
     Attributes:
-        kind: PING, PONG, BREAK (the ring is of no use any more) or LEAVE (all that the sender had begun is done).
-        operation: how many the sender has begun since the ring was made. busy: it is in the last of them.
-        suspect, reason: of a BREAK or LEAVE, as in :class:`ft.systems.hsdp.ring.outcome.Outcome`.
+        kind: PING, PONG, BREAK (the ring is not usable any more) or LEAVE (all operations that the sender had begun are
+            done).
+        operation: number of operations that the sender has begun since the ring was made.
+        busy: the sender is in the last of them.
+        suspect: in a BREAK or LEAVE, as in :class:`ft.systems.hsdp.ring.outcome.Outcome`.
+        reason: in a BREAK or LEAVE, as in :class:`ft.systems.hsdp.ring.outcome.Outcome`.
     """
 
     kind: bytes
@@ -34,10 +37,10 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(received: bytearray) -> list[Message]:
-    """Takes whole messages off the front of ``received``.
+    """Remove complete messages from the front of ``received`` and return them.
 
     Raises:
-        ConnectionError: the other side says what cannot be.
+        ConnectionError: the bytes are no valid message.
     """
     found = []
     while len(received) >= _HEAD.size:
@@ -53,7 +56,7 @@ def unpack(received: bytearray) -> list[Message]:
 
 
 class Control:
-    """This end of the connection that they go over."""
+    """One end of a connection for control messages."""
 
     def __init__(self, connection: socket.socket):
         self._connection, self._received = connection, bytearray()
@@ -62,15 +65,15 @@ class Control:
         return self._connection.fileno()
 
     def say(self, message: Message) -> None:
-        """As far as it can be said at once: to who does not listen nothing more is said."""
+        """Send a message as far as possible without blocking; the rest is lost if the peer does not read."""
         with contextlib.suppress(OSError):
             self._connection.send(pack(message))
 
     def hear(self) -> list[Message]:
-        """What has come.
+        """Return the messages that have arrived.
 
         Raises:
-            ConnectionError: the other side has hung up.
+            ConnectionError: the peer has closed the connection, or it broke.
         """
         try:
             said = self._connection.recv(4096)

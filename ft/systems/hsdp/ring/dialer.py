@@ -1,4 +1,6 @@
-"""Connecting to the right neighbour: a short-lived thread dials, the driver's poll loop does the talking."""
+"""Connections to the right neighbour: a short-lived thread dials them, and the driver's poll loop does the
+handshake.
+"""
 
 import errno
 import secrets
@@ -24,11 +26,11 @@ from ft.systems.hsdp.ring.outcome import Broken
 from ft.systems.hsdp.ring.poller import READ, Poller
 
 _LOCAL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
-"""What connecting can fail of that is this node's own fault."""
+"""Errors of connecting that are the fault of this node."""
 
 
 class _Call:
-    """One connection that is being made."""
+    """One connection during its handshake."""
 
     def __init__(self, connection: socket.socket, hello: Hello):
         self.connection, self.hello = connection, replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
@@ -37,11 +39,15 @@ class _Call:
 
 
 class Dialer:
-    """The connections of one quorum to the right neighbour; the driver's thread uses it.
+    """Makes the connections of one quorum to the right neighbour; used by the driver's thread.
 
     Args:
-        address: of the neighbour. index: the neighbour's among the members. hello: what is said, but for stream and
-            nonce.
+        poller: poller of the ring's thread.
+        network: network that carries the connections.
+        address: address of the neighbour.
+        index: index of the neighbour among the members.
+        hello: hello message; stream and nonce are filled in for each connection.
+        token: token of the run.
     """
 
     def __init__(self, poller: Poller, network: Network, address: str, index: int, hello: Hello, token: str):
@@ -53,14 +59,15 @@ class Dialer:
         self._calls: list[_Call] = []
 
     def start(self, streams: int, limit_s: float) -> None:
-        """Begins to dial ``streams`` connections, the one for control counted, each within ``limit_s``."""
+        """Begin to dial ``streams`` connections (including the one for control), each within ``limit_s`` seconds."""
         threading.Thread(target=self._dial, args=(streams, limit_s), name="ft-ring-dial", daemon=True).start()
 
     def tend(self) -> None:
-        """Goes on with what has been dialled since.
+        """Begin the handshake on connections that were dialled since the last call.
 
         Raises:
-            Broken: the neighbour cannot be reached. ReplaceNodeError: this node cannot connect to anybody.
+            Broken: the neighbour cannot be reached.
+            ReplaceNodeError: this node cannot connect to any other.
         """
         with self._lock:
             dialled, self._dialled = self._dialled, []
@@ -73,14 +80,16 @@ class Dialer:
             self._poller.watch(connection.fileno(), READ, lambda call=call: self._hear(call))
 
     def taken(self, streams: int) -> list[socket.socket] | None:
-        """All connections, once the neighbour has taken them; they are the caller's then."""
+        """Return all connections once the neighbour has accepted them, and None before; the caller owns them then."""
         if len(self._calls) < streams or not all(call.is_taken for call in self._calls):
             return None
         connections, self._calls = [call.connection for call in self._calls], []
         return connections
 
     def close(self, why: Broken | None) -> None:
-        """Drops what was not handed over, and tells the neighbour ``why``; the thread ends by itself."""
+        """Drop connections that were not handed over, and tell the neighbour ``why``; the dialing thread ends by
+        itself.
+        """
         with self._lock:
             self._is_over = True
             dialled, self._dialled = self._dialled, []

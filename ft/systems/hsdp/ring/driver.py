@@ -1,4 +1,6 @@
-"""The thread that drives a ring: connects it for a quorum, does its operations in order, never waits without an end."""
+"""Thread that drives a ring: connects it for a quorum and does its operations in order, with a time limit on every
+wait.
+"""
 
 import socket
 import threading
@@ -30,7 +32,7 @@ _NOBODY = "no quorum yet"
 
 @dataclass
 class Members:
-    """What to connect to: see :meth:`ft.systems.hsdp.ring.ring.Ring.reconfigure`."""
+    """Members to connect to: see :meth:`ft.systems.hsdp.ring.ring.Ring.reconfigure`."""
 
     number: int
     addresses: list[str]
@@ -39,7 +41,7 @@ class Members:
 
 @dataclass
 class Operation:
-    """An all-reduce: see :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`."""
+    """One all-reduce: see :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`."""
 
     tensor: torch.Tensor
     scale: float
@@ -55,7 +57,7 @@ class _Job:
 
 
 class Driver:
-    """See the module's head.
+    """The thread of a :class:`ft.systems.hsdp.ring.ring.Ring`, its queue of jobs and its connections.
 
     Methods without an underscore are for other threads.
     """
@@ -112,7 +114,7 @@ class Driver:
                     self._connect(job.what)
                 else:
                     self._do(job.what)
-                del job  # nothing is held while the thread waits
+                del job  # keep no reference to a tensor while the thread waits
         finally:
             self._end()
 
@@ -127,7 +129,7 @@ class Driver:
             self._poller.wait(_TEND_S)
 
     def _watch_over(self) -> None:
-        """Between operations: drops a ring that has broken or is not wanted any more."""
+        """Between operations, drop a ring that has broken or was cancelled."""
         self._door.tend()
         if self._broken is not None:
             return
@@ -148,7 +150,7 @@ class Driver:
         self._poller.close()
 
     def _break(self, why: Broken | BaseException) -> None:
-        """The ring of this quorum is no more, and its neighbours hear of it at once."""
+        """Mark the ring of this quorum as broken, and tell the neighbours at once."""
         self._broken = why
         told = why if isinstance(why, Broken) else Broken(f"member {self._members.me} failed", self._members.me)
         if self._links is not None:
@@ -172,7 +174,7 @@ class Driver:
             raise self._cancellation()
 
     def _pause(self) -> None:
-        """Waits for anything to happen; asks the neighbours half-way to the limit, and gives up at it."""
+        """Wait for any event. Ping the neighbours half-way to the time limit, and give up at the limit."""
         now, links = time.monotonic(), self._links
         knows = links.asked is not None and links.blame()[0] is not None
         what, until = patience(now, self._last, links.asked, knows, self._limit)
@@ -296,7 +298,7 @@ class Driver:
         return Staged(tensor, scale, count, wide, self._staging(tensor.device))
 
     def _staging(self, device: torch.device) -> Staging:
-        """Of a device, when one of its tensors is to be worked on."""
+        """Return the staging buffers of a device; they are created with its first tensor."""
         if device not in self._stagings:
             self._stagings[device] = Staging(device, self._buffers, self._options.streams)
         self._stagings[device].follow()

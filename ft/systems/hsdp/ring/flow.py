@@ -1,4 +1,6 @@
-"""One all-reduce over a ring's connections: a loop of one thread that sends and receives whatever can be."""
+"""Data transfer of one all-reduce over a ring's connections: a single-threaded loop that sends and receives without
+blocking.
+"""
 
 import socket
 import struct
@@ -15,12 +17,14 @@ _MAGIC = b"ftar-op1"
 
 
 def head(operation: int, elements: int, kind: int, scale: float) -> bytes:
-    """What goes before the data: the neighbours must mean the same operation."""
+    """Encode the header that precedes the data, by which neighbours check that they are in the same operation."""
     return _HEAD.pack(_MAGIC, operation, elements, kind, scale)
 
 
 class Lane:
-    """A connection from the left, the one to the right beside it, and what is under way on them."""
+    """A connection from the left neighbour, the matching one to the right neighbour, and the transfers under way on
+    both.
+    """
 
     __slots__ = ("coming", "full", "going", "into", "least", "left", "next_in", "next_out", "out", "right")
 
@@ -34,28 +38,39 @@ class Lane:
         self.least = 0
 
     def wake_when_whole(self) -> None:
-        """Waiting for data is to end when the rest of an item has come: fewer turns of the loop, fewer calls."""
+        """Wake from poll only when the rest of an item has arrived, which saves iterations of the loop and system
+        calls.
+        """
         if len(self.into) != self.least:
             self.least = len(self.into)
             self.left.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self.least)
 
 
 class Flow:
-    """See the module's head. Lane k carries items k, k + K, ... of K lanes; lane 0 the head before them.
+    """The loop of one all-reduce. With K lanes, lane k carries items k, k + K, ...; lane 0 carries the header before
+    them.
 
     Args:
-        pause: waits until something can be done, or raises Broken; called only when nothing can.
-        moved: told that something has moved.
+        links: connections to both neighbours.
+        poller: poller of the ring's thread.
+        pause: waits until a transfer may be possible, or raises Broken; called only when none is.
+        moved: called after every iteration that has made progress.
     """
 
     def __init__(self, links: Links, poller: Poller, pause: Callable[[], None], moved: Callable[[], None]):
         self._links, self._poller, self._pause, self._moved = links, poller, pause, moved
 
     def run(self, head: bytes, items: tuple[Item, ...], numbers: Numbers) -> None:
-        """Reduces.
+        """Do one all-reduce.
+
+        Args:
+            head: header of this operation.
+            items: the chunks to send and receive, in order.
+            numbers: the tensor and its arithmetic.
 
         Raises:
-            Broken: the ring is of no use any more. UserError: the left neighbour means another operation.
+            Broken: the ring is not usable any more.
+            UserError: the left neighbour is in another operation.
         """
         self._items, self._numbers, self._total = items, numbers, len(items)
         self._have, self._gone = bytearray(self._total), bytearray(self._total + 1)
@@ -89,7 +104,7 @@ class Flow:
                 self._await()
 
     def _send(self, lane: Lane) -> bool:
-        """Sends what is ready and the connection takes; whether anything."""
+        """Send what is ready as far as the connection takes it; return whether any bytes were sent."""
         moved, lane.full = False, False
         while True:
             if lane.out is None and not self._next_out(lane):
@@ -127,7 +142,7 @@ class Flow:
             self._sent_in_order += 1
 
     def _receive(self, lane: Lane) -> bool:
-        """Receives what has come of one item; whether anything."""
+        """Receive what has arrived of one item; return whether there was progress."""
         if lane.into is None and not self._next_in(lane):
             return False
         if lane.into:
@@ -183,7 +198,9 @@ class Flow:
         self._pause()
 
     def _want(self, wanted: dict[int, int], descriptor: int, events: int) -> None:
-        """Descriptors of which nothing is wanted are not waited on at all: poll would report a hang-up all the time."""
+        """Poll a descriptor for ``events``. One without events is not polled at all: poll would keep reporting a
+        hang-up.
+        """
         if wanted[descriptor] == events:
             return
         if not events:

@@ -1,8 +1,8 @@
-"""The kernel that adds what has come to a member's own and puts the sum where it belongs, in one pass over memory.
+"""Triton kernel that adds a received chunk to a member's own values and stores the sum, in one pass over memory.
 
-What has come, and what goes on, lies in pinned host memory, which the kernel reads and writes over the bus itself. The
-last step of reduce-scatter puts its result into the tensor and into what is sent from registers (FT-HSDP, section 4.2).
-It runs on few programs, so that it takes few multiprocessors from the computation beside it.
+Received and outgoing chunks lie in pinned host memory, which the kernel accesses over the bus. The last step of
+reduce-scatter stores its result from registers both into the tensor and into the send buffer (FT-HSDP, section 4.2).
+The kernel uses few programs, so that it takes few multiprocessors from the computation that runs beside it.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 _PROGRAMS, _STEP, _WARPS = 2, 4096, 16
-"""2 blocks of 512 threads, as the paper's."""
+"""2 blocks of 512 threads, as in FT-HSDP, section 4.2."""
 
 
 @triton.jit
@@ -27,10 +27,16 @@ def _add(received, own, into, also, scale, count, STEP: tl.constexpr, TWICE: tl.
 
 
 def add(received: torch.Tensor, own: torch.Tensor, scale: float, into: torch.Tensor, also: torch.Tensor | None) -> None:
-    """``into`` and ``also``, if given, become (received + own) x scale, made in fp32, on the present stream.
+    """Set ``into``, and ``also`` if given, to (received + own) x scale, computed in fp32 on the current stream.
+
+    All tensors have the same length and are contiguous.
 
     Args:
-        received, into, also: pinned host or device memory. own: on the device. All of one length, without gaps.
+        received: pinned host or device memory.
+        own: device memory.
+        scale: factor of the sum.
+        into: pinned host or device memory.
+        also: pinned host or device memory, or None.
     """
     twice = also is not None
     _add[(_PROGRAMS,)](

@@ -1,10 +1,10 @@
-"""What is said when a connection of a ring is made. The token itself never crosses the wire.
+"""Handshake of a ring connection: mutual authentication by HMAC; the token itself never crosses the wire.
 
     acceptor: MAGIC, a nonce
-    dialer:   MAGIC, number of the quorum, what the ring agrees on, own index, which stream, a nonce; proof over all
-    acceptor: taken or why not, the number it is at, whom it blames; proof over the dialer's nonce and this
+    dialer:   MAGIC, number of the quorum, digest of what the ring agrees on, own index, stream, a nonce; proof over all
+    acceptor: accepted or why not, the number it is at, whom it blames; proof over the dialer's nonce and this
 
-Nothing is taken from, or sent to, who has not proved to know the run's token.
+Before a peer has proved that it knows the run's token, nothing else is accepted from it or sent to it.
 """
 
 import hashlib
@@ -31,7 +31,15 @@ WHY = {
 
 @dataclass(frozen=True)
 class Hello:
-    """What a dialer says: its quorum, a digest of what the ring agrees on, its index, the stream (0: for control)."""
+    """Message of a dialer.
+
+    Attributes:
+        number: number of its quorum.
+        agreement: digest of what the ring agrees on.
+        sender: its index among the members.
+        stream: which connection this is; 0 is the one for control.
+        nonce: random bytes that the answer's proof has to cover.
+    """
 
     number: int
     agreement: bytes
@@ -41,7 +49,7 @@ class Hello:
 
 
 def agreement(members: list[str], *options: int) -> bytes:
-    """A digest of what all members must have in common."""
+    """Return a digest of what all members must have in common: addresses and options."""
     return hashlib.sha256(json.dumps([members, options]).encode()).digest()[:16]
 
 
@@ -59,7 +67,7 @@ def write_hello(hello: Hello, token: str, greeted: bytes) -> bytes:
 
 
 def read_hello(said: bytes, token: str, greeted: bytes) -> Hello | None:
-    """None: that was no member of this run."""
+    """Decode a hello; return None if it is not from a member of this run."""
     body, proof = said[: _BODY.size], said[_BODY.size :]
     if len(said) != HELLO_BYTES or not hmac.compare_digest(proof, _proof(token, b"hello", greeted, body)):
         return None
@@ -69,7 +77,13 @@ def read_hello(said: bytes, token: str, greeted: bytes) -> Hello | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an acceptor says: TAKEN or why not, the quorum it is at, who is to blame if that one was given up."""
+    """Answer of an acceptor.
+
+    Attributes:
+        verdict: TAKEN, or why the connection is refused.
+        number: number of the quorum that it is at.
+        suspect: index of the member to blame if that quorum was given up, None if unknown.
+    """
 
     verdict: int
     number: int
@@ -82,7 +96,7 @@ def write_answer(answer: Answer, token: str, nonce: bytes) -> bytes:
 
 
 def read_answer(said: bytes, token: str, nonce: bytes) -> Answer | None:
-    """None: that was no member of this run."""
+    """Decode an answer; return None if it is not from a member of this run."""
     body, proof = said[: _VERDICT.size], said[_VERDICT.size :]
     if len(said) != ANSWER_BYTES or not hmac.compare_digest(proof, _proof(token, b"answer", nonce, body)):
         return None

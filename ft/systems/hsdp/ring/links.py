@@ -1,4 +1,6 @@
-"""The connections of one member in one quorum: to its left neighbour, from whom data comes, and to its right one."""
+"""Connections of one member in one quorum: to the left neighbour, which sends data, and to the right one, which
+receives it.
+"""
 
 import contextlib
 import select
@@ -12,17 +14,20 @@ from ft.systems.hsdp.ring.outcome import Broken
 from ft.systems.hsdp.ring.poller import READ, Poller
 
 _GRACE_S = 0.05
-"""How long a broken neighbour's last words may take: they come over another connection than the data."""
+"""Seconds to wait for the last message of a broken neighbour, which arrives over another connection than the data."""
 
 
 @dataclass
 class Link:
-    """One neighbour.
+    """Connections to one neighbour.
 
     Attributes:
-        index: among the members. data: the connections that carry it.
-        answer: to the last question.
-        gone: why nothing new will come from it. What it has sent before may still be on its way.
+        side: LEFT or RIGHT.
+        index: index of the neighbour among the members.
+        control: connection for control messages.
+        data: connections that carry data.
+        answer: its answer to the last ping.
+        gone: why it will send nothing new; data that it has sent before may still arrive.
     """
 
     side: str
@@ -37,13 +42,15 @@ class Link:
 
 
 class Links:
-    """Both neighbours'.
+    """Connections to both neighbours.
 
     Attributes:
-        left, right: None until they are connected.
-        broken: set for good as soon as the ring is known to be of no use even for what is under way.
-        operation, busy: as in :class:`ft.systems.hsdp.ring.control.Message`.
-        asked: when the neighbours were last asked whether they are there; None: not since something moved.
+        left: link to the left neighbour, None until it is connected.
+        right: link to the right neighbour, None until it is connected.
+        broken: why the ring is unusable even for the operation under way; None while it is usable, never reset.
+        operation: number of operations begun, as in :class:`ft.systems.hsdp.ring.control.Message`.
+        busy: whether the last of them is under way.
+        asked: time at which the neighbours were last pinged, None if they were not since the last progress.
     """
 
     def __init__(self, poller: Poller):
@@ -56,20 +63,20 @@ class Links:
         self._closed = False
 
     def join(self, side: str, index: int, connections: list[socket.socket]) -> None:
-        """Takes over the connections to one neighbour, the one for control first."""
+        """Take over the connections to one neighbour; the first one is for control messages."""
         link = Link(side, index, Control(connections[0]), connections[1:])
         setattr(self, side, link)
         self._poller.watch(link.control.fileno(), READ, lambda: self._hear(link))
 
     def ask(self) -> None:
-        """Asks both neighbours whether and where they are."""
+        """Ping both neighbours."""
         self.asked = time.monotonic()
         for link in self._joined():
             link.answer = None
             link.control.say(Message(PING))
 
     def blame(self) -> tuple[int | None, str]:
-        """Who is the cause when nothing moves, by index, and why; None: both neighbours wait too."""
+        """Return the index of the member that causes a stall, and the reason; None if both neighbours wait too."""
         if gone := next((link.gone for link in self._joined() if link.gone), None):
             return gone.suspect, gone.reason
         side, why = blame(self.operation, self.left.answer, self.right.answer)
@@ -77,12 +84,14 @@ class Links:
         return (link.index, f"{link.name()} {why}") if link else (None, why)
 
     def nothing_moves(self, limit_s: float) -> Broken:
-        """Why, from what they have answered."""
+        """Return the exception for a stall, with the cause that the neighbours' answers point to."""
         suspect, why = self.blame()
         return Broken(f"nothing has moved for {limit_s:g} s: {why}", suspect)
 
     def lost(self, link: Link, how: str) -> Broken:
-        """Why the data of ``link`` ended: it may have said so, or be the cause itself."""
+        """Return why the data of ``link`` ended: the reason that the neighbour has sent, else the neighbour itself is
+        the cause.
+        """
         deadline = time.monotonic() + _GRACE_S
         words = select.poll()
         words.register(link.control, select.POLLIN)
@@ -92,14 +101,15 @@ class Links:
         return self.broken or link.gone or Broken(f"{link.name()} is lost: {how}", link.index)
 
     def useless(self) -> Broken | None:
-        """Why nothing new can be done with them; None: it can."""
+        """Return why no new operation can be done with these connections; None if it can."""
         return self.broken or next((link.gone for link in self._joined() if link.gone), None)
 
     def close(self, why: Broken) -> None:
-        """Drops all connections; ``why`` is told to the neighbours first.
+        """Send ``why`` to the neighbours, then drop all connections.
 
-        In the middle of an operation that travels round the ring and ends it everywhere. Otherwise the neighbours
-        finish what they can with what has been sent: this member counts it as done, and so should they.
+        In the middle of an operation the message is BREAK, which travels around the ring and ends the operation
+        everywhere. Otherwise it is LEAVE: the neighbours finish what they can with the data sent, because this member
+        counts the operation as done, and so should they.
         """
         if self._closed:
             return
@@ -131,12 +141,14 @@ class Links:
         elif message.kind == LEAVE:
             link.gone = Broken(message.reason, message.suspect)
             if self.busy and message.operation < self.operation and self.broken is None:
-                self.broken = link.gone  # it never comes to the operation under way
+                self.broken = link.gone  # it will never reach the operation under way
         elif self.broken is None:
             self.broken = self._learn(message)
 
     def _learn(self, message: Message) -> Broken:
-        """A neighbour that only waited too does not know whom to blame; this member may."""
+        """Complete the reason of a BREAK: a neighbour that only waited too knows no cause, but this member may know
+        one.
+        """
         if message.suspect is None and self.asked is not None and time.monotonic() - self.asked > _GRACE_S:
             suspect, why = self.blame()
             if suspect is not None:

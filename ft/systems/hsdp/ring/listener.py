@@ -1,7 +1,7 @@
-"""The door of a member: takes the connections of its left neighbour, and turns everybody else away.
+"""Listener of a ring member: accepts the connections of the left neighbour, and refuses all others.
 
-Whoever comes is served by the driver's poll loop, a few bytes at a time, so that a stranger, or one who says nothing,
-holds nobody up. A neighbour that is at a later quorum than this member waits until this member gets there.
+The driver's poll loop serves each new connection a few bytes at a time, so that an unauthenticated or silent peer
+blocks nobody. A neighbour that is at a later quorum than this member waits until this member gets there.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class _Newcomer:
 
 @dataclass(frozen=True)
 class Expected:
-    """Whose connections are wanted: of quorum ``number``, from member ``sender``, ``streams`` of them."""
+    """Connections that are expected: ``streams`` of them, for quorum ``number``, from member ``sender``."""
 
     number: int
     agreement: bytes
@@ -49,10 +49,15 @@ class Expected:
 
 
 class Listener:
-    """See the module's head; the driver's thread uses it.
+    """Accepts the connections of the left neighbour; used by the driver's thread.
+
+    Args:
+        poller: poller of the ring's thread.
+        listener: listening socket.
+        token: token of the run.
 
     Attributes:
-        taken: what the left neighbour has connected so far, by stream; whoever takes them from here closes them.
+        taken: accepted connections of the left neighbour, by stream; whoever removes them has to close them.
     """
 
     def __init__(self, poller: Poller, listener: socket.socket, token: str):
@@ -66,12 +71,15 @@ class Listener:
         poller.watch(listener.fileno(), READ, self._accept)
 
     def expect(self, expected: Expected) -> None:
+        """Expect the connections of a quorum from now on, and judge those that wait already."""
         self._drop_taken()
         self._expected, self._given_up = expected, None
         self._judge_all()
 
     def give_up(self, number: int, why: Broken) -> None:
-        """Who has come or comes for quorum ``number`` is told that it is no more, and who is to blame."""
+        """Tell peers that have come or will come for quorum ``number`` that it was given up, and which member is to
+        blame.
+        """
         if 0 in self.taken:
             Control(self.taken[0]).say(Message(BREAK, suspect=why.suspect, reason=why.reason))
         self._drop_taken()
@@ -79,7 +87,7 @@ class Listener:
         self._judge_all()
 
     def tend(self) -> None:
-        """To be called now and then."""
+        """Drop peers whose handshake takes too long, and resume accepting after a pause. To be called regularly."""
         now = time.monotonic()
         for each in [each for each in self._newcomers if each.hello is None and now - each.since > _HELLO_S]:
             self._drop(each)
@@ -99,7 +107,7 @@ class Listener:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # out of file descriptors: those in use will be closed
+        except OSError:  # out of file descriptors: accept again later, when some were closed
             self._deaf_until = time.monotonic() + _DEAF_S
             self._poller.forget(self._listener.fileno())
             return
@@ -136,7 +144,7 @@ class Listener:
         elif given_up and hello.number <= given_up.number:
             self._refuse(newcomer, given_up)
         elif expected is None or hello.number > expected.number:
-            return  # it waits here until this member is asked to join that quorum
+            return  # it waits until this member joins that quorum
         elif hello.number < expected.number:
             self._refuse(newcomer, Answer(STALE, expected.number))
         elif (hello.agreement, hello.sender) != (expected.agreement, expected.sender):
@@ -153,7 +161,7 @@ class Listener:
         self._drop(newcomer)
 
     def _say(self, newcomer: _Newcomer, what: bytes) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which reading will show
+        with contextlib.suppress(OSError):  # the peer is gone, which the next read will show
             newcomer.connection.send(what)
 
     def _forget(self, newcomer: _Newcomer) -> None:

@@ -1,7 +1,7 @@
-"""The sums: what a chunk is on the wire, and what is done with one that has come.
+"""Arithmetic of the ring all-reduce: the format of a chunk on the wire, and what is done with a received chunk.
 
-All members get the same bits: each element is added up along the ring, beginning with the member whose index is that of
-its part, and its owner, who adds last, scales and rounds it once; the others copy that.
+All members get equal bits. Each element is summed along the ring, beginning with the member whose index is that of the
+element's part. The owner of the part adds last, scales and rounds once, and the other members copy its result.
 """
 
 from abc import ABC, abstractmethod
@@ -13,14 +13,14 @@ from ft.base.errors import UserError
 from ft.systems.hsdp.ring.schedule import Item
 
 _WIDE = 4
-"""Bytes of an element of the type that sums are kept in, fp32."""
+"""Bytes of an fp32 element, the type in which sums are kept."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""What can be reduced, and its code on the wire."""
+"""Types that can be reduced, with their codes on the wire."""
 
 
 def check(tensor: torch.Tensor) -> None:
-    """Raises UserError when ``tensor`` cannot be reduced in place."""
+    """Raise UserError if ``tensor`` cannot be reduced in place."""
     if tensor.dtype not in TYPES:
         raise UserError(f"an all-reduce of {tensor.dtype}", "the ring reduces float32 and bfloat16")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -33,10 +33,12 @@ def check(tensor: torch.Tensor) -> None:
 
 
 class Buffers:
-    """Allocated once per ring: a chunk that is received for each stream, and the sums that wait to be sent.
+    """Buffers of a ring, allocated once: one received chunk for each stream, and the sums that wait to be sent.
 
     Args:
-        chunk: S in elements of fp32. chunks: C.
+        chunk: chunk size S, in fp32 elements.
+        chunks: chunks C per member and partition.
+        streams: data connections to a neighbour.
     """
 
     def __init__(self, chunk: int, chunks: int, streams: int):
@@ -47,13 +49,15 @@ class Buffers:
         self._scratch: torch.Tensor | None = None
 
     def waiting(self) -> torch.Tensor:
-        """Room for sums; (slots, S). Only what is kept in another type than fp32 needs it."""
+        """Return the slots for sums, of shape (slots, S). Only needed if sums are kept in another type than the
+        tensor's.
+        """
         if self._waiting is None:
             self._waiting = torch.zeros(self.slots, self._chunk)
         return self._waiting
 
     def scratch(self) -> torch.Tensor:
-        """Room for one chunk of sums."""
+        """Return a buffer for one chunk of sums."""
         if self._scratch is None:
             self._scratch = torch.zeros(self._chunk)
         return self._scratch
@@ -64,29 +68,32 @@ class Numbers(ABC):
 
     @abstractmethod
     def outgoing(self, index: int, item: Item) -> memoryview:
-        """The bytes of item ``index`` that go to the right."""
+        """Return the bytes of item ``index`` that are sent to the right."""
 
     @abstractmethod
     def incoming(self, item: Item, stream: int) -> memoryview:
-        """Where the bytes of ``item`` from the left belong."""
+        """Return the buffer for the bytes of ``item`` from the left."""
 
     @abstractmethod
     def take(self, index: int, item: Item, stream: int) -> None:
-        """Item ``index`` has come, whole: adds, or nothing if it has come to its place."""
+        """Process item ``index``, which was received completely: add it, or do nothing if it is a final result in its
+        place.
+        """
 
     def has_room(self, index: int, item: Item, sent: int) -> bool:
-        """Whether item ``index`` may be received when the first ``sent`` items have been sent."""
+        """Return whether item ``index`` may be received when the first ``sent`` items have been sent."""
         return True
 
 
 def of(tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, buffers: Buffers) -> Numbers:
+    """Return the arithmetic for ``tensor``, by its type and the number of members."""
     if tensor.dtype == torch.float32:
         return InPlace(tensor, scale, members, buffers)
     return (Widened if wide_sums and members > 2 else Narrow)(tensor, scale, members, buffers)
 
 
 class InPlace(Numbers):
-    """fp32: sums are made where the tensor is, and sent from there."""
+    """fp32: sums are computed in the tensor's memory and sent from there."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         self._elements = tensor.detach().view(-1).numpy()
@@ -117,7 +124,9 @@ class InPlace(Numbers):
 
 
 class Narrow(Numbers):
-    """bf16: as fp32. Each sum of two is made in fp32 and rounded; the last one is scaled before that."""
+    """bf16 like fp32: each sum of two is computed in fp32 and rounded to bf16; the last one is scaled before it is
+    rounded.
+    """
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         self._elements = tensor.detach().view(-1)
@@ -150,7 +159,7 @@ class Narrow(Numbers):
 
 
 class Widened(Numbers):
-    """bf16 of more than two members: what they begin with and what they end with travels as it is, sums in fp32."""
+    """bf16 with more than two members: inputs and results travel in bf16, intermediate sums in fp32."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         self._elements = tensor.detach().view(-1)
@@ -176,7 +185,7 @@ class Widened(Numbers):
         return self._bytes[first * self._width : behind * self._width]
 
     def has_room(self, index: int, item: Item, sent: int) -> bool:
-        # The slot held item index - 2C, which is sent as one of the C items after that.
+        # The slot held item index - 2C, which was sent as one of the C items after that one.
         return item.step >= self._last or sent > index - self._slots // 2
 
     def take(self, index: int, item: Item, stream: int) -> None:

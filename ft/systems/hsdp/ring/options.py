@@ -1,4 +1,4 @@
-"""What a ring is built with."""
+"""Options of a ring."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ _LARGEST_CHUNK = 1 << 30
 
 @dataclass(frozen=True)
 class RingOptions:
-    """The same on all members: they are part of what connections agree on.
+    """Options of a ring, equal on all members; members compare them when they connect.
 
     Attributes:
-        chunk_bytes: S: what is sent, received and added at once, in bytes of the type that sums are kept in.
-        chunks: C: chunks per member and partition; at most S x C bytes are in flight to a neighbour.
-        wide_sums: sums of bf16 travel in fp32 and are rounded once; otherwise they travel in bf16, rounded by each
-            member that adds to them, as gloo and NCCL do it. For N members that is (3N-4)/(2N-2) times the bytes.
-        streams: connections that carry data to a neighbour.
-        limit_s: how long nothing may move, until :meth:`Ring.expect` says otherwise.
+        chunk_bytes: chunk size S: bytes, in the type that sums are kept in, that are sent, received and added at once.
+        chunks: C, chunks per member and partition; at most S x C bytes are in flight to a neighbour.
+        wide_sums: sums of bf16 travel in fp32 and are rounded once, which takes (3N-4)/(2N-2) times the bytes for N
+            members; otherwise they travel in bf16 and every member that adds rounds, as in gloo and NCCL.
+        streams: number of connections that carry data to a neighbour.
+        limit_s: time limit without progress in seconds, until :meth:`Ring.expect` sets another one.
     """
 
     chunk_bytes: int = 1 << 20
@@ -27,11 +27,11 @@ class RingOptions:
     limit_s: float = 60.0
 
     def shared(self) -> tuple[int, ...]:
-        """What members must have in common to understand one another."""
+        """Return the options that all members must have in common."""
         return self.chunk_bytes, self.chunks, int(self.wide_sums), self.streams
 
     def check(self) -> None:
-        """Raises UserError when no ring can run with these."""
+        """Raise UserError if no ring can run with these options."""
         if not 8 <= self.chunk_bytes <= _LARGEST_CHUNK or self.chunk_bytes % 8:
             raise UserError(
                 f"a chunk of {self.chunk_bytes} bytes", f"give a multiple of 8 between 8 and {_LARGEST_CHUNK}"

@@ -1,4 +1,4 @@
-"""How an all-reduce ended, and the handle of one that has not yet."""
+"""Result of an all-reduce, and the handle (future) of one that is not over yet."""
 
 import threading
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from ft.base.errors import RecoverableError
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an operation.
+    """Result of an operation.
 
     Attributes:
-        ok: the tensor holds the result. Otherwise it holds nothing of use, and the step is to be tried again.
-        reason: why not, in words.
-        suspect: index of the member that seems to be the cause; None: not known.
-        skipped: it was never begun.
+        ok: the tensor holds the result. If False, its content is undefined, and the step is to be tried again.
+        reason: why it failed, in words.
+        suspect: index of the member that seems to be the cause, None if unknown.
+        skipped: the operation was never begun.
     """
 
     ok: bool
@@ -24,10 +24,11 @@ class Outcome:
 
 
 class Broken(RecoverableError):
-    """The ring of this quorum is of no use any more; it takes another one.
+    """The ring of this quorum is not usable any more; another quorum is needed.
 
     Args:
-        reason: in words. suspect: index of the member that seems to be the cause; None: not known.
+        reason: why, in words.
+        suspect: index of the member that seems to be the cause, None if unknown.
     """
 
     def __init__(self, reason: str, suspect: int | None = None):
@@ -36,18 +37,19 @@ class Broken(RecoverableError):
 
 
 class Pending:
-    """An operation that was asked for."""
+    """Handle of an operation that was submitted."""
 
     def __init__(self):
         self._over = threading.Event()
         self._outcome: Outcome | BaseException | None = None
 
     def wait(self) -> Outcome:
-        """Waits until it is over, which has a deadline (:meth:`Ring.expect`).
+        """Wait until the operation is over, which its time limit (:meth:`Ring.expect`) ensures.
 
         Raises:
-            UserError: the arguments cannot work. Any other exception: this process is at fault, trying again is of no
-                use; what the caller's own ``after`` raised is passed on.
+            UserError: the arguments are not valid.
+            BaseException: any other exception means that this process is at fault and a retry is useless; exceptions of
+                the caller's own ``after`` are passed on.
         """
         self._over.wait()
         if isinstance(self._outcome, BaseException):
@@ -58,7 +60,7 @@ class Pending:
         return self._over.is_set()
 
     def end(self, outcome: Outcome | BaseException) -> None:
-        """For the driver: how it ended. The first word counts."""
+        """Set the result; used by the driver. Only the first call has an effect."""
         if not self._over.is_set():
             self._outcome = outcome
             self._over.set()

@@ -1,4 +1,4 @@
-"""poll(2) with callbacks: one thread waits, any other can wake it."""
+"""poll(2) with callbacks: one thread waits, and any other thread can wake it."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ READ, WRITE = select.POLLIN, select.POLLOUT
 
 
 class Poller:
-    """What the driver waits with."""
+    """File descriptors with callbacks that the ring's thread waits for."""
 
     def __init__(self):
         self._poll = select.poll()
@@ -18,7 +18,7 @@ class Poller:
         self._poll.register(self._waker, READ)
 
     def watch(self, descriptor: int, events: int, call: Callable[[], None]) -> None:
-        """``call`` is called in :meth:`wait` when one of ``events``, or an error, is there."""
+        """Have :meth:`wait` call ``call`` when one of ``events``, or an error, occurs."""
         self._poll.register(descriptor, events)
         self._calls[descriptor] = call
 
@@ -30,16 +30,16 @@ class Poller:
             self._poll.unregister(descriptor)
 
     def wait(self, limit_s: float | None) -> None:
-        """Waits until something happens, at most ``limit_s``, and makes the calls for it."""
+        """Wait for events, for ``limit_s`` seconds at most (None: without a limit), and make the calls for them."""
         for descriptor, _ in self._poll.poll(None if limit_s is None else max(0.0, limit_s * 1e3)):
             if descriptor == self._waker:
                 os.read(self._waker, 4096)
-            elif call := self._calls.get(descriptor):  # an earlier call may have forgotten it
+            elif call := self._calls.get(descriptor):  # an earlier call may have removed it
                 call()
 
     def wake(self) -> None:
-        """Ends a :meth:`wait`, the present or the next one; from any thread."""
-        with contextlib.suppress(BlockingIOError):  # full of wakes
+        """End the present :meth:`wait`, or the next one. Thread-safe."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the thread will wake
             os.write(self._alarm, b"w")
 
     def close(self) -> None:

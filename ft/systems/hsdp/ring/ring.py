@@ -1,4 +1,6 @@
-"""The fault-tolerant all-reduce (FTAR) of one rank with the same rank of the other replicas (FT-HSDP, section 4.2)."""
+"""Public interface of the fault-tolerant all-reduce (FTAR) between the same ranks of all replicas (FT-HSDP, section
+4.2).
+"""
 
 import math
 from collections.abc import Callable
@@ -14,21 +16,24 @@ from ft.systems.hsdp.ring.outcome import Pending
 
 
 class Ring:
-    """One member. All that can take time is done by a thread of its own, in the order in which it was asked for.
+    """One member of a ring all-reduce whose membership can change between operations.
 
-    A quorum's connections are made by :meth:`reconfigure` and are of use until the first failure: whoever notices one
-    tells its neighbours and drops its connections, so that all members know within milliseconds, and every operation
-    up to the next :meth:`reconfigure` ends at once with the reason.
+    A thread of its own does everything that can take time, in the order of the calls. :meth:`reconfigure` makes the
+    connections of a quorum, which are usable until the first failure. A member that notices a failure tells its
+    neighbours and drops its connections, so all members know within milliseconds. Every operation up to the next
+    :meth:`reconfigure` then ends at once with the reason.
 
     Args:
-        network: what carries the connections; a host (the one of this node that others reach it at) stands for TCP.
-        token: shared by the processes of a run; whoever cannot prove to know it is turned away.
+        network: network that carries the connections; a string means TCP and is the host at which others reach this
+            node.
+        token: secret shared by the processes of a run; peers that cannot prove to know it are refused.
+        options: options of the ring; the defaults if None.
 
     Attributes:
-        address: what the other members give to :meth:`reconfigure` to reach this one.
+        address: address of this member, which the other members pass to :meth:`reconfigure`.
 
     Raises:
-        UserError: the options cannot work.
+        UserError: the options are not valid.
     """
 
     def __init__(self, network: Network | str, token: str, options: RingOptions | None = None):
@@ -40,15 +45,17 @@ class Ring:
         self._driver = Driver(network, listener, token, options)
 
     def reconfigure(self, number: int, members: list[str], me: int) -> None:
-        """Drops the present connections and makes those of quorum ``number``; returns at once.
+        """Drop the present connections and make those of quorum ``number``; return at once.
 
-        Whether that works shows in the operations that follow. A ring of one member only scales.
+        Failures to connect show in the operations that follow. A ring with one member only scales.
 
         Args:
-            number: above that of every earlier call. members: addresses, in the order of the ring. me: own index.
+            number: number of the quorum, above that of every earlier call.
+            members: addresses of the members, in the order of the ring.
+            me: index of this member.
 
         Raises:
-            UserError: these cannot be a quorum that this member is in.
+            UserError: the arguments are no quorum that this member is in.
         """
         if number <= self._number:
             raise UserError(f"quorum {number} after quorum {self._number}", "numbers of quorums only grow")
@@ -62,17 +69,20 @@ class Ring:
         self._driver.submit(Members(number, list(members), me), self._limit)
 
     def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0, after: Callable[[], None] | None = None) -> Pending:
-        """Starts to replace ``tensor`` by the sum of all members' times ``scale``, bit for bit the same everywhere.
+        """Start to replace ``tensor`` by the sum over all members times ``scale``; the result has equal bits on all
+        members.
 
         Args:
-            tensor: fp32 or bf16 (summed up in fp32, rounded once), contiguous; the caller leaves it alone meanwhile.
-                All members give the same number of elements, type and scale, in the same order of calls.
-            after: called before the tensor is read, in the ring's thread; waits until it may be. It must end by
-                itself. If it raises, the operation has failed: for all members, and here with that exception, unless
-                it is a RecoverableError.
+            tensor: fp32 or bf16 (with default options summed in fp32 and rounded once), contiguous; must not be touched
+                until the operation is over. All members pass the same number of elements, type and scale, in the same
+                order of calls.
+            scale: factor of the sum.
+            after: called before the tensor is read, in the ring's thread; blocks until the tensor may be read. It must
+                return by itself. If it raises, the operation has failed for all members; here it fails with that
+                exception, unless that is a RecoverableError.
 
         Raises:
-            UserError: no ring can reduce this tensor.
+            UserError: the ring cannot reduce this tensor.
         """
         numbers.check(tensor)
         if not math.isfinite(scale):
@@ -82,18 +92,22 @@ class Ring:
         return pending
 
     def expect(self, limit_s: float) -> None:
-        """What is asked for from now on fails when nothing has moved for ``limit_s``, waiting for others included."""
+        """Set the time limit without progress, in seconds, for all later calls; waiting for other members counts.
+
+        Raises:
+            UserError: the limit is not positive.
+        """
         if not limit_s > 0:
             raise UserError(f"a limit of {limit_s} s", "give seconds above 0")
         self._limit = limit_s
 
     def cancel(self, reason: str) -> None:
-        """Ends what has been asked for so far, under way or not, and the present quorum; any thread, returns at once.
+        """End all operations submitted so far, running or not, and the present quorum. Thread-safe; returns at once.
 
-        An ``after`` that waits is waited for.
+        An ``after`` that blocks is still waited for.
         """
         self._driver.cancel(reason)
 
     def close(self) -> None:
-        """Drops everything, and waits for the thread to end."""
+        """Drop everything, and wait for the thread to end."""
         self._driver.close()

@@ -1,8 +1,9 @@
-"""Who sends which elements to the right neighbour, in which order: the ring algorithm as arithmetic.
+"""Schedule of the ring all-reduce: which elements each member sends to its right neighbour, in which order.
 
-FT-HSDP, section 4.2: the tensor is cut into partitions of at most S x C x N bytes. Within one, 2N-2 steps: in the first
-N-1 (reduce-scatter) each member sends a part that it has just added its own to, beginning with the part of its own
-index; then (all-gather) the finished parts go round. A part is sent in C chunks, so that a chunk travels on while the
+Follows FT-HSDP, section 4.2, with N members, chunks of S elements and C chunks per member: the tensor is cut into
+partitions of at most S x C x N elements. A partition takes 2N-2 steps. In the first N-1 (reduce-scatter), each member
+sends the part to which it has just added its own values, beginning with the part of its own index. In the others
+(all-gather), the finished parts are passed around. A part is sent in C chunks, so that one chunk is forwarded while the
 next one is received.
 """
 
@@ -12,11 +13,12 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One chunk that goes out and the chunk that comes in beside it, as ranges of elements of the tensor.
+    """One chunk to send and the chunk to receive at the same time, as ranges of elements of the tensor.
 
     Attributes:
-        step: 0 to 2N-3, within the partition.
-        send, receive: (first, behind the last) element.
+        step: step within the partition, 0 to 2N-3.
+        send: (first element, end) of the chunk to send; the end is exclusive.
+        receive: (first element, end) of the chunk to receive; the end is exclusive.
         needs: index of the item that must have been received before this one is sent; -1: none.
     """
 
@@ -28,13 +30,17 @@ class Item:
 
 @lru_cache(maxsize=256)
 def items(elements: int, members: int, me: int, chunk: int, chunks: int) -> tuple[Item, ...]:
-    """All of one all-reduce, in the order in which they are sent and received; the two orders are the same.
-
-    Args:
-        elements: of the tensor. members: N, at least 2. me: own index in the ring.
-        chunk: S in elements. chunks: C.
+    """Return all items of one all-reduce, in the order in which they are sent, which is also that in which they are
+    received.
 
     Item i of a member is received as item i of its right neighbour, with the same number of elements.
+
+    Args:
+        elements: number of elements of the tensor.
+        members: N, at least 2.
+        me: index of this member in the ring.
+        chunk: S, in elements.
+        chunks: C.
     """
     found: list[Item] = []
     for first in range(0, elements, chunk * chunks * members):

@@ -1,8 +1,8 @@
-"""Tensors on a device: their chunks go through pinned host memory, moved and added on a stream of their own.
+"""All-reduce of tensors on a device: chunks pass through pinned host memory, copied and added on a separate stream.
 
-Where the network could read device memory itself, this would not be needed. Here the socket's memory is the host's:
-what has come lies in a staging buffer until the device has added its own, what goes on in a slot until it is sent.
-The tensor itself is read once and written once per chunk.
+A network that could read device memory directly would not need this; here the sockets read and write host memory. A
+received chunk lies in a staging buffer until the device has added its own values, and a sum lies in a slot until it is
+sent. The tensor itself is read once and written once per chunk.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Add = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | 
 def add_in_passes(
     received: torch.Tensor, own: torch.Tensor, scale: float, into: torch.Tensor, also: torch.Tensor | None
 ) -> None:
-    """As :func:`ft.systems.hsdp.ring.fused.add`, in several passes; where there is no Triton."""
+    """Compute the same as :func:`ft.systems.hsdp.ring.fused.add` in several passes, where Triton is not available."""
     total = received.to(own.device, torch.float32, non_blocking=True).add_(own)
     if scale != 1:
         total.mul_(scale)
@@ -29,6 +29,7 @@ def add_in_passes(
 
 
 def best_add(device: torch.device) -> Add:
+    """Return the fused kernel on CUDA with Triton, else :func:`add_in_passes`."""
     if device.type == "cuda":
         with contextlib.suppress(ImportError):
             from ft.systems.hsdp.ring.fused import add
@@ -38,10 +39,12 @@ def best_add(device: torch.device) -> Add:
 
 
 class Staging:
-    """What a ring keeps for tensors on ``device``: its stream and its pinned buffers, made with the first one.
+    """Stream and pinned buffers of a ring for the tensors on ``device``; created with the first such tensor.
 
     Args:
-        buffers: of the ring; theirs are the sizes. streams: connections to a neighbour.
+        device: the device.
+        buffers: buffers of the ring, whose sizes are used.
+        streams: data connections to a neighbour.
     """
 
     def __init__(self, device: torch.device, buffers: Buffers, streams: int):
@@ -54,24 +57,29 @@ class Staging:
         )
 
     def on_stream(self) -> contextlib.AbstractContextManager:
+        """Return a context in which work is queued on the stream."""
         return torch.cuda.stream(self.stream) if self.is_cuda else contextlib.nullcontext()
 
     def follow(self) -> None:
-        """What is asked of the device here comes after what the present stream was asked for: the tensor's making."""
+        """Make the stream wait for the work queued on the current stream, which produces the tensor."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def wait(self) -> None:
-        """Until what was asked of the device here is done."""
+        """Wait until the work queued on the stream is done."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
 class Staged(Numbers):
-    """One tensor on a device. The results are bit for bit those of a tensor in host memory.
+    """One tensor on a device during its all-reduce. Results have the same bits as those of a tensor in host memory.
 
     Args:
+        tensor: the tensor.
+        scale: factor of the sum.
+        members: number of members.
         wide_sums: as in :class:`ft.systems.hsdp.ring.options.RingOptions`.
+        staging: stream and buffers of its device.
     """
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, staging: Staging):
@@ -113,7 +121,7 @@ class Staged(Numbers):
         self._staging.wait()
 
     def _type(self, step: int) -> torch.dtype:
-        """Of what travels in ``step``."""
+        """Return the type of elements on the wire in ``step``."""
         return self._sums if 0 < step <= self._last else self._own
 
     def _came(self, item: Item, stream: int) -> torch.Tensor:
@@ -125,7 +133,7 @@ class Staged(Numbers):
 
 
 def staged(room: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The first ``size`` elements of ``dtype`` in a buffer."""
+    """Return the first ``size`` elements of ``dtype`` in a buffer."""
     return room.view(dtype)[:size]
 
 

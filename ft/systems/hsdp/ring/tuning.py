@@ -1,4 +1,4 @@
-"""What the connections of a ring are set to: no delays, and a bound on the bytes that are on their way."""
+"""Socket options of a ring's connections: no delay, and a bound on the bytes in flight."""
 
 import contextlib
 import socket
@@ -10,7 +10,10 @@ _SETTINGS = Path("/proc/sys/net")
 
 
 def tuned(connections: list[socket.socket], options: RingOptions) -> list[socket.socket]:
-    """Sets them, the one for control first, and returns them. Other transports than TCP bound it themselves."""
+    """Set the options of the connections (the first one is for control) and return them.
+
+    Only TCP is tuned; other transports bound the bytes in flight themselves.
+    """
     bound = send_buffer(options.chunk_bytes * options.chunks // options.streams, *_limits())
     for place, connection in enumerate(connections):
         if connection.family == socket.AF_UNIX:
@@ -22,14 +25,15 @@ def tuned(connections: list[socket.socket], options: RingOptions) -> list[socket
 
 
 def send_buffer(in_flight: int, asked_at_most: int, grown_at_most: int) -> int | None:
-    """The send buffer to ask for, so that at most ``in_flight`` bytes are sent and not acknowledged; None: do not ask.
+    """Return the send buffer to request so that at most ``in_flight`` bytes are unacknowledged; None: request none.
+
+    A requested buffer does not grow any more. A buffer that is smaller than the bound, for lack of permission, would
+    cost bandwidth over long distances. So no buffer is requested where automatic growth cannot exceed the bound anyway.
 
     Args:
-        asked_at_most: what a process may ask for (of which Linux gives the double, for its own needs).
-        grown_at_most: up to where Linux lets a buffer grow that nobody has asked for.
-
-    A buffer that is asked for does not grow: one that would become smaller than the bound for want of permission costs
-    bandwidth over long ways, so it is left alone where it cannot outgrow the bound.
+        in_flight: bound on the unacknowledged bytes.
+        asked_at_most: bytes that a process may request (Linux reserves the double, for its own needs).
+        grown_at_most: bytes up to which Linux lets a buffer grow that was not requested.
     """
     if in_flight // 2 > asked_at_most and grown_at_most <= in_flight:
         return None
