@@ -1,8 +1,8 @@
 """Parses Slurm's ``topology.conf``: a tree of switches (topology/tree) or blocks of nodes (topology/block).
 
-  SwitchName=s0 Nodes=n[0-3]
-  SwitchName=s1 Nodes=n[4-7]
-  SwitchName=core Switches=s[0-1]
+    SwitchName=s0 Nodes=n[0-3]
+    SwitchName=s1 Nodes=n[4-7]
+    SwitchName=core Switches=s[0-1]
 
 A host's ``switch`` is the leaf switch that it is connected to, its ``switch2`` the switch above that, and so on. A
 switch above the leaves that has every host of the file below it is left out: no placement survives its loss.

@@ -3,9 +3,9 @@
 Our format has a line for each host or set of hosts (Slurm's brackets), with the names of what they depend on. The kinds
 can be chosen freely::
 
-  # hosts      kind=name ...
-  node[01-04]  rack=r1  power=a
-  node[05-08]  rack=r2  power=b
+    # hosts      kind=name ...
+    node[01-04]  rack=r1  power=a
+    node[05-08]  rack=r2  power=b
 
 A host may be given in several lines. Hosts that have the same name for some kind fail together. Slurm's format is
 recognised by its first word, ``SwitchName=`` or ``BlockName=``.

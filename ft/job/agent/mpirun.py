@@ -2,9 +2,9 @@
 
 The process that mpirun has started becomes the MPI process (relay) of the node; the agent runs as its child:
 
-  mpirun -- ft run, relay -+- agent -+- warm pool
-                           |         +- workers
-                           +- MPI: the relays of the other nodes
+    mpirun -- ft run, relay -+- agent -+- warm pool
+                             |         +- workers
+                             +- MPI: the relays of the other nodes
 
 Both end together. A relay that dies or hangs costs its workers their peer copies, so the agent ends with it, and the
 node is lost as if it had been switched off. An agent that is killed takes its relay along, which is how MPI on the

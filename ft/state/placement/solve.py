@@ -2,9 +2,9 @@
 
 ``x[o, h]`` is 1 if holder ``h`` keeps a copy for owner ``o``:
 
-  sum over h            x[o, h] = need[o]
-  sum over o            x[o, h] + load[h] <= most          copies spread evenly
-  sum over h in domain  x[o, h] - shared[o, domain] <= 1   (0 if o is in that domain itself)
+    sum over h            x[o, h] = need[o]
+    sum over o            x[o, h] + load[h] <= most          copies spread evenly
+    sum over h in domain  x[o, h] - shared[o, domain] <= 1   (0 if o is in that domain itself)
 
 for every failure domain of every kind, so kinds may cut across each other (racks and power feeds). HiGHS solves it,
 through scipy. If the domains are nested, the linear relaxation is integral already, and one search node is enough.
