@@ -1,4 +1,4 @@
-"""The microbatch loaders of a run: for every part of the data one loader for each model chunk that sees tokens."""
+"""Makes the microbatch loaders of a run: for each part of the data, one loader for each model chunk that sees tokens."""
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,16 @@ def make_loaders(
     state: TrainState,
     share: Share | None = None,
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
-    """Loaders of the train, validation and test parts, each where ``state`` left off. Collective.
+    """Return loaders of the train, validation and test parts, each at the position in ``state``. Collective.
 
     Args:
-        share: this replica's part of the training data (FT-HSDP), read from its position on; the batch size of
-            ``options`` is what all replicas take in a step.
+        options: all options.
+        layout: sizes of the parallel dimensions.
+        tokenizer: the tokenizer of the data.
+        chunks: this rank's model chunks.
+        state: the position of the run.
+        share: this replica's part of the training data (FT-HSDP), read from its position on; the batch size in
+            ``options`` is that of all replicas together.
 
     Returns:
         None for a part that does not exist, on every rank alike.
@@ -40,7 +45,8 @@ def make_loaders(
         tokenizer,
         options.training.seed,
         samples=wanted_samples(options, share),
-        is_built_on_rank=lambda: any(readers) or alone(),  # who is alone has nobody else to hear of the parts from
+        # a rank that joins alone has no other rank to learn from which parts exist
+        is_built_on_rank=lambda: any(readers) or alone(),
     )
     exist = torch.tensor([part is not None for part in parts], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(exist, op=dist.ReduceOp.MAX)
@@ -58,12 +64,12 @@ def make_loaders(
 
 
 def sees_tokens(chunk: torch.nn.Module) -> bool:
-    """The chunk embeds tokens or compares its output with them."""
+    """Return whether the chunk embeds tokens, or compares its output with them."""
     return get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
 
 
 def wanted_samples(options: Options, share: Share | None = None) -> tuple[int, int, int]:
-    """How many samples the run takes of the train, validation and test parts; of the first, all replicas together."""
+    """Return the number of train, validation and test samples that the run takes; for train, all replicas together."""
     t, e = options.training, options.evaluation
     steps = train_steps(t)
     evaluations = 0 if not e.eval_iters else 1 + (steps // e.eval_interval if e.eval_interval else 0)

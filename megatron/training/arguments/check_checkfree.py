@@ -1,4 +1,4 @@
-"""What CheckFree needs: stages of as many transformer blocks each, and a neighbour on either side."""
+"""Checks the requirements of CheckFree: stages with equal numbers of transformer blocks, and two neighbours for one."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ Problem = tuple[str, str]
 
 
 def check_checkfree(options, grid: Layout) -> Iterator[Problem]:
-    """(problem, fix) pairs; ``options`` and ``grid`` as of ``check``."""
+    """Yield (problem, fix) pairs. ``options`` and ``grid``: as for ``check``."""
     asked, p = options.fault_tolerance, options.parallel
     if not asked.rebuilds_stages:
         return
@@ -33,7 +33,7 @@ def check_checkfree(options, grid: Layout) -> Iterator[Problem]:
 
 
 def check_plus(options, grid: Layout) -> Iterator[Problem]:
-    """What CheckFree+ needs besides: ends of the pipeline that are apart, and microbatches to swap."""
+    """Yield what CheckFree+ needs in addition: separate ends of the pipeline, and microbatches to swap."""
     asked, training = options.fault_tolerance, options.training
     if not asked.ft_checkfree_plus:
         if asked.ft_checkfree_most_in_flight is not None:

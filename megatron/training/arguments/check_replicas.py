@@ -1,4 +1,4 @@
-"""What the trainer's flags have to be when the run has replicas."""
+"""Checks the trainer's flags for a run with FT-HSDP replicas."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from megatron.training.arguments.layout import Layout
 
 
 def check_replicas(options, grid: Layout, replicas: int) -> Iterator[Problem]:
-    """What does not go with so many replicas. ``grid``: the layout of one of them."""
+    """Yield what does not work with this number of replicas. ``grid``: the layout of one replica."""
     training, asked = options.training, options.fault_tolerance
     if training.rampup_batch_size is not None:
         yield "--rampup-batch-size does not go with replicas", "drop it, or --ft-hsdp-replicas"

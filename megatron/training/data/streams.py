@@ -1,11 +1,12 @@
-"""A replica's share of the training data under the loaders (FT-HSDP; see ``ft.systems.hsdp.samples``).
+"""A replica's share of the training data, below the loaders (FT-HSDP; see ``ft.systems.hsdp.samples``).
 
-A replica reads its own stream: to its loaders position p is the p-th sample of that stream, and its data-parallel ranks
-divide each microbatch among them as ever. With blocks of micro batch x data-parallel size, replica r's rank d gets in
-each microbatch what data-parallel rank r * size + d of one world of all replicas would get, as long as no replica has
-been away.
+A replica reads its own stream: for its loaders, position p is the p-th sample of that stream, and its data-parallel
+ranks divide each microbatch as usual. With blocks of micro batch x data-parallel size, rank d of replica r gets in each
+microbatch the samples of data-parallel rank r * size + d in one world of all replicas, as long as no replica has been
+away.
 
-Validation and test data are not divided: every replica reads the same samples of them, so that none waits for another.
+Validation and test data are not divided: every replica reads the same samples of them, so that no replica waits for
+another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +22,15 @@ _ENDLESS = 1 << 62
 
 
 class StreamView(torch.utils.data.Dataset):
-    """The samples of ``base`` in the order of one replica's ``stream``, as many of them as ``base`` has."""
+    """The samples of ``base`` in the order of one replica's ``stream``, as many as ``base`` has."""
 
     def __init__(self, base, stream: Stream):
         self.base, self.stream = base, stream
 
     def follow(self, stream: Stream) -> None:
-        """Goes over to another stream. Seek in the loaders afterwards: what they have read ahead is the old one's."""
+        """Switch to another stream. Call ``seek`` on the loaders afterwards, because their read-ahead is from the old
+        stream.
+        """
         self.stream = stream
 
     def __len__(self) -> int:
@@ -40,9 +43,9 @@ class StreamView(torch.utils.data.Dataset):
 
 
 class Cyclic(torch.utils.data.Dataset):
-    """Endless passes through ``one_pass``, each in its own order: what --dataloader-type cyclic reads.
+    """Endless passes through ``one_pass``, each in its own order, as --dataloader-type cyclic reads them.
 
-    The order is that of the whole run, so it lies below the streams: position p is the same sample for every replica.
+    The order is that of the whole run, below the streams: a position is the same sample for every replica.
     """
 
     def __init__(self, one_pass, seed: int):
@@ -62,7 +65,9 @@ class Share:
     """One replica's part of the training data.
 
     Attributes:
-        replica: which one. deal: who gets which samples. positions: how far each replica has come.
+        replica: number of the replica.
+        deal: assignment of samples to replicas.
+        positions: position that each replica has reached in its stream.
     """
 
     replica: int
@@ -74,23 +79,25 @@ class Share:
         return self.positions.get(self.replica, 0)
 
     def view(self, dataset, cyclic_seed: int | None = None) -> StreamView:
-        """``dataset``, the run's, as this replica reads it; with a seed in endless passes."""
+        """Return the run's ``dataset`` as this replica reads it; with a seed, in endless passes."""
         base = dataset if cyclic_seed is None else Cyclic(dataset, cyclic_seed)
         return StreamView(base, self.deal.stream(self.replica))
 
 
 class Follower:
-    """Has the loaders of one rank read where its replica's samples are.
+    """Switches the loaders of one rank to its replica's stream when samples are reassigned.
 
     Args:
-        loaders: one for each model chunk, None for chunks that see no tokens; of :meth:`Share.view`.
+        loaders: one for each model chunk, None for chunks that see no tokens; their datasets are from
+            :meth:`Share.view`.
+        replica: number of the replica.
     """
 
     def __init__(self, loaders: Sequence[MicrobatchLoader | None], replica: int):
         self._loaders, self._replica = [loader for loader in loaders if loader is not None], replica
 
     def __call__(self, deal: Deal, position: int) -> None:
-        """From here on: the replica's stream of ``deal``, from ``position``."""
+        """Read the replica's stream of ``deal`` from ``position`` on."""
         stream = deal.stream(self._replica)
         for loader in self._loaders:
             loader.dataset.follow(stream)
@@ -98,10 +105,10 @@ class Follower:
 
     @property
     def position(self) -> int | None:
-        """Where the next microbatch begins in the stream, as a loader knows it; None where this rank reads none."""
+        """Position of the next microbatch in the stream, None if this rank reads no data."""
         return self._loaders[0].consumed_samples if self._loaders else None
 
 
 def follower(loaders: Sequence[MicrobatchLoader | None], replica: int) -> Follower:
-    """What has ``loaders`` follow ``replica``'s stream."""
+    """Return a follower that makes ``loaders`` read ``replica``'s stream."""
     return Follower(loaders, replica)
