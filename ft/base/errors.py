@@ -37,8 +37,9 @@ class UserError(FtError):
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> "UserError":
-        """Combine ``problems`` (at least one) into one error. Several are printed as a numbered list, each with its
-        fix.
+        """Combine ``problems`` (at least one) into one error.
+
+        Several are printed as a numbered list, each with its fix.
         """
         if len(problems) == 1:
             return cls(*problems[0])

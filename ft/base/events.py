@@ -50,7 +50,7 @@ DMR_CLEAN = "dmr_clean"
 
 @dataclass(frozen=True)
 class Needs:
-    """What an event of a given name must have: ``fields`` of :class:`Event` that are not None, and keys of its detail."""
+    """What an event of a given name must have: fields of :class:`Event` that are not None, and keys of its detail."""
 
     fields: tuple[str, ...] = ()
     detail: tuple[str, ...] = ()

@@ -13,8 +13,9 @@ _END = b"\n"
 
 
 class Lines:
-    """Appends lines to ``path``. A line that cannot be written (a full disk, an I/O error) is retried with the next
-    line.
+    """Appends lines to ``path``.
+
+    A line that cannot be written (a full disk, an I/O error) is retried with the next line.
 
     Readers see a line whole or not at all. The part that was written of a line that did not fit is removed; if other
     processes append to the file too, that part is ended with a newline instead, and readers skip it. A line torn by a
@@ -52,8 +53,9 @@ class Lines:
             self.lost += 1
 
     def replace(self, change: Callable[[], None], is_kept: Callable[[bytes], bool]) -> None:
-        """Call ``change``, which replaces the file. Of the waiting lines, only those for which ``is_kept`` is true are
-        kept.
+        """Call ``change``, which replaces the file.
+
+        Of the waiting lines, only those for which ``is_kept`` is true are kept.
         """
         self._waiting = deque(line for line in self._waiting if is_kept(line))
         os.close(self._fd)

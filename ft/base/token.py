@@ -15,8 +15,7 @@ _PERIOD_S = 0.05
 
 
 def make(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the token: from the environment, from the run's directory, or a new one that is written there for the
-    others.
+    """Return the token: from the environment, from the run's directory, or a new one, written there for the others.
 
     Only the user can read the file. Agents without a common directory need FT_TOKEN in their environment.
     """

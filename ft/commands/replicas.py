@@ -74,8 +74,7 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
 def prepare(
     given: argparse.Namespace, job: MpiJob | SlurmJob | None
 ) -> tuple[Replicas, RunOptions, list[Part], dict[int, list[inject.Fault]], Protection]:
-    """Return the replica settings, the run's options, this node's parts, each replica's faults, and how the run is
-    protected.
+    """Return the replica settings, the run's options, this node's parts, each replica's faults, and the protection.
 
     Raises:
         UserError: lists every problem with the flags of ``ft run`` and, for this project's trainer, of the trainer.

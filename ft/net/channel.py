@@ -50,7 +50,7 @@ class Channel:
         return None if self.gone and not lines else lines
 
     def receive_line(self) -> bytes | None:
-        """Return the first complete line, and keep later ones for ``receive``. None: no line yet, or never (``gone``)."""
+        """Return the first complete line; later ones stay for ``receive``. None: no line yet, or never (``gone``)."""
         self._read()
         line, newline, rest = self._in.partition(b"\n")
         if not newline:

@@ -31,8 +31,9 @@ _LEAVE_S = 5.0
 
 
 def listen(folder: Path) -> socket.socket:
-    """Return the socket that this node's workers connect to. It is made before MPI starts, so that no worker comes too
-    early.
+    """Return the socket that this node's workers connect to.
+
+    It is made before MPI starts, so that no worker comes too early.
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / mpi.RELAY))
@@ -166,8 +167,9 @@ class Relay:
         self._watch(stream)
 
     def _begin_again(self) -> None:
-        """After a death, fail all streams: frames between survivors are lost with the old communicator. Workers
-        reconnect.
+        """After a death, fail all streams: frames between survivors are lost with the old communicator.
+
+        Workers reconnect.
         """
         self._generation = self._world.generation
         for stream in list(self._streams.values()):

@@ -124,8 +124,9 @@ class World:
             return []
 
     def leave(self, patience_s: float) -> bool:
-        """Finalise MPI together with the others, if mpirun has started it. Return whether that took at most
-        ``patience_s`` s.
+        """Finalise MPI together with the others, if mpirun has started it.
+
+        Return whether that took at most ``patience_s`` s.
         """
         if not self._knows_pmix:
             return False
@@ -190,7 +191,7 @@ class World:
         self.generation += 1
 
     def _is_over(self, request: Any) -> bool:
-        """Return whether MPI has finished with a request's memory. A request of a lost communicator ends with an error."""
+        """Return whether MPI is done with a request's memory. Requests of a lost communicator end with an error."""
         with contextlib.suppress(self._mpi.Exception):
             return request.Test()
         return True
@@ -211,8 +212,9 @@ def is_by_srun(environment: Mapping[str, str]) -> bool:
 
 
 def _forget_shared_memory() -> None:
-    """Unlink the shared-memory files of the processes on this host: all have mapped them, and a killed process would
-    leave its files behind.
+    """Unlink the shared-memory files of this host's processes.
+
+    All have mapped them, and a killed process would leave its files behind.
     """
     for file in {word for word in _mapped() if word.startswith("/dev/shm/sm_segment.")}:
         with contextlib.suppress(FileNotFoundError):
@@ -220,7 +222,7 @@ def _forget_shared_memory() -> None:
 
 
 def _finalize() -> None:
-    """Call MPI's own finalize: mpi4py's holds the interpreter lock meanwhile, and may not return if a member is dead."""
+    """Call MPI's own finalize: mpi4py's holds the interpreter lock, and may not return if a member is dead."""
     library = next((file for file in _mapped() if "/libmpi.so" in file), None)
     if library is not None:
         ctypes.CDLL(library).MPI_Finalize()

@@ -63,7 +63,7 @@ def newest(run_dir: Path) -> int:
 
 
 def is_over(run_dir: Path, term: int) -> bool:
-    """Return whether a later term was claimed. This checks one file name only, because it is called before every order."""
+    """Return whether a later term was claimed. Checks one file name only, as it is called before every order."""
     return os.path.exists(run_dir / _FOLDER / str(term + 1))
 
 

@@ -104,9 +104,7 @@ def threads() -> int:
 
 
 def members(sessions: Iterable[int], roots: Iterable[int] = ()) -> list[int]:
-    """Return the living processes that belong to one of ``sessions`` or descend from one of ``roots``, without the
-    roots.
-    """
+    """Return the living processes in one of ``sessions`` or descended from one of ``roots``, without the roots."""
     sessions, roots = set(sessions), set(roots)
     table = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     table = {pid: entry for pid, entry in table.items() if entry}

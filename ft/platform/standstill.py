@@ -21,8 +21,9 @@ class Standstill:
         self._looked_at = self._for_s = 0.0
 
     def look(self, now: float, pid: int, said: int = 0) -> float:
-        """Return the seconds without activity. A gap between two calls counts for at most 2 s, so that a pause of the
-        caller does not count.
+        """Return the seconds without activity.
+
+        A gap between two calls counts for at most 2 s, so that a pause of the caller does not count.
 
         Args:
             now: monotonic time.

@@ -13,8 +13,9 @@ _STEPS_REMEMBERED = 20
 
 
 class Progress:
-    """Progress state, written by the training thread and read by the heartbeat thread. Each field is replaced as a
-    whole.
+    """Progress state, written by the training thread and read by the heartbeat thread.
+
+    Each field is replaced as a whole.
 
     Args:
         waiting: returns the collective that the training thread is blocked in, as (group name, since), or None.
@@ -32,9 +33,7 @@ class Progress:
 
     @contextmanager
     def at(self, doing: str, where: str):
-        """While the context is active, report that the worker is ``doing`` ("wait", "compute", "aside", "idle")
-        ``where``.
-        """
+        """Context in which the worker reports that it is ``doing`` ("wait", "compute", "aside", "idle") ``where``."""
         before = self._activity
         self._activity = (doing, where, time.monotonic())
         try:

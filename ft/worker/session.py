@@ -133,8 +133,9 @@ class Session:
         return Meeting(self.meeting, self.token)
 
     def prefix(self) -> str:
-        """Return the prefix of the store keys of this epoch's groups. It is unique, because old keys hold dead workers'
-        addresses.
+        """Return the prefix of the store keys of this epoch's groups.
+
+        It is unique, because old keys hold dead workers' addresses.
         """
         return f"groups/{self.epoch}"
 

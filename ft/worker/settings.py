@@ -1,6 +1,4 @@
-"""The settings of a worker that must be the same on every worker of a run; otherwise the ranks would compute different
-things.
-"""
+"""The settings that must be the same on every worker of a run, so that all ranks compute the same thing."""
 
 import hashlib
 import platform
@@ -18,7 +16,7 @@ _OWN_ENDINGS = ("_IFNAME", "_HCA", "_HOME", "_PATH", "_FILE", "_DIR", "_DIRECTOR
 
 
 def surroundings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that affect the computation, versions, and a digest of this project's sources."""
+    """Return environment variables that affect the computation, versions, and a digest of this project's sources."""
     found = {f"environment {name}": value for name, value in environment.items() if _counts(name)}
     found["python"] = platform.python_version()
     found["code of ft and megatron"] = CODE

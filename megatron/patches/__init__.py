@@ -1,5 +1,4 @@
-"""The changes that this project makes inside megatron-core and torch, and the platform (CUDA or CPU) that they depend
-on.
+"""The changes that this project makes inside megatron-core and torch, and the platform (CUDA or CPU) they depend on.
 
 `apply()` is called once per process, after torch is imported and before any model code. The manifest names every symbol
 that it may replace, why, and the core versions that it was checked on; `python -m megatron.patches` prints it.
@@ -24,7 +23,7 @@ __all__ = ["Platform", "apply", "choose_platform", "platform"]
 
 @dataclass(frozen=True)
 class Platform:
-    """The hardware that this process computes on: `name` is "cuda" or "cpu", `backend` its torch.distributed backend."""
+    """The hardware of this process: `name` is "cuda" or "cpu", `backend` its torch.distributed backend."""
 
     name: str
     backend: str
@@ -37,7 +36,7 @@ class Platform:
         return torch.device("cuda", torch.cuda.current_device()) if self.name == "cuda" else torch.device("cpu")
 
     def offers(self, package: str) -> bool:
-        """Return whether an optional package of GPU kernels (``transformer_engine``, ``apex``) is installed and usable."""
+        """Return whether an optional package of GPU kernels (``transformer_engine``, ``apex``) can be used."""
         return self.name == "cuda" and importlib.util.find_spec(package) is not None
 
     def select_device(self, local_rank: int) -> None:

@@ -42,7 +42,7 @@ def apply() -> None:
 
 
 def _import_core_eagerly() -> None:
-    """Import `megatron.core` with its `torch.compile` decorators off: compiling takes minutes and gains nothing here."""
+    """Import `megatron.core` with its `torch.compile` decorators off: compiling takes minutes and gains nothing."""
     if "megatron.core" in sys.modules:
         from megatron.core import jit
 
@@ -73,7 +73,7 @@ def _patch_core() -> None:
 
 
 class _OneGenerator(logging.Filter):
-    """Drops core's warning that the CPU generator changed inside a fork of the CUDA generator: here they are the same."""
+    """Drops core's warning that the CPU generator changed inside a fork of the CUDA one: here they are the same."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
@@ -90,8 +90,9 @@ def _set_generator_state(new_state, device=-1, graph_safe=False):
 
 
 def _splits_on_host(tensor, as_numpy=False, record_stream=False):
-    """Convert split sizes to numpy. Core does so only when it moves them off the GPU, but gloo's all-to-all needs it
-    too.
+    """Convert split sizes to numpy.
+
+    Core does so only when it moves them off the GPU, but gloo's all-to-all needs it too.
     """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -113,9 +114,7 @@ def _uneven_gather(even):
 
 
 def _uneven_scatter(even):
-    """Extend `even` by reduce-scatters of unequal parts (given split sizes): sent to their owners, summed in rank
-    order.
-    """
+    """Extend `even` by reduce-scatters of unequal parts (split sizes): sent to their owners, summed in rank order."""
 
     @functools.wraps(even)
     def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):

@@ -1,4 +1,4 @@
-"""Replacements for `torch.cuda` on the CPU platform: tensors in host memory, streams in program order, one generator."""
+"""Replacements for `torch.cuda` on CPUs: tensors in host memory, streams in program order, one generator."""
 
 import functools
 import sys
@@ -158,7 +158,7 @@ class Stream:
 
 
 def _nothing():
-    """Return a new function that does nothing. torch's compiler distinguishes functions by identity, so none is shared."""
+    """Return a new function that does nothing. torch's compiler compares functions by identity, so none is shared."""
 
     def nothing(*args, **kwargs):
         return None

@@ -44,7 +44,7 @@ class Listener(Protocol):
         """Note that communication is under way whose duration varies between iterations."""
 
     def reduced(self, group: Any, tensor: Any, *, is_over: bool) -> None:
-        """Note that ``tensor`` is the result of an all-reduce, which has ended or will end before the optimizer step."""
+        """Note that ``tensor`` is the result of an all-reduce, ended now or ending before the optimizer step."""
 
 
 _listener: Listener | None = None

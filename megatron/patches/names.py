@@ -57,7 +57,7 @@ class Names:
         self._bound: dict[ast.AST, tuple[dict[str, list[Binding]], list[str]]] = {}
 
     def of(self, module: str, name: str, path: tuple[tuple[str, str], ...] = ()) -> list[Thing]:
-        """Return what ``module.name`` may stand for: several if branches define it differently, none if it is missing."""
+        """Return what ``module.name`` may stand for: several if branches differ, none if it is missing."""
         if (module, name) in path:
             return []
         path = (*path, (module, name))

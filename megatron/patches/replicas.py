@@ -78,9 +78,7 @@ class _WaitedForOnce:
 
 
 def _parts(group, whole: bool) -> list[torch.Tensor]:
-    """Return the gradients that this rank exchanges: its shard of each bucket, or whole buckets if the optimizer is
-    replicated.
-    """
+    """Return the gradients that this rank exchanges: its shards of the buckets, or whole buckets without sharding."""
     if whole or not group.ddp_config.use_distributed_optimizer:
         return [bucket.grad_data for bucket in group.buckets]
     ranks, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank

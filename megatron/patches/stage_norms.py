@@ -16,9 +16,7 @@ _PARTS, _NORMS = "megatron.core.optimizer.clip_grads", "megatron.core.optimizer.
 _APPLIER, _NORM = "multi_tensor_applier", "get_grad_norm_fp32"
 
 Listener = Callable[[torch.Tensor | None, dist.ProcessGroup | None], None]
-"""Function of (2-norm of this rank's gradients, a tensor of one element, None if it has none; the group that core
-summed over).
-"""
+"""Function of (2-norm of this rank's gradients, one element, None if it has none; the group that core summed over)."""
 
 _listener: Listener | None = None
 _part: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""CheckFree+: training runs a planned, partly swapped pipeline schedule instead of core's 1F1B; evaluation runs core's."""
+"""CheckFree+: training runs a planned, partly swapped schedule instead of core's 1F1B; evaluation runs core's."""
 
 from collections.abc import Callable
 from typing import Any

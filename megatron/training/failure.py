@@ -38,9 +38,7 @@ class FailureNotice:
         self._thread.start()
 
     def claim(self) -> bool:
-        """Return True on the first rank of the job that calls this: its error is the cause, later errors follow from
-        it.
-        """
+        """Return True on the first rank of the job that calls this: its error is the cause of later errors."""
         self._stop.set()
         try:
             return self._store.add("claims", 1) == 1

@@ -70,8 +70,7 @@ _STEP_SEEDS = 1_000_003
 
 
 def seed_everything(options: TrainingOptions, step: int = 0) -> None:
-    """Seed Python, numpy, torch and megatron-core's tracker (dropout, weights), by pipeline stage and tensor-parallel
-    rank.
+    """Seed Python, numpy, torch and megatron-core's tracker, by pipeline stage and tensor-parallel rank.
 
     Data-parallel ranks share their seeds unless --data-parallel-random-init. ``step``: gives seeds of its own to each
     step.

@@ -1,4 +1,4 @@
-"""Makes the microbatch loaders of a run: for each part of the data, one loader for each model chunk that sees tokens."""
+"""Makes a run's microbatch loaders: for each part of the data, one loader for each model chunk that sees tokens."""
 
 import torch
 import torch.distributed as dist

@@ -72,8 +72,7 @@ class Begin:
 
 
 class Agent:
-    """Supervises one node of an ``ft run``: its workers, its warm pool and, if it runs here, the control plane's
-    process.
+    """Supervises one node of an ``ft run``: its workers, its warm pool and, on one node, the control plane's process.
 
     Args:
         parts: the components that the agent works with.
@@ -293,7 +292,7 @@ class Agent:
         self._workforce.kill_all()
 
     def _begin_when_possible(self) -> None:
-        """Start the workers of the next life once those of the last one have ended and the rendezvous address is known."""
+        """Start the workers of the next life once the last life's have ended and the rendezvous address is known."""
         begin = self._begin
         if begin is None or self._ending or self._signum or self._workforce.workers:
             return
@@ -309,7 +308,7 @@ class Agent:
         self._seat({worker.rank: name for name, worker in self._workforce.workers.items()}, fresh=True)
 
     def _seat(self, seats: dict[int, str], fresh: bool) -> None:
-        """Record which worker holds which logical rank, and show the output of the first and the last rank's workers."""
+        """Record which worker holds which logical rank, and show the output of the first and the last rank."""
         self._seats = seats
         world_size = self._membership.place.world_size
         names = [seats.get(rank) for rank in sorted({0, world_size - 1})]
@@ -415,7 +414,7 @@ class Agent:
         self._workforce.kill_all()
 
     def _begin_anew(self, number: int, reason: str, anew: bool = False) -> None:
-        """Restart all workers from the checkpoint, because the map of ranks to workers was lost with the control plane."""
+        """Restart all workers from the checkpoint, as the map of ranks to workers was lost with the control plane."""
         if self._ending or (self._begin is not None and self._begin.anew):
             return
         goes_on = (number <= self._membership.place.max_restarts or not anew) and not self._signum

@@ -39,8 +39,9 @@ class RecoveryNews:
         self._awaited.add(epoch)
 
     def poll(self, hurry: bool = False) -> None:
-        """Print the recoveries that are over by now. Reads the log at most every ``_PERIOD_S`` seconds, unless
-        ``hurry``.
+        """Print the recoveries that are over by now.
+
+        Reads the log at most every ``_PERIOD_S`` seconds, unless ``hurry``.
         """
         now = time.monotonic()
         if not self._awaited or (now < self._next and not hurry):

@@ -48,7 +48,7 @@ class Wake:
 
 @dataclass
 class Components:
-    """The components of one agent, connected to each other but not started. ``faults`` holds only this agent's faults."""
+    """The components of one agent, connected to each other, not started. ``faults`` holds this agent's faults only."""
 
     membership: Membership
     wake: Wake
@@ -106,9 +106,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
 
 
 def _own(faults: list[inject.Fault], place: Place, life: int | None) -> list[inject.Fault]:
-    """Address the faults planned for this node to this agent: in later lives of the run its name differs from the
-    node's.
-    """
+    """Address this node's planned faults to this agent, whose name differs from the node's in later lives."""
     asked = f"n{place.node_rank}" if life else place.node
     return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
 

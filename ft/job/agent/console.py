@@ -26,8 +26,7 @@ def last_lines(path: Path, count: int = 15) -> list[str]:
 
 
 def last_words(path: Path, code: int, count: int = 15) -> list[str]:
-    """Return the lines of a worker's log that may explain why it ended with exit ``code`` (minus the signal that killed
-    it).
+    """Return the lines of a worker's log that may explain its end with exit ``code`` (minus the signal that killed it).
 
     A process that SIGKILL or SIGTERM ended gives no lines: the signal came from outside, and its log is about something
     else. Otherwise the result is the last lines, from the last traceback or fatal error on if they contain one.
@@ -41,8 +40,10 @@ def last_words(path: Path, code: int, count: int = 15) -> list[str]:
 
 
 def _without_warnings(lines: list[str]) -> list[str]:
-    """Remove warnings: Python's (a line with the file and line number, mostly followed by an indented source line),
-    torch's C++ ones and glog's (marked with a W).
+    """Remove warnings of Python, torch and glog.
+
+    Python's are a line with file and line number, mostly followed by an indented source line; those of torch's C++ code
+    and glog are marked with a W.
     """
     kept, in_warning = [], False
     for line in lines:
@@ -170,9 +171,7 @@ class Tail:
         self._position = start if start is not None else (path.stat().st_size if path.exists() else 0)
 
     def take(self, to_the_end: bool) -> str:
-        """Return the text appended since the last call, up to the last end of a line (or carriage return of a progress
-        bar).
-        """
+        """Return the text appended since the last call, up to the last line end (or progress bar's carriage return)."""
         try:
             if self._path.stat().st_size <= self._position:
                 return ""

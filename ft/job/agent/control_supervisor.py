@@ -88,8 +88,9 @@ class ControlPlaneSupervisor:
         return len(self._deaths) > _MOST_DEATHS and now - self._deaths[0] < _WINDOW_S
 
     def look(self, now: float, contact_at: float) -> tuple[str, str]:
-        """Return (action, reason) of ``succession.decide``. The lease is watched only while the control plane is
-        silent.
+        """Return (action, reason) of ``succession.decide``.
+
+        The lease is watched only while the control plane is silent.
 
         Args:
             now: monotonic time.
@@ -156,9 +157,7 @@ class _Watch:
         threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
 
     def claimed(self) -> None:
-        """Note that this agent has just renewed the lease, so that it does not claim again before the next look sees
-        that.
-        """
+        """Note that this agent has renewed the lease, so that it does not claim again before the next look."""
         self._changed_at = time.monotonic()
 
     def age(self, now: float) -> float | None:

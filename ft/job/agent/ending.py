@@ -25,7 +25,7 @@ _PLAIN = (io.FileIO, io.BytesIO, io.StringIO, io.BufferedReader, io.BufferedWrit
 
 
 def status_of(end: SystemExit) -> int:
-    """Return the exit status that Python gives for a SystemExit. A message in it is printed to stderr, as Python does."""
+    """Return the exit status that Python gives for a SystemExit, and print a message in it to stderr."""
     code = end.code
     if code is None:
         return 0

@@ -12,8 +12,9 @@ from ft.net.channel import Channel
 
 
 def listen() -> tuple[str, socket.socket]:
-    """Return (FT_AGENT, socket). The socket is in the abstract namespace, so it leaves no file behind however the agent
-    ends.
+    """Return (FT_AGENT, socket).
+
+    The socket is in the abstract namespace, so it leaves no file behind however the agent ends.
     """
     name = f"@ft-agent-{os.getpid()}-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

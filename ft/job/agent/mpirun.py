@@ -183,7 +183,7 @@ def _relay(agent: int, folder: Path, listener: socket.socket, word: socket.socke
 
 
 def _relay_until_end(agent: int, folder: Path, listener: socket.socket, word: socket.socket) -> tuple[int, Any]:
-    """Relay until the agent ends. Return its exit code (minus the signal that killed it), and the MPI world to leave."""
+    """Relay until the agent ends. Return its exit code (minus the signal that killed it) and the MPI world to leave."""
     from ft.net.mpi_relay import Relay
 
     world = mpi_world.World()

@@ -83,9 +83,7 @@ class WarmPool:
             self.channel.send(json.dumps({"fork": request}))
 
     def take(self) -> tuple[list[tuple[str, int]], list[str]]:
-        """Return what the pool has reported since the last call: ((worker, pid) pairs that now exist, notes for the
-        user).
-        """
+        """Return what the pool has reported since the last call: ((worker, pid) pairs that now exist, notes)."""
         born, notes = [], []
         for line in self.channel.receive() or []:
             message = json.loads(line)
@@ -105,8 +103,9 @@ class WarmPool:
             self.channel.flush()
 
     def kill_if_stuck(self, now: float) -> str:
-        """Kill the process if requests are open and it makes no progress. Return the reason, or "" if it was not
-        killed.
+        """Kill the process if requests are open and it makes no progress.
+
+        Return the reason, or "" if it was not killed.
 
         ``restart`` has to follow the exit of the process.
         """
@@ -127,8 +126,7 @@ class WarmPool:
             self.channel.send(json.dumps({"forget": pid}))
 
     def restart(self, code: int) -> None:
-        """Start a new process, which takes over the open requests, after the old one was reaped with exit code
-        ``code``.
+        """Start a new process after the old one was reaped with exit code ``code``. It takes over the open requests.
 
         Raises:
             PoolBroken: several processes in a row ended before they forked a worker.

@@ -1,4 +1,4 @@
-"""Chooses and imports the modules that the warm pool loads before it forks workers: those that the script would import."""
+"""Chooses and imports the modules that the warm pool loads before it forks workers: those that the script needs."""
 
 import ast
 import contextlib
@@ -77,8 +77,9 @@ def plan(script: str, is_module: bool, preload: list[str]) -> list[str]:
 
 
 def load(names: list[str], skip: set[str]) -> None:
-    """Import ``names`` except those in ``skip``. Modules that cannot be imported are left to the worker that needs
-    them.
+    """Import ``names`` except those in ``skip``.
+
+    Modules that cannot be imported are left to the worker that needs them.
 
     Raises:
         UnfitForForking: the module that it names makes forking impossible, and must be skipped next time.

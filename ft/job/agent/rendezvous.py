@@ -17,8 +17,9 @@ class Masters:
         self._known: dict[int, tuple[str, int]] = {}
 
     def find(self, number: int, ranks: list[int]) -> tuple[str, int] | None:
-        """Return (host, port) for restart ``number``, None while it is not known. ``ranks``: logical ranks of this
-        agent.
+        """Return (host, port) for restart ``number``, None while it is not known.
+
+        ``ranks``: logical ranks of this agent.
         """
         if number not in self._known and 0 in ranks:
             self._known[number] = (self._place.host, network.free_port())

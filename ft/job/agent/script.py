@@ -1,6 +1,4 @@
-"""Runs a worker's script in a process forked from the warm pool, such that the script sees what ``python script``
-shows.
-"""
+"""Runs a worker's script in a process forked from the warm pool; the script sees what ``python script`` shows."""
 
 import errno
 import faulthandler
@@ -22,8 +20,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str]) -> None:
-    """Turn a process just forked from the warm pool into a worker: own session, output and environment, bound to its
-    agent.
+    """Turn a process forked from the warm pool into a worker: own session, output and environment, bound to its agent.
 
     Args:
         born_of: pid of the parent, which is about to exit and so leaves this process to the agent.

@@ -48,7 +48,7 @@ class Sidecar:
             self.spare_pid = self._spare.pid
 
     def start(self, term: int, node: str, restarts: int) -> None:
-        """Start the control plane for ``term`` beside the agent of ``node``, after that many ``restarts`` of the run."""
+        """Start the control plane for ``term`` beside the agent of ``node``, after ``restarts`` restarts of the run."""
         options = json.dumps({**self._options, "restarts": restarts})
         arguments = [*self._where, "--node", node, "--term", str(term), "--options", options]
         self._process = self._spare or self._launch()
@@ -111,8 +111,9 @@ class Sidecar:
 
 
 def _tell(process: subprocess.Popen, text: str) -> None:
-    """Write the arguments to the process. Runs in a thread, because the text may exceed the pipe's buffer and the
-    process reads it only after its imports.
+    """Write the arguments to the process.
+
+    Runs in a thread, because the text may exceed the pipe's buffer and the process reads it only after its imports.
     """
     # if the process has died, its exit code is handled elsewhere
     with contextlib.suppress(OSError), process.stdin as line:
@@ -120,8 +121,7 @@ def _tell(process: subprocess.Popen, text: str) -> None:
 
 
 def main() -> None:
-    """Run the process: bind it to the agent with pid ``sys.argv[1]``, import, and wait for a line of JSON with the
-    arguments.
+    """Run the process: bind it to the agent with pid ``sys.argv[1]``, import, and wait for its arguments (JSON).
 
     With the arguments it becomes ft.job.control. It ignores SIGINT and SIGTERM: Slurm may send them to all processes of
     a step, and the control plane is needed until the workers have saved.

@@ -46,9 +46,10 @@ def decide(view: View, timeouts: Timeouts) -> tuple[str, str]:
     """Return (action, reason).
 
     While the lease is being renewed, a control plane takes decisions. An agent that cannot reach it is about to be
-    declared lost, and fences itself: it ends its workers before their logical ranks are given to others. Once the lease
-    has expired, nobody takes decisions. Training goes on, and the agents try, one after the other, to claim the next
-    term; the first to succeed starts the control plane for all.
+    declared lost, and fences itself: it ends its workers before their logical ranks are given to others.
+
+    Once the lease has expired, no process takes decisions. Training goes on, and the agents try, one after the other,
+    to claim the next term; the first to succeed starts the control plane for all.
     """
     if view.silent_s <= timeouts.contact_s:
         return WAIT, ""

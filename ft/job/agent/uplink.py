@@ -106,9 +106,7 @@ class Uplink:
             out.wait(patience_s)
 
     def take(self) -> list[Any]:
-        """Return the orders and the connection events (``Linked``, ``Unlinked``, ``NewLife``, ``Refused``) since the
-        last call.
-        """
+        """Return the orders, and the events (``Linked``, ``Refused``, ...), that have come since the last call."""
         found = []
         while self._came:
             found.append(self._came.popleft())
@@ -244,9 +242,7 @@ class _Conversation:
         return None
 
     def _settle(self, taken: int) -> None:
-        """Record that the control plane has answered, and drop the reports up to number ``taken``, which it has on
-        record.
-        """
+        """Record an answer of the control plane, which has the reports up to number ``taken`` on record: drop these."""
         self.contact_at = time.monotonic()
         while self._kept and self._kept[0][0] <= taken:
             self._kept.popleft()

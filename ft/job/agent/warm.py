@@ -93,8 +93,9 @@ class Pool:
 
 
 def main() -> None:
-    """Run the pool's process. ``sys.argv[1:]`` is (folder to import ft from, descriptor of the socket, agent's pid,
-    config).
+    """Run the pool's process.
+
+    ``sys.argv[1:]`` is (folder to import ft from, descriptor of the socket, agent's pid, config).
     """
     started = time.monotonic()
     root, fd, agent, text = sys.argv[1:]

@@ -91,8 +91,9 @@ class Workforce:
         self.is_guarded = False
         """Whether a worker of this agent has ever trained under a recovery guard."""
         self.training_since: float | None = None
-        """Wall-clock time at which the first epoch began. Faults planned for a time count from it, also in later
-        workers.
+        """Wall-clock time at which the first epoch began.
+
+        Faults planned for a time count from it, also in later workers.
         """
 
     def settle(self, place: environment.Place) -> None:
@@ -129,7 +130,7 @@ class Workforce:
         return notes
 
     def ended(self, pid: int, code: int) -> Worker | None:
-        """Process the exit of a reaped child. Return the worker that it was, None if it was none or is not known yet."""
+        """Process the exit of a reaped child. Return the worker that it was, None if it was none or is not known."""
         worker = next((w for w in self.workers.values() if w.pid == pid), None)
         if worker is None:
             if any(w.pid is None for w in self.workers.values()):
@@ -160,8 +161,9 @@ class Workforce:
         return found
 
     def kill(self, *names: str) -> None:
-        """Send SIGKILL to these workers and to all processes that they started. Unknown names are ignored: they have
-        ended.
+        """Send SIGKILL to these workers and to all processes that they started.
+
+        Unknown names are ignored: they have ended.
         """
         doomed = [self.workers[name] for name in names if name in self.workers and not self.workers[name].doomed]
         for worker in doomed:
@@ -170,8 +172,9 @@ class Workforce:
             processes.kill_whole(pids)
 
     def kill_hung(self, name: str) -> None:
-        """Kill a worker on the control plane's order. If it can still run, it first writes the stacks of its threads
-        into its log.
+        """Kill a worker on the control plane's order.
+
+        If it can still run, it first writes the stacks of its threads into its log.
         """
         worker = self.workers.get(name)
         if worker is not None and worker.pid is not None and processes.state(worker.pid) not in "TZX":
@@ -180,8 +183,9 @@ class Workforce:
         self.kill(name)
 
     def drop_unborn(self) -> None:
-        """Drop the workers that the pool has not forked yet. The pool ends now, and so do processes that it still
-        forks.
+        """Drop the workers that the pool has not forked yet.
+
+        The pool ends now, and so do processes that it still forks.
         """
         self.workers = {name: worker for name, worker in self.workers.items() if worker.pid is not None}
 
@@ -197,8 +201,9 @@ class Workforce:
                 self.workers[name].doomed = True  # it has nothing to save
 
     def kill_strangers(self, known: set[int]) -> None:
-        """Kill the children of this process that are neither workers nor in ``known``: a pool forked them and died
-        before it could report them.
+        """Kill the children of this process that are neither workers nor in ``known``.
+
+        A pool forked them and died before it could report them.
         """
         known = known | {worker.pid for worker in self.workers.values()}
         for pid in processes.children(os.getpid()):
@@ -219,8 +224,9 @@ class Workforce:
         return worker
 
     def hear(self, worker: Worker) -> None:
-        """Process the worker's messages, and pass its reports on. After the worker has closed the connection, only its
-        exit follows.
+        """Process the worker's messages, and pass its reports on.
+
+        After the worker has closed the connection, only its exit follows.
         """
         if worker.channel is None:  # the worker's end was noticed in another way after the connection became readable
             return
@@ -271,8 +277,7 @@ class Workforce:
         return new
 
     def _mute(self, now: float) -> list[Silence]:
-        """Return the workers that have never attached and make no progress while other workers of this node have
-        attached.
+        """Return the workers that have never attached and make no progress although other workers have attached.
 
         The others show that the script takes part in recoveries, so these workers should have attached too.
         """

@@ -184,8 +184,7 @@ def _carry(
     is_over: Callable[[], bool] | None = None,
     moved: Callable[[bool], None] = lambda is_answer: None,
 ) -> None:
-    """Forward bytes in both directions until one end closes or ``is_over`` is true, which is checked while nothing
-    moves.
+    """Forward bytes in both directions until one end closes, or ``is_over`` is true when nothing moves.
 
     ``moved(is_answer)`` is called after bytes were sent to ``far`` (False) or back (True).
     """

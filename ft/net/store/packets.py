@@ -19,8 +19,7 @@ Caller = tuple[str, int]
 
 
 def admit(listener: socket.socket, callers: Iterable[Caller]) -> None:
-    """Let ``listener`` accept packets from these (IPv4 address, port) pairs only; port 0: from any port of that
-    address.
+    """Let ``listener`` accept packets from these (IPv4 address, port) pairs only; port 0: any port of the address.
 
     An accepted connection keeps the program of that moment, which admits its own peer.
 

@@ -46,8 +46,9 @@ class Connection:
             sockets.shut({descriptor: self._own[descriptor]})
 
     def drop(self) -> None:
-        """Release the backend. Afterwards no operation can touch a buffer, unless something still refers to one of its
-        works.
+        """Release the backend.
+
+        Afterwards no operation can touch a buffer, unless something still refers to one of its works.
         """
         self.backend = None
 
@@ -67,8 +68,9 @@ class GlooConnection(Connection):
 
 
 class NcclConnection(Connection):
-    """An NCCL backend. Its communicators are made by the first operations; ``abort`` ends blocked operations, also on
-    the device.
+    """An NCCL backend.
+
+    Its communicators are made by the first operations; ``abort`` ends blocked operations, also on the device.
 
     Communicators under construction wait in the store, over a connection of their own, which is broken too.
     """
@@ -167,22 +169,24 @@ class NcclConnector:
 
 
 def prepare_gloo() -> None:
-    """Let gloo's members look each other up in one store request instead of one per member. Call it before the first
-    connection.
+    """Let gloo's members look each other up in one store request instead of one per member.
+
+    Call it before the first connection.
     """
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 
 
 def prepare_nccl() -> None:
-    """Keep NCCL's watchdog from ending the process after an error, which is handled here. Call it before the first NCCL
-    backend.
+    """Keep NCCL's watchdog from ending the process after an error, which is handled here.
+
+    Call it before the first NCCL backend.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 
 def interrupt_together(connections: list[Connection]) -> None:
-    """Interrupt all connections. Aborts of several NCCL communicators are grouped, or they would wait for each other."""
+    """Interrupt all connections. Aborts of NCCL communicators are grouped, or they would wait for each other."""
     on_device = [one for one in connections if isinstance(one, NcclConnection)]
     for one in connections:
         if not isinstance(one, NcclConnection):

@@ -23,8 +23,9 @@ _TRANSPORT_WORDS = ("gloo/transport", "pair closure", "Connection ", "NCCL", "Br
 
 
 class Group(dist.ProcessGroup):
-    """A process group of the backend ``ft``. ``Groups`` creates it; it can be used wherever torch expects a process
-    group.
+    """A process group of the backend ``ft``.
+
+    ``Groups`` creates it; it can be used wherever torch expects a process group.
 
     Every operation raises ``EpochClosed`` once the epoch is closed, even if it is blocked at that moment, and
     ``RecoverableError`` if it failed and the epoch was not closed for it.
@@ -137,8 +138,9 @@ class Group(dist.ProcessGroup):
     # --- called by works --------------------------------------------------------------------------------------------
 
     def ended(self, work: GroupWork) -> None:
-        """Note that the wait for a work has ended. With NCCL the operation may still run, and stays registered until it
-        ends.
+        """Note that the wait for a work has ended.
+
+        With NCCL the operation may still run, and stays registered until it ends.
         """
         if "cuda" not in self._connections or work.inner.is_completed():
             self._flight.pop(id(work), None)
@@ -147,7 +149,7 @@ class Group(dist.ProcessGroup):
         self._received[source] += 1
 
     def failure(self, error: BaseException) -> Exception:
-        """Return the exception to raise for an operation that failed with ``error``, and mark the group as interrupted."""
+        """Return the exception for an operation that failed with ``error``, and mark the group as interrupted."""
         self.interrupted = True
         return self.state.error_of(self._name, self.ranks, error)
 
@@ -284,9 +286,7 @@ class Group(dist.ProcessGroup):
         (self._local or self._connected_for((), {}))._start_coalescing(device)
 
     def new_group(self, ranks, timeout=None, pg_options=None, group_name="", group_desc=None, backend=None):
-        """Create a group, as ``dist.new_group`` does on the default group (torch >= 2.13); None if this worker is no
-        member.
-        """
+        """Create a group, for ``dist.new_group`` (torch >= 2.13). Return None if this worker is no member."""
         return self._registry.new_group(ranks, timeout, group_name, group_desc, backend)
 
     def shutdown(self) -> None:

@@ -205,8 +205,9 @@ class Groups:
     # --- the end of an epoch ------------------------------------------------------------------------------------------
 
     def close(self, epoch: int, reason: str) -> None:
-        """Make blocked operations raise ``EpochClosed`` within milliseconds, and later ones at once. Safe from any
-        thread.
+        """Make blocked operations raise ``EpochClosed`` within milliseconds, and later ones at once.
+
+        Safe from any thread.
         """
         state = self._state
         with self._lock:
@@ -301,9 +302,7 @@ class Groups:
     # --- what others want to know -------------------------------------------------------------------------------------
 
     def topology(self) -> str:
-        """Return a digest of the names and members of all groups ever created, in order; equal on all workers
-        (invariant I1).
-        """
+        """Return a digest of the names and members of all groups ever created; equal on all workers (invariant I1)."""
         return hashlib.sha256(json.dumps(self._created).encode()).hexdigest()[:16]
 
     def waiting(self) -> tuple[str, float] | None:

@@ -1,4 +1,4 @@
-"""The state that all groups of a worker share: the epoch, whether it is open, and how a failed operation is reported."""
+"""State that all groups of a worker share: the epoch, whether it is open, and how failed operations are reported."""
 
 import threading
 import time
@@ -38,8 +38,9 @@ class EpochState:
             self.waiting = None
 
     def error_of(self, group: str, ranks: list[int], error: BaseException) -> Exception:
-        """Return the exception for an operation that failed with ``error``. If the epoch is open, ask for a verdict
-        first.
+        """Return the exception for an operation that failed with ``error``.
+
+        If the epoch is open, ask for a verdict first.
         """
         if self.closed is None:
             self._on_failure(group, error)

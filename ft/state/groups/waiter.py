@@ -75,7 +75,7 @@ class _Waiter:
         threading.Thread(target=self._run, name="ft-wait", daemon=True).start()
 
     def wait(self, work: dist.Work, timeout: timedelta | None, state: EpochState) -> list:
-        """Return the result or the exception as the only item of a list, an empty list if the epoch was closed first."""
+        """Return the result or the exception as a list's only item, an empty list if the epoch was closed first."""
         outcome: list[bool | Exception] = []
         self._task = (work, timeout, outcome)
         state.wake.add(self._wake)  # registered before the flag is read; ``close`` does the reverse

@@ -90,8 +90,9 @@ def are_apart(ranks: Sequence[int], domains: Mapping[int, Domains]) -> bool:
 
 
 class _Known:
-    """Cache of placements by shape of group: parallel groups mostly have the same shape. ``pairs``: pairs in all
-    programs so far.
+    """Cache of placements by shape of group: parallel groups mostly have the same shape.
+
+    ``pairs``: pairs in all programs so far.
     """
 
     def __init__(self):
@@ -164,9 +165,7 @@ def _shape(group: list[int], domains: Mapping[int, Domains], wanted: Holders) ->
 
 
 def _is_fine(owners: Sequence[int], domains: Mapping[int, Domains], k: int, holders: Holders) -> bool:
-    """Return whether every owner has ``k`` holders among the owners, in separate domains, and each of these holds
-    ``k``.
-    """
+    """Return whether every owner has ``k`` holders among the owners, in separate domains, each with ``k`` copies."""
     load = dict.fromkeys(owners, 0)
     for owner in owners:
         held = holders[owner]
@@ -213,8 +212,7 @@ def _turned(groups: list[list[int]], owners: list[int], domains: Mapping[int, Do
 def _costs(
     pairs: Sequence[tuple[int, int]], wanted: Holders, group_of: Mapping[int, int], k: int
 ) -> dict[tuple[int, int], float]:
-    """Return the cost of each (owner, holder) pair: high for holders that are no peers, low for copies that have to
-    move.
+    """Return the cost of each (owner, holder) pair: high for holders that are no peers, low for moving a copy.
 
     ``group_of``: group of each owner.
     """
@@ -267,7 +265,7 @@ def _keep(
 
 
 def _released(owners: list[int], more: int, kept: Holders, load: dict[int, int], k: int, short: list[int]) -> list[int]:
-    """Return ``short`` and about ``more`` further owners, spread evenly, whose holders are released for reassignment."""
+    """Return ``short`` and some ``more`` owners, spread evenly, with their holders released for reassignment."""
     for owner in owners[:: -(-len(owners) // more)]:
         if len(kept[owner]) == k:
             for holder in kept[owner]:

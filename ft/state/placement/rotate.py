@@ -55,15 +55,14 @@ class Rotation:
         yield [self._count * i // (k + 1) for i in range(1, k + 1)]
 
     def at(self, distances: Sequence[int]) -> numpy.ndarray:
-        """Return one row per rank: its position in the order, followed by the positions of its holders. Shape [ranks, k
-        + 1].
+        """Return one row per rank: its position in the order, followed by the positions of its holders.
+
+        Shape [ranks, k + 1].
         """
         return (numpy.arange(self._count)[:, None] + numpy.array([0, *distances])) % self._count
 
     def next_distance(self, places: numpy.ndarray) -> int | None:
-        """Return the shortest distance at which every rank finds a holder that shares no domain with its row; None if
-        none.
-        """
+        """Return the shortest distance at which each rank finds a holder outside its row's domains, or None."""
         sample = numpy.linspace(0, self._count - 1, min(_SAMPLE, self._count)).astype(int)
         for distance in range(self._unit, self._count, self._unit):
             for rows in (sample, numpy.arange(self._count)):
@@ -75,9 +74,7 @@ class Rotation:
         return None
 
     def shared(self, places: numpy.ndarray) -> numpy.ndarray:
-        """Return for each row how many positions are in a domain of an earlier position of the row, summed over all
-        kinds.
-        """
+        """Return for each row the number of positions in a domain of an earlier position, summed over all kinds."""
         found = numpy.zeros(len(places), dtype=int)
         for column in self._table.T:
             names = numpy.sort(column[places], axis=1)
@@ -161,9 +158,7 @@ def rotate_with_peers(
 def _within_groups(
     groups: Sequence[Sequence[int]], domains: Mapping[int, Domains], peers: int, place_of: Mapping[int, int]
 ) -> numpy.ndarray | None:
-    """Return the positions of every rank and of ``peers`` holders within its group; None if a group has no such
-    rotation.
-    """
+    """Return the positions of every rank and ``peers`` holders in its group; None if a group has no such rotation."""
     places = numpy.zeros((len(place_of), peers + 1), dtype=int)
     for group in groups:
         if len(group) <= peers:

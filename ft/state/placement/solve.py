@@ -43,7 +43,7 @@ class Request:
 
 
 def solve_strictly(request: Request, most: int) -> dict[int, list[int]] | None:
-    """Return holders of every owner, all in separate failure domains, none with more than ``most``; None: impossible."""
+    """Return holders of every owner, in separate failure domains, none with more than ``most``; None: impossible."""
     strict = {pair: cost for pair, cost in request.pairs.items() if _are_apart(request, *pair)}
     model = _Model(Request(request.domains, strict, request.need, request.load, request.kept))
     if not model.offers_enough():
@@ -164,9 +164,7 @@ class _Model:
         return vector
 
     def _domain_rows(self) -> dict[tuple[int, tuple[str, str]], list[int]]:
-        """Return (owner, domain) -> indices of the pairs whose holder is in that domain, if the limit could be
-        exceeded.
-        """
+        """Return (owner, domain) -> indices of the pairs with holders in it, if they could exceed the limit."""
         request, rows = self._request, {}
         for index, (owner, holder) in enumerate(self.pairs):
             for domain in request.domains[holder]:

@@ -1,5 +1,4 @@
-"""Host memory for snapshots: two alternating buffers, so that a complete snapshot always exists (DEADPOOL, section
-VI-A).
+"""Host memory for snapshots: two alternating buffers, one of them always complete (DEADPOOL, section VI-A).
 
              step 6        step 7        fault while 7 is staged
 slot A   complete 6    complete 6    complete 6    <- restored from
@@ -174,7 +173,7 @@ class PingPong:
                     slot.status = Status.EMPTY
 
     def find(self, step: int | None = None) -> Slot | None:
-        """Return the complete snapshot of ``step`` (default: the newest) from the latest epoch, None if there is none."""
+        """Return the complete snapshot of ``step`` (default: the newest) from the latest epoch, or None."""
         with self._lock:
             found = [s for s in self._slots if s.status is Status.COMPLETE and step in (None, s.step)]
             return max(found, key=lambda s: (s.step, s.epoch), default=None)

@@ -31,8 +31,9 @@ _BUFFER = "buffer/"
 
 
 class Capture:
-    """Provides the live state of one rank as a :class:`RankState`. Each step reads only the numbers anew, not the list
-    of tensors.
+    """Provides the live state of one rank as a :class:`RankState`.
+
+    Each step reads only the numbers anew, not the list of tensors.
 
     Allocates the optimizer's state if there is none yet, which changes no weight and no later step.
 

@@ -92,7 +92,7 @@ class Plan:
         self.nbytes = sum(part.table.nbytes for part in self.parts.values())
 
     def fits(self, slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Return whether the plan belongs to this slot and these tensors. Mappings of tensors are compared by identity."""
+        """Return whether the plan belongs to this slot and these tensors. Mappings are compared by identity."""
         return self.sections.keys() == sections.keys() and all(
             self.parts.get(name) is slot.parts.get(name) and self.sections[name] is sections[name] for name in sections
         )

@@ -130,7 +130,7 @@ def set_scaler(part: Any, saved: dict[str, Any] | None) -> None:
 
 
 def set_schedule(scheduler: Any, saved: dict[str, Any]) -> None:
-    """Restore a schedule's state. megatron-core's own ``load_state_dict`` would add to the present count, and prints."""
+    """Restore a schedule's state. megatron-core's own ``load_state_dict`` would add to the present count and prints."""
     if all(key in vars(scheduler) for key in saved):
         vars(scheduler).update(saved)
     else:

@@ -1,4 +1,4 @@
-"""The random number generators of a rank as byte strings: those of Python, numpy, torch, the device and megatron-core."""
+"""A rank's random number generators as byte strings: those of Python, numpy, torch, the device and megatron-core."""
 
 import random
 import struct

@@ -1,6 +1,4 @@
-"""A worker's snapshots over the life of a run: taken after every step, and held by peers before the next optimizer
-step.
-"""
+"""A worker's snapshots over a run: taken after every step, and held by peers before the next optimizer step."""
 
 import threading
 import time
@@ -107,8 +105,9 @@ class Snapshots:
         self._restorer.holders = list(holders)
 
     def forget_before(self, epoch: int) -> list[int]:
-        """Free copies of owners that have sent none in ``epoch``, because their copies go elsewhere now. Return these
-        owners.
+        """Free copies of owners that have sent none in ``epoch``, because their copies go elsewhere now.
+
+        Return these owners.
 
         Call it only when peers hold every worker's first snapshot of ``epoch``: until then these copies are the
         protection.
@@ -142,8 +141,7 @@ class Snapshots:
         stats.take_s = time.perf_counter() - began
 
     def wait(self) -> None:
-        """Wait until the last snapshot is complete on this worker and all peers: the one wait before the optimizer
-        step.
+        """Wait until this worker and all peers have the last snapshot: the one wait before the optimizer step.
 
         Raises:
             EpochClosed: ``interrupt`` was called for its epoch.
@@ -177,7 +175,7 @@ class Snapshots:
         self._progress = None
 
     def interrupt(self, epoch: int, reason: str) -> None:
-        """End ``epoch``: a blocked ``wait`` or ``restore`` raises EpochClosed, and transfers end. Safe from any thread."""
+        """End ``epoch``: a blocked ``wait`` or ``restore`` raises EpochClosed; transfers end. Safe from any thread."""
         with self._changed:
             if epoch > self._closed:
                 self._closed, self._reason = epoch, reason
@@ -204,8 +202,7 @@ class Snapshots:
     def restore(
         self, state: RankState, step: int, source: Source, *, keep_tensors: bool = False, epoch: int | None = None
     ) -> dict[str, str]:
-        """Write the snapshot of ``step`` into the live tensors of ``state``; ``restored_envelope`` holds the rest of
-        it.
+        """Write the snapshot of ``step`` into the live tensors of ``state``; ``restored_envelope`` holds the rest.
 
         Own snapshots are verified first. If a source is unusable, the next one is tried: own snapshot, then peers.
         Snapshots of later steps are dropped, because their steps are undone.

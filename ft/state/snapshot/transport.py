@@ -109,8 +109,9 @@ class Transport(ABC):
 
     @abstractmethod
     def cancel(self, epoch: int) -> None:
-        """Cancel the operations of ``epoch`` and before, and refuse further ones. Safe from any thread; returns at
-        once.
+        """Cancel the operations of ``epoch`` and before, and refuse further ones.
+
+        Safe from any thread; returns at once.
         """
 
     @abstractmethod

@@ -120,7 +120,7 @@ def refusals(
 
 
 def may_have_te() -> bool:
-    """Return whether Transformer Engine is installed on a machine with a GPU, as far as can be found out without torch."""
+    """Return whether Transformer Engine is installed on a machine with a GPU, as far as is known without torch."""
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     return has_gpu and importlib.util.find_spec("transformer_engine") is not None
 

@@ -1,4 +1,4 @@
-"""Checks the requirements of CheckFree: stages with equal numbers of transformer blocks, and two neighbours for one."""
+"""Checks the requirements of CheckFree: stages with as many transformer blocks each, and with neighbours."""
 
 from collections.abc import Iterator
 

@@ -38,8 +38,9 @@ _SHOWN = 5
 
 
 def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: bool) -> str | None:
-    """Check that the checkpoint at ``path`` belongs to this run's model and tokenizer. Return a notice, if there is
-    one.
+    """Check that the checkpoint at ``path`` belongs to this run's model and tokenizer.
+
+    Return a notice, if there is one.
 
     Raises:
         UserError: it does not.

@@ -35,7 +35,11 @@ class TrainState:
 
 
 def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
-    """Return how ``optimizer`` is stored: None (no state), ``replicated``, ``fully_reshardable`` or ``dp_reshardable``."""
+    """Return how ``optimizer`` is stored.
+
+    Returns:
+        None (no state), ``replicated``, ``fully_reshardable`` or ``dp_reshardable``.
+    """
     if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
         return None
     if not any(isinstance(part, DistributedOptimizer) for part in optimizer_state.parts(optimizer)):

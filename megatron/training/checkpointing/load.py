@@ -102,9 +102,7 @@ class Loader:
         return report
 
     def _choose(self) -> tuple[Manifest, LoadReport] | None:
-        """Return the newest checkpoint that passes verification, or that of --ckpt-step; None if there are no
-        checkpoints.
-        """
+        """Return the newest checkpoint that passes verification, or that of --ckpt-step; None if there is none."""
         entries, tracked = self._entries()
         candidates = self._candidates(entries)
         if candidates is None:

@@ -48,9 +48,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def partial_name(step: int) -> str:
-    """Return a unique name: a rank that a network failure has cut off may still be writing an earlier save of this
-    step.
-    """
+    """Return a unique name: a rank that the network has cut off may still be writing an earlier save of this step."""
     return f"{checkpoint_name(step)}.{secrets.token_hex(4)}{_PARTIAL}"
 
 

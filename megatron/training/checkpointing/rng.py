@@ -70,7 +70,7 @@ def restore(loaded: list[dict]) -> None:
 
 
 def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
-    """Reseed the generators if the saved states belong to another layout, as a function of seed, step and logical rank."""
+    """Reseed the generators, if the saved states are for another layout, from seed, step and logical rank."""
     mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
     own = (int.from_bytes(mixed, "little") >> 1) + 100 * parallel_state.get_pipeline_model_parallel_rank()
     if data_parallel_random_init:

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 
 @dataclass(frozen=True)
 class Blend:
-    """Datasets with their weights. Without weights, each dataset is read once.
+    """Datasets with their weights. Without weights, each dataset is read once, so that its share is its size.
 
     Attributes:
         flag: the flag that specified it.

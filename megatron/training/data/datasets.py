@@ -204,7 +204,7 @@ def _documents(cls, low_level, prefix: str | None, bounds, size: int | None, spl
 
 
 def _mock_datasets(config: GPTDatasetConfig, samples: Sequence[int]) -> tuple:
-    """Return megatron-core's synthetic samples: counting token ids in documents of random length, equal in every run."""
+    """Return megatron-core's synthetic samples: counting token ids in documents of random length; equal in all runs."""
     low_level = MockGPTLowLevelDataset(config.tokenizer)
     bounds = config.split_matrix
     return tuple(

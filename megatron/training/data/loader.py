@@ -87,8 +87,9 @@ class MicrobatchLoader:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """Return the next microbatch. After an error the position is unchanged, so that the same one can be drawn
-        again.
+        """Return the next microbatch.
+
+        After an error the position is unchanged, so that the same one can be drawn again.
 
         Raises:
             UserError: the data ends before this microbatch.

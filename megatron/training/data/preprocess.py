@@ -80,7 +80,7 @@ class PreprocessOptions:
 
 @dataclass
 class Encoded:
-    """The result of one unit: tokens of all its documents, and for each document its numbers of tokens and text bytes."""
+    """The result of one unit: tokens of all its documents, and each document's numbers of tokens and text bytes."""
 
     tokens: numpy.ndarray
     lengths: list[int]
@@ -147,7 +147,7 @@ def preprocess(
 
 
 def inputs_digest(sources: list[Source], options: PreprocessOptions, tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 (hex) of all that determines the result: names, sizes and times of inputs, not their contents."""
+    """Return a SHA-256 (hex) of all that determines the result: inputs' names, sizes and times, not their contents."""
     relevant = {k: v for k, v in asdict(options).items() if k in ("json_key", "append_eod", "shuffle_seed", "max_mb")}
     files = [[os.path.abspath(s.path), s.size, s.mtime_ns, s.lines] for s in sources]
     text = json.dumps([FORMAT_VERSION, tokenizer.fingerprint, relevant, files], sort_keys=True)

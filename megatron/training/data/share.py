@@ -11,7 +11,7 @@ from ft.base.errors import FtError, UserError
 
 
 def alone() -> bool:
-    """Return whether this rank is joining a running job: the other ranks are training and take part in no collective."""
+    """Return whether this rank is joining a running job: the others are training and take part in no collective."""
     return dist.is_initialized() and getattr(dist.group.WORLD, "is_alone", False)
 
 

@@ -28,8 +28,9 @@ class StreamView(torch.utils.data.Dataset):
         self.base, self.stream = base, stream
 
     def follow(self, stream: Stream) -> None:
-        """Switch to another stream. Call ``seek`` on the loaders afterwards, because their read-ahead is from the old
-        stream.
+        """Switch to another stream.
+
+        Call ``seek`` on the loaders afterwards, because their read-ahead is from the old stream.
         """
         self.stream = stream
 

@@ -59,9 +59,7 @@ class MetricsFile:
             self._lines.replace(lambda: self._cut(step), lambda line: _is_kept(line, step))
 
     def _cut(self, step: int) -> None:
-        """Replace the file by one without the steps after ``step``, so that no crash loses lines; without space,
-        truncate it.
-        """
+        """Remove the steps after ``step``: atomically by a new file or, if the disk is full, by truncation."""
         kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _is_kept(line, step)]
         temporary = self._path.with_name(self._path.name + ".tmp")
         try:
