@@ -90,7 +90,7 @@ SCHEMA: Mapping[str, Needs] = {
     # number: warm restarts so far
     RESTARTED: Needs((), ("number", "reason")),
     CHECKPOINT_SAVED: Needs(("step",)),
-    # violations: sentences, empty when the invariants I1 to I4 hold
+    # violations: sentences, empty when invariants I1 to I4 hold (DEADPOOL, section V-C)
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
     # copies: logical rank of the owner (a string) -> holders of its peer copies from this epoch's first snapshot on;
     # moved: copies that were placed elsewhere before; problems: sentences, empty when all failure domains are respected

@@ -140,7 +140,7 @@ class Session:
         return f"groups/{self.epoch}"
 
     def topology(self) -> str:
-        """Return a digest of the map of ranks to workers and of all groups (invariant I1)."""
+        """Return a digest of the map of ranks to workers and of all groups (DEADPOOL, invariant I1)."""
         seats = {rank: asdict(seat) for rank, seat in sorted(self.seats.items())}
         return hashlib.sha256((json.dumps(seats, sort_keys=True) + self.groups.topology()).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Process groups whose collectives can be aborted, and which can be rebuilt in place for each epoch (DEADPOOL).
+"""Process groups that can be aborted, and rebuilt in place for each epoch (DEADPOOL, section VI-D).
 
 ``Groups.start`` makes torch.distributed's default process group, of the backend ``ft``. From then on every process
 group is a ``Group``. The ``Group`` object stays the same over the life of the process, because model, gradient buffers

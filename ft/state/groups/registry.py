@@ -302,7 +302,7 @@ class Groups:
     # --- what others want to know -------------------------------------------------------------------------------------
 
     def topology(self) -> str:
-        """Return a digest of the names and members of all groups ever created; equal on all workers (invariant I1)."""
+        """Return a digest of the names and members of all groups ever created; equal on all workers (DEADPOOL, I1)."""
         return hashlib.sha256(json.dumps(self._created).encode()).hexdigest()[:16]
 
     def waiting(self) -> tuple[str, float] | None:
