@@ -1,1 +1,4 @@
-"""What every part knows: errors, events, quantities, command lines, the run's token. Imports nothing of ft."""
+"""Basic types and helpers that every package uses: errors, events, quantities, flags, the run's token.
+
+Imports nothing of ft.
+"""

@@ -1,6 +1,6 @@
-"""Where this installation's own files are."""
+"""The path of this installation's own files."""
 
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parent.parent.parent
-"""The folder that holds ``ft``: the checkout, or ``site-packages``. Processes of our own import from it."""
+"""The folder that contains ``ft``: the checkout, or ``site-packages``. Processes of this project import from it."""

@@ -1,4 +1,4 @@
-"""The exception taxonomy: what an error asks of whoever catches it.
+"""The exception hierarchy: each class tells its handler what to do.
 
 =====================  =========================================================================
 raised class           what has to happen
@@ -6,7 +6,7 @@ raised class           what has to happen
 ``UserError``          stop before anything is lost; print the message (problem and fix), no trace
 ``RecoverableError``   the worker is sound; the operation is tried again in place
 ``ReplaceNodeError``   the worker or its node is lost; a standby takes its logical ranks
-``FallbackError``      what was asked for is gone; the next source of the same state is tried
+``FallbackError``      this source of the state is unusable; the next source of it is tried
 =====================  =========================================================================
 """
 
@@ -17,7 +17,7 @@ Problem = tuple[str, str | None]
 
 
 class FtError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base class of every error that this project raises on purpose."""
 
 
 class UserError(FtError):
@@ -37,7 +37,10 @@ class UserError(FtError):
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> "UserError":
-        """One error for all of ``problems`` (at least one): more than one are a numbered list, each with its fix."""
+        """Combine ``problems`` (at least one) into one error.
+
+        Several are printed as a numbered list, each with its fix.
+        """
         if len(problems) == 1:
             return cls(*problems[0])
         items = []
@@ -50,7 +53,7 @@ class UserError(FtError):
 
 
 class Problems:
-    """Collects what is wrong with the input, so that a user learns all of it at once: ``with problems: check()``.
+    """Collects all problems of the input, so that the user learns of all of them at once: ``with problems: check()``.
 
     Attributes:
         found: (problem, fix) pairs, each once.
@@ -63,10 +66,10 @@ class Problems:
         self.found += [problem for problem in problems if problem not in self.found]
 
     def refuse(self) -> None:
-        """Raises what was found.
+        """Raise an error if problems were found.
 
         Raises:
-            UserError: with every problem that was found, if there is any.
+            UserError: contains every problem that was found.
         """
         if self.found:
             raise UserError.of(self.found)
@@ -90,15 +93,15 @@ class ReplaceNodeError(FtError):
 
 
 class FallbackError(FtError):
-    """This copy of the state is unusable: use the next rung (peer copy, older checkpoint)."""
+    """This copy of the state is unusable: use the next source (peer copy, older checkpoint)."""
 
 
 class EpochClosed(RecoverableError):
-    """The epoch this operation belongs to is over: leave the step, and wait for the next epoch.
+    """The epoch that this operation belongs to is over: leave the step, and wait for the next epoch.
 
     Args:
         epoch: the epoch that was closed.
-        reason: why, in words.
+        reason: why it was closed, in words.
     """
 
     def __init__(self, epoch: int, reason: str):

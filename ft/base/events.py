@@ -1,7 +1,7 @@
-"""What happened in a run, one JSON object per line of ``events.jsonl``: every part writes it, every report reads it.
+"""The run's event log: one JSON object per line of ``events.jsonl``, written by all parts and read by all reports.
 
-Two clocks stamp an event: ``wall`` (seconds since 1970, comparable between hosts as far as these agree) and
-``monotonic`` (comparable on one host only); :func:`elapsed` takes the better of the two.
+Two clocks stamp an event: ``wall`` (seconds since 1970, comparable between hosts as far as their clocks agree) and
+``monotonic`` (comparable on one host only). :func:`elapsed` uses the better of the two.
 """
 
 import json
@@ -50,78 +50,82 @@ DMR_CLEAN = "dmr_clean"
 
 @dataclass(frozen=True)
 class Needs:
-    """What an event of some name must have: ``fields`` of :class:`Event` that are not None, keys of its detail."""
+    """What an event of a given name must have: fields of :class:`Event` that are not None, and keys of its detail."""
 
     fields: tuple[str, ...] = ()
     detail: tuple[str, ...] = ()
 
 
 SCHEMA: Mapping[str, Needs] = {
-    # command: list of words; world_size: logical ranks
+    # command: list of words; world_size: number of logical ranks
     RUN_STARTED: Needs((), ("command", "world_size")),
     # a process exists; rank None: a standby
     WORKER_STARTED: Needs(("node", "worker"), ("pid",)),
     STANDBY_READY: Needs(("node", "worker")),
-    # number: of the planned fault; where: phase of the step, or "time"
+    # number: number of the planned fault; where: phase of the step, or "time"
     FAULT_INJECTED: Needs(("node",), ("number", "kind")),
-    # epoch: the one it happened in; worker, node, rank: what is broken; step: the furthest committed one known;
-    # category: class of the failure; action: "replace", "in place", "restart" or "stop"; signal: what gave it away
+    # epoch: the epoch in which the failure happened; worker, node, rank: the broken part; step: the last step known to
+    # be committed; category: class of the failure; action: "replace", "in place", "restart" or "stop"; signal: the
+    # observation that revealed the failure
     FAULT_DETECTED: Needs(("epoch",), ("category", "action", "reason", "signal")),
     EPOCH_CLOSED: Needs(("epoch",), ("reason",)),
-    # epoch: the closed one; the last survivor has left it
+    # epoch: the closed epoch; the last surviving worker has left it
     RELEASED: Needs(("epoch",)),
-    # seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new to its seat
+    # seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new
     EPOCH_OPENED: Needs(("epoch",), ("seats", "joiners")),
     JOINER_ARRIVED: Needs(("epoch", "worker", "rank")),
-    # step: the one to be restored
+    # step: the step to restore
     REPAIR_ORDERED: Needs(("epoch", "step")),
-    # numbers of groups, counted over the run and not per worker; seconds: of the slowest worker
+    # rebuilt, kept, deferred: numbers of groups over the whole run, not per worker; seconds: of the slowest worker
     GROUPS_REBUILT: Needs(("epoch",), ("rebuilt", "kept", "deferred", "seconds")),
-    # sources: logical rank (a string) -> how its state came; seconds: of the slowest worker
+    # sources: logical rank (a string) -> where its state came from; seconds: of the slowest worker
     STATE_RESTORED: Needs(("epoch", "step"), ("sources", "seconds")),
-    # a stage of which nobody had a state is made from the stages beside it (CheckFree); weights: shares of the previous
-    # and the following one; neighbours: logical ranks; seconds: of the stage's first rank, from its first message on
+    # a pipeline stage whose state is lost on all ranks is rebuilt from its neighbouring stages (CheckFree); weights:
+    # shares of the previous and the following stage; neighbours: logical ranks; seconds: on the stage's first rank,
+    # counted from its first message
     STAGE_REBUILT: Needs(("epoch", "step"), ("stage", "strategy", "weights", "seconds")),
-    # the first new step has begun on every worker; step: the last committed one
+    # the first new step has begun on every worker; step: the last committed step
     RESUMED: Needs(("epoch", "step")),
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
-    # number: of warm restarts so far
+    # number: warm restarts so far
     RESTARTED: Needs((), ("number", "reason")),
     CHECKPOINT_SAVED: Needs(("step",)),
-    # violations: sentences, empty when I1 to I4 hold
+    # violations: sentences, empty when invariants I1 to I4 hold (DEADPOOL, section V-C)
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
-    # copies: owner's logical rank (a string) -> who holds its peer copies from this epoch's first snapshot on; moved:
-    # copies that went elsewhere before; problems: sentences, empty when all failure domains are respected
+    # copies: logical rank of the owner (a string) -> holders of its peer copies from this epoch's first snapshot on;
+    # moved: copies that were placed elsewhere before; problems: sentences, empty when all failure domains are respected
     COPIES_PLACED: Needs(("epoch",), ("copies", "moved", "problems")),
     FINISHED: Needs(("step",)),
     STOPPED: Needs((), ("code", "message")),
-    # the control plane could not go on where it was: all workers began again
+    # the control plane could not continue from its journal: all workers restarted
     CONTROL_RESTARTED: Needs(),
-    # it went on from its journal, beside the agent of node; away: seconds since it last heard anything
+    # the control plane continued from its journal, beside the agent of node; away: seconds since it last heard anything
     CONTROL_BACK: Needs(("node",), ("term", "away")),
-    # FT-HSDP: replica: its number; life: of it; step: the committed steps of its state
+    # FT-HSDP; replica: its number; life: its number of restarts; step: number of committed steps of its state
     REPLICA_OFFLINE: Needs((), ("replica", "reason")),
     REPLICA_ONLINE: Needs(("step",), ("replica", "life")),
-    # a rank of a replica that was behind has the state; step: the one it caught up in; bytes: fetched in fetch_s
+    # a rank of a replica that was behind has received the state; step: the step in which it caught up; bytes: number of
+    # bytes fetched in fetch_s seconds
     CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
-    # the members have changed, or the step is tried again; step: committed ones; wait_s: since the first had reported
+    # the members have changed, or the step is retried; step: committed steps; wait_s: seconds since the first report
     QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
-    # a bit-flip fault has hit; fault: its number; execution: primary, checker or None (a payload)
+    # a bit-flip fault was injected; fault: its number; execution: primary, checker or None (a payload)
     BIT_FLIPPED: Needs(
         ("rank", "step"), ("fault", "operator", "phase", "layer", "microbatch", "element", "bit", "dtype")
     ),
-    # strategy: naive, piggyback or plan; counts: operators of this rank's first iteration by how they are verified
+    # strategy: naive, piggyback or plan; counts: operators of this rank's first iteration, by way of verification
     DMR_COVERED: Needs(("rank", "step"), ("strategy", "counts")),
-    # two executions of an operator differed; how: what was compared; elements: how many, None: digests differed
+    # two executions of an operator differed; how: what was compared; elements: number of differing elements, None if
+    # digests were compared
     DMR_MISMATCH: Needs(
         ("rank", "step"), ("attempt", "operator", "phase", "layer", "microbatch", "how", "host", "device")
     ),
-    # what follows from an attempt that went wrong on ``ranks``: action "retry", "evict" or "give up"; blamed: who is
+    # the decision after a failed attempt on ``ranks``: action "retry", "evict" or "give up"; blamed: the faulty ranks
     DMR_VERDICT: Needs(("step",), ("attempt", "action", "reason", "ranks", "blamed")),
-    # a step came out clean after attempts that had not
+    # a step was clean after failed attempts
     DMR_CLEAN: Needs(("step",), ("attempt",)),
 }
-"""Every event there is."""
+"""All events, by name."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,15 @@ class Event:
     """One event.
 
     Attributes:
-        name: a key of ``SCHEMA``. wall, monotonic: when, in seconds.
-        node, worker, rank, epoch, step: what it is about, None where that makes no sense. ``step`` counts committed
-            steps. detail: the rest, JSON values.
+        name: a key of ``SCHEMA``.
+        wall: time in seconds since 1970.
+        monotonic: time in seconds on the host's monotonic clock.
+        node: the node that the event is about, None if it does not apply; so for the following fields.
+        worker: name of the worker.
+        rank: logical rank.
+        epoch: number of the epoch.
+        step: number of committed steps.
+        detail: all other values, as JSON values.
     """
 
     name: str
@@ -151,12 +161,12 @@ _KNOWN = {f.name for f in fields(Event)}
 
 
 def now(name: str, **values: Any) -> Event:
-    """An event that happens now; keywords that are no field of :class:`Event` become its detail."""
+    """Return an event with the present time. Keywords that are no field of :class:`Event` become its detail."""
     return observed(name, {"wall": time.time(), "monotonic": time.monotonic(), **values})
 
 
 def observed(name: str, values: Mapping[str, Any]) -> Event:
-    """The event in the values of an ``Observed`` message: stamps and places beside its detail, in one mapping."""
+    """Return the event in an ``Observed`` message, which holds stamps, places and detail in one mapping."""
     stamps = {key: values[key] for key in _STAMPS if key in values}
     stamps.setdefault("wall", time.time())
     stamps.setdefault("monotonic", time.monotonic())
@@ -164,7 +174,11 @@ def observed(name: str, values: Mapping[str, Any]) -> Event:
 
 
 def check(event: Event) -> None:
-    """Raises ``ValueError`` where ``event`` is not what ``SCHEMA`` says: a mistake of who wrote it."""
+    """Check an event against ``SCHEMA``.
+
+    Raises:
+        ValueError: the event does not match, which is an error of the code that wrote it.
+    """
     needs = SCHEMA.get(event.name)
     if needs is None:
         raise ValueError(f"no event is named {event.name!r}: {', '.join(SCHEMA)}")
@@ -175,17 +189,17 @@ def check(event: Event) -> None:
 
 
 def elapsed(earlier: Event, later: Event) -> float:
-    """Seconds between two events, never negative.
+    """Return the seconds between two events, never negative.
 
-    Where both clocks agree to a second, both events were stamped on one host and its monotonic clock is right. Two
-    hosts' monotonic clocks began when those hosts did: there the wall clocks are all there is.
+    If both clocks agree within a second, both events were stamped on one host, and its monotonic clock is used.
+    Monotonic clocks of two hosts have different origins, so the wall clocks are used there.
     """
     wall, monotonic = later.wall - earlier.wall, later.monotonic - earlier.monotonic
     return max(0.0, monotonic if abs(monotonic - wall) < 1.0 else wall)
 
 
 class EventLog:
-    """Appends events to a file; any thread may write.
+    """Appends events to a file. Any thread may write.
 
     Raises:
         OSError: the file cannot be opened.
@@ -193,13 +207,13 @@ class EventLog:
 
     def __init__(self, path: str | Path):
         self._lock = threading.Lock()
-        self._lines = Lines(Path(path), is_shared=True)  # with a control plane that was taken for dead
+        self._lines = Lines(Path(path), is_shared=True)  # with a control plane that was declared dead but still runs
 
     def write(self, event: Event) -> None:
-        """Appends one line.
+        """Append one event.
 
         Raises:
-            ValueError: the event is not in the schema, or its detail is no JSON.
+            ValueError: the event does not match the schema, or its detail is not JSON.
         """
         check(event)
         values = {name: value for name, value in asdict(event).items() if name not in _PLACES or value is not None}
@@ -218,9 +232,9 @@ class EventLog:
 
 
 def read(path: str | Path) -> list[Event]:
-    """The events of a file in the order they were written; none if there is no such file.
+    """Return the events of a file in the order in which they were written, none if there is no such file.
 
-    A torn line is skipped, as are fields that a later version has added. Names nobody knows are kept.
+    Torn lines are skipped, and so are fields that a later version has added. Events with unknown names are kept.
     """
     try:
         lines = Path(path).read_bytes().splitlines()

@@ -1,4 +1,4 @@
-"""Reading a command line flag by flag, so that a flag that does not fit hides no other one."""
+"""Parses a command line flag by flag, so that one bad flag does not hide the errors in others."""
 
 import argparse
 import difflib
@@ -8,21 +8,24 @@ from pathlib import Path
 from ft.base.errors import Problem, UserError
 
 Explain = Callable[[str], tuple[Problem, str | None]]
-"""What is wrong with an unknown flag, and the flag that was probably meant."""
+"""Returns the problem with an unknown flag, and the flag that was probably meant."""
 
 
 def read_flags(
     parser: argparse.ArgumentParser, words: Sequence[str], known: Collection[str], explain: Explain
 ) -> tuple[argparse.Namespace, list[Problem], list[str]]:
-    """Parses a command line that has nothing but flags.
+    """Parse a command line that has nothing but flags.
 
-    A misspelt flag is reported, and read as the flag that was probably meant: what else is wrong shows only then.
+    A misspelt flag is reported, and read as the flag that was probably meant, so that further errors show up.
 
     Args:
-        parser: its ``error`` raises :class:`UserError`. known: every flag that it knows.
+        parser: a parser whose ``error`` raises :class:`UserError`.
+        words: the command line.
+        known: every flag that the parser knows.
+        explain: describes an unknown flag.
 
     Returns:
-        (the values, what is wrong, known flags whose values could not be read).
+        (the values, problems, known flags whose values could not be read).
     """
     namespace, problems, doubtful = argparse.Namespace(), [], []
     for group in _groups(words):
@@ -50,7 +53,7 @@ def _unexpected(word: str) -> Problem:
 
 
 def _groups(words: Sequence[str]) -> list[list[str]]:
-    """Each flag with the words behind it, and each word before the first flag."""
+    """Return groups of words: each flag with the words after it, and each word before the first flag."""
     found: list[list[str]] = []
     for word in words:
         if word.startswith("--") or not found or not found[-1][0].startswith("--"):
@@ -61,13 +64,13 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of each ``ft`` subcommand: what does not fit is a :class:`UserError`, as all other bad input.
+    """The parser of each ``ft`` subcommand. Bad input raises :class:`UserError`, as everywhere else.
 
     Args:
-        is_launcher: the command line is flags, a script and the script's own words, as torchrun's. What does not fit is
-            left in ``problems`` of the namespace, for the command to report with whatever else is wrong; the script is
-            None where there is none. The parser needs the arguments ``script`` and ``script_args``.
-        scripts_flags: gives flags that belong behind the script, where one is given before it.
+        is_launcher: the command line consists of flags, a script and the script's own arguments, as torchrun's.
+            Problems are left in ``problems`` of the namespace, so that the command can report them together with
+            others; ``script`` is None if none is given. The parser needs the arguments ``script`` and ``script_args``.
+        scripts_flags: returns the flags that belong after the script, for the message if one is given before it.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "), f"see {self.prog} --help")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
-        """As that of the base class; of a launcher nothing is left unknown."""
+        """Parse as the base class does. For a launcher, no word is left unknown."""
         if not self._is_launcher:
             return super().parse_known_args(args, namespace)
         namespace, problems = namespace or argparse.Namespace(), []
@@ -104,7 +107,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, []
 
     def _next_flag(self, words: Sequence[str]) -> tuple[list[str], Problem | None]:
-        """The first flag with its value, and what is wrong with it."""
+        """Return the first flag with its value, and what is wrong with it."""
         flag, equals, _ = words[0].partition("=")
         action, problem = self._option_string_actions.get(flag), None
         if action is None:
@@ -125,7 +128,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(unknown: str, known: Collection[str]) -> str | None:
-    """The flag that was probably meant: one that begins so, else the one most like it."""
+    """Return the known flag that was probably meant: one that begins like ``unknown``, else the most similar one."""
     longer = sorted((flag for flag in known if flag.startswith(unknown)), key=len)
     near = longer[:1] if len(unknown) > len("--x") else []
     near = near or difflib.get_close_matches(unknown, known, n=1, cutoff=0.6)
@@ -137,5 +140,5 @@ def _is_script(word: str) -> bool:
 
 
 def _is_value(words: Sequence[str]) -> bool:
-    """Whether a word behind a flag that nobody knows is the flag's value, rather than the next flag or the script."""
+    """Return whether the word after an unknown flag is the flag's value, rather than the next flag or the script."""
     return bool(words) and not words[0].startswith("-") and not _is_script(words[0]) and not Path(words[0]).is_file()

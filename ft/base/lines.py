@@ -1,4 +1,4 @@
-"""A file that lines are appended to, and that a full disk makes wait, not fail."""
+"""A file to which lines are appended, and for which a full disk delays lines instead of raising an error."""
 
 import contextlib
 import errno
@@ -13,18 +13,23 @@ _END = b"\n"
 
 
 class Lines:
-    """Appends to ``path``; what finds no room, or meets another error of the file's, is tried again with the next line.
+    """Appends lines to ``path``.
 
-    A line is whole in the file or absent. What was written of one that did not fit is taken off again; where others
-    append too, it is ended, and readers leave it out. So is a line that a crash of an earlier writer has torn.
+    A line that cannot be written (a full disk, an I/O error) is retried with the next line.
+
+    Readers see a line whole or not at all. The part that was written of a line that did not fit is removed; if other
+    processes append to the file too, that part is ended with a newline instead, and readers skip it. A line torn by a
+    crash of an earlier writer is ended in the same way.
 
     Args:
-        most: lines that wait in memory at most; beyond that the oldest is lost. None: any number.
-        is_shared: others may append to the file at the same time.
-        tell: takes what is said once when lines begin to wait, once when they are written, and when some are lost.
+        path: the file.
+        most: maximum number of lines that wait in memory; beyond it the oldest is lost. None: no limit.
+        is_shared: other processes may append to the file at the same time.
+        tell: function that prints a message once when lines begin to wait, once when they are written, and when lines
+            are lost.
 
     Attributes:
-        lost: lines that are in neither file nor memory.
+        lost: number of lines that are neither in the file nor in memory.
 
     Raises:
         OSError: the file cannot be opened.
@@ -40,7 +45,7 @@ class Lines:
         self._open()
 
     def write(self, line: bytes) -> None:
-        """Adds a line, given with its end."""
+        """Append a line, given with its newline."""
         self._waiting.append(line)
         self._flush()
         if self._most is not None and len(self._waiting) > self._most:
@@ -48,14 +53,17 @@ class Lines:
             self.lost += 1
 
     def replace(self, change: Callable[[], None], is_kept: Callable[[bytes], bool]) -> None:
-        """Calls ``change``, which changes the file; of the lines that wait only those that are ``is_kept`` stay."""
+        """Call ``change``, which replaces the file.
+
+        Of the waiting lines, only those for which ``is_kept`` is true are kept.
+        """
         self._waiting = deque(line for line in self._waiting if is_kept(line))
         os.close(self._fd)
         change()
         self._open()
 
     def close(self) -> None:
-        """Writes what waits, as far as there is room; what there is none for is lost, and told."""
+        """Write the waiting lines as far as there is space. The rest is lost, with a message."""
         self._flush()
         os.close(self._fd)
         self.lost += sum(line != _END for line in self._waiting)
@@ -88,10 +96,10 @@ class Lines:
             self._tell(f"{self._path} can be written again: {waited} lines had waited, {self.lost} are lost")
 
     def _put(self, line: bytes) -> None:
-        """Writes a line whole.
+        """Write a whole line.
 
         Raises:
-            OSError: it does not fit.
+            OSError: the line does not fit.
         """
         written = os.write(self._fd, line)
         if written == len(line):
@@ -100,12 +108,12 @@ class Lines:
         if not self._is_shared and os.fstat(self._fd).st_size == end:
             os.ftruncate(self._fd, end - written)
         elif line[written:] == _END:
-            self._waiting[0] = _END  # the rest of the line is there
+            self._waiting[0] = _END  # only the newline is missing
         else:
             self._waiting.appendleft(_END)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _warn(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # where this goes, the disk may be full too
+    with contextlib.suppress(OSError, ValueError):  # the disk behind stderr may be full too
         print(text, file=sys.stderr, flush=True)

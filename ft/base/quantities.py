@@ -1,7 +1,6 @@
-"""Times, sizes, rates and numbers as people write them on command lines and in files: 250ms, 12h, 80GB, 98,304, 70B.
+"""Parses times, sizes, rates and numbers as people write them: 250ms, 12h, 80GB, 98,304, 70B.
 
-Readers raise ValueError with the reason. Those that argparse is to call are wrapped in :func:`argument`, and the
-sentence that says what is possible is part of its message then.
+Parsers raise ValueError with the reason. :func:`argument` wraps a parser for argparse, with the reason in its message.
 """
 
 import argparse
@@ -25,13 +24,15 @@ Value = TypeVar("Value")
 
 
 def seconds(value: Any, least: float = 1e-3, bare: float | None = None) -> float:
-    """A time: "500ms", "90s", "2m", "2min", "1h", "1d"; zero needs no unit.
+    """Parse a time, such as "500ms", "90s", "2m", "2min", "1h" or "1d", and return seconds. Zero needs no unit.
 
     Args:
-        least: the shortest that is taken. bare: seconds of the unit that a number alone has; None: it is refused.
+        value: the text or number.
+        least: shortest time that is accepted, in seconds.
+        bare: unit, in seconds, of a number without a unit; None: such a number is rejected.
 
     Raises:
-        ValueError: it is none, too short, or without a unit.
+        ValueError: the value is not a time, is too short, or has no unit.
     """
     text = str(value).strip()
     match = re.fullmatch(_NUMBER + r"\s*([a-z]*)", text)
@@ -47,13 +48,14 @@ def seconds(value: Any, least: float = 1e-3, bare: float | None = None) -> float
 
 
 def size(value: Any, bare: float | None = 1.0) -> float:
-    """Bytes: "80GB" and "80G" are 80e9, "80GiB" is 80 * 2**30.
+    """Parse a size and return bytes: "80GB" and "80G" are 80e9, "80GiB" is 80 * 2**30.
 
     Args:
-        bare: bytes of the unit that a number alone has; None: it is refused.
+        value: the text or number.
+        bare: unit, in bytes, of a number without a unit; None: such a number is rejected.
 
     Raises:
-        ValueError: it is no size, none above zero, or without a unit.
+        ValueError: the value is not a size, is not above zero, or has no unit.
     """
     match = re.fullmatch(_NUMBER + r"\s*([a-zA-Z]*)", str(value).strip())
     unit = match and (_SIZES.get(match[2].lower()) if match[2] else bare)
@@ -64,25 +66,25 @@ def size(value: Any, bare: float | None = 1.0) -> float:
 
 
 def gigabytes_per_second(value: Any) -> float:
-    """A rate in GB/s, given with or without that unit.
+    """Parse a rate in GB/s, given with or without that unit.
 
     Raises:
-        ValueError: it is none above zero.
+        ValueError: the value is not a number above zero.
     """
     return positive(re.sub(r"\s*GB/s$", "", str(value), flags=re.IGNORECASE))
 
 
 def positive(value: Any) -> float:
-    """A number above zero.
+    """Parse a number above zero.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not such a number.
     """
     return between(math.ulp(0.0), math.nextafter(math.inf, 0))(value, "no number above 0")
 
 
 def between(least: float, most: float) -> Callable[..., float]:
-    """Reads a number from ``least`` to ``most``."""
+    """Return a parser for numbers from ``least`` to ``most``."""
 
     def read(value: Any, otherwise: str = f"no number from {least:g} to {most:g}") -> float:
         try:
@@ -97,7 +99,7 @@ def between(least: float, most: float) -> Callable[..., float]:
 
 
 def whole(least: int, most: int = 10**9) -> Callable[[Any], int]:
-    """Reads a whole number from ``least`` to ``most``; thousands may be set off by commas."""
+    """Return a parser for whole numbers from ``least`` to ``most``, with or without commas between thousands."""
 
     def read(value: Any) -> int:
         text = str(value).strip()
@@ -113,10 +115,10 @@ def whole(least: int, most: int = 10**9) -> Callable[[Any], int]:
 
 
 def amount(value: Any) -> float:
-    """A large number, such as of parameters: "350M", "70B".
+    """Parse a large number, such as a number of parameters: "350M", "70B".
 
     Raises:
-        ValueError: it is none above zero.
+        ValueError: the value is not a number above zero.
     """
     match = re.fullmatch(_NUMBER + r"([KMBT]?)", str(value).strip())
     found = float(match[1]) * _AMOUNTS[match[2]] if match else 0.0
@@ -126,7 +128,7 @@ def amount(value: Any) -> float:
 
 
 def argument(read: Callable[[Any], Value]) -> Callable[[str], Value]:
-    """The reader as a ``type`` of argparse."""
+    """Return the parser as a ``type`` for argparse."""
 
     def read_argument(text: str) -> Value:
         try:
@@ -138,20 +140,20 @@ def argument(read: Callable[[Any], Value]) -> Callable[[str], Value]:
 
 
 def duration(least: float = 1e-3, bare: float | None = None) -> Callable[[str], float]:
-    """A ``type`` of argparse for times; see :func:`seconds`."""
+    """Return a ``type`` for argparse that parses times; see :func:`seconds`."""
     return argument(lambda text: seconds(text, least, bare))
 
 
 def count(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
-    """A ``type`` of argparse for whole numbers."""
+    """Return a ``type`` for argparse that parses whole numbers."""
     return argument(whole(least, most))
 
 
 def several(text: str) -> list[int]:
-    """A ``type`` of argparse for several whole numbers: "8", "2..12", "200,600", "2..4,8".
+    """Parse several whole numbers, as a ``type`` for argparse: "8", "2..12", "200,600", "2..4,8".
 
     Raises:
-        argparse.ArgumentTypeError: the text is none of these, a range is empty, or a number is beyond a million.
+        argparse.ArgumentTypeError: the text does not have this form, a range is empty, or a number exceeds a million.
     """
     found: list[int] = []
     for part in text.split(","):

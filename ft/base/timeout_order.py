@@ -1,4 +1,4 @@
-"""Checks a table of limits: what has to be noticed first runs out first."""
+"""Checks that timeouts which build on each other expire in the right order."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import fields
@@ -8,14 +8,17 @@ from ft.base.errors import UserError
 
 
 def check(table: Any, noun: str, ladder: Iterable[tuple[str, str]], may_be_zero: Collection[str] = ()) -> None:
-    """Checks a dataclass of seconds.
+    """Check a dataclass of timeouts in seconds.
 
     Args:
-        noun: what one of them is called. ladder: (shorter, longer) names: what has to be noticed first, so that the
-            longer one does not act on its consequences.
+        table: the dataclass.
+        noun: word for one of its fields, for messages.
+        ladder: (shorter, longer) pairs of names: the shorter timeout has to expire first, so that the longer one does
+            not react to its consequences.
+        may_be_zero: names of timeouts that may be zero.
 
     Raises:
-        UserError: one is no positive number, or not longer than those it waits for.
+        UserError: a value is not a positive number, or the order does not hold.
     """
     for entry in fields(table):
         value = getattr(table, entry.name)

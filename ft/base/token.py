@@ -1,4 +1,4 @@
-"""The run's token: who knows it is a member of the run. Each connection between its processes begins with it."""
+"""The run's secret token. Every connection between processes of the run begins with it, as proof of membership."""
 
 import contextlib
 import os
@@ -15,9 +15,9 @@ _PERIOD_S = 0.05
 
 
 def make(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
-    """The token of the run: the environment's, the one in the run's directory, or a new one, put there for the others.
+    """Return the token: from the environment, from the run's directory, or a new one, written there for the others.
 
-    Only the user can read the file. Agents without a common directory are given FT_TOKEN by whoever starts them.
+    Only the user can read the file. Agents without a common directory need FT_TOKEN in their environment.
     """
     if given := environment.get(VARIABLE):
         return given
@@ -26,16 +26,16 @@ def make(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
     draft.touch(0o600)
     draft.write_text(secrets.token_hex(32))
     with contextlib.suppress(FileExistsError):
-        os.link(draft, path)  # appears whole, and once
+        os.link(draft, path)  # the file appears whole, and only once
     draft.unlink()
     return path.read_text()
 
 
 def find(run_dir: Path, patience_s: float, environment: Mapping[str, str] = os.environ) -> str:
-    """The token, once another agent has made it.
+    """Return the token, once another agent has made it.
 
     Raises:
-        UserError: nobody has within ``patience_s``.
+        UserError: no token appeared within ``patience_s`` seconds.
     """
     if given := environment.get(VARIABLE):
         return given

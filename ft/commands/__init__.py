@@ -1,1 +1,1 @@
-"""Subcommands of ``ft`` that put several rooms together."""
+"""Subcommands of ``ft`` that combine several packages."""

@@ -1,4 +1,4 @@
-"""The flags of ``ft run``: torchrun's names, with dashes or underscores, and ours for standbys and faults."""
+"""The flags of ``ft run``: those of torchrun, with dashes or underscores, and ours for standbys and faults."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from ft.job.replicas import flags as hsdp
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag and the script with its arguments to ``parser``."""
+    """Add every flag, and the script with its arguments, to ``parser``."""
     _torchrun(parser.add_argument_group("as torchrun"))
     _ours(parser.add_argument_group("fault tolerance"))
     hsdp.add_flags(_Flags(parser.add_argument_group("FT-HSDP: replicas that train on without one another")))
@@ -16,7 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def launchers_flags() -> set[str]:
-    """Every spelling of every flag of ``ft run``."""
+    """Return every spelling of every flag of ``ft run``."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     return {spelling for action in parser._actions for spelling in action.option_strings}
@@ -97,7 +97,7 @@ def _ours(group) -> None:
 
 
 class _Flags:
-    """Adds a flag in both spellings, the one with underscores unmentioned."""
+    """Adds a flag in both spellings. Help shows only the spelling with dashes."""
 
     def __init__(self, group):
         self._group = group

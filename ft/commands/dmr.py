@@ -1,4 +1,4 @@
-"""``ft dmr``: one subcommand for each question about double execution."""
+"""The subcommand ``ft dmr``, with one subcommand for each question about double execution."""
 
 import argparse
 import importlib
@@ -18,7 +18,7 @@ for each operator when: with activation checkpointing's recomputation, in a wind
 
 
 def add_parser(subparsers) -> None:
-    """Adds ``dmr`` with its subcommands; each of them sets ``main`` as all of ``ft`` do."""
+    """Add ``dmr`` with its subcommands. Each sets ``main``, as all subcommands of ``ft`` do."""
     parser = subparsers.add_parser(
         "dmr",
         help="operators executed twice and compared: plans, and what they cost",

@@ -1,4 +1,4 @@
-"""``ft run --ft-hsdp-replicas R``: from the command line to a running launcher."""
+"""``ft run --ft-hsdp-replicas R``: from the command line to a running launcher of FT-HSDP replicas."""
 
 import argparse
 import os
@@ -33,15 +33,18 @@ from ft.systems.spare.ruler import ruler
 __all__ = ["main", "wanted"]
 
 _RESTARTS = 1000
-"""Warm restarts of each replica: a long run has many, and each costs the others nothing."""
+"""Default number of warm restarts of each replica: a long run has many, and none delays the other replicas."""
 
 
 def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
-    """Runs the launcher of this node and ends the process with the run's exit code.
+    """Run the launcher of this node, and end the process with the run's exit code.
 
-    ``job``: what this node is part of, None: what the environment says.
+    Exit codes: 0 if the run has finished, 2 for bad input, 128+N after signal N, others as the failure that ended the
+    last replica.
 
-    0 the run has finished, 2 the input cannot work, 128+N ended by signal N, others: what ended the last replica.
+    Args:
+        given: the parsed command line.
+        job: the Slurm or MPI job that this node is part of; None: read from the environment.
 
     Raises:
         UserError: the flags cannot work; nothing has been started.
@@ -71,10 +74,10 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
 def prepare(
     given: argparse.Namespace, job: MpiJob | SlurmJob | None
 ) -> tuple[Replicas, RunOptions, list[Part], dict[int, list[inject.Fault]], Protection]:
-    """What was asked for, the run's options, this node's parts, each replica's faults, and what protects the run.
+    """Return the replica settings, the run's options, this node's parts, each replica's faults, and the protection.
 
     Raises:
-        UserError: with everything that is wrong with the flags of ``ft run`` and, if it is the fork's, the trainer's.
+        UserError: lists every problem with the flags of ``ft run`` and, for this project's trainer, of the trainer.
     """
     problems, asked, whole, parts, specs, seed = Problems(), None, None, [], [], 0
     planned, protected = {}, Protection(protection.REPLICAS)
@@ -100,7 +103,10 @@ def prepare(
 
 
 def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
-    """A replica that comes alone, on one node, is reached where the others' quorum server sees it come from."""
+    """Return the options with the local address through which this node reaches the quorum server.
+
+    This applies to a replica that is started alone, and only if the user has not given an address.
+    """
     served = standing.read(whole.run_dir) if asked.only is not None else None
     if served is None or whole.local_addr is not None:
         return whole
@@ -109,7 +115,7 @@ def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
 
 
 def parts_here(whole: RunOptions, asked: Replicas) -> list[Part]:
-    """The parts of replicas that this node runs.
+    """Return the parts of replicas that this node runs.
 
     Raises:
         UserError: the workers cannot be divided among the replicas.
@@ -121,9 +127,9 @@ def parts_here(whole: RunOptions, asked: Replicas) -> list[Part]:
 
 
 def replica_options(part: Part, whole: RunOptions) -> RunOptions:
-    """What the agent of ``part`` is to know: a run of its own, in a folder of its own."""
+    """Return the options of the agent of ``part``: a run of its own, in a folder of its own."""
     host, port = _host(whole), 0
-    if part.node_rank:  # its own control plane is elsewhere, and found in the folder
+    if part.node_rank:  # the replica's control plane is on another node, and found through the folder
         host, port = whole.cluster.host, whole.cluster.port
     folder = whole.run_dir / f"replica-{part.replica}"
     return replace(
@@ -140,13 +146,13 @@ def replica_options(part: Part, whole: RunOptions) -> RunOptions:
 
 
 def _host(whole: RunOptions) -> str:
-    """The address that other nodes reach this one at."""
+    """Return the address at which other nodes reach this one."""
     cluster = whole.cluster
     return whole.local_addr or network.own_address(cluster.host, cluster.port, cluster.node_rank == 0)
 
 
 def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
-    """(name, turn) of this launcher: one after the other they would keep the quorum server."""
+    """Return (name, turn) of this launcher. ``turn`` orders the launchers as hosts of the quorum server."""
     cluster = whole.cluster
     if asked.only is None:
         return f"n{cluster.node_rank}", cluster.node_rank

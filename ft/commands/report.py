@@ -1,4 +1,4 @@
-"""``ft status RUN`` and ``ft report RUN``; of a run of several replicas (FT-HSDP), and of any other."""
+"""The subcommands ``ft status RUN`` and ``ft report RUN``, for runs with one or several replicas (FT-HSDP)."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_parsers(subparsers) -> None:
-    """Adds both subcommands; each sets ``main``, a function of the parsed arguments that returns the exit code."""
+    """Add both subcommands. Each sets ``main``, a function of the parsed arguments that returns the exit code."""
     parser = subparsers.add_parser("status", help="who is in a run, at which step and epoch")
     _run_argument(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -32,13 +32,13 @@ def add_parsers(subparsers) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Prints the state of a run.
+    """Print the state of a run.
 
     Returns:
-        0; 1 where the run has not ended and nobody is at it any more.
+        0, or 1 if the run has not ended and no control plane is at work.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such run.
     """
     try:
         while True:
@@ -55,13 +55,13 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """Writes and names both files and prints a summary.
+    """Write both files, and print their paths and a summary.
 
     Returns:
-        0; of a run of several replicas 1 where its samples are not proven to have been trained once each.
+        0, or 1 for a run of several replicas if it is not proven that each sample was trained exactly once.
 
     Raises:
-        UserError: there is no run, or its folder cannot be written.
+        UserError: there is no such run, or its folder cannot be written.
     """
     if is_hsdp(arguments.folder):
         text, code = hsdp.write_report(arguments.folder)
@@ -72,10 +72,10 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def write_report(run: Run) -> str:
-    """Writes ``timeline.png`` and ``report.html`` into the run's folder.
+    """Write ``timeline.png`` and ``report.html`` into the run's folder.
 
     Returns:
-        a summary for the terminal, with their paths.
+        a summary for the terminal, with the paths of the files.
 
     Raises:
         UserError: the folder cannot be written.
@@ -98,13 +98,13 @@ def write_report(run: Run) -> str:
 
 
 def _now(folder: str) -> tuple[str, dict[str, Any], bool]:
-    """(text, JSON values, whether it has ended) of a run at this moment."""
+    """Return (text, JSON values, whether the run has ended) for this moment."""
     if is_hsdp(folder):
         return hsdp.now(folder)
     run = load(folder)
     found = status(run, time.time())
     if not found.ended and (why := gone(run.folder, found.age, found.nodes)):
-        run = load(folder)  # it may have ended while its lease was watched
+        run = load(folder)  # the run may have ended while its lease was watched
         found = status(run, time.time(), why)
     return as_text(found, str(run.folder)), as_values(found), found.ended
 

@@ -1,4 +1,4 @@
-"""``ft run``: from the command line to a running agent."""
+"""The subcommand ``ft run``: from the command line to a running agent."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ pretrain_gpt.py: --ft-hot-swap; in a script of your own: ft.attach) survives the
 
 
 def add_parser(subparsers) -> None:
-    """Adds ``run`` to the command ``ft``."""
+    """Add ``run`` to the command ``ft``."""
     parser = subparsers.add_parser(
         "run",
         help="run a script on this node's workers, as torchrun, and carry it through faults",
@@ -47,9 +47,10 @@ def add_parser(subparsers) -> None:
 
 
 def main(given: argparse.Namespace) -> NoReturn:
-    """Runs the agent of this node and ends the process with the run's exit code.
+    """Run the agent of this node, and end the process with the run's exit code.
 
-    0 all workers have finished, 2 the input cannot work, 128+N ended by signal N, others: what ended the run.
+    Exit codes: 0 if all workers have finished, 2 for bad input, 128+N after signal N, others as the failure that ended
+    the run.
 
     Raises:
         UserError: the flags cannot work; nothing has been started.
@@ -68,16 +69,16 @@ def main(given: argparse.Namespace) -> NoReturn:
     console.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread may be inside torch's store: the interpreter's orderly end would abort the process
+    os._exit(code)  # a thread may be inside torch's store, and the interpreter's normal exit would abort the process
 
 
 def prepare(
     given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None
 ) -> tuple[RunOptions, list[inject.Fault], Protection]:
-    """What to run with which faults, and what protects it.
+    """Return the options, the planned faults, and how the run is protected.
 
     Raises:
-        UserError: with everything that is wrong with the flags of ``ft run`` and, if it is the fork's, the trainer's.
+        UserError: lists every problem with the flags of ``ft run`` and, for this project's trainer, of the trainer.
     """
     problems, options, faults, protected = Problems(), None, [], Protection(protection.UNKNOWN)
     with problems:
@@ -85,7 +86,7 @@ def prepare(
     with problems:
         if options is not None:
             faults = plan_faults(options)
-        else:  # nobody knows yet whom a fault would hit
+        else:  # the run's size is unknown, so the victim of a fault cannot be checked
             inject.read_specs(given.inject, given.scenario, given.seed)
     if given.script is not None:
         asked = None if options is None else _asked(options)
@@ -105,10 +106,10 @@ def _asked(options: RunOptions) -> Asked:
 
 
 def plan_faults(options: RunOptions) -> list[inject.Fault]:
-    """The faults of ``--inject`` and ``--scenario``, the same on every node.
+    """Return the faults of ``--inject`` and ``--scenario``, the same on every node.
 
     Raises:
-        UserError: one of them cannot be understood or has no victim.
+        UserError: a fault cannot be parsed or has no victim.
     """
     nodes = [f"n{i}" for i in range(options.cluster.nnodes)]
     specs, seed = inject.read_specs(options.inject, options.scenario, options.seed)

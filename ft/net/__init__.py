@@ -1,1 +1,1 @@
-"""How processes talk: channels, codecs, stores and streams, over TCP, Unix sockets and MPI."""
+"""Communication between processes: channels, codecs, stores and streams, over TCP, Unix sockets and MPI."""

@@ -1,4 +1,4 @@
-"""One JSON line per message over a unix stream socket, for an event loop: nothing here blocks."""
+"""A non-blocking channel for an event loop: one JSON line per message over a Unix stream socket."""
 
 import socket
 
@@ -7,10 +7,11 @@ class Channel:
     """The agent's end of a connection.
 
     Args:
-        sock: connected; it is made non-blocking.
+        sock: a connected socket; it is made non-blocking.
 
     Attributes:
-        gone: the other side has hung up.
+        sock: the socket.
+        gone: the peer has closed the connection.
     """
 
     def __init__(self, sock: socket.socket):
@@ -28,12 +29,12 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, line: str) -> None:
-        """Queues a line and sends what the other side takes now; the rest goes with ``flush``."""
+        """Queue a line, and send what the peer accepts now. The rest is sent by ``flush``."""
         self._out += line.encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the other side takes; what it will never take (it is gone) is dropped."""
+        """Send what the peer accepts now. If the peer is gone, drop the rest."""
         try:
             while self._out:
                 self._out = self._out[self.sock.send(self._out) :]
@@ -43,13 +44,13 @@ class Channel:
             self._out = b""
 
     def receive(self) -> list[bytes] | None:
-        """The complete lines that have come, None when the other side is gone and all it said was returned."""
+        """Return the complete lines that have come; None if the peer is gone and all lines were returned."""
         self._read()
         *lines, self._in = self._in.split(b"\n")
         return None if self.gone and not lines else lines
 
     def receive_line(self) -> bytes | None:
-        """The first complete line; those behind it stay for ``receive``. None: not yet, or never (``gone``)."""
+        """Return the first complete line; later ones stay for ``receive``. None: no line yet, or never (``gone``)."""
         self._read()
         line, newline, rest = self._in.partition(b"\n")
         if not newline:

@@ -1,4 +1,4 @@
-"""Which kind of streams a worker's connections to other workers use: TCP, or MPI."""
+"""Chooses the network for a worker's connections to other workers: TCP or MPI."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from ft.net.streams import TRANSPORT, Network, TcpNetwork
 
 
 def network_of(environment: Mapping[str, str] = os.environ) -> Network:
-    """The network that ``ft run`` has chosen for this worker (``--ft-transport``)."""
+    """Return the network that ``ft run`` has chosen for this worker (``--ft-transport``)."""
     if environment.get(TRANSPORT) == "mpi":
         return MpiNetwork.of(environment)
     return TcpNetwork(environment.get("FT_HOST", "127.0.0.1"))

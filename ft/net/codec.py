@@ -1,4 +1,4 @@
-"""Dataclasses to JSON values and back, by their type hints."""
+"""Converts dataclasses to JSON values and back, by their type hints."""
 
 import types
 from collections.abc import Mapping
@@ -10,22 +10,23 @@ _SCALARS = frozenset({int, float, str, bool})
 
 
 def to_json(value: Any) -> Any:
-    """JSON values of dataclasses, lists, mappings and scalars."""
+    """Convert dataclasses, lists, mappings and scalars to JSON values."""
     if is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        # Members of groups: with thousands of ranks most of all that is sent.
+        # Fast path for the members of groups, which with thousands of ranks are most of the data.
         return list(value) if all(type(item) in _SCALARS for item in value) else [to_json(item) for item in value]
     return value
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """What ``to_json`` made of a ``kind``.
+    """Convert the result of ``to_json`` back to an object of type ``kind``.
 
     Raises:
-        TypeError, KeyError: it is of another shape.
+        TypeError: the value has another shape.
+        KeyError: the value has another shape.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):

@@ -1,22 +1,23 @@
-"""The MPI transport, seen from a worker: connections to other workers through its node's MPI process.
+"""The MPI transport on the worker's side: connections to other workers through the node's MPI process (relay).
 
-Why workers are no MPI processes themselves (Open MPI 5.0 with mpi4py 4.1, tools/experiments/mpi_facts.py shows each):
+Workers are not MPI processes themselves, for these reasons (Open MPI 5.0 with mpi4py 4.1;
+tools/experiments/mpi_facts.py shows each):
 
-* They are forked from a warm process, and standbys in any number while the run goes on. MPI knows the processes that
-  mpirun has started, and takes no others in: ``MPI_Comm_accept`` and ``MPI_Comm_connect`` between processes that call
-  ``MPI_Init`` on their own end in MPI_ERR_INTERN, because there is no server of PMIx that both know.
-* What mpirun starts itself imports everything first: the seconds that the warm pool saves.
-* A fault inside MPI should cost a connection, not the worker and its state.
+* They are forked from a warm process, and any number of standbys are started during the run. MPI knows only the
+processes that mpirun has started, and accepts no others: ``MPI_Comm_accept`` and ``MPI_Comm_connect`` between processes
+that call ``MPI_Init`` on their own fail with MPI_ERR_INTERN, because they share no PMIx server.
+* A process that mpirun starts has to import everything first, which takes the seconds that the warm pool saves.
+* A fault inside MPI should cost a connection, and not the worker with its state.
 
 So mpirun (or srun) starts one process per node, which is the MPI process of this node and the parent of its agent
-(:mod:`ft.job.agent.mpirun`). It relays (:mod:`ft.net.mpi_relay`): a worker connects to it over a Unix socket, names
-another node's worker, and what is written then comes out there, carried by MPI messages. Frames, checksums, tokens,
-deadlines and retries are those of the TCP transport, because they lie above:
+(:mod:`ft.job.agent.mpirun`). It relays (:mod:`ft.net.mpi_relay`): a worker connects to it over a Unix socket and names
+a worker of another node; what it writes then is carried by MPI messages and comes out at that worker. Frames,
+checksums, tokens, deadlines and retries are those of the TCP transport, because they belong to the layer above:
 :class:`ft.state.snapshot.tcp.SnapshotServer` runs over either.
 
-A dead node is a dead MPI process. The relays learn it from MPI, revoke the communicator, shrink it and go on with the
-rest (:mod:`ft.net.mpi_world`). Nodes of standbys have been in it since the start, so a standby is taken in by
-being dialled. A worker's death is the end of its sockets and does not concern MPI.
+When a node dies, its MPI process dies. The relays learn this from MPI, revoke the communicator, shrink it and continue
+with the rest (:mod:`ft.net.mpi_world`). Standby nodes are members of the communicator from the start, so a standby
+needs only new connections to take part. When a worker dies, its sockets are closed, and MPI is not affected.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from pathlib import Path
 from ft.net.streams import Network
 
 FOLDER, RANK = "FT_MPI_FOLDER", "FT_MPI_RANK"
-"""Environment of a worker: where its node's relay listens; that node's rank in MPI."""
+"""Environment variables of a worker: the folder in which its node's relay listens, and the MPI rank of that node."""
 
 RELAY = "relay"
 _HELLO, _YES = 256, b"+"
@@ -37,10 +38,11 @@ _BACKLOG = 64
 
 
 class MpiNetwork(Network):
-    """Addresses are "mpi:RANK/NAME": the worker that listens as NAME on the node whose MPI process is RANK.
+    """The network over MPI. Addresses are "mpi:RANK/NAME": worker NAME on the node whose MPI process has rank RANK.
 
     Args:
-        folder: of this node's relay. rank: of this node's MPI process.
+        folder: folder of this node's relay.
+        rank: MPI rank of this node's relay.
     """
 
     _names = itertools.count()
@@ -77,10 +79,10 @@ class MpiNetwork(Network):
 
 
 def parse(address: str) -> tuple[int, str]:
-    """(rank, name) of an address.
+    """Return (rank, name) of an address.
 
     Raises:
-        ConnectionError: it is none of this transport's.
+        ConnectionError: it is not an address of this transport.
     """
     scheme, _, rest = address.partition(":")
     rank, _, name = rest.partition("/")
@@ -90,12 +92,12 @@ def parse(address: str) -> tuple[int, str]:
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can be a worker's name: one that leads out of the relay's folder cannot."""
+    """Return whether ``text`` is a valid worker name. Names that lead out of the relay's folder are not."""
     return text[:1] == "w" and len(text) < 64 and text.replace("-", "").isalnum()
 
 
 def answers(folder: str | Path, patience_s: float) -> bool:
-    """Whether the relay in ``folder`` takes part in MPI and answers within ``patience_s``."""
+    """Return whether the relay in ``folder`` is running and answers within ``patience_s`` seconds."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(patience_s)
         probe.connect(str(Path(folder) / RELAY))

@@ -1,11 +1,11 @@
 """The MPI process of a node: relays streams between its workers and those of other nodes.
 
-One thread, one loop, that never blocks on a worker. MPI has nothing to wait on, so it is asked again and again: all the
-time while something moves, a thousand times a second when nothing does. Everything that MPI may keep waiting for good
-is cut off at the workers, whose connections have deadlines, and by the detector (:mod:`ft.net.mpi_world`).
+It is one thread with one event loop that never blocks on a worker. MPI offers no file descriptor to wait on, so MPI is
+polled: continuously while data moves, a thousand times a second otherwise. Operations that MPI may block for ever are
+ended by the workers, whose connections have deadlines, and by the failure detector (:mod:`ft.net.mpi_world`).
 
-``python -m ft.net.mpi_relay FOLDER`` under mpirun relays until SIGTERM, for workers that no agent has started; it
-listens in FOLDER/RANK.
+``python -m ft.net.mpi_relay FOLDER`` under mpirun relays until SIGTERM, for workers that were started without an agent;
+it listens in FOLDER/RANK.
 """
 
 import contextlib
@@ -31,7 +31,10 @@ _LEAVE_S = 5.0
 
 
 def listen(folder: Path) -> socket.socket:
-    """The socket that this node's workers dial; made before MPI starts, so that nobody comes too early."""
+    """Return the socket that this node's workers connect to.
+
+    It is made before MPI starts, so that no worker comes too early.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / mpi.RELAY))
     listener.listen(128)
@@ -40,10 +43,12 @@ def listen(folder: Path) -> socket.socket:
 
 
 class Relay:
-    """See the module's head.
+    """The relay of a node; see the module's docstring.
 
     Args:
-        world: what it is a member of. folder: where ``listener`` and this node's workers listen.
+        world: the MPI processes of all nodes.
+        folder: where ``listener`` and this node's workers listen.
+        listener: socket for this node's workers.
     """
 
     def __init__(self, world: World, folder: Path, listener: socket.socket):
@@ -57,7 +62,7 @@ class Relay:
         self._hot_until = 0.0
 
     def run(self, ended: Callable[[], bool]) -> None:
-        """Relays until ``ended()``, which is asked all the time."""
+        """Relay until ``ended()`` is true, which is called in every iteration of the loop."""
         while not ended():
             pause = 0.0 if time.monotonic() < self._hot_until else _PAUSE_S
             events = self._selector.select(pause)
@@ -74,13 +79,13 @@ class Relay:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def _accept(self, _mask: int) -> None:
-        with contextlib.suppress(OSError):  # out of file descriptors: those in use will be closed
+        with contextlib.suppress(OSError):  # out of file descriptors, until some of those in use are closed
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ, lambda _: self._greet(connection))
 
     def _greet(self, connection: socket.socket) -> None:
-        """A worker says what it wants; it is one line, written at once."""
+        """Read a worker's request, which is one line, written at once."""
         self._selector.unregister(connection)
         try:
             words = connection.recv(256).decode().split()
@@ -115,7 +120,7 @@ class Relay:
         self._watch(stream)
 
     def _watch(self, stream: Stream) -> None:
-        """Has the selector look for what this stream can do next; closes one that is over."""
+        """Register the stream's next operations with the selector, or close a stream that is over."""
         key, wanted = stream.key, 0
         if not stream.over:
             wanted = selectors.EVENT_READ * stream.reads | selectors.EVENT_WRITE * bool(stream.out)
@@ -162,7 +167,10 @@ class Relay:
         self._watch(stream)
 
     def _begin_again(self) -> None:
-        """What was under way between survivors is lost with the old communicator too: workers dial again."""
+        """After a death, fail all streams: frames between survivors are lost with the old communicator.
+
+        Workers reconnect.
+        """
         self._generation = self._world.generation
         for stream in list(self._streams.values()):
             stream.fail(b"an MPI process has died; the others have regrouped")
@@ -170,7 +178,7 @@ class Relay:
 
 
 def main() -> None:
-    """Entry of ``python -m ft.net.mpi_relay``."""
+    """Run ``python -m ft.net.mpi_relay``."""
     ended: list[int] = []
     processes.die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda signum, _: ended.append(signum))

@@ -1,14 +1,15 @@
-"""Streams between workers as the relays of two nodes see them: frames to each other, sockets to their workers.
+"""Streams between workers as seen by the relays of two nodes: MPI frames between relays, sockets to the workers.
 
-A frame is a head and, with some kinds, bytes:
+A frame is a header and, for some kinds, bytes:
 
-    OPEN name    dialled; answered by OPENED, or by RESET with the reason
-    DATA bytes   at most WINDOW bytes ahead of what the other end has said to have passed on
-    CREDIT n     n more bytes were passed on
-    END          no more will come: the worker has closed
-    RESET why    the stream is no more
+    OPEN name    a worker connects; answered by OPENED, or by RESET with the reason
+    DATA bytes   at most WINDOW bytes more than the other end has credited
+    CREDIT n     n more bytes were passed on to the worker
+    END          end of data: the worker has closed its socket
+    RESET why    the stream was aborted
 
-So who reads slowly or not at all holds up nobody but who writes to it, and that one through its own full socket.
+With this flow control, a worker that reads slowly or not at all delays only the worker that writes to it, through that
+worker's own full socket.
 """
 
 import contextlib
@@ -27,26 +28,30 @@ PIECE = 512 << 10
 _BUFFER = 4 << 20
 
 Key = tuple[int, int, bool]
-"""One end of a stream: (rank of the relay where it was dialled, number there, whether it is the end that dialled)."""
+"""One end of a stream: (rank of the relay where it was opened, number there, whether this is the opening end)."""
 
 
 def other(key: Key) -> Key:
-    """The other end."""
+    """Return the other end."""
     return key[0], key[1], not key[2]
 
 
 def pack(kind: int, to: Key, number: int = 0, rest: bytes = b"") -> bytes:
-    """A frame for the end ``to``."""
+    """Encode a frame for the end ``to``."""
     return HEAD.pack(kind, to[2], to[0], to[1], number) + rest
 
 
 def room(length: int) -> memoryview:
-    """Memory for a frame, with anything in it: what ``bytearray`` does to it first costs as much as a copy."""
+    """Allocate uninitialised memory for a frame: initialising it, as ``bytearray`` does, costs as much as a copy."""
     return memoryview(numpy.empty(length, numpy.uint8))
 
 
 def unpack(frame: bytes | memoryview) -> tuple[int, Key, int, memoryview]:
-    """(kind, the end it is for, number, the rest); struct.error when it is no frame."""
+    """Return (kind, the end that it is for, number, the rest of the frame).
+
+    Raises:
+        struct.error: the bytes are no frame.
+    """
     kind, dialled, rank, number, count = HEAD.unpack_from(frame)
     return kind, (rank, number, bool(dialled)), count, memoryview(frame)[HEAD.size :]
 
@@ -56,9 +61,16 @@ class Stream:
     """One end of a stream.
 
     Attributes:
-        peer: rank of the relay at the other end. sock: to this node's worker; does not block; closed by the relay.
-        out: what the worker has not taken yet. credit: bytes that may be sent. owed: bytes passed on and not said yet.
-        is_open: the other end has answered. ends: nothing follows ``out``. over: it is to be closed.
+        key: this end.
+        peer: rank of the relay at the other end.
+        sock: non-blocking socket to this node's worker; the relay closes it.
+        send: function that sends a frame to a relay.
+        out: data that the worker has not accepted yet.
+        credit: number of bytes that may be sent.
+        owed: number of bytes passed on to the worker and not credited yet.
+        is_open: the other end has answered.
+        ends: no data follows ``out``.
+        over: the stream is to be closed.
     """
 
     key: Key
@@ -82,7 +94,7 @@ class Stream:
         return self.is_open and self.credit > 0 and not self.ends
 
     def pull(self) -> None:
-        """Sends on what the worker has written, as far as that is allowed and there."""
+        """Forward what the worker has written, as far as credit allows."""
         while self.reads and not self.over:
             size = min(PIECE, self.credit)
             frame = room(HEAD.size + size)
@@ -103,7 +115,7 @@ class Stream:
                 return
 
     def push(self) -> None:
-        """Gives the worker what has come for it."""
+        """Write received data to the worker."""
         while self.out and not self.over:
             piece = self.out[0]
             try:
@@ -125,7 +137,7 @@ class Stream:
             self.finish()
 
     def take(self, kind: int, number: int, rest: memoryview) -> None:
-        """A frame for this stream."""
+        """Process a frame for this stream."""
         if kind == DATA:
             self.out.append(rest)
             self.push()
@@ -142,17 +154,17 @@ class Stream:
             self.fail(bytes(rest))
 
     def answer(self, text: bytes) -> None:
-        """Tells a worker that dials what became of it."""
+        """Tell a connecting worker the result of its request."""
         with contextlib.suppress(OSError):
             self.sock.send(text)
 
     def reset(self, why: str) -> None:
-        """Ends the stream on both sides."""
+        """Abort the stream on both ends."""
         self.send(self.peer, pack(RESET, other(self.key), rest=why.encode()))
         self.fail(why.encode())
 
     def fail(self, why: bytes) -> None:
-        """Ends this side."""
+        """Abort the stream on this end only."""
         if not self.is_open and not self.over:
             self.answer(b"-" + why[:200])
         self.finish()

@@ -1,20 +1,20 @@
-"""The nodes' MPI processes as a world that loses members and goes on (ULFM: revoke, shrink).
+"""The nodes' MPI processes as a communicator that survives the loss of members (ULFM: revoke, shrink).
 
-Frames go from member to member in order. When MPI reports a failed process, on whichever member first, that member
-revokes the communicator, so that all notice; all shrink it, and the world has another ``generation``. Frames under way
-between two generations are lost, those between survivors too: who used them begins again.
+Frames between two members arrive in order. When MPI reports a failed process on some member, that member revokes the
+communicator, so that all members notice; then all shrink it, which starts another ``generation``. Frames under way at
+that time are lost, also those between survivors: their users have to start again.
 
-What that takes with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in tools/experiments):
+What this needs with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in tools/experiments):
 
-* Only the blocking shrink works: on a revoked communicator the test of ``MPIX_Comm_ishrink`` ends in MPI_ERR_INTERN. It
-  waits for a member that hangs. For this there is Open MPI's heartbeat detector, which declares who was silent for
-  ``SILENT_S`` dead for good: such a process aborts as soon as it hears of it. The detector has no thread of its own, so
-  that a heartbeat says that the loop of that process turns.
-* Deaths are spread by Open MPI's own broadcast. By mpirun's daemons, which is the default, they do not reach all when a
-  daemon died with its node, and the shrink waits for ever.
-* All connections are made at the start: later ones ask those daemons for addresses.
-* Slurm's mpi/pmix plugin ends the whole step when Open MPI tells it of a death. So once all are connected, a process
-  started by srun takes its leave of PMIx, and nobody is told.
+* Only the blocking shrink works: on a revoked communicator the test of ``MPIX_Comm_ishrink`` fails with MPI_ERR_INTERN.
+The blocking shrink waits for a member that hangs. Open MPI's heartbeat detector solves this: it declares a process dead
+for good after ``SILENT_S`` seconds of silence, and that process aborts as soon as it learns of it. The detector runs
+without a thread of its own, so a heartbeat proves that the event loop of its process runs.
+* Deaths are propagated by Open MPI's own broadcast. By default mpirun's daemons do it, which does not reach all members
+when a daemon has died with its node; the shrink then waits for ever.
+* All connections are made at the start, because later ones would ask those daemons for addresses.
+* Slurm's mpi/pmix plugin ends the whole job step when Open MPI reports a death to it. So a process started by srun
+finalises PMIx once all are connected, and no death is reported.
 """
 
 import contextlib
@@ -39,10 +39,10 @@ _FT_FILE = "share/openmpi/amca-param-sets/ft-mpi"
 
 
 def configure(environment: dict[str, str]) -> None:
-    """Sets what Open MPI reads when it starts; what the user has set stays.
+    """Set the variables that Open MPI reads at its start. Values set by the user are kept.
 
     Raises:
-        UserError: mpirun itself would end the whole job with the first process that dies.
+        UserError: mpirun was started such that it would end the whole job with the first process that dies.
     """
     by_mpirun = "OMPI_COMM_WORLD_RANK" in environment
     if by_mpirun and environment.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true"):
@@ -52,7 +52,8 @@ def configure(environment: dict[str, str]) -> None:
     settings |= {"mpi_ft_propagator_with_rbcast": "1", "mpi_yield_when_idle": "1"}
     for name, value in settings.items():
         environment.setdefault(f"OMPI_MCA_{name}", value)
-    if (Path(sys.prefix) / _FT_FILE).exists():  # the wheel, which without mpirun looks for this file where it was built
+    # the wheel's Open MPI looks for this file where it was built, unless mpirun has started it
+    if (Path(sys.prefix) / _FT_FILE).exists():
         environment.setdefault("OPAL_PREFIX", sys.prefix)
 
 
@@ -65,11 +66,13 @@ class _Coming:
 
 
 class World:
-    """This process's membership; one thread uses it.
+    """This process's membership in the communicator. Only one thread may use it.
 
     Attributes:
-        rank, size: as started; they name members for good. members: ranks that live, as far as is known.
-        generation: how often the communicator was shrunk.
+        rank: rank at the start, which identifies this member for good.
+        size: number of members at the start.
+        members: ranks (at the start) that are alive, as far as is known.
+        generation: number of times the communicator was shrunk.
     """
 
     def __init__(self):
@@ -95,13 +98,13 @@ class World:
         self._of_before: list[tuple[Any, Any]] = []
 
     def share(self, mine: bytes) -> list[bytes]:
-        """What each member has given, by rank: ``_SHARED`` bytes at most; all call it together, first of all."""
+        """Return each member's bytes, by rank; at most ``_SHARED`` bytes each. Collective; call it before all else."""
         everything = bytearray(_SHARED * self.size)
         self._comm.Allgather([mine.ljust(_SHARED, b"\0"), self._mpi.BYTE], [everything, self._mpi.BYTE])
         return [bytes(everything[i * _SHARED : (i + 1) * _SHARED]).rstrip(b"\0") for i in range(self.size)]
 
     def send(self, to: int, frame: bytes | memoryview) -> None:
-        """Starts to send ``frame``, which must not change any more; one for who is no member is dropped."""
+        """Start to send ``frame``, which must not change any more. A frame for a rank that is no member is dropped."""
         place = self._place_of.get(to)
         if place is None:
             return
@@ -111,7 +114,7 @@ class World:
             self._failed(error)
 
     def receive(self) -> list[tuple[int, memoryview]]:
-        """(sender, frame) of what has come, each sender's in its order; also does what is to be done after a death."""
+        """Return (sender, frame) of what has arrived, in order for each sender. Also handles deaths."""
         try:
             self._accept()
             self._flush()
@@ -121,7 +124,10 @@ class World:
             return []
 
     def leave(self, patience_s: float) -> bool:
-        """Ends MPI together with the others; whether that came about, which takes mpirun, within ``patience_s``."""
+        """Finalise MPI together with the others, if mpirun has started it.
+
+        Return whether that took at most ``patience_s`` s.
+        """
         if not self._knows_pmix:
             return False
         thread = threading.Thread(target=_finalize, daemon=True)
@@ -143,7 +149,7 @@ class World:
             self._comm.Sendrecv(nothing, to, _TAG, [bytearray(1), self._mpi.BYTE], source, _TAG)
 
     def _accept(self) -> None:
-        """Has what was announced received; a part of it at a time, so that sending gets its turn."""
+        """Start to receive announced frames, a limited number at a time, so that sending gets its turn."""
         status = self._mpi.Status()
         for _ in range(_AT_ONCE):
             message = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
@@ -157,7 +163,7 @@ class World:
         self._going = deque((request, frame) for request, frame in self._going if not request.Test())
 
     def _take(self) -> list[tuple[int, memoryview]]:
-        """Large frames end later than small ones that were sent after them; here they get into their order again."""
+        """Return received frames in order: large frames may be completed after small ones that were sent later."""
         found = []
         for place, queue in self._coming.items():
             while queue and queue[0].request.Test():
@@ -165,7 +171,7 @@ class World:
         return found
 
     def _failed(self, error: Exception) -> None:
-        """A member has died, or another one has noticed that."""
+        """Revoke and shrink the communicator after a member has died, or another member has reported a death."""
         mpi = self._mpi
         comm = None
         while comm is None:
@@ -174,7 +180,7 @@ class World:
             self._comm.Revoke()
             try:
                 comm = self._comm.Shrink()
-            except mpi.Exception as another:  # one more has died meanwhile
+            except mpi.Exception as another:  # another member has died meanwhile
                 error = another
         self._of_before += self._going
         self._of_before += [(each.request, each.frame) for queue in self._coming.values() for each in queue]
@@ -185,14 +191,14 @@ class World:
         self.generation += 1
 
     def _is_over(self, request: Any) -> bool:
-        """Whether MPI is done with its memory: one of a communicator that is no more ends too, with an error."""
+        """Return whether MPI is done with a request's memory. Requests of a lost communicator end with an error."""
         with contextlib.suppress(self._mpi.Exception):
             return request.Test()
         return True
 
 
 def rank_in(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(rank, size) that this process will have in MPI, by what has started it; alone: (0, 1)."""
+    """Return the (rank, size) that this process will have in MPI, from its environment; (0, 1) if started alone."""
     if "OMPI_COMM_WORLD_RANK" in environment:
         return int(environment["OMPI_COMM_WORLD_RANK"]), int(environment["OMPI_COMM_WORLD_SIZE"])
     if is_by_srun(environment):
@@ -201,26 +207,29 @@ def rank_in(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def is_by_srun(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process and speaks PMIx to it."""
+    """Return whether srun has started this process and speaks PMIx to it."""
     return "OMPI_COMM_WORLD_RANK" not in environment and "SLURM_PROCID" in environment and "PMIX_RANK" in environment
 
 
 def _forget_shared_memory() -> None:
-    """Takes the name off what processes of one host share: all have it now, and who is killed tidies up nothing."""
+    """Unlink the shared-memory files of this host's processes.
+
+    All have mapped them, and a killed process would leave its files behind.
+    """
     for file in {word for word in _mapped() if word.startswith("/dev/shm/sm_segment.")}:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(file)
 
 
 def _finalize() -> None:
-    """MPI's own: mpi4py's would hold the interpreter meanwhile, and with a member dead it may not come back."""
+    """Call MPI's own finalize: mpi4py's holds the interpreter lock, and may not return if a member is dead."""
     library = next((file for file in _mapped() if "/libmpi.so" in file), None)
     if library is not None:
         ctypes.CDLL(library).MPI_Finalize()
 
 
 def _leave_pmix() -> None:
-    """Ends this process's use of PMIx, which Open MPI has begun."""
+    """End this process's use of PMIx, which Open MPI has started."""
     file = next((file for file in _mapped() if "libpmix.so" in file), None)
     if file is None:
         raise UserError("this Open MPI has PMIx built in, which srun's cannot do without", "start with mpirun")
@@ -232,5 +241,5 @@ def _leave_pmix() -> None:
 
 
 def _mapped() -> list[str]:
-    """The files in this process's memory."""
+    """Return the files that are mapped into this process's memory."""
     return [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]

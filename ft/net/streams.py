@@ -1,30 +1,31 @@
-"""What a snapshot server listens on and dials: streams of bytes, over TCP or over MPI (:mod:`ft.net.mpi`)."""
+"""The networks that a snapshot server uses: byte streams over TCP or over MPI (:mod:`ft.net.mpi`)."""
 
 import socket
 from abc import ABC, abstractmethod
 
 TRANSPORT = "FT_TRANSPORT"
-"""Environment of a worker: "mpi", or what means TCP."""
+"""Environment variable of a worker: "mpi"; all other values mean TCP."""
 
 
 class Network(ABC):
-    """Streams between workers; what passes over one is checked by its two ends, not here."""
+    """Byte streams between workers. The two ends of a stream check the data, not the network."""
 
     @abstractmethod
     def listen(self) -> tuple[socket.socket, str]:
-        """A listening socket, and the address that other workers dial to reach it."""
+        """Return a listening socket, and the address at which other workers reach it."""
 
     @abstractmethod
     def dial(self, address: str, patience_s: float) -> socket.socket:
-        """A connection to ``address``.
+        """Return a connection to ``address``.
 
         Raises:
-            OSError: there is none within ``patience_s``; TimeoutError when nothing has answered at all.
+            OSError: there is none within ``patience_s`` seconds.
+            TimeoutError: nothing has answered at all.
         """
 
 
 class TcpNetwork(Network):
-    """Addresses are "host:port". ``host``: the one of this node that others reach it at."""
+    """The network over TCP. Addresses are "host:port". ``host``: the address at which other nodes reach this node."""
 
     def __init__(self, host: str):
         self._host = host

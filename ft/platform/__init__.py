@@ -1,1 +1,1 @@
-"""The machine underneath: processes, sockets, addresses, failure domains, Slurm, leader election through a file."""
+"""Access to the machine: processes, sockets, addresses, failure domains, Slurm, leader election through a file."""

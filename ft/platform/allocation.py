@@ -1,7 +1,7 @@
-"""The end of a Slurm job whose batch script has died with its node.
+"""Ends a Slurm job whose batch script has died with its node.
 
-With ``--no-kill`` the step goes on without that node, and so does the run; but when it is over, nobody is left to end
-the job, and Slurm would keep the other nodes allocated until the job's time limit (seen with Slurm 22.05).
+With ``--no-kill`` the job step and the run go on without that node. When the run is over, nothing is left to end the
+job, and Slurm would keep the other nodes allocated until the job's time limit (seen with Slurm 22.05).
 """
 
 import signal
@@ -18,13 +18,15 @@ _POLL_S, _COMMAND_S, _ANSWER_S = 2.0, 30.0, 5.0
 def end_orphaned_job(
     environment: Mapping[str, str], is_first_lost: bool, say: Callable[[str], None], patience_s: float = 1200.0
 ) -> None:
-    """Called when the run is over here: ends the job if its batch script is gone, else returns at once.
+    """After the end of the run, end the Slurm job if its batch script is gone; otherwise return at once.
 
-    Slurm has to agree that the script's node is down, which it says only after its SlurmdTimeout (usually 300 s).
+    Slurm has to confirm that the script's node is down, which it does only after its SlurmdTimeout (usually 300 s).
 
     Args:
-        is_first_lost: the run has lost the first node of the allocation. say: told what goes on.
-        patience_s: how long to wait for Slurm to notice.
+        environment: environment variables.
+        is_first_lost: the run has lost the first node of the allocation.
+        say: function that prints a message.
+        patience_s: maximum wait for Slurm's confirmation, in seconds.
     """
     job, launcher = job_name(environment), environment.get("SLURM_SRUN_COMM_HOST")
     if job is None or launcher is None or not is_first_lost:
@@ -46,26 +48,26 @@ def end_orphaned_job(
 
 
 def job_name(environment: Mapping[str, str]) -> str | None:
-    """What Slurm calls this job alone: the number that one task of an array has is also that of the whole array."""
+    """Return the name of this job alone: for array jobs, SLURM_JOB_ID of one task is also the id of the whole array."""
     if "SLURM_ARRAY_JOB_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
     return environment.get("SLURM_JOB_ID")
 
 
 def lost_first_node(status: Mapping) -> bool:
-    """Whether the run has lost node 0, the first of the allocation, where Slurm runs the batch script."""
+    """Return whether the run has lost node 0, the first of the allocation, where Slurm runs the batch script."""
     nodes = status.get("nodes")
     state = nodes.get("n0", "up") if isinstance(nodes, dict) else "up"
     return state != "up" and not str(state).startswith("suspect")
 
 
 def is_under_way(job: Mapping[str, str]) -> bool:
-    """Whether ``job`` (of ``scontrol show job``) is a running job with a batch script."""
+    """Return whether ``job`` (from ``scontrol show job``) is a running job with a batch script."""
     return job.get("JobState") == "RUNNING" and job.get("BatchFlag") == "1"
 
 
 def is_orphan(job: Mapping[str, str]) -> bool:
-    """Whether Slurm has taken the batch script's node out of the job."""
+    """Return whether Slurm has taken the batch script's node out of the job."""
     return "BatchHost" in job and job["BatchHost"] not in hosts(job.get("NodeList", ""))
 
 
@@ -75,7 +77,7 @@ def _show(job: str) -> dict[str, str]:
 
 
 def _call(*command: str) -> str:
-    """What a Slurm command prints; "" where it is not installed or fails, which it does for a job that is gone."""
+    """Return the output of a Slurm command, "" if it is not installed or fails (as it does for a job that is gone)."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -84,7 +86,7 @@ def _call(*command: str) -> str:
 
 
 def _answers(host: str, port: str) -> bool:
-    """Whether srun still listens; it notes a call without a word in the job's output, so this is asked only once."""
+    """Return whether srun still listens. Call it only once: srun logs an empty connection in the job's output."""
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
     except (OSError, ValueError):

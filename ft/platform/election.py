@@ -1,8 +1,8 @@
-"""Who is the control plane: one process at a time, in terms that are numbered and claimed in the run's directory.
+"""Leader election for the control plane: terms are numbered and claimed through files in the run's directory.
 
-A claim is a file that can be made only once. Who holds the newest claim renews ``control.json``; who finds a newer
-claim than his own has been succeeded and stops deciding. Others tell by watching the file whether somebody is at it:
-the count in it changes. Clocks of different hosts are never compared.
+A claim is a file that can be created only once. The holder of the newest claim renews its lease in ``control.json``. A
+holder that finds a newer claim than its own has been replaced, and stops taking decisions. Other processes detect a
+live leader by watching the renewal count in the file, so clocks of different hosts are never compared.
 """
 
 import json
@@ -14,17 +14,21 @@ from pathlib import Path
 _FOLDER, _FILE = "terms", "control.json"
 _LOOK_S = 0.05
 SUCCEEDED = 75
-"""Exit code of a control plane that found a later claim than its own."""
+"""Exit code of a control plane that found a newer claim than its own."""
 
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """What ``control.json`` says.
+    """The lease: the content of ``control.json``.
 
     Attributes:
-        term: number of the claim. life: how often the run began anew, which no journal outlasts.
-        where: its board. node: the agent it runs beside. pid: its process there. count: of renewals.
-        launcher: the process that starts another one when this one dies, as ``processes.identity`` has it; "" in
+        term: number of the claim.
+        life: number of times the run restarted from a checkpoint with a new journal.
+        where: address of the control plane's message board, "" until it serves.
+        node: name of the agent that it runs beside.
+        pid: its process on that node.
+        count: number of renewals.
+        launcher: the process that restarts the control plane when it dies, as ``processes.identity`` returns it; "" in
             folders of earlier versions.
     """
 
@@ -38,7 +42,7 @@ class LeaseRecord:
 
 
 def claim(run_dir: Path, term: int, node: str) -> bool:
-    """Makes ``node`` the one to run the control plane in ``term``; False if another one has claimed it already."""
+    """Claim ``term`` for the control plane of ``node``. Return False if another node has claimed it already."""
     folder = run_dir / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -51,7 +55,7 @@ def claim(run_dir: Path, term: int, node: str) -> bool:
 
 
 def newest(run_dir: Path) -> int:
-    """The newest term that was claimed, -1 before the first."""
+    """Return the newest term that was claimed, -1 before the first."""
     try:
         return max((int(name) for name in os.listdir(run_dir / _FOLDER) if name.isdecimal()), default=-1)
     except FileNotFoundError:
@@ -59,12 +63,12 @@ def newest(run_dir: Path) -> int:
 
 
 def is_over(run_dir: Path, term: int) -> bool:
-    """Whether a later term was claimed. One look at one name: asked before every order."""
+    """Return whether a later term was claimed. Checks one file name only, as it is called before every order."""
     return os.path.exists(run_dir / _FOLDER / str(term + 1))
 
 
 def read(run_dir: Path) -> LeaseRecord | None:
-    """The standing, None where there is none, or none that can be read."""
+    """Return the lease, None if there is none or it cannot be read."""
     try:
         values = json.loads((run_dir / _FILE).read_text())
         return LeaseRecord(**{f.name: values[f.name] for f in fields(LeaseRecord) if f.name in values})
@@ -73,7 +77,7 @@ def read(run_dir: Path) -> LeaseRecord | None:
 
 
 def renew(run_dir: Path, standing: LeaseRecord) -> None:
-    """Writes ``control.json``, for whoever reads it the old or the new one, never half of one.
+    """Write ``control.json`` atomically: readers see the old or the new content.
 
     Raises:
         OSError: the directory cannot be written.
@@ -84,7 +88,7 @@ def renew(run_dir: Path, standing: LeaseRecord) -> None:
 
 
 def is_kept(run_dir: Path, patience_s: float = 2.0) -> bool:
-    """Whether some control plane is at work: watches for a renewal, for ``patience_s`` at most."""
+    """Return whether a control plane is at work: watch for a renewal for at most ``patience_s`` seconds."""
     first = read(run_dir)
     deadline = time.monotonic() + patience_s
     while first is not None and time.monotonic() < deadline:

@@ -11,7 +11,7 @@ _TRIES, _PORTS, _EPHEMERAL = 20, 8000, 32768
 
 
 def free_port(host: str = "") -> int:
-    """A TCP port that nobody listens at now, and that the system gives to nobody who asks for any."""
+    """Return a TCP port that is free now and lies outside the range of ephemeral ports, if possible."""
     for port in (*random.SystemRandom().sample(_below_the_ephemeral(), _TRIES), 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
@@ -28,10 +28,10 @@ def _below_the_ephemeral() -> range:
 
 
 def check_port(host: str, port: int) -> None:
-    """Whether this node can listen at ``host:port``.
+    """Check that this node can listen on ``host:port``.
 
     Raises:
-        UserError: something else listens there, or the host is unknown or another machine's.
+        UserError: the port is taken, or the host is unknown or another machine.
     """
     fix = "the host of --rdzv-endpoint must be that of node 0, and its port free"
     try:
@@ -47,10 +47,12 @@ def check_port(host: str, port: int) -> None:
 
 
 def own_address(host: str, port: int, is_host: bool) -> str:
-    """The address that other nodes reach this one at, found by asking which way leads to the control plane.
+    """Return the address at which other nodes reach this one: that of the interface that leads to the control plane.
 
     Args:
-        host, port: of the control plane. is_host: it is on this node.
+        host: host of the control plane.
+        port: port of the control plane.
+        is_host: the control plane is on this node.
 
     Raises:
         UserError: the host is unknown.
@@ -58,7 +60,7 @@ def own_address(host: str, port: int, is_host: bool) -> str:
     found = _towards(host, port)
     if not found.startswith("127.") or not is_host or host == "localhost" or host.startswith("127."):
         return found
-    # The node's own name is often written down as a loopback address in its hosts file: that is of no use to others.
+    # A hosts file often maps the node's own name to a loopback address, which other nodes cannot use.
     try:
         return _towards("192.0.2.1", port)
     except UserError:

@@ -1,4 +1,4 @@
-"""What Linux knows about processes: states, descent and sessions; and how to end them whole."""
+"""Linux processes: their states, ancestry and sessions, and ways to kill whole process trees."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(signum: int) -> None:
-    """Asks for ``signum`` when the parent of this process dies; 0 takes it back.
+    """Ask the kernel to send ``signum`` to this process when its parent dies; 0 revokes that.
 
     Raises:
         OSError: the kernel refuses.
@@ -22,7 +22,7 @@ def die_with_parent(signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent dies.
+    """Make this process a subreaper: it becomes the parent of every descendant whose own parent dies.
 
     Raises:
         OSError: the kernel refuses.
@@ -31,13 +31,13 @@ def adopt_orphans() -> None:
 
 
 def set_name(name: str) -> None:
-    """The name that ``ps`` and ``top`` show for this process, cut to 15 bytes."""
+    """Set the name that ``ps`` and ``top`` show for this process, cut to 15 bytes."""
     buffer = ctypes.create_string_buffer(name.encode()[:15])
     _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def stat(pid: int) -> tuple[str, int, int] | None:
-    """(state letter, parent, session) of a process, None once it is gone. A zombie's state is Z."""
+    """Return (state letter, parent, session) of a process, None once it is gone. The state of a zombie is Z."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -47,7 +47,7 @@ def stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def identity(pid: int) -> str:
-    """Returns an identifier of a process, unique over hosts and time: boot, pid namespace, pid and start time."""
+    """Return an identifier of a process, unique over hosts and time: boot, pid namespace, pid and start time."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     try:
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -57,7 +57,7 @@ def identity(pid: int) -> str:
 
 
 def lives(known: str) -> bool | None:
-    """Whether the process that ``identity`` called ``known`` lives; None: it is one of another host."""
+    """Return whether the process with the identifier ``known`` is alive, None if it belongs to another host."""
     boot, _, rest = known.partition(" ")
     pid = rest.partition(" ")[0]
     if not pid.isdecimal():
@@ -69,14 +69,16 @@ def lives(known: str) -> bool | None:
 
 
 def state(pid: int) -> str:
-    """The state letter of a process, "X" once it is gone."""
+    """Return the state letter of a process, "X" once it is gone."""
     found = stat(pid)
     return found[0] if found else "X"
 
 
 def activity(pid: int) -> tuple[tuple[int, ...], ...]:
-    """What a process and all below it have done so far: of each its processor time, page faults and waits. Equal twice
-    if none of them has run in between."""
+    """Return counters of a process and its descendants: processor time, page faults and context switches.
+
+    Two equal results mean that none of them has run in between.
+    """
     found = []
     for one in (pid, *members([pid], [pid])):
         with contextlib.suppress(OSError):
@@ -90,19 +92,19 @@ def activity(pid: int) -> tuple[tuple[int, ...], ...]:
 
 
 def describe(pid: int) -> str:
-    """How a process stands, in words."""
+    """Describe the state of a process in words."""
     letter = state(pid)
     words = {"T": "stopped", "t": "traced", "D": "blocked in the kernel", "Z": "ended", "X": "gone"}
     return f"process {pid} is {words.get(letter, 'alive')}"
 
 
 def threads() -> int:
-    """How many threads this process has, those of C libraries included."""
+    """Return the number of threads of this process, including those of C libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def members(sessions: Iterable[int], roots: Iterable[int] = ()) -> list[int]:
-    """The living processes that belong to one of ``sessions`` or descend from one of ``roots``, roots left out."""
+    """Return the living processes in one of ``sessions`` or descended from one of ``roots``, without the roots."""
     sessions, roots = set(sessions), set(roots)
     table = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     table = {pid: entry for pid, entry in table.items() if entry}
@@ -122,31 +124,32 @@ def members(sessions: Iterable[int], roots: Iterable[int] = ()) -> list[int]:
 
 
 def send(pid: int, signum: int) -> None:
-    """Sends a signal; a process that is gone needs none."""
+    """Send a signal to a process, unless it is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
 
 
 def kill_whole(leaders: list[int]) -> None:
-    """SIGKILL for leaders of sessions and for all that belongs to these sessions or descends from a leader."""
-    below = members(leaders, leaders)  # looked up first: whoever outlives its parent descends from it no more
+    """Send SIGKILL to session leaders, to all members of their sessions and to all descendants of the leaders."""
+    # found before the kill, because a process whose parent has died is no descendant any more
+    below = members(leaders, leaders)
     for pid in (*leaders, *below):
         send(pid, signal.SIGKILL)
 
 
 def kill_remains(leaders: list[int]) -> None:
-    """SIGKILL for what is left of the sessions of leaders that have ended."""
+    """Send SIGKILL to what is left of the sessions of leaders that have ended."""
     for pid in members(leaders):
         send(pid, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, zombies included."""
+    """Return the children of a process, zombies included."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and (stat(int(name)) or ("", -1, -1))[1] == pid]
 
 
 def end_descendants(patience_s: float = 5.0) -> None:
-    """Kills and reaps everything below this process, which adopts orphans; gives up on what survives ``patience_s``."""
+    """Kill and reap all descendants of this process, a subreaper. Give up on survivors after ``patience_s`` seconds."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         for pid in members([], [os.getpid()]):
@@ -160,7 +163,7 @@ def end_descendants(patience_s: float = 5.0) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words: >= 0 as it exited, or minus the signal that killed it."""
+    """Describe an exit code in words: >= 0 as the process exited, negative for the signal that killed it."""
     if code >= 0:
         return f"exited with code {code}"
     try:

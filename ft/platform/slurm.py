@@ -1,4 +1,4 @@
-"""What Slurm tells a task about its job, as ``ft run`` needs it."""
+"""Reads a task's Slurm job from its environment, as ``ft run`` needs it."""
 
 import re
 from collections.abc import Mapping
@@ -12,10 +12,15 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?$")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One task's view of its job step: ``hosts`` in Slurm's order, and this task's place among the nodes.
+    """One task's view of its Slurm job step.
 
-    ``in_step``: srun has started this process, so there is one like it on every node; False in a batch script or in the
-    shell of salloc.
+    Attributes:
+        job: id of the job, with its restart count if it was requeued.
+        nnodes: number of nodes.
+        node_rank: this task's position among the nodes.
+        hosts: host names in Slurm's order.
+        in_step: srun has started this process, so every node runs one like it; False in a batch script or in the shell
+            of salloc.
     """
 
     job: str
@@ -26,13 +31,13 @@ class SlurmJob:
 
     @property
     def endpoint(self) -> str:
-        """Where the nodes meet: the first host, at a port that follows from the job's number."""
+        """The nodes' rendezvous address: the first host, at a port derived from the job id."""
         digits = re.sub(r"\D", "", self.job) or "0"
         return f"{self.hosts[0]}:{_FIRST_PORT + int(digits) % _PORTS}"
 
 
 def read(environment: Mapping[str, str]) -> SlurmJob | None:
-    """The Slurm job this process is a task of, None outside Slurm.
+    """Return the Slurm job that this process is a task of, None outside Slurm.
 
     Raises:
         UserError: several tasks per node were started, or the node list cannot be read.
@@ -58,10 +63,10 @@ def _first(environment: Mapping[str, str], *names: str) -> str | None:
 
 
 def hosts(nodelist: str) -> list[str]:
-    """The host names of a Slurm node list such as ``a,b[1-3,07],r[0-1]n[4-5]``, in Slurm's order.
+    """Return the host names of a Slurm node list such as ``a,b[1-3,07],r[0-1]n[4-5]``, in Slurm's order.
 
     Raises:
-        UserError: brackets do not match or hold something that is no number.
+        UserError: brackets do not match or contain something other than numbers.
     """
     found = [name for part in _split(nodelist) for name in _expand(part, nodelist)]
     if not found:
@@ -70,7 +75,7 @@ def hosts(nodelist: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Splits at the commas outside brackets."""
+    """Split at the commas outside brackets."""
     parts, depth, current = [], 0, ""
     for letter in text:
         depth += (letter == "[") - (letter == "]")

@@ -1,11 +1,11 @@
-"""Slurm's ``topology.conf``: a tree of switches (topology/tree) or blocks of nodes (topology/block).
+"""Parses Slurm's ``topology.conf``: a tree of switches (topology/tree) or blocks of nodes (topology/block).
 
     SwitchName=s0 Nodes=n[0-3]
     SwitchName=s1 Nodes=n[4-7]
     SwitchName=core Switches=s[0-1]
 
-A host's ``switch`` is the leaf it is connected to, its ``switch2`` the switch above that, and so on. A switch above the
-leaves that has every host of the file below it tells nothing: no placement survives its loss, and it is left out.
+A host's ``switch`` is the leaf switch that it is connected to, its ``switch2`` the switch above that, and so on. A
+switch above the leaves that has every host of the file below it is left out: no placement survives its loss.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _IGNORED = ("linkspeed", "blocksizes")
 
 @dataclass
 class _Switch:
-    """``height``: 1 for a leaf. ``line``: number of its line."""
+    """A line of the file. ``line``: its number. ``height``: 1 for a leaf switch."""
 
     line: int
     hosts: list[str] = field(default_factory=list)
@@ -27,18 +27,19 @@ class _Switch:
 
 
 def is_slurm(line: str) -> bool:
-    """Whether a file that begins with ``line`` is one of Slurm's."""
+    """Return whether a file whose first line is ``line`` is one of Slurm's."""
     return line.lower().startswith(("switchname=", "blockname=", "blocksizes="))
 
 
 def parse(lines: list[tuple[int, str]], path: str) -> dict[str, dict[str, str]]:
-    """Host name -> kind -> name.
+    """Return host name -> kind of failure domain -> name.
 
     Args:
         lines: (number, content), without comments.
+        path: the file, for messages.
 
     Raises:
-        UserError: the lines are none of Slurm's, or the switches make no tree.
+        UserError: the lines are not Slurm's, or the switches do not form a tree.
     """
     switches: dict[str, _Switch] = {}
     found: dict[str, dict[str, str]] = {}
@@ -84,7 +85,7 @@ def _names(text: str, where: str) -> list[str]:
 
 
 def _measure(switches: dict[str, _Switch], path: str) -> dict[str, str]:
-    """Sets every switch's height; returns the switch above each."""
+    """Set every switch's height, and return the switch above each."""
     above: dict[str, str] = {}
     for name, switch in switches.items():
         for child in switch.below:

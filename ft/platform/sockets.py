@@ -1,7 +1,7 @@
-"""Which sockets of this process belong to a connection, and shutting them without closing them.
+"""Finds the sockets of this process that belong to a connection, and shuts them down without closing them.
 
-gloo offers no way to end an operation that is blocked, but it ends every one of them itself, within milliseconds, when
-the connection it waits on breaks. Shutting down its sockets from outside is such a break: they stay gloo's to close.
+gloo has no call that aborts a blocked operation, but it aborts all of them itself, within milliseconds, when the
+connection that they wait on breaks. Shutting down its sockets from outside causes that; closing them is left to gloo.
 """
 
 import contextlib
@@ -13,59 +13,62 @@ from collections.abc import Iterable, Iterator
 
 from ft.base.errors import FtError
 
-Sockets = dict[int, int]  # file descriptor -> inode, which tells a socket from a later one with the same descriptor
+# file descriptor -> inode, which distinguishes a socket from a later one with the same descriptor
+Sockets = dict[int, int]
 Address = tuple[str, int]
 
 _DUPLICATES = threading.RLock()
-"""Held while a duplicate exists, and while descriptors are listed: a duplicate that another thread is about to close is
-not the descriptor that the socket's owner reads."""
+"""Lock held while a duplicate descriptor exists and while descriptors are listed.
+
+A duplicate that another thread is about to close is not the descriptor that the socket's owner reads.
+"""
 os.register_at_fork(before=_DUPLICATES.acquire, after_in_parent=_DUPLICATES.release, after_in_child=_DUPLICATES.release)
 
 
 def held() -> Sockets:
-    """All sockets of this process at this moment."""
+    """Return all sockets of this process at this moment."""
     return _sockets_among(_descriptors())
 
 
 class Watch:
-    """Finds the connections that were opened since the last look, for a run of looks in short order.
+    """Finds the connections that were opened since the last call, for a series of calls in short order.
 
-    A look at descriptors that were free at the last one costs a tenth of one at all of them.
+    Checking only descriptors that were free at the last call costs a tenth of checking all of them.
     """
 
     def __init__(self):
         self._sockets, self._descriptors = held(), _descriptors()
 
     def opened(self, addresses: set[Address], expected: int) -> Sockets:
-        """The ``expected`` connections of which one end is one of ``addresses``, and that were opened since.
+        """Return the ``expected`` connections with one end in ``addresses`` that were opened since the last call.
 
         Raises:
             FtError: there are more or fewer.
         """
         descriptors = _descriptors()
         found = touching(_sockets_among(descriptors - self._descriptors), addresses)
-        if len(found) != expected:  # a descriptor has been closed and given out again
+        if len(found) != expected:  # a descriptor was closed and reused
             found = touching(since(self._sockets), addresses)
         if len(found) != expected:
             raise FtError(f"found {len(found)} connections with ends at {sorted(addresses)} instead of {expected}")
-        # Inodes of sockets that were closed since stay noted: they are not given out again so soon.
+        # Inodes of sockets closed since then stay recorded: the kernel does not reuse them so soon.
         self._sockets.update(found)
         self._descriptors = descriptors
         return found
 
 
 def since(before: Sockets) -> Sockets:
-    """Those that were opened after ``before`` was taken."""
+    """Return the sockets that were opened after ``before`` was taken."""
     return {fd: inode for fd, inode in held().items() if before.get(fd) != inode}
 
 
 def listening(sockets: Sockets) -> list[Address]:
-    """Addresses of those that wait for connections."""
+    """Return the addresses of the listening sockets."""
     return [_address(own.getsockname()) for own in opened(sockets) if _listens(own)]
 
 
 def towards(sockets: Sockets, port: int) -> Sockets:
-    """Connected sockets of which the other end has this port."""
+    """Return the connected sockets whose remote end has this port."""
     found = {}
     for fd, inode in sockets.items():
         for own in opened({fd: inode}):
@@ -76,7 +79,7 @@ def towards(sockets: Sockets, port: int) -> Sockets:
 
 
 def touching(sockets: Sockets, addresses: set[Address]) -> Sockets:
-    """Connected sockets of which one end is one of ``addresses``."""
+    """Return the connected sockets with one end in ``addresses``."""
     found = {}
     for fd, inode in sockets.items():
         for own in opened({fd: inode}):
@@ -87,10 +90,10 @@ def touching(sockets: Sockets, addresses: set[Address]) -> Sockets:
 
 
 def shut(sockets: Sockets) -> None:
-    """Break these connections. A descriptor that is another socket's by now is left alone, and so are listening ones
-    (gloo's listener ends the process when its socket fails).
+    """Break these connections, but leave listening sockets and reused descriptors alone.
 
-    Only reading ends here: gloo then closes them itself. After a write that fails it would forget who waits for it.
+    (gloo's listener ends the process when its socket fails.) Only reading is shut down: gloo then closes the sockets
+    itself. If a write failed, gloo would lose track of the operations that wait for it.
     """
     for own in opened(sockets):
         with contextlib.suppress(OSError):  # already broken
@@ -101,7 +104,7 @@ def shut(sockets: Sockets) -> None:
 def _descriptors() -> set[int]:
     with _DUPLICATES:
         found = {int(name) for name in os.listdir("/proc/self/fd")}
-    listing = os.dup(0)  # the lowest free descriptor, which the listing itself has just had
+    listing = os.dup(0)  # the lowest free descriptor, which is the one that the listing itself has used
     os.close(listing)
     return found - {listing}
 
@@ -109,7 +112,7 @@ def _descriptors() -> set[int]:
 def _sockets_among(descriptors: Iterable[int]) -> Sockets:
     found = {}
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # closed by now, as the one that listed them is
+        with contextlib.suppress(OSError):  # closed by now, as the descriptor of the listing is
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode):
                 found[descriptor] = status.st_ino
@@ -117,7 +120,7 @@ def _sockets_among(descriptors: Iterable[int]) -> Sockets:
 
 
 def opened(sockets: Sockets) -> Iterator[socket.socket]:
-    """A duplicate of each that is still the socket meant, for as long as the loop looks at it."""
+    """Yield a duplicate of each descriptor that still refers to the same socket; it is closed after the loop's body."""
     for fd, inode in sockets.items():
         with _DUPLICATES:
             try:

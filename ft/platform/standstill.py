@@ -1,4 +1,4 @@
-"""Whether a process that is waited for gets anywhere: judged by what it does, not by how long it takes."""
+"""Detects whether a process makes progress, by what it does and not by how long it takes."""
 
 from collections.abc import Hashable
 
@@ -6,14 +6,14 @@ from ft.platform import processes
 
 _LOOK_S = 1.0
 MOST_IN_A_ROW = 3
-"""So often a process that stands still is killed and started again; then the run ends."""
+"""Number of processes in a row that are killed and restarted for making no progress; after them the run ends."""
 
 
 class Standstill:
-    """For how long a process, and all below it, has done nothing at all.
+    """Measures for how long a process and all its descendants have done nothing at all.
 
-    Imports on a busy machine take long, and use the processor meanwhile. A process that was stopped, or that waits for
-    what never comes, does not.
+    Imports on a busy machine take long, but use the processor. A process that is stopped, or that waits for something
+    that never comes, does not.
     """
 
     def __init__(self):
@@ -21,10 +21,14 @@ class Standstill:
         self._looked_at = self._for_s = 0.0
 
     def look(self, now: float, pid: int, said: int = 0) -> float:
-        """Seconds. Only time in which looks follow one another counts: who was held up itself knows of nobody else.
+        """Return the seconds without activity.
+
+        A gap between two calls counts for at most 2 s, so that a pause of the caller does not count.
 
         Args:
-            said: how many messages have come from it.
+            now: monotonic time.
+            pid: the process.
+            said: number of messages that have come from it.
         """
         passed = now - self._looked_at
         if self._seen is None or passed >= _LOOK_S:

@@ -1,14 +1,14 @@
-"""Which hosts fail together, read from a file: our own format, or Slurm's ``topology.conf``.
+"""Reads which hosts fail together (failure domains) from a file: our own format, or Slurm's ``topology.conf``.
 
-Ours has a line for each host or set of hosts (Slurm's brackets), and for each the names of what it depends on; the
-kinds are free::
+Our format has a line for each host or set of hosts (Slurm's brackets), with the names of what they depend on. The kinds
+can be chosen freely::
 
     # hosts      kind=name ...
     node[01-04]  rack=r1  power=a
     node[05-08]  rack=r2  power=b
 
 A host may be given in several lines. Hosts that have the same name for some kind fail together. Slurm's format is
-known by its first word, ``SwitchName=`` or ``BlockName=``.
+recognised by its first word, ``SwitchName=`` or ``BlockName=``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,9 +27,10 @@ class Topology:
     """Failure domains of hosts.
 
     Attributes:
-        path: the file. hosts: host name -> kind -> name of the domain; all hosts have the same kinds in our format, in
-            Slurm's a kind is missing where the tree is not of one depth. has_agents: hosts may be given by the names of
-            their agents (n0, n1, ...) too.
+        path: the file.
+        hosts: host name -> kind -> name of the domain. In our format all hosts have the same kinds; in Slurm's a kind
+            is missing where the branches of the tree differ in depth.
+        has_agents: hosts may also be given by the names of their agents (n0, n1, ...).
     """
 
     path: str
@@ -37,16 +38,17 @@ class Topology:
     has_agents: bool = True
 
     def find(self, names: Iterable[str], agent: str) -> tuple[str, dict[str, str]]:
-        """The domains of one host.
+        """Return the failure domains of one host.
 
         Args:
-            names: by which the host may be called, the best first. agent: the name of its agent (``"n0"``).
+            names: names that the host may have in the file, the preferred one first.
+            agent: name of its agent (``"n0"``).
 
         Returns:
-            (the name that was found, kind -> name).
+            (the name that was found, kind -> name of the domain).
 
         Raises:
-            UserError: the file has none of them.
+            UserError: the file has none of these names.
         """
         names = [name for name in names if name]
         for name in [*names, *([agent] if self.has_agents else [])]:
@@ -59,10 +61,10 @@ class Topology:
 
 
 def read_topology(path: str | Path) -> Topology:
-    """Reads a topology file of either format.
+    """Read a topology file of either format.
 
     Raises:
-        UserError: it cannot be read or says nothing sensible; with the number of the line.
+        UserError: the file cannot be read or is malformed; the message has the line number.
     """
     try:
         text = Path(path).read_text()
@@ -78,7 +80,7 @@ def read_topology(path: str | Path) -> Topology:
 
 
 def numbered_lines(text: str) -> list[tuple[int, str]]:
-    """(number, content) of the lines that say something; a backslash at its end joins a line to the next."""
+    """Return (number, content) of the lines that are not empty. A backslash at the end joins a line to the next."""
     lines, start, pending = [], 0, ""
     for number, line in enumerate(text.splitlines(), 1):
         line = line.split("#", 1)[0].rstrip()

@@ -1,1 +1,1 @@
-"""A worker's place in a run: its session with its agent, the orders it gets, and what it reports."""
+"""A worker's part in a run: its session with its agent, the orders it receives, and the reports it sends."""

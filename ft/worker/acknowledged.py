@@ -1,4 +1,4 @@
-"""Reports that an order has to answer, said again until it comes."""
+"""Sends a report again and again until an order acknowledges it."""
 
 import contextlib
 import threading
@@ -8,13 +8,14 @@ from typing import Any
 from ft.job.agent.link import Link
 
 PERIOD_S = 3.0
-"""Longer than an answer takes where nothing is wrong; one that was taken before is ignored."""
+"""Seconds between two sends: longer than an answer usually takes. The receiver ignores duplicates."""
 
 
 @contextlib.contextmanager
 def send_until_acknowledged(link: Link, report: Any, period_s: float = PERIOD_S) -> Iterator[None]:
-    """Sends ``report`` and, until the block ends, sends it again every ``period_s``: if one is lost, nobody else knows
-    that there was one, and all would wait for a deadline.
+    """Send ``report``, and send it again every ``period_s`` seconds until the ``with`` block ends.
+
+    If a report were lost, no other process would know of it, and all would wait for a deadline.
 
     Raises:
         OSError: the agent is gone.
@@ -22,12 +23,13 @@ def send_until_acknowledged(link: Link, report: Any, period_s: float = PERIOD_S)
     answered = threading.Event()
 
     def remind() -> None:
-        with contextlib.suppress(OSError):  # the link's own thread sees that the agent is gone
+        with contextlib.suppress(OSError):  # the link's own thread notices that the agent is gone
             while not answered.wait(period_s):
                 link.send(report)
 
     link.send(report)
-    with contextlib.suppress(RuntimeError):  # no memory for a thread may be what the report is about
+    # the report may be about exhausted memory, so that no thread can be started
+    with contextlib.suppress(RuntimeError):
         threading.Thread(target=remind, name="ft-remind", daemon=True).start()
     try:
         yield

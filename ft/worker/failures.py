@@ -1,4 +1,4 @@
-"""What a worker tells of an error of its own."""
+"""Reports an exception of this worker to the control plane."""
 
 import traceback
 
@@ -11,7 +11,7 @@ _MESSAGE_LIMIT, _TRACE_LIMIT = 2000, 8000
 
 
 def failure(session: Session, step: int, error: Exception) -> WorkerFailed:
-    """What there is to report of an error; its trace goes into the worker's log. ``step``: the last committed one."""
+    """Return the report of an exception, and print its traceback to the log. ``step``: the last committed step."""
     traceback.print_exception(error)
     kinds = [kind.__name__ for kind in type(error).__mro__[:-1]]
     message, trace = str(error)[:_MESSAGE_LIMIT], "".join(traceback.format_exception(error))[-_TRACE_LIMIT:]
@@ -19,7 +19,7 @@ def failure(session: Session, step: int, error: Exception) -> WorkerFailed:
 
 
 def report_failure(session: Session, step: int, error: Exception) -> None:
-    """Reports an error, until the epoch is over; what comes of the end of the epoch needs no report."""
+    """Report an exception until the epoch is over. Consequences of the end of the epoch are not reported."""
     if isinstance(error, EpochClosed) or session.closed:
         return
     session.progress.idles("failed")

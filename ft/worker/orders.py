@@ -1,4 +1,4 @@
-"""Orders as they reach a worker: kept in sequence for the training thread, except that a Close acts at once."""
+"""The orders of a worker: queued for the training thread, except that a Close also takes effect at once."""
 
 import os
 import queue
@@ -25,7 +25,7 @@ class Orders:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
 
     def deliver(self, order: Any) -> None:
-        """Takes an order in; None: the agent is gone, and with it the only one who could supervise this process."""
+        """Queue an order. None means that the agent, this process's only supervisor, is gone: exit at once."""
         if order is None:
             sys.stderr.write("the agent of this worker is gone: ending\n")
             sys.stderr.flush()
@@ -35,7 +35,7 @@ class Orders:
         self._queue.put(order)
 
     def wait_open(self, worker: str, newer_than: int) -> tuple[int, Open]:
-        """Waits for an epoch after ``newer_than`` in which ``worker`` has a seat.
+        """Wait for an epoch after ``newer_than`` in which ``worker`` holds a logical rank.
 
         Returns:
             (its logical rank, the order).
@@ -53,10 +53,10 @@ class Orders:
                         return int(rank), order
 
     def wait(self, kind: type, epoch: int) -> Any:
-        """Waits for an order of ``kind`` for ``epoch``.
+        """Wait for an order of ``kind`` for ``epoch``.
 
         Raises:
-            EpochClosed: the epoch is over before it comes.
+            EpochClosed: the epoch ends before the order comes.
         """
         while True:
             order = self._queue.get()

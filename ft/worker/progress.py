@@ -1,4 +1,4 @@
-"""What this worker is at, as its heartbeats say it."""
+"""The progress of this worker, as reported in its heartbeats."""
 
 import statistics
 import threading
@@ -13,10 +13,12 @@ _STEPS_REMEMBERED = 20
 
 
 class Progress:
-    """Written by the training thread, read by the heartbeat's; every field is replaced whole.
+    """Progress state, written by the training thread and read by the heartbeat thread.
+
+    Each field is replaced as a whole.
 
     Args:
-        waiting: the group operation that the training thread is blocked in, as (group name, since), or None.
+        waiting: returns the collective that the training thread is blocked in, as (group name, since), or None.
     """
 
     def __init__(self, waiting: Callable[[], tuple[str, float] | None] = lambda: None):
@@ -31,7 +33,7 @@ class Progress:
 
     @contextmanager
     def at(self, doing: str, where: str):
-        """Within, the worker says that it is ``doing`` ("wait", "compute", "aside", "idle") what ``where`` names."""
+        """Context in which the worker reports that it is ``doing`` ("wait", "compute", "aside", "idle") ``where``."""
         before = self._activity
         self._activity = (doing, where, time.monotonic())
         try:
@@ -40,35 +42,36 @@ class Progress:
             self._activity = (before[0], before[1], time.monotonic())
 
     def begins(self, step: int) -> None:
-        """Training goes on after ``step``; a step time is counted from here."""
+        """Note that training continues after ``step``. The time of the next step counts from here."""
         self.step = step
         self._step_began = time.monotonic()
         self._activity = ("compute", f"step {step + 1}", self._step_began)
 
     def committed(self, step: int) -> None:
-        """``step`` is committed and the next one begins."""
+        """Note that ``step`` is committed and the next step begins."""
         if self._step_began is not None:
             self._step_times.append(time.monotonic() - self._step_began)
         self.begins(step)
 
     def aside(self, what: str) -> None:
-        """The step goes on with ``what``, for which others may wait for long: it is no hang."""
+        """Note that the step continues with ``what``, which may keep other ranks waiting for long and is no hang."""
         self._activity = ("aside", what, time.monotonic())
 
     def idles(self, where: str) -> None:
-        """No step is under way; what comes is not a step time."""
+        """Note that no step is under way, so that the time from here on counts as no step time."""
         self._step_began = None
         self._activity = ("idle", where, time.monotonic())
 
     def step_time(self) -> float | None:
-        """Median seconds of the last steps, None before the first has ended."""
+        """Return the median seconds of the last steps, None before the first has ended."""
         times = list(self._step_times)
         return statistics.median(times) if times else None
 
     def beat(self) -> Beat:
         doing, where, since = self._activity
         waiting, now = self.waiting(), time.monotonic()
-        if waiting != self._seen_waiting:  # some operation has ended since the last heartbeat: it gets on
+        # a collective has ended since the last heartbeat, so the worker makes progress
+        if waiting != self._seen_waiting:
             self._seen_waiting, self._moved_at = waiting, now
         if doing == "compute" and waiting is not None:
             doing, where, since = "wait", waiting[0], waiting[1]
@@ -87,7 +90,7 @@ class Progress:
 
 
 class Heartbeat:
-    """A thread that sends ``progress.beat()`` every ``period_s``; it stops with the process it speaks for."""
+    """A thread that sends ``progress.beat()`` every ``period_s`` seconds. It stops when the process is stopped."""
 
     def __init__(self, progress: Progress, send: Callable[[Beat], None], period_s: float):
         self._progress, self._send, self._period = progress, send, period_s
@@ -103,5 +106,5 @@ class Heartbeat:
         while not self._stop.wait(self._period):
             try:
                 self._send(self._progress.beat())
-            except OSError:  # the agent is gone: the link's own thread sees it and ends the process
+            except OSError:  # the link's own thread notices that the agent is gone, and ends the process
                 return

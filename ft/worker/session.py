@@ -1,4 +1,4 @@
-"""A worker's place in the run: its seat, its groups, its link to the agent."""
+"""A worker's session in the run: its logical rank, its process groups and its connection to the agent."""
 
 import hashlib
 import json
@@ -24,17 +24,19 @@ from ft.worker.settings import surroundings
 
 
 def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process was started by ``ft run``."""
+    """Return whether ``ft run`` started this process."""
     return "FT_AGENT" in environment
 
 
 def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, str] | None = None) -> "Session":
-    """Takes this process's place in the run that ``ft run`` started it for; blocks until it has a logical rank.
+    """Join the run that ``ft run`` started this process for. Blocks until the process has a logical rank.
 
-    A standby blocks here until a worker dies; with the end of the run it exits.
+    A standby blocks here until it replaces a worker that died. At the end of the run it exits.
 
     Args:
-        settings: of the script, by name: they must be the same on all workers, or none gets a logical rank.
+        environment: environment variables.
+        settings: settings of the script, by name. They must be the same on all workers; otherwise no worker gets a
+            logical rank.
 
     Raises:
         UserError: the process was not started by ``ft run``.
@@ -48,12 +50,16 @@ def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, s
 
 
 class Session:
-    """One worker from its first order to its last.
+    """One worker's session, from its first order to its last.
 
     Attributes:
-        rank, world_size, local_rank: the seat. joins: it was taken over in mid-run, state comes from the others.
-        epoch: the epoch the worker is in, open or closed. closed: that epoch is over.
-        faulty_device: for fault injection: takes the numbers of bit flips, and the flips; None without DMR.
+        rank: logical rank.
+        world_size: number of logical ranks.
+        local_rank: number of the worker's device.
+        joins: the worker has taken its rank over in a running job, and gets its state from other ranks.
+        epoch: the epoch that the worker is in, open or closed.
+        closed: that epoch is over.
+        faulty_device: for fault injection: function of (number of the fault, bit flip); None without DMR.
     """
 
     def __init__(self, environment: Mapping[str, str]):
@@ -80,7 +86,7 @@ class Session:
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s)
 
     def take_seat(self) -> None:
-        """Reports ready and waits for a logical rank."""
+        """Report that this worker is ready, and wait for a logical rank."""
         self.progress.idles("waiting for a seat")
         self.link.send(WorkerReady(self.worker, self.node, self.server.address))
         rank, opened = self.orders.wait_open(self.worker, newer_than=-1)
@@ -89,10 +95,10 @@ class Session:
         self.progress.idles("assembling")
 
     def enter(self, rank: int, opened: Open) -> None:
-        """Takes the seats of a new epoch over.
+        """Adopt the map of ranks to workers of a new epoch.
 
         Raises:
-            SystemExit: another logical rank is asked for than this worker was assembled for; it has to start anew.
+            SystemExit: the worker got another logical rank than the one it was set up for, and has to be restarted.
         """
         if self.rank not in (-1, rank):
             raise SystemExit(f"seated as logical rank {rank}, assembled as {self.rank}")
@@ -109,7 +115,7 @@ class Session:
                 self._left.clear()
 
     def init_process_group(self, device_backend: str) -> None:
-        """Makes torch.distributed's default group, and with it all groups made from then on, follow the epochs."""
+        """Make torch.distributed's default group, and all groups made from then on, follow the epochs."""
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
         self.groups = Groups.start(
             meeting=self.meeting_place(),
@@ -123,28 +129,31 @@ class Session:
         )
 
     def meeting_place(self) -> Meeting:
-        """Where the groups of this epoch meet."""
+        """Return the store in which the groups of this epoch rendezvous."""
         return Meeting(self.meeting, self.token)
 
     def prefix(self) -> str:
-        """Of the keys of this epoch's groups: never used before, or dead workers' addresses are read."""
+        """Return the prefix of the store keys of this epoch's groups.
+
+        It is unique, because old keys hold dead workers' addresses.
+        """
         return f"groups/{self.epoch}"
 
     def topology(self) -> str:
-        """Digest of who sits where and of all groups (I1)."""
+        """Return a digest of the map of ranks to workers and of all groups (DEADPOOL, invariant I1)."""
         seats = {rank: asdict(seat) for rank, seat in sorted(self.seats.items())}
         return hashlib.sha256((json.dumps(seats, sort_keys=True) + self.groups.topology()).encode()).hexdigest()[:16]
 
     def when_closed(self, interrupt: Callable[[int, str], None]) -> None:
-        """Has ``interrupt(epoch, reason)`` called, in another thread, as soon as an epoch is over."""
+        """Have ``interrupt(epoch, reason)`` called, in another thread, as soon as an epoch is over."""
         self._when_closed.append(interrupt)
 
     def wait_closed(self) -> None:
-        """Waits until the epoch is over; one whose trainer cannot go on has nothing else to do."""
+        """Wait until the epoch is over, for a worker whose trainer cannot go on."""
         self._left.wait()
 
     def observe(self, event: str, **detail) -> None:
-        """Puts an event into the run's event file."""
+        """Write an event into the run's event log."""
         stamp = {"wall": time.time(), "monotonic": time.monotonic(), "node": self.node, "worker": self.worker}
         place = {"rank": self.rank, "epoch": self.epoch, "step": self.progress.step}
         self.link.send(Observed(event, {**stamp, **place, **detail}))
@@ -167,6 +176,6 @@ class Session:
         self._left.set()
 
     def suspect(self, group: str, error: BaseException) -> None:
-        """An operation with other workers failed in an open epoch: says so and awaits the control plane's verdict."""
+        """Report that a collective failed in an open epoch, and wait for the control plane's verdict."""
         self.link.send(WorkerSuspects(self.worker, self.epoch, group, str(error)[:500]))
         self._left.wait(self.timeouts.verdict_s)

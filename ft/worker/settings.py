@@ -1,4 +1,4 @@
-"""How a worker is set up: what must be the same on every worker of a run, or they train something else together."""
+"""The settings that must be the same on every worker of a run, so that all ranks compute the same thing."""
 
 import hashlib
 import platform
@@ -10,13 +10,13 @@ from ft.base.checkout import CHECKOUT
 _OURS = ("ft", "megatron/training", "megatron/patches")
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
 _PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVTE_", "GLOO_", "MKL_", "OMP_")
-# What names a node's own hardware or place may differ from node to node.
+# Variables that name a node's own hardware or location may differ between nodes.
 _OWN = ("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID", "OMP_PLACES")
 _OWN_ENDINGS = ("_IFNAME", "_HCA", "_HOME", "_PATH", "_FILE", "_DIR", "_DIRECTORY")
 
 
 def surroundings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that change what is computed, versions, and a digest of this project's sources."""
+    """Return environment variables that affect the computation, versions, and a digest of this project's sources."""
     found = {f"environment {name}": value for name, value in environment.items() if _counts(name)}
     found["python"] = platform.python_version()
     found["code of ft and megatron"] = CODE
@@ -41,4 +41,4 @@ def _digest_of_code() -> str:
 
 
 CODE = _digest_of_code()
-"""Of the sources as they were when this was imported: in the warm pool, with all that its workers run."""
+"""Digest of the sources at the time of import: in the warm pool, before it forks its workers."""

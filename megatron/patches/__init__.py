@@ -1,7 +1,7 @@
-"""What this project changes inside megatron-core and torch, and the platform that decides it.
+"""The changes that this project makes inside megatron-core and torch, and the platform (CUDA or CPU) they depend on.
 
-`apply()` is called once per process, after torch is imported and before any model code. The manifest names every
-symbol it may replace, why, and the core versions it was checked on; `python -m megatron.patches` prints it.
+`apply()` is called once per process, after torch is imported and before any model code. The manifest names every symbol
+that it may replace, why, and the core versions that it was checked on; `python -m megatron.patches` prints it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ __all__ = ["Platform", "apply", "choose_platform", "platform"]
 
 @dataclass(frozen=True)
 class Platform:
-    """Where this process computes: `name` is "cuda" or "cpu", `backend` its torch.distributed backend."""
+    """The hardware of this process: `name` is "cuda" or "cpu", `backend` its torch.distributed backend."""
 
     name: str
     backend: str
 
     @property
     def device(self) -> torch.device:
-        """The device to put tensors on: the CUDA device this process has selected, or the CPU."""
+        """The device to put tensors on: the CUDA device that this process has selected, or the CPU."""
         import torch
 
         return torch.device("cuda", torch.cuda.current_device()) if self.name == "cuda" else torch.device("cpu")
 
     def offers(self, package: str) -> bool:
-        """Whether an optional package of GPU kernels (``transformer_engine``, ``apex``) is installed and has a GPU."""
+        """Return whether an optional package of GPU kernels (``transformer_engine``, ``apex``) can be used."""
         return self.name == "cuda" and importlib.util.find_spec(package) is not None
 
     def select_device(self, local_rank: int) -> None:
-        """Give this process the device of its place on the node.
+        """Select the CUDA device for this process by its local rank.
 
         Raises:
             ft.base.errors.UserError: there are fewer GPUs than processes on this node.
@@ -57,10 +57,10 @@ class Platform:
         torch.cuda.set_device(local_rank)
 
     def choose_backend(self, asked_for: str | None) -> str:
-        """The communication backend: what the user asked for, or the platform's own.
+        """Return the communication backend: the user's choice, or the platform's default.
 
         Raises:
-            ft.base.errors.UserError: NCCL was asked for where there is no GPU.
+            ft.base.errors.UserError: the user chose NCCL, and there is no GPU.
         """
         if asked_for == "nccl" and self.name != "cuda":
             raise UserError("--distributed-backend nccl needs GPUs, and there is none here", "drop it or use gloo")
@@ -68,13 +68,13 @@ class Platform:
 
 
 def choose_platform(cuda_is_available: bool) -> Platform:
-    """The platform of a machine that has, or has not, a usable CUDA device."""
+    """Return the platform of a machine with or without a usable CUDA device."""
     return Platform("cuda", "nccl") if cuda_is_available else Platform("cpu", "gloo")
 
 
 @cache
 def platform() -> Platform:
-    """The platform of this process. The only place that asks torch whether there is a GPU."""
+    """Return the platform of this process. All code learns from here whether there is a GPU."""
     import torch
 
     return choose_platform(torch.cuda.is_available())
@@ -84,14 +84,14 @@ def apply(*features: str) -> list[Patch]:
     """Apply every patch that this platform and ``features`` need, each at most once per process.
 
     Args:
-        features: of the manifest's ``when``, such as ``WITH_REPLICAS``.
+        features: values of the manifest's ``when``, such as ``WITH_REPLICAS``.
 
     Returns:
-        the manifest's entries that are in force afterwards, the same list however often it is called.
+        the manifest's entries that are in force afterwards; the same list for every call.
 
     Raises:
-        ft.base.errors.UserError: the installed megatron-core lacks a symbol, or has it with another signature, than
-            the manifest says; nothing has been replaced then.
+        ft.base.errors.UserError: the installed megatron-core lacks a symbol, or its signature is not the one in the
+            manifest; nothing has been replaced then.
     """
     from megatron.patches import registry
 

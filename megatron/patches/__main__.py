@@ -23,7 +23,7 @@ from megatron.patches.sources import CoreSources, OwnSources, archived_core, ins
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command with `argv` (the process's arguments by default); returns the exit code."""
+    """Run the command with `argv` (default: the process's arguments), and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron.patches", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--wheel", type=Path, metavar="FILE", help="check against this wheel or source archive, not the installed core"
@@ -45,9 +45,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def as_json(findings: list[Finding], calls: Found, once: list[OnceOnly], core: CoreSources) -> str:
-    """One object: the core that was checked, whether all fits, one object per patch, one per place in our sources
-    that takes from core what is not there, or calls it with other arguments than it takes, and one per function whose
-    collectives a worker that joins later may do alone."""
+    """Return one JSON object with the results.
+
+    It holds the core that was checked, whether all fits, one object per patch, one per use of core in our sources that
+    does not fit it, and one per function whose collectives a worker that joins later might call alone.
+    """
     patches = [
         {
             "module": finding.patch.module,
@@ -70,7 +72,7 @@ def as_json(findings: list[Finding], calls: Found, once: list[OnceOnly], core: C
 
 
 def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> str:
-    """The table for people: core's symbols a row each, torch's grouped by their reason."""
+    """Return the table of patches as text: one row for each symbol of core; torch's symbols are grouped by reason."""
     of_core = [finding for finding in findings if finding.patch.kind == "core"]
     of_torch = [finding for finding in findings if finding.patch.kind == "torch"]
     header = ("STATUS", "WHEN", "FILE")
@@ -102,7 +104,7 @@ def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> st
 
 
 def calls_table(calls: Found) -> str:
-    """The table of what in our sources does not fit this core: nothing but its last line if all does."""
+    """Return a table of uses in our sources that do not fit this core, followed by a line with counts."""
     lines = ["OUR USES OF MEGATRON-CORE THAT DO NOT FIT IT"] if calls.misfits else []
     for misfit in calls.misfits:
         lines += [f"{misfit.file}:{misfit.line}", f"    {misfit.callee}: {misfit.problem}"]
@@ -110,7 +112,7 @@ def calls_table(calls: Found) -> str:
 
 
 def once_table(once: list[OnceOnly]) -> str:
-    """The collectives for people: a row each that nobody has looked at, and their number."""
+    """Return a table of the collectives that nobody has reviewed yet, followed by their number."""
     lines = ["COLLECTIVES THAT MEGATRON-CORE DOES ONCE PER PROCESS AND THAT A RECOVERY DOES NOT REPEAT"] if once else []
     lines += [f"{each.name}, line {each.line}: depends on {', '.join(each.state)}" for each in once]
     return "\n".join([*lines, f"collectives done once per process: {len(once)} not looked at"])

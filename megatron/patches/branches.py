@@ -1,4 +1,4 @@
-"""Which branches on ``CORE`` of ``megatron.patches.releases`` a release of megatron-core takes."""
+"""Determines which branches on ``CORE`` of ``megatron.patches.releases`` a given release of megatron-core executes."""
 
 import ast
 import operator
@@ -18,14 +18,14 @@ _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def taken(tree: ast.Module, module: str, release: tuple[int, int]) -> ast.Module:
-    """``tree``, changed: without the statements and expressions that ``release`` (major, minor) never reaches."""
+    """Remove from ``tree``, in place, the statements and expressions that ``release`` (major, minor) never reaches."""
     names = {"CORE"} if module == RELEASES else _imported(tree, RELEASES, "CORE")
     rooms = _imported(tree, *RELEASES.rsplit(".", 1))
     return _Taken(names, rooms, release).visit(tree) if names or rooms else tree
 
 
 def _imported(tree: ast.Module, module: str, name: str) -> set[str]:
-    """The names under which the top of ``tree`` imports ``name`` of ``module``."""
+    """Return the names under which the top level of ``tree`` imports ``name`` of ``module``."""
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == module]
     return {alias.asname or alias.name for node in imports for alias in node.names if alias.name == name}
 
@@ -64,7 +64,7 @@ class _Taken(ast.NodeTransformer):
         return reached
 
     def _holds(self, test: ast.expr) -> bool | None:
-        """What a test on the release gives; None for any other test."""
+        """Return the result of a test on the release, None for any other test."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 holds = self._holds(operand)

@@ -1,8 +1,8 @@
-"""Whether what this project's sources take from megatron-core, and call there, is there and fits. Imports no core.
+"""Checks that what this project imports from and calls in megatron-core exists and fits, without importing core.
 
-Code for certain releases only stands in a branch on ``CORE`` of ``megatron.patches.releases``, such as
-``if CORE >= (0, 18): return ...``: of such a branch only what the core at hand would run is looked at. A name that may
-be missing is imported inside ``try`` with ``except ImportError``.
+Code for certain releases only stands in a branch on ``CORE`` of ``megatron.patches.releases``, such as ``if CORE >= (0,
+18): return ...``: only the branch that the given core would execute is checked. A name that may be missing is imported
+inside ``try`` with ``except ImportError``.
 """
 
 import ast
@@ -39,8 +39,10 @@ class Misfit:
     """A place in this project's sources that does not fit a core.
 
     Attributes:
-        file, line: where, `file` below the repository's root. callee: what is imported, named or called there, with
-            its module. problem: what does not fit.
+        file: the file, below the repository's root.
+        line: the line number.
+        callee: what is imported, named or called there, with its module.
+        problem: what does not fit.
     """
 
     file: str
@@ -51,14 +53,18 @@ class Misfit:
 
 @dataclass
 class Found:
-    """`misfits`, in the order of the sources, and how many `calls` of core's functions and classes were looked at."""
+    """The `misfits`, in the order of the sources, and the number of checked `calls` of core's functions and classes."""
 
     misfits: list[Misfit]
     calls: int = 0
 
 
 def check_calls(own: OwnSources, core: CoreSources) -> Found:
-    """What in ``own`` does not fit ``core``; UserError if ``core`` does not say which release it is."""
+    """Return what in ``own`` does not fit ``core``.
+
+    Raises:
+        UserError: ``core`` does not say which release it is.
+    """
     release = core.release
     trees = {module: taken(own.tree(module), module, release) for module in own.files}
 
@@ -76,7 +82,7 @@ def check_calls(own: OwnSources, core: CoreSources) -> Found:
 
 @dataclass
 class _Scope:
-    """The names of a module, class or function; ``kinds``: core's classes of which some hold an object."""
+    """The names of a module, class or function. ``kinds``: names of objects -> their classes, some of them core's."""
 
     bound: dict[str, list[Binding]]
     is_class: bool = False
@@ -84,7 +90,7 @@ class _Scope:
 
 
 class _File(ast.NodeVisitor):
-    """Looks through one file."""
+    """Checks one file."""
 
     def __init__(self, names: Names, module: str, is_package: bool, file: str, found: Found):
         self._names, self._module, self._is_package, self._file, self._found = names, module, is_package, file, found
@@ -190,7 +196,7 @@ class _File(ast.NodeVisitor):
             self._report(node, f"{signatures[0].module}: {ast.unparse(called)}", problems[0], TypeError)
 
     def _signatures(self, called: ast.expr) -> list[Signature | None]:
-        """The signatures of what ``called`` may be; None among them: one that is not known."""
+        """Return the possible signatures of ``called``; None among them stands for an unknown one."""
         if isinstance(called, ast.Attribute):
             methods = self._methods(called)
             if methods is not None:
@@ -203,7 +209,7 @@ class _File(ast.NodeVisitor):
         return found
 
     def _methods(self, called: ast.Attribute) -> list[Thing] | None:
-        """The methods of an object's class that ``called`` names; None where the object is not known."""
+        """Return the methods of an object's class that ``called`` names, None if the object's class is unknown."""
         owner = called.value
         match owner:
             case ast.Call(func=ast.Name(id="super"), args=[]) if self._classes:
@@ -231,7 +237,7 @@ class _File(ast.NodeVisitor):
         return None
 
     def _meant(self, node: ast.expr) -> list[Thing]:
-        """What a dotted name stands for here; nothing if that is not known."""
+        """Return what a dotted name stands for here, nothing if that is unknown."""
         if isinstance(node, ast.Attribute):
             inside = [self._names.inside(owner, node.attr) for owner in self._meant(node.value)]
             return [thing for things in inside for thing in things or ()]
@@ -254,7 +260,7 @@ def _parameters(given: ast.arguments) -> list[ast.arg]:
 
 
 def _kinds(parameters: list[ast.arg], bound: dict[str, list[Binding]], given: ast.arguments) -> dict[str, ast.expr]:
-    """{name of an object: its class} of annotated parameters, and of names that are bound to one call only."""
+    """Return {name of an object: its class} for annotated parameters, and for names that are bound to one call only."""
     kinds = {}
     for each in parameters:
         kind = each.annotation

@@ -1,4 +1,4 @@
-"""Whether a symbol of the manifest is where, and what, the manifest says. Decides from sources, imports no core."""
+"""Checks that the symbols of the manifest exist with the right signatures, from sources and without importing core."""
 
 import ast
 import importlib
@@ -13,8 +13,13 @@ FITS, MISSING, CHANGED, NOT_CHECKED = "fits", "missing", "changed", "not checked
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found for one patch: `status` is FITS, MISSING, CHANGED or NOT_CHECKED; `found` the signature
-    that is there, None for a name without one and for a missing symbol."""
+    """The result for one patch.
+
+    Attributes:
+        patch: the patch.
+        status: FITS, MISSING, CHANGED or NOT_CHECKED.
+        found: the signature that was found; None for a name without one and for a missing symbol.
+    """
 
     patch: Patch
     status: str
@@ -26,12 +31,12 @@ class Finding:
 
 
 def check(patches: list[Patch], core: CoreSources, with_torch: bool) -> list[Finding]:
-    """One finding per patch, in order; patches of torch are looked up in the imported torch if `with_torch`."""
+    """Return one finding per patch, in order. Patches of torch are looked up in the imported torch if `with_torch`."""
     return [_check_core(patch, core) if patch.kind == "core" else _check_torch(patch, with_torch) for patch in patches]
 
 
 def refusal(finding: Finding, core: CoreSources) -> UserError:
-    """The error for a patch that does not fit: names the symbol, both signatures and both versions."""
+    """Return the error for a patch that does not fit, with the symbol, both signatures and both versions."""
     patch = finding.patch
     expected = " or ".join(patch.signatures) or "a name of that module"
     found = finding.found or ("no such symbol" if finding.status == MISSING else "a name, not a function")
@@ -68,7 +73,7 @@ def _check_torch(patch: Patch, with_torch: bool) -> Finding:
 
 
 def _look_up(body: list[ast.stmt], path: list[str]) -> tuple[bool, str | None]:
-    """(whether the name is bound by these statements, its signature if a function binds it last)."""
+    """Return (whether these statements bind the name, its signature if a function binds it last)."""
     name, *inner = path
     is_there, signature = False, None
     for node in _statements(body):
@@ -82,7 +87,7 @@ def _look_up(body: list[ast.stmt], path: list[str]) -> tuple[bool, str | None]:
 
 
 def _statements(body: list[ast.stmt]):
-    """The statements of a module or class, also those under `if`, `try` and `with`."""
+    """Yield the statements of a module or class, also those under `if`, `try` and `with`."""
     for node in body:
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -93,7 +98,7 @@ def _statements(body: list[ast.stmt]):
 
 
 def _bound(node: ast.stmt) -> set[str]:
-    """The names that an import or an assignment binds."""
+    """Return the names that an import or an assignment binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -101,7 +106,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """The parameters with their defaults and without annotations, e.g. "(tensor, as_numpy=False)"."""
+    """Return the parameters with defaults and without annotations, for example "(tensor, as_numpy=False)"."""
     arguments = node.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:

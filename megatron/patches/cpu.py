@@ -1,11 +1,11 @@
-"""The CPU platform: megatron-core trains on CPU because `torch.cuda` is shadowed (FT-HSDP section 5).
+"""The CPU platform: megatron-core trains on CPU because `torch.cuda` is replaced (FT-HSDP, section 5).
 
-Core names the device "cuda" in the calls that make tensors, asks `torch.cuda` for streams, events and the
-generator, and compares `Tensor.type()` with CUDA names. Each of those is answered for a machine that has no GPU
-(`cpu_torch.py`), and the few places in core that are only right beside a GPU are replaced (here).
-`torch.cuda.is_available()` keeps saying no, so that whoever asks the honest question hears the honest answer.
+Core names the device "cuda" in the calls that make tensors, asks `torch.cuda` for streams, events and the generator,
+and compares `Tensor.type()` with CUDA names. All of these get replacements for a machine without a GPU
+(`cpu_torch.py`), and the few places in core that are only right with a GPU are replaced here.
+`torch.cuda.is_available()` still returns False, so that code which asks for a GPU gets the true answer.
 
-Nothing is paid per operator: only the calls that name a device are wrapped, no function mode is active.
+There is no cost per operator: only the calls that name a device are wrapped, and no function mode is active.
 """
 
 import functools
@@ -28,10 +28,10 @@ MOE_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 
 def apply() -> None:
-    """Shadow what megatron-core asks of CUDA. Idempotent; has to run before any model code.
+    """Replace what megatron-core uses of CUDA. Idempotent; call it before any model code.
 
-    Core modules that were imported earlier are brought in line too, except that their functions marked for
-    `torch.compile` then run eagerly through torch's own switch, which costs microseconds per call.
+    Core modules that were imported earlier are adapted too. Their functions marked for `torch.compile` then run eagerly
+    through torch's own switch, which costs microseconds per call.
     """
     shadow_tensors()
     shadow_streams()
@@ -42,7 +42,7 @@ def apply() -> None:
 
 
 def _import_core_eagerly() -> None:
-    """Import `megatron.core` with its `torch.compile` marks off: compiling costs minutes and gains nothing here."""
+    """Import `megatron.core` with its `torch.compile` decorators off: compiling takes minutes and gains nothing."""
     if "megatron.core" in sys.modules:
         from megatron.core import jit
 
@@ -73,7 +73,7 @@ def _patch_core() -> None:
 
 
 class _OneGenerator(logging.Filter):
-    """Drops core's warning that the CPU generator moved inside a fork of the CUDA one: here they are one."""
+    """Drops core's warning that the CPU generator changed inside a fork of the CUDA one: here they are the same."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
@@ -90,12 +90,15 @@ def _set_generator_state(new_state, device=-1, graph_safe=False):
 
 
 def _splits_on_host(tensor, as_numpy=False, record_stream=False):
-    """Core turns split sizes into numpy only on their way off the GPU; gloo's all-to-all needs them so as well."""
+    """Convert split sizes to numpy.
+
+    Core does so only when it moves them off the GPU, but gloo's all-to-all needs it too.
+    """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _uneven_gather(even):
-    """`even`, and with split sizes the gather of unequal parts, which gloo offers as an all-to-all only."""
+    """Extend `even` by gathers of parts of unequal size (given split sizes), which with gloo need an all-to-all."""
 
     @functools.wraps(even)
     def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
@@ -111,7 +114,7 @@ def _uneven_gather(even):
 
 
 def _uneven_scatter(even):
-    """`even`, and with split sizes the reduce-scatter of unequal parts: sent to their owner, summed in rank order."""
+    """Extend `even` by reduce-scatters of unequal parts (split sizes): sent to their owners, summed in rank order."""
 
     @functools.wraps(even)
     def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):

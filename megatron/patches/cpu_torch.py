@@ -1,4 +1,4 @@
-"""The CPU platform's shadow of `torch.cuda`: host memory for tensors, program order for streams, one generator."""
+"""Replacements for `torch.cuda` on CPUs: tensors in host memory, streams in program order, one generator."""
 
 import functools
 import sys
@@ -23,7 +23,7 @@ _CORE_TYPE_NAMES = {
 
 
 def _names_cuda(device: object) -> bool:
-    """Whether `device` (string, torch.device or CUDA ordinal) is a CUDA device."""
+    """Return whether `device` (string, torch.device or CUDA ordinal) is a CUDA device."""
     if isinstance(device, str):
         return device.startswith("cuda")
     if isinstance(device, torch.device):
@@ -32,7 +32,7 @@ def _names_cuda(device: object) -> bool:
 
 
 def _on_cpu(make):
-    """`make` with a CUDA `device=` read as the CPU and `pin_memory=` (a copy aid for GPUs) as off."""
+    """Wrap `make`, so that a CUDA `device=` means the CPU, and `pin_memory=` (an aid for copies to GPUs) is off."""
 
     @functools.wraps(make)
     def made_on_cpu(*args, **kwargs):
@@ -47,7 +47,7 @@ def _on_cpu(make):
 
 
 def shadow_tensors() -> None:
-    # torch remembers which functions honour `with torch.device(...)` by identity; it has to see the originals.
+    # torch caches, by identity, which functions honour `with torch.device(...)`: it has to see the original functions.
     _device_constructors()
     for name in TENSOR_MAKERS:
         replace("torch", name, _on_cpu(getattr(torch, name)))
@@ -77,7 +77,7 @@ def shadow_tensors() -> None:
     @functools.wraps(pick_type)
     def type_(self, dtype=None, non_blocking=False, **kwargs):
         if dtype is None:
-            # Core's optimizers sort parameters by these names; anyone else is told the truth.
+            # Core's optimizers group parameters by these names; all other callers get the true name.
             caller = sys._getframe(1).f_globals.get("__name__", "")
             if caller.startswith("megatron.core.optimizer") and self.dtype in _CORE_TYPE_NAMES:
                 return _CORE_TYPE_NAMES[self.dtype]
@@ -98,7 +98,7 @@ def shadow_tensors() -> None:
 
 
 class Event:
-    """A point in program order: everything before it has already run when it is recorded."""
+    """An event: a point in program order. When it is recorded, everything before it has already run."""
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
         self._recorded_at: float | None = None
@@ -116,14 +116,18 @@ class Event:
         pass
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds from this event to `end`; RuntimeError unless both were recorded."""
+        """Return the milliseconds from this event to `end`.
+
+        Raises:
+            RuntimeError: one of them was not recorded.
+        """
         if self._recorded_at is None or end._recorded_at is None:
             raise RuntimeError("both events must be recorded before the time between them is known")
         return (end._recorded_at - self._recorded_at) * 1e3
 
 
 class Stream:
-    """A queue that is always empty: work on the CPU is done when the call returns."""
+    """A stream that is always empty: work on the CPU is done when the call returns."""
 
     device = CPU
     cuda_stream = 0
@@ -154,7 +158,7 @@ class Stream:
 
 
 def _nothing():
-    """A new function that does nothing: torch's compiler tells functions apart by identity, so none is shared."""
+    """Return a new function that does nothing. torch's compiler compares functions by identity, so none is shared."""
 
     def nothing(*args, **kwargs):
         return None
@@ -167,7 +171,7 @@ def shadow_streams() -> None:
     current = [default]
 
     class StreamContext:
-        """Makes `stream` (None: leave it) the current one for the block; may be entered any number of times."""
+        """Context that makes `stream` (None: no change) the current one. It can be entered any number of times."""
 
         def __init__(self, stream):
             self.stream, self._outer = stream, []
@@ -217,8 +221,8 @@ def shadow_sends() -> None:
 
     @functools.wraps(send)
     def isend(tensor, *args, **kwargs):
-        # An alias with a storage reference of its own: core frees a sent activation by pointing the tensor elsewhere
-        # (`deallocate_output_tensor`), which on a GPU is ordered behind the send by the stream, and here is not.
+        # An alias with its own reference to the storage: core frees a sent activation by pointing the tensor elsewhere
+        # (`deallocate_output_tensor`). On a GPU the stream orders that after the send, which is not the case here.
         return send(tensor.detach(), *args, **kwargs)
 
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):

@@ -1,6 +1,6 @@
-"""DMR is told where core's schedules stand, what is recomputed, and when something is on its way to other ranks.
+"""Hooks in core for DMR (SpareTrain): positions in the schedule, recomputations, and communication windows.
 
-Without a ``Listener`` all of it is as it was.
+Without a ``Listener``, core behaves as before.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,37 +18,40 @@ _FINISHED = "DistributedDataParallel.finish_grad_sync"
 
 
 class Listener(Protocol):
-    """Who is told; ``ft.systems.dmr.runtime.engine.Engine``."""
+    """The object that the hooks call: ``ft.systems.dmr.runtime.engine.Engine``."""
 
     is_active: bool
 
     def forward_step(self, step: Callable[[], Any], chunk: int, inputs: Any, outputs_of: Callable[[Any], Any]) -> Any:
-        """Runs ``step``, the forward of a chunk's next microbatch."""
+        """Run ``step``, the forward of a chunk's next microbatch."""
 
     def backward_step(self, step: Callable[[], Any], output: Any, gradients: Any) -> Any:
-        """Runs ``step``, the backward from ``output``."""
+        """Run ``step``, the backward from ``output``."""
 
     def recomputed(self, function: Callable) -> Callable:
-        """What stands in for ``function``, which is called now and once more in a backward."""
+        """Return a replacement for ``function``, which is called now and again in a backward pass."""
 
     def window(self, kind: str) -> None:
-        """Something is on its way, and is about to be waited for. ``kind``: one of ``ft.systems.dmr.plan.trace``'s."""
+        """Note that communication is under way and will be waited for next.
+
+        ``kind``: one of the kinds in ``ft.systems.dmr.plan.trace``.
+        """
 
     def waited(self) -> None:
-        """It has been waited for."""
+        """Note that the wait has ended."""
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Something is on its way, and takes another time in every iteration."""
+        """Note that communication is under way whose duration varies between iterations."""
 
     def reduced(self, group: Any, tensor: Any, *, is_over: bool) -> None:
-        """``tensor`` is the result of an all-reduce, which has ended or is known to end before the optimizer step."""
+        """Note that ``tensor`` is the result of an all-reduce, ended now or ending before the optimizer step."""
 
 
 _listener: Listener | None = None
 
 
 def listen(listener: Listener | None) -> None:
-    """Has ``listener`` told from now on."""
+    """Make the hooks call ``listener`` from now on."""
     global _listener
     _listener = listener
 
@@ -128,7 +131,7 @@ def _p2p_ops(**kwargs):
 
 
 def _on_its_way(requests: Any) -> Any:
-    """Requests whose waits are windows: between starting them and waiting for them core may compute."""
+    """Return requests whose waits are windows: between starting and waiting for them, core may compute."""
     if _active() is None:
         return requests
     if isinstance(requests, dict):
@@ -215,7 +218,7 @@ class _Awaited:
 
 
 class _Watched:
-    """A reduction of which somebody is told the end."""
+    """A reduction that calls a function at its end."""
 
     def __init__(self, work: dist.Work, ended: Callable[[], None]):
         self._work, self._ended = work, ended

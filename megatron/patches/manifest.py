@@ -1,8 +1,8 @@
-"""The manifest: every symbol of megatron-core or torch that this project replaces, one entry each.
+"""The manifest: every symbol of megatron-core or torch that this project replaces, with one entry each.
 
-An entry says where the symbol is, what it has to look like, why it is replaced, by which file of this folder, when,
-and on which versions that was checked. To add a patch: write `megatron/patches/NAME.py` with an `apply()` that goes
-through `replace()`, and list what it replaces here with `file="NAME"`.
+An entry says where the symbol is, its signature, why it is replaced, by which file of this folder, when, and on which
+versions that was checked. To add a patch, write `megatron/patches/NAME.py` with an `apply()` that calls `replace()`,
+and list what it replaces here with `file="NAME"`.
 """
 
 from dataclasses import dataclass
@@ -20,15 +20,16 @@ class Patch:
     """One replaced symbol.
 
     Attributes:
-        module: the module that holds it, by its import name.
+        module: import name of the module that holds it.
         symbol: its name there; a dot leads into a class.
         why: what goes wrong without the patch, or what the patch is for, in one sentence.
         file: the module of `megatron.patches` that replaces it.
-        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that asks for it (WITH_REPLICAS, ...).
+        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that needs it (WITH_REPLICAS, ...).
         kind: "core" (megatron-core) or "torch".
-        signatures: the signatures it may have, without annotations; empty for a name that is no function there.
-        added: the symbol is defined where core lacks it; its absence is what the patch is for.
-        checked_on: the versions of megatron-core (of torch, for that kind) the patch was tried on or checked against.
+        signatures: the signatures that it may have, without annotations; empty for a name that is no function there.
+        added: the patch defines the symbol if core lacks it.
+        checked_on: the versions of megatron-core (or torch, for that kind) that the patch was tried on or checked
+            against.
     """
 
     module: str

@@ -1,4 +1,4 @@
-"""What a name of a module stands for, read from the sources: through re-exports, aliases and base classes."""
+"""Resolves names in modules from their sources, through re-exports, aliases and base classes."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -6,17 +6,22 @@ from dataclasses import dataclass
 
 MODULE, FUNCTION, CLASS, VALUE = "module", "function", "class", "value"
 
-# Bases that add neither a constructor nor a name that a caller could miss.
+# Base classes that add neither a constructor nor names that a caller could use.
 _BARE = {"object", "ABC", "Protocol", "Generic", "Enum", "IntEnum", "Flag", "IntFlag", "str", "int"}
 
-# The fields of a statement that hold further statements, or what binds a name.
+# The fields of a statement that hold further statements, or that bind a name.
 _BLOCKS = ("finalbody", "orelse", "handlers", "cases", "body", "items")
 
 
 @dataclass(frozen=True)
 class Thing:
-    """What a name stands for: `kind` is MODULE, FUNCTION, CLASS, or VALUE for everything that is not looked into;
-    `module` is where it is defined, and `node` its definition."""
+    """What a name stands for.
+
+    Attributes:
+        kind: MODULE, FUNCTION, CLASS, or VALUE for everything that is not analysed.
+        module: the module that defines it.
+        node: its definition.
+    """
 
     kind: str
     module: str
@@ -35,7 +40,7 @@ Binding = ast.AST | Imported
 
 
 def is_of_core(module: str) -> bool:
-    """Whether a module is one of megatron-core's."""
+    """Return whether a module is part of megatron-core."""
     return module == "megatron.core" or module.startswith("megatron.core.")
 
 
@@ -43,8 +48,8 @@ class Names:
     """The names of a set of modules.
 
     Args:
-        tree: the syntax tree of a module, None for one outside the set.
-        is_package: whether a module of the set is a package.
+        tree: returns the syntax tree of a module, None for one outside the set.
+        is_package: returns whether a module of the set is a package.
     """
 
     def __init__(self, tree: Callable[[str], ast.Module | None], is_package: Callable[[str], bool]):
@@ -52,7 +57,7 @@ class Names:
         self._bound: dict[ast.AST, tuple[dict[str, list[Binding]], list[str]]] = {}
 
     def of(self, module: str, name: str, path: tuple[tuple[str, str], ...] = ()) -> list[Thing]:
-        """What ``module.name`` may stand for: several where branches define it differently, none if it is missing."""
+        """Return what ``module.name`` may stand for: several if branches differ, none if it is missing."""
         if (module, name) in path:
             return []
         path = (*path, (module, name))
@@ -70,7 +75,7 @@ class Names:
         return found
 
     def meant(self, module: str, binding: Binding, path: tuple[tuple[str, str], ...] = ()) -> list[Thing]:
-        """What a binding in ``module`` may stand for; nothing if it is an import of what is missing."""
+        """Return what a binding in ``module`` may stand for; nothing if it imports a missing name."""
         match binding:
             case Imported(source, None):
                 return [Thing(MODULE, source)]
@@ -85,7 +90,7 @@ class Names:
         return [Thing(VALUE, module, binding)]
 
     def inside(self, thing: Thing, name: str) -> list[Thing] | None:
-        """What ``thing.name`` may stand for; nothing if it is missing, None if that cannot be told."""
+        """Return what ``thing.name`` may stand for; nothing if it is missing, None if that is unknown."""
         if thing.kind == MODULE:
             return self.of(thing.module, name)
         if thing.kind == CLASS:
@@ -97,7 +102,7 @@ class Names:
         return None
 
     def line(self, thing: Thing) -> tuple[list[Thing], bool]:
-        """A class and those it inherits from, in the order of look-up, as far as they are known; whether all are."""
+        """Return a class and its known base classes, in the order of lookup, and whether all are known."""
         classes = [thing]
         for base in thing.node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
@@ -113,7 +118,7 @@ class Names:
         return classes, not thing.node.keywords
 
     def expression(self, module: str, node: ast.expr) -> list[Thing]:
-        """What a dotted name means at the top of ``module``."""
+        """Return what a dotted name means at the top level of ``module``."""
         if isinstance(node, ast.Name):
             return self.of(module, node.id)
         if isinstance(node, ast.Attribute):
@@ -133,8 +138,10 @@ class Names:
 
 
 def names_bound(body: list[ast.stmt], module: str, is_package: bool) -> tuple[dict[str, list[Binding]], list[str]]:
-    """({name: what binds it}, modules of which all names are imported) of the statements of a module, class or
-    function; those of functions and classes inside it are not its names."""
+    """Return ({name: its bindings}, modules of star imports) for the statements of a module, class or function.
+
+    Names inside nested functions and classes are not included.
+    """
     bound: dict[str, list[Binding]] = {}
     stars: list[str] = []
     for node in _own_nodes(body):
@@ -158,7 +165,7 @@ def names_bound(body: list[ast.stmt], module: str, is_package: bool) -> tuple[di
 
 
 def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
-    """The module that ``from ... import`` takes names from."""
+    """Return the absolute name of the module that a ``from ... import`` takes names from."""
     if not node.level:
         return node.module or ""
     parts = module.split(".")
@@ -166,19 +173,19 @@ def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
-    """The last words of the names of a definition's decorators."""
+    """Return the last components of the names of a definition's decorators."""
     called = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
     return {ast.unparse(each).rpartition(".")[2] for each in called}
 
 
 def is_constant(binding: Binding) -> bool:
-    """Whether it binds a name to a constant, as a module does to a name that it failed to import."""
+    """Return whether a binding assigns a constant, as modules do for a name that they failed to import."""
     value = getattr(binding, "value", None)
     return isinstance(binding, ast.Assign | ast.AnnAssign) and (value is None or isinstance(value, ast.Constant))
 
 
 def _own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """The statements of a scope, and what in them binds names; of functions and classes only their definitions."""
+    """Yield the statements of a scope and the nodes in them that bind names; functions and classes are not entered."""
     rest: list[ast.AST] = list(reversed(body))
     while rest:
         node = rest.pop()
@@ -191,7 +198,7 @@ def _own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _is_global(tree: ast.Module, name: str) -> bool:
-    """Whether a function of the module makes it one of the module's names."""
+    """Return whether a function of the module declares the name as global."""
     return any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(tree))
 
 

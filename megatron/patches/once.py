@@ -1,8 +1,8 @@
-"""What megatron-core does together once per process: functions whose collectives depend on what an earlier call left.
+"""Finds collectives that megatron-core calls once per process, because they depend on state of an earlier call.
 
-A worker that joins in mid-run has made no such call. Where a survivor keeps an answer that a joiner has yet to ask
-for, the joiner's collective meets nobody, and both hang. So every such function is listed in ``KNOWN`` with the reason
-why it is harmless or the place that resets it; a release that brings another one is found by ``unknown``.
+A worker that joins a running job has not made the earlier call. If a survivor has cached a result that a joiner still
+has to compute, the joiner calls the collective alone, and both hang. So every such function is listed in ``KNOWN`` with
+the reason why it is harmless, or with the code that resets its state. ``unknown`` finds new ones in a release.
 """
 
 import ast
@@ -19,9 +19,9 @@ _COLLECTIVES = frozenset(
         *("monitored_barrier", "new_group", "new_subgroups_by_enumeration"),
     )
 )
-# Folders of core that no training loop enters, and FSDP, whose parameters no system here protects.
+# Packages of core that no training loop enters, and FSDP, whose parameters no system here protects.
 _ELSEWHERE = ("inference", "export", "post_training", "resharding", "distributed.fsdp")
-# Method names so common that a call of one says nothing of what is called.
+# Method names so common that a call does not show which function is called.
 _ANYTHING = frozenset(
     (
         *("__init__", "__call__", "forward", "backward", "step", "wait", "apply", "run", "get", "update", "load"),
@@ -75,13 +75,13 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class OnceOnly:
-    """A function whose collectives depend on what an earlier call of it left.
+    """A function whose collectives depend on state that an earlier call of it left.
 
     Attributes:
-        name: dotted, without ``megatron.core.``.
-        line: where it begins.
-        state: the names of what it keeps from call to call, sorted.
-        why: why that cannot part a joiner from the survivors; None: nobody has looked at it yet.
+        name: dotted name, without ``megatron.core.``.
+        line: its first line.
+        state: sorted names of what it keeps from call to call.
+        why: why the state cannot separate a joiner from the survivors; None: not reviewed yet.
     """
 
     name: str
@@ -91,11 +91,11 @@ class OnceOnly:
 
 
 def once_only(core: CoreSources) -> list[OnceOnly]:
-    """All such functions of a megatron-core, in the order of modules and lines; no core is imported.
+    """Return all such functions of a megatron-core, in the order of modules and lines, without importing it.
 
-    Found are functions that hold a collective, or call one of core's functions that does, under a condition (or after
-    an early return) on something that they themselves assign beyond the call: an attribute, a global, an entry of
-    either; and functions behind a decorator that caches.
+    A function is included if it calls a collective, or a function of core that does, under a condition (or after an
+    early return) on something that it assigns itself and that outlives the call: an attribute, a global, an entry of
+    either. Functions with a caching decorator are included too.
     """
     functions = [entry for module in _modules(core) for entry in _functions(core, module)]
     collective = _COLLECTIVES | {
@@ -111,7 +111,7 @@ def once_only(core: CoreSources) -> list[OnceOnly]:
 
 
 def unknown(core: CoreSources) -> list[OnceOnly]:
-    """Those that nobody has looked at: with such a core a recovery may hang."""
+    """Return the functions that nobody has reviewed: with such a core, a recovery may hang."""
     return [each for each in once_only(core) if each.why is None]
 
 
@@ -146,7 +146,7 @@ def _caching_decorators(function: ast.FunctionDef) -> set[str]:
 
 
 def _conditions(function: ast.FunctionDef, calls: list[ast.Call]) -> set[str]:
-    """The names of lasting state on which it depends whether one of ``calls`` is reached."""
+    """Return the names of lasting state that decide whether one of ``calls`` is reached."""
     lasting, state = _lasting(function), set()
     for node in ast.walk(function):
         if not isinstance(node, ast.If) or not (asked := _mentioned(node.test) & lasting):
@@ -159,7 +159,7 @@ def _conditions(function: ast.FunctionDef, calls: list[ast.Call]) -> set[str]:
 
 
 def _lasting(function: ast.FunctionDef) -> set[str]:
-    """The names of what ``function`` assigns that outlives a call of it."""
+    """Return the names of what ``function`` assigns and that outlives a call of it."""
     assignments = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
     shared = {name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names}
     aliases = {

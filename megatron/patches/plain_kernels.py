@@ -1,7 +1,7 @@
-"""What core takes from Transformer Engine and Apex wherever they are installed comes from torch, and from core itself.
+"""Replaces what core takes from Transformer Engine and Apex by kernels of torch and of core itself.
 
-DMR follows operators through torch's dispatcher, which the kernels of these packages bypass. Where neither is installed
-all of it is what core has chosen anyway.
+DMR follows operators through torch's dispatcher, which the kernels of these packages bypass. If neither is installed,
+core has made the same choices already.
 """
 
 from importlib import import_module
@@ -25,7 +25,7 @@ def apply() -> None:
 
 
 def chosen() -> dict[str, dict[str, Any]]:
-    """Module below ``megatron.core`` -> name there -> what it stands for."""
+    """Return module below ``megatron.core`` -> name in it -> its replacement."""
     utils, norm = import_module("megatron.core.utils"), import_module(_NORM).WrappedTorchNorm
     scale = {"multi_tensor_scale_impl": utils.local_multi_tensor_scale}
     return {

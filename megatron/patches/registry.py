@@ -1,4 +1,4 @@
-"""Which patches are due, and putting them in force after all of them have been checked."""
+"""Selects the patches that are due, checks all of them, and then applies them."""
 
 from importlib import import_module
 
@@ -10,16 +10,17 @@ _in_force: list[Patch] = []
 
 
 def due(platform_name: str, features: frozenset[str] = frozenset()) -> list[Patch]:
-    """The manifest's entries for a platform ("cuda" or "cpu") and the features that were asked for."""
+    """Return the manifest's entries for a platform ("cuda" or "cpu") and the given features."""
     wanted = {ALWAYS, *features} | ({ON_CPU} if platform_name == "cpu" else set())
     return [patch for patch in MANIFEST if patch.when in wanted]
 
 
 def apply(patches: list[Patch], core: CoreSources | None = None) -> list[Patch]:
-    """Put `patches` in force; those that are already are left alone.
+    """Apply those of `patches` that are not in force yet.
 
     Args:
-        core: the sources to check against, those of the installed megatron-core by default.
+        patches: entries of the manifest.
+        core: the sources to check against; default: those of the installed megatron-core.
 
     Returns:
         `patches`.

@@ -1,7 +1,7 @@
-"""Where releases of megatron-core differ in what this project calls: one function for each difference.
+"""Differences between releases of megatron-core in what this project calls: one function for each difference.
 
-Everything else is written as if there were one core. Each difference names the release that brought it; a branch on
-``CORE`` is what ``python -m megatron.patches`` reads to know which call is for which release.
+All other code is written as if there were one release. Each function names the release that brought the difference;
+``python -m megatron.patches`` reads branches on ``CORE`` to find out which call belongs to which release.
 """
 
 from pathlib import Path
@@ -21,10 +21,10 @@ CORE = (package_info.MAJOR, package_info.MINOR)
 
 
 def batch_of_this_context_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """The part of a batch ([micro batch, sequence, ...] each) that this context-parallel rank computes.
+    """Return the part of a batch ([micro batch, sequence, ...] each) that this context-parallel rank computes.
 
-    From 0.18 on core asks whether the context-parallel groups change from batch to batch (here they never do), and
-    takes the whole world where it is given no group.
+    From 0.18 on, core asks whether the context-parallel groups change from batch to batch (here they never do), and
+    uses the whole world if it is given no group.
     """
     group = parallel_state.get_context_parallel_group()
     if CORE >= (0, 18):
@@ -33,13 +33,14 @@ def batch_of_this_context_rank(batch: dict[str, torch.Tensor | None]) -> dict[st
 
 
 def backward_step(taken, output, gradient, kind, config):
-    """Core's backward of one microbatch; returns the gradient of ``taken``.
+    """Run core's backward of one microbatch, and return the gradient of ``taken``.
 
     Args:
-        taken, output: the activation that the stage was given, and the one that it made.
-        gradient: of ``output``, None on the last stage.
-        kind: of the model (``ModelType``), which core asks for up to 0.16.
-        config: of the model.
+        taken: the stage's input activation.
+        output: the stage's output activation.
+        gradient: gradient of ``output``, None on the last stage.
+        kind: the model's ``ModelType``, which core needs up to 0.16.
+        config: configuration of the model.
     """
     if CORE >= (0, 17):
         return schedules.backward_step(taken, output, gradient, config)
@@ -47,10 +48,10 @@ def backward_step(taken, output, gradient, kind, config):
 
 
 def load_strategy(path: Path):
-    """Core's strategy for reading the sharded checkpoint in the folder ``path``.
+    """Return core's strategy for reading the sharded checkpoint in the folder ``path``.
 
-    Torch from 2.15 on lists strides among the properties of a stored tensor; core up to 0.19 hands all properties to
-    ``torch.empty``, which takes no strides. They are left out here: core reads shapes and types alone.
+    From 2.15 on, torch lists strides among the properties of a stored tensor; core up to 0.19 passes all properties to
+    ``torch.empty``, which accepts no strides. They are removed here: core reads shapes and types only.
     """
     strategy = get_default_load_sharded_strategy(str(path))
     describe = strategy.load_tensors_metadata
@@ -67,10 +68,11 @@ def load_strategy(path: Path):
 
 
 def forget_answers_agreed_on_once(optimizer) -> None:
-    """Makes ``optimizer`` ask anew what all ranks answer together once per process (see ``once.py``); no collective.
+    """Make ``optimizer`` compute again what all ranks agree on once per process (see ``once.py``); no collective.
 
-    From 0.19 on an optimizer asks with an all-reduce whether any rank has parameters whose norm is taken apart, and
-    keeps the answer. After a recovery all have to ask again, because a worker that has just joined does.
+    From 0.19 on, an optimizer asks with an all-reduce whether any rank has parameters whose norm is computed
+    separately, and caches the answer. After a recovery all ranks have to ask again, because a worker that has just
+    joined does.
     """
     for part in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
         if hasattr(part, "_has_grad_norm_group_cache"):
@@ -78,9 +80,9 @@ def forget_answers_agreed_on_once(optimizer) -> None:
 
 
 def refuse_captured_update(optimizer) -> None:
-    """Refuses an optimizer step that is to become a CUDA graph (core's ``--optimizer-cuda-graph``, from 0.17 on).
+    """Reject an optimizer step that is to become a CUDA graph (core's ``--optimizer-cuda-graph``, from 0.17 on).
 
-    Its step is counted and captured once per process, between two barriers: a worker that joins later would wait in
+    Such a step is counted and captured once per process, between two barriers: a worker that joins later would wait in
     them alone.
 
     Raises:

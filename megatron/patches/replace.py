@@ -1,4 +1,4 @@
-"""Replacing a symbol in a loaded module, and the record of every symbol replaced so far."""
+"""Replaces symbols in loaded modules, and records every replaced symbol."""
 
 import importlib
 from typing import Any
@@ -9,8 +9,8 @@ _originals: dict[str, Any] = {}
 def replace(module: str, symbol: str, new: Any) -> None:
     """Put `new` in the place of `symbol` (dotted: "Class.method") of `module`, once.
 
-    A symbol that was replaced before is left alone, so that applying a patch twice is applying it once.
-    The original is kept (see :func:`original`); a symbol that did not exist has ``None`` as its original.
+    A symbol that was replaced before is left alone, so applying a patch twice has no effect. The original is kept (see
+    :func:`original`); a symbol that did not exist has ``None`` as its original.
     """
     key = f"{module}.{symbol}"
     if key in _originals:
@@ -24,10 +24,14 @@ def replace(module: str, symbol: str, new: Any) -> None:
 
 
 def original(name: str) -> Any:
-    """What the full dotted `name` was before it was replaced; KeyError if it was not."""
+    """Return what the full dotted `name` was before it was replaced.
+
+    Raises:
+        KeyError: it was not replaced.
+    """
     return _originals[name]
 
 
 def replaced() -> tuple[str, ...]:
-    """The full dotted names of all symbols replaced in this process, in the order of replacement."""
+    """Return the full dotted names of all symbols replaced in this process, in the order of replacement."""
     return tuple(_originals)

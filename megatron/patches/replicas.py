@@ -1,7 +1,7 @@
-"""Gradients of a bucket group go to the other replicas once they are reduced inside this one.
+"""Hooks that send the gradients of a bucket group to the other FT-HSDP replicas once they are reduced inside this one.
 
-Core calls ``start_grad_sync`` when a bucket group's gradients are complete and ``finish_grad_sync`` when they are
-needed; both stay what they are, and an ``Exchange`` is told. Bucket groups without one are left alone.
+Core calls ``start_grad_sync`` when a bucket group's gradients are complete, and ``finish_grad_sync`` when they are
+needed. Both keep their behaviour, and additionally call an ``Exchange``. Bucket groups without one are left alone.
 """
 
 import threading
@@ -20,13 +20,13 @@ _ATTRIBUTE = "exchange_with_replicas"
 
 
 class Exchange(Protocol):
-    """Who carries gradients to the other replicas."""
+    """The object that exchanges gradients with the other replicas."""
 
     def started(self, group: Any, parts: list[torch.Tensor], reduced: Callable[[], None] | None) -> None:
-        """``parts`` of this rank are to be exchanged after ``reduced`` has returned (None: they can be at once)."""
+        """Exchange ``parts`` of this rank after ``reduced`` has returned (None: they can be exchanged at once)."""
 
     def finished(self, group: Any) -> None:
-        """Core is about to use ``group``'s gradients; ``groups_of`` names all of them."""
+        """Note that core is about to use ``group``'s gradients. ``groups_of`` names all groups."""
 
 
 def apply() -> None:
@@ -35,13 +35,13 @@ def apply() -> None:
 
 
 def exchange_through(chunks: Iterable, exchange: Exchange) -> None:
-    """Has the gradients of all bucket groups of ``chunks`` (DistributedDataParallel) exchanged from now on."""
+    """Exchange the gradients of all bucket groups of ``chunks`` (DistributedDataParallel) from now on."""
     for group in groups_of(chunks):
         setattr(group, _ATTRIBUTE, exchange)
 
 
 def groups_of(chunks: Iterable) -> list:
-    """Bucket groups in the order in which all replicas exchange them: that of a backward pass."""
+    """Return the bucket groups in the order in which all replicas exchange them: that of a backward pass."""
     return [group for chunk in reversed(list(chunks)) for group in bucket_groups(chunk)]
 
 
@@ -65,7 +65,7 @@ def _finish_grad_sync(self, force_all_reduce=False):
 
 
 class _WaitedForOnce:
-    """A reduction inside the replica that two threads need the end of: the exchange's and core's."""
+    """A reduction inside the replica whose end two threads wait for: the exchange's and core's."""
 
     def __init__(self, handle: Any):
         self._handle, self._lock = handle, threading.Lock()
@@ -78,7 +78,7 @@ class _WaitedForOnce:
 
 
 def _parts(group, whole: bool) -> list[torch.Tensor]:
-    """What this rank answers for: its shard of each bucket, or the bucket where the optimizer is replicated."""
+    """Return the gradients that this rank exchanges: its shards of the buckets, or whole buckets without sharding."""
     if whole or not group.ddp_config.use_distributed_optimizer:
         return [bucket.grad_data for bucket in group.buckets]
     ranks, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank

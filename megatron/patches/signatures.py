@@ -1,4 +1,4 @@
-"""Whether the arguments of a call fit the definition that it calls, both read from the sources."""
+"""Checks whether the arguments of a call fit the called definition, both read from the sources."""
 
 import ast
 from dataclasses import dataclass, replace
@@ -11,8 +11,13 @@ class Signature:
     """The parameters of a callable.
 
     Attributes:
-        module: where it is defined. positional: in order. only_positional: how many of them take no keyword.
-        only_keyword: the others. required: those without a default. more_positional, more_keywords: ``*`` and ``**``.
+        module: the module that defines it.
+        positional: names of positional parameters, in order.
+        only_positional: how many of them are positional-only.
+        only_keyword: names of keyword-only parameters.
+        required: names of parameters without a default.
+        more_positional: it accepts ``*`` arguments.
+        more_keywords: it accepts ``**`` arguments.
     """
 
     module: str
@@ -24,10 +29,13 @@ class Signature:
     more_keywords: bool = False
 
     def misfit(self, call: ast.Call, is_partial: bool = False) -> str | None:
-        """What of a call does not fit; ``*`` and ``**`` in it may give any argument, and a partial call may lack some.
+        """Return what does not fit in a call, None if all fits.
+
+        ``*`` and ``**`` in the call may provide any argument, and a partial call may lack some.
 
         Args:
-            is_partial: the call is of `functools.partial`, whose first argument is the callable.
+            call: the call.
+            is_partial: the call is one of `functools.partial`, whose first argument is the callable.
         """
         given = call.args[1:] if is_partial else call.args
         plain = [argument for argument in given if not isinstance(argument, ast.Starred)]
@@ -48,10 +56,12 @@ class Signature:
 
 
 def signature(names: Names, thing: Thing, is_bound: bool = False) -> Signature | None:
-    """The signature of a function, or of a class's constructor; None if the sources do not tell.
+    """Return the signature of a function or of a class's constructor, None if the sources do not show it.
 
     Args:
-        is_bound: a function is called as a method of an object, or of its class if it is a class method.
+        names: the names of all modules.
+        thing: the function or class.
+        is_bound: the function is called as a method of an object, or of its class if it is a class method.
     """
     if thing.kind == FUNCTION:
         return _of_function(thing, is_bound)
@@ -108,11 +118,11 @@ def _methods(node: ast.ClassDef, name: str) -> list[ast.FunctionDef]:
 
 
 def _of_dataclass(names: Names, thing: Thing) -> Signature | None:
-    """The constructor that ``dataclass`` writes: the fields of all its bases that are dataclasses, then its own."""
+    """Return the constructor that ``dataclass`` generates: the fields of all dataclass bases, then its own."""
     classes, complete = names.line(thing)
     if not complete:
         return None
-    fields: dict[str, tuple[bool, bool]] = {}  # whether it is required, whether it is given by name only
+    fields: dict[str, tuple[bool, bool]] = {}  # (it is required, it is keyword-only)
     for each in reversed(classes):
         if "dataclass" in decorators(each.node):
             fields |= _fields(each.node)

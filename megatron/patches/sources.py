@@ -1,4 +1,4 @@
-"""megatron-core's sources, read and never imported: from the installed package, a wheel or a source archive."""
+"""Reads megatron-core's sources without importing them: from the installed package, a wheel or a source archive."""
 
 import ast
 import importlib.util
@@ -18,8 +18,8 @@ class CoreSources:
     """The modules of one megatron-core.
 
     Attributes:
-        origin: the folder or file it was read from.
-        version: what its `package_info` says, e.g. "0.16.1"; "unknown" if it does not say.
+        origin: the folder or file that it was read from.
+        version: the version in its `package_info`, for example "0.16.1"; "unknown" if there is none.
     """
 
     def __init__(self, origin: str, read: Callable[[str], bytes | None], files: Callable[[], Iterable[str]]):
@@ -28,7 +28,11 @@ class CoreSources:
         self.version = self._find_version()
 
     def tree(self, module: str) -> ast.Module | None:
-        """The syntax tree of `megatron.core...`, None if there is no such module; UserError if it does not parse."""
+        """Return the syntax tree of `megatron.core...`, None if there is no such module.
+
+        Raises:
+            UserError: it does not parse.
+        """
         if module not in self._trees:
             path = f"{module.replace('.', '/')}/".removeprefix(_CORE)
             source = (self._read(f"{path[:-1]}.py") if path else None) or self._read(f"{path}__init__.py")
@@ -40,7 +44,7 @@ class CoreSources:
         return self._trees[module]
 
     def modules(self) -> list[str]:
-        """The names of all its modules below ``megatron.core``, sorted."""
+        """Return the names of all its modules below ``megatron.core``, sorted."""
         names = (file.removesuffix(".py").removesuffix("__init__").strip("/") for file in self._files())
         return sorted(f"{_CORE}{name}".replace("/", ".") for name in names if name)
 
@@ -49,7 +53,11 @@ class CoreSources:
 
     @property
     def release(self) -> tuple[int, int]:
-        """(major, minor); UserError if it does not say."""
+        """(major, minor) of its version.
+
+        Raises:
+            UserError: the sources do not say.
+        """
         numbers = self.version.split(".")
         if len(numbers) < 3:
             problem = f"{self.origin} does not say which release it is: megatron/core/package_info.py has no version"
@@ -69,14 +77,14 @@ class CoreSources:
 
 
 class OwnSources:
-    """The modules of this project, without those that do not name megatron at all.
+    """The modules of this project, except those that do not mention megatron at all.
 
     Args:
-        root: the folder that holds ``megatron``, ours if None; in a repository (with ``setup.py``), ``examples`` and
-            ``tools`` belong to it too.
+        root: the folder that holds ``megatron``, ours if None. In a repository (with ``setup.py``), ``examples`` and
+            ``tools`` are included.
 
     Attributes:
-        files: {name of a module: its file}, in the order of the files' names.
+        files: {name of a module: its file}, in the order of file names.
     """
 
     def __init__(self, root: Path | None = None):
@@ -89,14 +97,14 @@ class OwnSources:
         self.files = {self._name(file): file for file in sorted(files) if b"megatron" in file.read_bytes()}
 
     def tree(self, module: str) -> ast.Module:
-        """The syntax tree of one of its modules, made anew with every call."""
+        """Return the syntax tree of one of its modules, a new one for every call."""
         return ast.parse(self.files[module].read_bytes())
 
     def is_package(self, module: str) -> bool:
         return self.files[module].name == "__init__.py"
 
     def shown(self, file: Path) -> str:
-        """The name of a file for people."""
+        """Return the name of a file for messages."""
         return str(file.relative_to(self._root))
 
     def _name(self, file: Path) -> str:
@@ -105,7 +113,11 @@ class OwnSources:
 
 
 def installed_core() -> CoreSources:
-    """The megatron-core that `import megatron.core` would take; UserError if there is none."""
+    """Return the megatron-core that `import megatron.core` would import.
+
+    Raises:
+        UserError: there is none.
+    """
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("megatron-core is not installed", "pip install megatron-core==0.19.2 (0.16.1 for Python 3.11)")
@@ -119,7 +131,11 @@ def installed_core() -> CoreSources:
 
 
 def archived_core(file: Path) -> CoreSources:
-    """The megatron-core inside a wheel, zip or tar archive; UserError if it is none of these or holds none."""
+    """Return the megatron-core inside a wheel, zip or tar archive.
+
+    Raises:
+        UserError: the file is not such an archive, or contains no megatron-core.
+    """
     fix = "give a megatron-core wheel, e.g. what `pip download --no-deps megatron-core` fetches"
     if not file.is_file():
         raise UserError(f"{file}: no such file", fix)
@@ -149,7 +165,7 @@ def _tar_contents(file: Path) -> dict[str, bytes]:
 
 
 def _inside_core(name: str) -> str | None:
-    """The path below megatron/core of a Python file, at the top of the archive or in its one top folder."""
+    """Return the path below megatron/core of a Python file, at the top of the archive or in its one top folder."""
     for start in (name, name.partition("/")[2]):
         if start.startswith(_CORE) and start.endswith(".py"):
             return start.removeprefix(_CORE)

@@ -1,7 +1,7 @@
-"""Tells of this rank's part of each gradient norm that core takes, so that a norm per pipeline stage can be had.
+"""Reports this rank's part of each gradient norm that core computes, so that a norm per pipeline stage is available.
 
-Core sums the squares of all ranks' parts and keeps the root of the sum. Nothing of that changes: a listener is told the
-part, which core has computed anyway, and the group over which core has summed.
+Core sums the squares of all ranks' parts and takes the root of the sum. That does not change: a listener additionally
+gets this rank's part, which core has computed anyway, and the group over which core has summed.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _PARTS, _NORMS = "megatron.core.optimizer.clip_grads", "megatron.core.optimizer.
 _APPLIER, _NORM = "multi_tensor_applier", "get_grad_norm_fp32"
 
 Listener = Callable[[torch.Tensor | None, dist.ProcessGroup | None], None]
-"""(2-norm of this rank's gradients, one element, None where it has none; the group that core summed over)."""
+"""Function of (2-norm of this rank's gradients, one element, None if it has none; the group that core summed over)."""
 
 _listener: Listener | None = None
 _part: torch.Tensor | None = None
@@ -28,13 +28,13 @@ def apply() -> None:
 
 
 def listen(listener: Listener | None) -> None:
-    """Has ``listener`` told from now on; None: nobody."""
+    """Call ``listener`` from now on; None: no listener."""
     global _listener
     _listener = listener
 
 
 def listener() -> Listener | None:
-    """Who is told."""
+    """Return the present listener."""
     return _listener
 
 

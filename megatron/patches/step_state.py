@@ -1,7 +1,7 @@
-"""What a step leaves behind in megatron-core's objects when it is left in the middle, and how to be rid of it.
+"""Resets what an aborted step leaves behind in megatron-core's objects.
 
-Nothing here is replaced; these are the attributes of core that recovery has to write to, in one place. A core that
-lacks one of them is refused by name.
+Nothing is replaced here. This module holds, in one place, the attributes of core that recovery has to write. A core
+that lacks one of them is rejected with the attribute's name.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,11 @@ from megatron.patches.releases import forget_answers_agreed_on_once
 
 
 def abandon_step(chunks: Iterable, optimizer) -> None:
-    """Makes ``chunks`` (DistributedDataParallel) and ``optimizer`` ready for a first step again; no collective.
+    """Make ``chunks`` (DistributedDataParallel) and ``optimizer`` ready for a first step again; no collective.
 
-    Handles of operations that will never end are dropped, gradients too. Bucket groups count gradients anew as in a
-    first step, because a worker that has just joined does, and all members of a group must reduce in the same order.
+    Handles of operations that will never end are dropped, and so are gradients. Bucket groups count gradients anew as
+    in a first step, because a worker that has just joined does, and all members of a group must reduce in the same
+    order.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -40,17 +41,19 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
 
 
 def expect_no_backward(chunks: Iterable) -> None:
-    """The next synchronisation of gradients comes without a backward pass that would start it, and starts itself, as
-    that of a first batch does. On all ranks of a model alike."""
+    """Prepare for a gradient synchronisation without a backward pass that starts it.
+
+    It then starts by itself, as that of a first batch does. Call it on all ranks of a model.
+    """
     for chunk in chunks:
         for group in bucket_groups(chunk):
             _set(group, is_first_batch=True, golden_per_param_grad_ready_counts={})
 
 
 def publish_parameters(chunks: Iterable, optimizer) -> None:
-    """Gives the model the parameters of the optimizer's main copies, everywhere. Collective.
+    """Copy the optimizer's main parameters into the model on all ranks. Collective.
 
-    Core's own cast and all-gather do it, as after every step; so the bits are those the step would have left.
+    Core's own cast and all-gather do this after every step, so the result is bit for bit that of the step.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(part, "_copy_main_params_to_model_params"):
@@ -63,7 +66,7 @@ def publish_parameters(chunks: Iterable, optimizer) -> None:
 
 
 def bucket_groups(chunk) -> list:
-    """All gradient bucket groups of one DistributedDataParallel chunk, dense and expert."""
+    """Return all gradient bucket groups of one DistributedDataParallel chunk, dense and expert."""
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 

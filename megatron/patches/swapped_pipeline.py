@@ -1,4 +1,4 @@
-"""CheckFree+: training runs a planned, partly swapped schedule in the place of core's 1F1B; evaluation runs core's."""
+"""CheckFree+: training runs a planned, partly swapped schedule instead of core's 1F1B; evaluation runs core's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,18 @@ def apply() -> None:
 
 
 def use(run: Callable[..., Any] | None, plainly: Callable[[Callable[[], Any]], Any] | None = None) -> None:
-    """Has training iterations executed by ``run``: core's keywords of data, model and sizes, and ``groups``; and core's
-    schedule, for evaluation, through ``plainly``."""
+    """Set the functions that execute training iterations and evaluation.
+
+    Args:
+        run: executes a training iteration; gets core's keywords for data, model and sizes, and ``groups``.
+        plainly: executes core's schedule, for evaluation.
+    """
     global _run, _plainly
     _run, _plainly = run, plainly
 
 
 def used() -> tuple[Callable[..., Any] | None, Callable[[Callable[[], Any]], Any] | None]:
-    """What ``use`` was last called with."""
+    """Return the arguments of the last call of ``use``."""
     return _run, _plainly
 
 
@@ -44,7 +48,7 @@ def _forward_backward(*, forward_step_func, data_iterator, model, num_microbatch
 
 
 def _groups() -> ProcessGroupCollection:
-    """As core collects them for itself."""
+    """Return the process groups that core collects for its own schedule."""
     found = ProcessGroupCollection()
     found.tp = parallel_state.get_tensor_model_parallel_group()
     found.pp = parallel_state.get_pipeline_model_parallel_group()

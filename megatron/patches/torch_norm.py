@@ -1,4 +1,4 @@
-"""torch's norms in core's sequence parallelism."""
+"""Makes torch's norm layers usable with core's sequence parallelism."""
 
 import copy
 import functools
@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 
 def under_sequence_parallel(plain: Callable) -> Callable:
-    """`plain` with what Apex's norm does under sequence parallelism: its parameters are marked for the
-    all-reduce over the tensor-parallel ranks, each of which saw a part of the sequence only."""
+    """Wrap `plain`, so that under sequence parallelism the norm's parameters are marked for an all-reduce.
+
+    Each tensor-parallel rank sees a part of the sequence only, so gradients have to be summed over these ranks. Apex's
+    norm does the same.
+    """
 
     @functools.wraps(plain)
     def new(cls, config, *args, **kwargs):

@@ -1,1 +1,1 @@
-"""The fork's trainer: what stands between a launch script and ``megatron.core``."""
+"""This project's trainer: the code between a launch script and ``megatron.core``."""

@@ -1,4 +1,4 @@
-"""megatron-core's own configuration, from the options."""
+"""Builds megatron-core's ``TransformerConfig`` from the options."""
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,10 @@ from megatron.training.arguments import Layout, Options
 
 
 def transformer_config(options: Options, layout: Layout) -> TransformerConfig:
-    """megatron-core's configuration for ``options``.
+    """Return megatron-core's configuration for ``options``.
 
     Raises:
-        UserError: megatron-core refuses the combination; the message is its own.
+        UserError: megatron-core rejects the combination; the message is its own.
     """
     try:
         return TransformerConfig(
@@ -70,7 +70,7 @@ def _network(options: Options) -> dict:
 
 def _kernels(options: Options) -> dict:
     k, m, platform = options.kernels, options.model, patches.platform()
-    sees_all = options.fault_tolerance.follows_operators  # and could not see into these
+    sees_all = options.fault_tolerance.follows_operators  # DMR could not see into these kernels
     use_te, has_apex = uses_te(options), platform.offers("apex") and not sees_all
     has_softmax = platform.offers("scaled_masked_softmax_cuda") and not sees_all
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
@@ -124,7 +124,8 @@ def _parallelism(options: Options, layout: Layout) -> dict:
         "microbatch_group_size_per_vp_stage": p.microbatch_group_size_per_virtual_pipeline_stage,
         "cp_comm_type": p.cp_comm_type[0] if len(p.cp_comm_type) == 1 else p.cp_comm_type,
         "overlap_p2p_comm": interleaved and p.overlap_p2p_communication,
-        # torch puts NCCL messages of interruptible groups out one by one; core then has an order that cannot deadlock.
+        # With interruptible groups, torch launches NCCL messages one by one; core then uses an order that cannot
+        # deadlock.
         "batch_p2p_comm": not (interleaved and p.overlap_p2p_communication) and not options.fault_tolerance.ft_hot_swap,
         "deallocate_pipeline_outputs": True,
         "fp16": options.precision.fp16,
@@ -146,7 +147,10 @@ def _recomputation(options: Options) -> dict:
 
 
 def uses_te(options: Options) -> bool:
-    """The layers are Transformer Engine's: asked for, or not refused, and there. (DMR could not see into them.)"""
+    """Return whether the layers are Transformer Engine's: it is installed, and not excluded by a flag or by DMR.
+
+    DMR could not see into its kernels.
+    """
     if options.fault_tolerance.follows_operators:
         return False
     return options.kernels.transformer_impl != "local" and patches.platform().offers("transformer_engine")

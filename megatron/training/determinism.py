@@ -1,9 +1,9 @@
-"""--deterministic-mode: the same input gives the same bits in every run, or a refusal (FT-HSDP, section 2.2).
+"""--deterministic-mode: the same input gives the same bits in every run, or an error (FT-HSDP, section 2.2).
 
-Every operator has to be reproducible: no flash attention and no fused cross entropy (``KernelOptions`` refuses them),
-no auto-tuner of cuDNN, deterministic algorithms of torch, which megatron-core asks about where it has several ways.
+Every operator has to be reproducible: no flash attention and no fused cross entropy (``KernelOptions`` rejects them),
+no auto-tuner of cuDNN, and deterministic algorithms of torch, which megatron-core also uses to choose among its own.
 Memory that torch leaves uninitialised is filled, so that the padding in checkpoints is the same as well. Libraries
-below torch read the environment, each at its first use.
+below torch read the environment at their first use.
 """
 
 import os
@@ -17,12 +17,13 @@ from ft.base.errors import UserError
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable.
+    """An environment variable that a library needs to be reproducible.
 
     Args:
-        default: what it is set to where it is not set.
-        allowed: its values under which the library is reproducible.
-        why: what it decides.
+        name: its name.
+        default: the value that is set if there is none.
+        allowed: the values with which the library is reproducible.
+        why: what the variable decides.
     """
 
     name: str
@@ -51,14 +52,14 @@ NEEDED = (
         "Transformer Engine's attention has backward kernels that add in no fixed order",
     ),
 )
-"""Of cuBLAS (torch's notes on reproducibility), NCCL (the values that Megatron-LM accepts) and Transformer Engine."""
+"""Variables of cuBLAS (torch's notes on reproducibility), NCCL (values as in Megatron-LM) and Transformer Engine."""
 
 
 def missing(environment: Mapping[str, str]) -> dict[str, str]:
-    """What has to be added to ``environment``.
+    """Return the variables that have to be added to ``environment``.
 
     Raises:
-        UserError: a variable is set to a value under which a library is not reproducible.
+        UserError: a variable is set to a value with which a library is not reproducible.
     """
     for needed in NEEDED:
         found = environment.get(needed.name, needed.default)
@@ -71,14 +72,14 @@ def missing(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def enforce() -> None:
-    """Makes this process reproducible; before the first CUDA call, which is when libraries read their environment.
+    """Make this process reproducible. Call it before the first CUDA call, when libraries read their environment.
 
     Raises:
-        UserError: the environment forbids it.
+        UserError: the environment makes that impossible.
     """
     os.environ.update(missing(os.environ))
     if "OMP_NUM_THREADS" not in os.environ:
-        # A sum over several threads is split by their number, and that must not be the machine's choice.
+        # The number of threads determines how a sum is split, so it must not depend on the machine.
         torch.set_num_threads(1)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

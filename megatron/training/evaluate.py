@@ -9,7 +9,7 @@ from megatron.training.step import mean_loss, run_schedule
 
 
 def evaluate(job: Job, loaders: Loaders) -> float:
-    """Mean loss per token over --eval-iters batches from ``loaders``; known to every rank."""
+    """Return the mean loss per token over --eval-iters batches from ``loaders``, on every rank."""
     batch = job.options.training.global_batch_size
     reported = []
     _set_training(job, False)
@@ -23,7 +23,7 @@ def evaluate(job: Job, loaders: Loaders) -> float:
 
 
 def validate(job: Job) -> float:
-    """Evaluates the next stretch of the validation set and says so; advances ``job.state``."""
+    """Evaluate on the next samples of the validation set, and log the loss. Advances ``job.state``."""
     loss = evaluate(job, job.valid_loaders)
     samples = job.options.evaluation.eval_iters * job.options.training.global_batch_size
     job.state.consumed_valid_samples += samples
@@ -37,7 +37,7 @@ def _set_training(job: Job, on: bool) -> None:
 
 
 def _known_to_all(loss: float, job: Job) -> float:
-    """The last rank is on the last stage, whatever the order of the grid."""
+    """Broadcast a value from the last rank, which is on the last pipeline stage in every order of the grid."""
     value = torch.tensor([loss], dtype=torch.float64, device=torch.cuda.current_device())
     dist.broadcast(value, src=job.layout.world_size - 1)
     return value.item()

@@ -1,4 +1,4 @@
-"""Ending a run at a step boundary that all ranks agree on: a signal, a time limit, a step."""
+"""Ends a run at a step boundary that all ranks agree on: after a signal, a time limit or a step."""
 
 import os
 import signal
@@ -15,11 +15,11 @@ REPEAT_S = 2.0
 
 
 class Exits:
-    """Whether to end the run after the step in hand.
+    """Decides whether to end the run after the current step.
 
-    Ranks see a signal or the end of their time at different moments, so they have to agree. ``ask`` starts the
-    exchange (a two-integer all-reduce on its own gloo group), ``answer`` waits for it; between them the optimizer step
-    runs, which hides it.
+    Ranks see a signal or the end of their time at different moments, so they have to agree. ``ask`` starts the exchange
+    (an all-reduce of two integers on its own gloo group), ``answer`` waits for it; the optimizer step runs in between
+    and hides it.
 
     Args:
         options: exit flags.
@@ -45,11 +45,11 @@ class Exits:
             signal.signal(self._options.exit_signum, self._previous_handler)
 
     def end(self, reason: str) -> None:
-        """Ends the run after the step under way; to be called in the same step on every rank."""
+        """End the run after the current step. Call it in the same step on every rank."""
         self._reason = reason
 
     def ask(self) -> None:
-        """Tells the other ranks what this one has seen so far."""
+        """Start to send the other ranks what this rank has seen so far."""
         limit = self._options.exit_duration_in_mins
         seen = torch.zeros(2, dtype=torch.int32, device="cpu")
         seen[SIGNAL] = self._signum or 0
@@ -57,13 +57,17 @@ class Exits:
         self._asked = seen, dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def answer(self, step: int) -> str | None:
-        """Why the run ends after ``step``, or None: the same on every rank."""
+        """Return why the run ends after ``step``, or None; the same on every rank."""
         seen, work = self._asked
         work.wait()
         return self._reason or reason_to_exit(self._options, step, int(seen[SIGNAL]), bool(seen[DURATION]))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """A launcher passes on what Slurm has sent to all processes of a step: within REPEAT_S that is one request."""
+        """Record the signal; a second one ends the process.
+
+        A launcher may forward a signal that Slurm has sent to all processes of a step, so repetitions within REPEAT_S
+        seconds count as one.
+        """
         now = time.monotonic()
         if self._signum is None:
             self._signum, self._signalled_at = signum, now
@@ -72,11 +76,13 @@ class Exits:
 
 
 def reason_to_exit(options: TrainingOptions, step: int, signum: int, time_is_up: bool) -> str | None:
-    """The reason to end the run after ``step``, or None.
+    """Return the reason to end the run after ``step``, or None.
 
     Args:
-        signum: the exit signal some rank has received, 0 if none has.
-        time_is_up: some rank is past --exit-duration-in-mins.
+        options: exit flags.
+        step: number of the step.
+        signum: the exit signal that some rank has received, 0 if none has.
+        time_is_up: some rank has exceeded --exit-duration-in-mins.
     """
     if signum:
         return f"{signal.Signals(signum).name} received"

@@ -1,4 +1,4 @@
-"""When one rank fails, all stop within seconds and the first cause is shown once."""
+"""Stops all ranks within seconds when one rank fails, and shows the first error once."""
 
 import os
 import sys
@@ -15,10 +15,10 @@ EXIT_CODE = 1
 
 
 class FailureNotice:
-    """A key in the job's store that the first failing rank claims and every other rank watches.
+    """A key in the job's store that the first failing rank sets and all other ranks watch.
 
-    It holds its own connection to the store that ``init_process_group`` used, because that one is busy whenever the
-    trainer makes a group. A lost store means that its host is gone, which ends this rank too.
+    It has its own connection to the store of ``init_process_group``, because torch's connection is busy whenever the
+    trainer makes a group. If the store is lost, its host is lost, and this rank ends too.
     """
 
     def __init__(self, rank: int):
@@ -38,7 +38,7 @@ class FailureNotice:
         self._thread.start()
 
     def claim(self) -> bool:
-        """True for the first rank of the job that calls it: its error is the cause, later ones follow from it."""
+        """Return True on the first rank of the job that calls this: its error is the cause of later errors."""
         self._stop.set()
         try:
             return self._store.add("claims", 1) == 1
@@ -60,7 +60,7 @@ class FailureNotice:
 
 
 def report(error: BaseException, rank: int) -> int:
-    """Prints ``error`` once, in full only if it is a surprise.
+    """Print ``error`` once, with a traceback only if it is unexpected.
 
     Returns:
         the exit code for it.

@@ -1,4 +1,4 @@
-"""One microbatch through one model chunk, as megatron-core's schedules call it."""
+"""The forward step: one microbatch through one model chunk, as megatron-core's schedules call it."""
 
 import math
 from functools import partial
@@ -10,18 +10,18 @@ from megatron.patches.releases import batch_of_this_context_rank
 
 
 class NonFiniteLossError(FtError):
-    """The loss of a microbatch is NaN or infinite: the run has diverged, or a device computes wrongly."""
+    """The loss of a microbatch is NaN or infinite: the run has diverged, or a device computes wrong results."""
 
 
 def make_forward_step(check_finite: bool):
-    """The forward step for ``forward_backward_func``.
+    """Return the forward step for ``forward_backward_func``.
 
     Args:
         check_finite: raise ``NonFiniteLossError`` on the last stage before such a loss reaches the gradients.
     """
 
     def forward_step(loader, chunk):
-        """Runs ``chunk`` on the loader's next microbatch; stages between first and last have no loader.
+        """Run ``chunk`` on the loader's next microbatch. Stages between the first and the last have no loader.
 
         Returns:
             (output, loss function): per-token losses [micro batch, sequence] on the last stage, activations before it.
@@ -36,10 +36,10 @@ def make_forward_step(check_finite: bool):
 
 
 def masked_loss(loss_mask: torch.Tensor, losses: torch.Tensor, *, check_finite: bool):
-    """Sum of the losses of the tokens that count.
+    """Return the sum of the losses of unmasked tokens.
 
     Returns:
-        (sum with gradient, number of tokens as int tensor, what is reported: [sum, number] as fp32).
+        (sum with gradient, number of tokens as int tensor, values to report: [sum, number] as fp32).
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
@@ -50,7 +50,7 @@ def masked_loss(loss_mask: torch.Tensor, losses: torch.Tensor, *, check_finite: 
 
 
 def refuse_non_finite(loss: float) -> None:
-    """Raises NonFiniteLossError for NaN and infinity."""
+    """Raise NonFiniteLossError for NaN and infinity."""
     if not math.isfinite(loss):
         raise NonFiniteLossError(f"the loss of a microbatch is {loss}: training has diverged")
 

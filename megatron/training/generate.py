@@ -1,4 +1,4 @@
-"""Sampling text from a trained model, in one process."""
+"""Samples text from a trained model, in one process."""
 
 from collections.abc import Iterator
 
@@ -16,15 +16,16 @@ def generate(
     top_k: int = 40,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Token ids that continue ``prompt``, without end.
+    """Yield token ids that continue ``prompt``, without end.
 
     Args:
         chunk: a whole GPT (one stage, no tensor parallelism).
         prompt: at least one token id.
-        vocab_size: ids from here on are padding of the embedding and are never drawn.
+        vocab_size: ids from here on are padding of the embedding and are never sampled.
         window: longest context in tokens.
-        temperature: 0 takes the likeliest token.
-        top_k: draw among this many likeliest tokens; 0: among all.
+        temperature: softmax temperature; 0 takes the most likely token.
+        top_k: sample among this many of the most likely tokens; 0: among all.
+        seed: seed of the sampling.
     """
     ids = list(prompt)
     generator = torch.Generator().manual_seed(seed)
@@ -37,7 +38,7 @@ def generate(
 
 
 def sample(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One id from ``logits`` [vocabulary]."""
+    """Sample one id from ``logits`` [vocabulary]."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k:

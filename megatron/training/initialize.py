@@ -1,4 +1,4 @@
-"""From a process to a logical rank: process groups, seeds."""
+"""Initialises a rank: its process groups and random seeds."""
 
 import os
 import random
@@ -19,10 +19,10 @@ from megatron.training.launcher import Launch
 
 
 def init_process_group(options: ParallelOptions, launch: Launch) -> None:
-    """Makes the world group; the store's address comes from MASTER_ADDR and MASTER_PORT.
+    """Make the world group. MASTER_ADDR and MASTER_PORT give the store's address.
 
     Raises:
-        UserError: NCCL was asked for where there is no GPU, or there are fewer GPUs than local ranks.
+        UserError: NCCL was requested without a GPU, MASTER_PORT is missing, or there are fewer GPUs than local ranks.
     """
     backend = patches.platform().choose_backend(options.distributed_backend)
     patches.platform().select_device(launch.local_rank)
@@ -40,10 +40,12 @@ def init_process_group(options: ParallelOptions, launch: Launch) -> None:
 
 
 def init_model_parallel(options: ParallelOptions, layout: Layout, *, ends_are_double: bool = False) -> None:
-    """Makes megatron-core's process groups for ``layout``.
+    """Make megatron-core's process groups for ``layout``.
 
     Args:
-        ends_are_double: (CheckFree+) the first two stages have the embedding, the last two the head.
+        options: flags of the parallel dimensions.
+        layout: sizes of the parallel dimensions.
+        ends_are_double: (CheckFree+) the first two stages have the embedding, and the last two the head.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -68,9 +70,10 @@ _STEP_SEEDS = 1_000_003
 
 
 def seed_everything(options: TrainingOptions, step: int = 0) -> None:
-    """Seeds Python, numpy and torch: by pipeline stage, within it by tensor-parallel rank for dropout and weights.
+    """Seed Python, numpy, torch and megatron-core's tracker, by pipeline stage and tensor-parallel rank.
 
-    Data-parallel ranks share their seeds unless --data-parallel-random-init. ``step``: for seeds of its own.
+    Data-parallel ranks share their seeds unless --data-parallel-random-init. ``step``: gives seeds of its own to each
+    step.
     """
     seed = options.seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _STEP_SEEDS * step
     if options.data_parallel_random_init:
@@ -82,7 +85,7 @@ def seed_everything(options: TrainingOptions, step: int = 0) -> None:
 
 
 def destroy() -> None:
-    """Takes all process groups down, in the reverse order of making."""
+    """Destroy all process groups, in the reverse order of their creation."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What the environment says about the launch of this process; torch is not needed to read it."""
+"""Reads this process's rank from the launcher's environment variables, without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ft.base.errors import UserError
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says about this process."""
+    """This process's rank, the world size and the local rank, as the launcher sets them."""
 
     rank: int
     world_size: int
@@ -16,10 +16,10 @@ class Launch:
 
 
 def launch_from(environment: Mapping[str, str]) -> Launch:
-    """The launch that torchrun, srun or mpirun describes in ``environment``; alone if none does.
+    """Return the launch that torchrun, srun or mpirun describes in ``environment``; a world of one if none does.
 
     Raises:
-        UserError: the environment is torn: a rank without a world size, or a rank outside of it.
+        UserError: the environment is inconsistent: a rank without a world size, or a rank outside of it.
     """
     launchers = (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -38,7 +38,7 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
                     "start with torchrun, srun or mpirun",
                 ) from error
             if environment.get("FT_STANDBY"):
-                return Launch(rank, size, local)  # it has no logical rank yet
+                return Launch(rank, size, local)  # a standby has no logical rank yet
             if not 0 <= rank < size:
                 raise UserError(f"{rank_name}={rank} is outside of {size_name}={size}", "check the launcher")
             return Launch(rank, size, local)

@@ -1,4 +1,4 @@
-"""The microbatch loaders of a run: for every part of the data one loader for each model chunk that sees tokens."""
+"""Makes a run's microbatch loaders: for each part of the data, one loader for each model chunk that sees tokens."""
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ def make_loaders(
     state: TrainState,
     share: DataShare | None = None,
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
-    """Loaders of the train, validation and test parts, each where ``state`` left off. Collective.
+    """Return loaders of the train, validation and test parts, each at the position in ``state``. Collective.
 
     Args:
         share: the part of the training data that is read here, from its position on; None: all of it.
@@ -40,7 +40,8 @@ def make_loaders(
         tokenizer,
         options.training.seed,
         samples=wanted_samples(options, share),
-        is_built_on_rank=lambda: any(readers) or alone(),  # who is alone has nobody else to hear of the parts from
+        # a rank that joins alone has no other rank to learn from which parts exist
+        is_built_on_rank=lambda: any(readers) or alone(),
     )
     exist = torch.tensor([part is not None for part in parts], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(exist, op=dist.ReduceOp.MAX)
@@ -58,7 +59,7 @@ def make_loaders(
 
 
 def sees_tokens(chunk: torch.nn.Module) -> bool:
-    """The chunk embeds tokens or compares its output with them."""
+    """Return whether the chunk embeds tokens, or compares its output with them."""
     return get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
 
 

@@ -1,4 +1,4 @@
-"""Optimizer and schedule of megatron-core, from the options."""
+"""Builds megatron-core's optimizer and learning-rate schedule from the options."""
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -9,7 +9,7 @@ from megatron.training.config import params_dtype
 
 
 def build_optimizer(options: Options, chunks: list[DistributedDataParallel]):
-    """The optimizer over all chunks of this rank."""
+    """Return the optimizer over all chunks of this rank."""
     o, s, precision = options.optimizer, options.schedule, options.precision
     config = OptimizerConfig(
         optimizer=o.optimizer,
@@ -40,7 +40,7 @@ def build_optimizer(options: Options, chunks: list[DistributedDataParallel]):
 
 
 def build_scheduler(options: Options, optimizer) -> OptimizerParamScheduler:
-    """The schedule, counted in samples as megatron-core does."""
+    """Return the schedule, which counts samples, as in megatron-core."""
     s, t, decay = options.schedule, options.training, options.optimizer.weight_decay
     if t.train_samples is not None:
         total = t.train_samples

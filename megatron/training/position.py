@@ -1,4 +1,4 @@
-"""Where the trainer stands, as a recovery takes it and puts it back."""
+"""The trainer's position in the run, which a recovery saves and restores."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,7 +8,7 @@ from megatron.training.job import Job
 
 
 class JobPosition:
-    """Everything of a job that changes from step to step, beside model, optimizer, schedule and generators."""
+    """All state of a job that changes from step to step, except model, optimizer, schedule and random generators."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -17,7 +17,7 @@ class JobPosition:
         return {"step": self._job.state.step, "state": asdict(self._job.state), "ending": self._job.ending}
 
     def set(self, position: dict[str, Any]) -> None:
-        """Collective: the checkpointer agrees with the other ranks' on what is saved."""
+        """Restore a position. Collective: the checkpointer agrees with other ranks on what is saved."""
         job, state = self._job, TrainState(**position["state"])
         for name, value in vars(state).items():
             setattr(job.state, name, value)

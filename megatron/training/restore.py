@@ -1,4 +1,4 @@
-"""A trained model out of a checkpoint folder, in one process, without the command line that trained it."""
+"""Loads a trained model from a checkpoint folder, in one process, with the options stored in the checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from megatron.training.pretrain import run_info
 
 @dataclass
 class Trained:
-    """A model ready for inference, and what it was trained with."""
+    """A model ready for inference, with the tokenizer, options and step that it was trained with."""
 
     chunk: torch.nn.Module
     tokenizer: Tokenizer
@@ -30,10 +30,10 @@ class Trained:
 
 
 def load_for_inference(folder: Path) -> Trained:
-    """The newest sound checkpoint in ``folder`` as one whole model; makes the process groups of a world of one.
+    """Load the newest valid checkpoint in ``folder`` as one whole model, in a world of one rank.
 
     Raises:
-        UserError: there is no checkpoint, or none that verifies.
+        UserError: there is no checkpoint, or none that passes verification.
     """
     options = stored_options(folder)
     options.parallel = ParallelOptions()
@@ -54,7 +54,11 @@ def load_for_inference(folder: Path) -> Trained:
 
 
 def stored_options(folder: Path) -> Options:
-    """The options of the run that wrote the newest complete checkpoint in ``folder``."""
+    """Return the options of the run that wrote the newest complete checkpoint in ``folder``.
+
+    Raises:
+        UserError: there is none.
+    """
     newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None
     if newest is None:
         raise UserError(f"{folder} holds no complete checkpoint", "give a --save folder of pretrain_gpt.py")

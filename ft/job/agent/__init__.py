@@ -1,4 +1,4 @@
-"""``ft run``: one supervisor process per node, its warm pool and its workers.
+"""``ft run``: the node agent, which is the one supervisor process per node, with its warm pool and its workers.
 
-The agent decides nothing about the run: it reports what its workers do and carries out the control plane's orders.
+The agent takes no decision about the run. It reports what its workers do and carries out the control plane's orders.
 """

@@ -1,4 +1,4 @@
-"""The agent of one node: an event loop over its children, its workers' connections and the control plane's orders."""
+"""The node agent: an event loop over child processes, workers' connections and the control plane's orders."""
 
 import os
 import selectors
@@ -45,7 +45,10 @@ _REPEAT_S = 2.0
 
 @dataclass(frozen=True)
 class Ending:
-    """The run ends here with exit code ``code``; workers that still run at ``deadline`` (monotonic) are killed."""
+    """The planned end of this agent with exit code ``code``.
+
+    Workers that still run at ``deadline`` (monotonic clock, seconds) are killed.
+    """
 
     code: int
     deadline: float
@@ -53,9 +56,13 @@ class Ending:
 
 @dataclass(frozen=True)
 class Begin:
-    """Workers to be started with these logical ranks as soon as no other one is left, in restart ``number``.
+    """Workers to start, with these logical ranks, as soon as all workers of the previous life have ended.
 
-    ``join``: the agent says first that it is there, once more. ``anew``: to a control plane that it starts for that.
+    Attributes:
+        number: number of the warm restart.
+        ranks: logical ranks of the workers to start.
+        join: the agent first joins the run once more.
+        anew: the agent also starts a new control plane, and joins that one.
     """
 
     number: int
@@ -65,11 +72,13 @@ class Begin:
 
 
 class Agent:
-    """Carries out one ``ft run`` on its node.
+    """Supervises one node of an ``ft run``: its workers, its warm pool and, on one node, the control plane's process.
 
     Args:
-        parts: what it works with. ranks: logical ranks of its first workers. life: of the run, in which it begins.
-        joined: what to say once a worker of this node trains under a guard.
+        parts: the components that the agent works with.
+        ranks: logical ranks of its first workers.
+        life: the life of the run in which the agent starts.
+        joined: message to print once a worker of this node trains under a recovery guard.
     """
 
     def __init__(self, parts: Components, ranks: list[int], life: int = 0, joined: str = ""):
@@ -89,7 +98,7 @@ class Agent:
         self._beat_s, self._next_beat = Timeouts().agent_beat_s, 0.0
 
     def run(self) -> int:
-        """Runs to the end of the run; returns the exit code. No process of it is left then."""
+        """Run until the run has ended, and return the exit code. No process that the agent has started is left then."""
         try:
             self._set_up()
             while not (self._ending and not self._workforce.workers):
@@ -98,7 +107,8 @@ class Agent:
         except PoolBroken as error:
             self._console.complain(str(error))
             return 1
-        except Exception:  # the uplink's threads may be inside torch: the process must not end in Python's own way
+        # the uplink's threads may be inside torch: an uncaught exception here could abort the process
+        except Exception:
             self._console.complain(traceback.format_exc())
             return 1
         finally:
@@ -186,7 +196,7 @@ class Agent:
             return
         holders = {self._workforce.workers[name].pid for name in self._rank_holders()}
         if self._signum and code == -signal.SIGTERM and pid in holders and not self._ending:
-            self._say_leaving()  # first: the exits that follow are meant
+            self._say_leaving()  # sent first, so that the control plane takes the exits that follow for intended
         worker = self._workforce.ended(pid, code)
         if worker is not None and code and not worker.doomed and not self._signum:
             self._tell_last_lines(worker, code)
@@ -207,7 +217,8 @@ class Agent:
     def _on_pool(self) -> None:
         notes = self._workforce.hear_pool()
         if self._parts.pool.channel.gone:
-            unwatch(self._selector, self._parts.pool.channel)  # its exit follows
+            # the pool's process has closed its socket, and its exit follows
+            unwatch(self._selector, self._parts.pool.channel)
         for note in notes:
             self._console.complain(note)
         for pid, code in self._workforce.take_early():
@@ -281,7 +292,7 @@ class Agent:
         self._workforce.kill_all()
 
     def _begin_when_possible(self) -> None:
-        """Starts the workers of the next life once those of the last one are gone and a meeting place is known."""
+        """Start the workers of the next life once the last life's have ended and the rendezvous address is known."""
         begin = self._begin
         if begin is None or self._ending or self._signum or self._workforce.workers:
             return
@@ -297,7 +308,7 @@ class Agent:
         self._seat({worker.rank: name for name, worker in self._workforce.workers.items()}, fresh=True)
 
     def _seat(self, seats: dict[int, str], fresh: bool) -> None:
-        """Notes who holds which logical rank, and shows the output of the first and the last one."""
+        """Record which worker holds which logical rank, and show the output of the first and the last rank."""
         self._seats = seats
         world_size = self._membership.place.world_size
         names = [seats.get(rank) for rank in sorted({0, world_size - 1})]
@@ -307,7 +318,11 @@ class Agent:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
-        """Slurm signals all processes of a step, and srun may pass on what it got itself: that is one request."""
+        """Pass SIGTERM or SIGINT on to the workers. A second signal kills them.
+
+        Slurm signals all processes of a step, and srun may forward the signal that it received itself. The same signal
+        twice within ``_REPEAT_S`` therefore counts as one request.
+        """
         now = time.monotonic()
         if signum == self._signum and now - self._signalled_at < _REPEAT_S:
             return
@@ -321,7 +336,10 @@ class Agent:
         self._workforce.terminate(self._rank_holders())
 
     def _leave_after_grace(self, now: float) -> None:
-        """Nobody here holds a logical rank any more; the order that says how the run ended may be under way."""
+        """End this agent ``_GRACE_S`` seconds after the last worker that held a logical rank has ended.
+
+        The delay leaves time for the control plane's order that says how the run ended.
+        """
         self._empty_since = self._empty_since or now
         if now - self._empty_since > _GRACE_S:
             self._end(128 + self._signum, 0.0)
@@ -386,7 +404,7 @@ class Agent:
         self._workforce.kill_all()
 
     def _leave_and_come_back(self, reason: str) -> None:
-        """Others take the logical ranks of this node: its workers must not go on, and it joins as a standby node."""
+        """End this node's workers and join again as a standby node: other nodes take over its logical ranks."""
         if self._ending or (self._begin is not None and self._begin.join):
             return
         self._console.complain(f"{self._node} is out of the run ({reason}): its workers end, and it joins as a standby")
@@ -396,7 +414,7 @@ class Agent:
         self._workforce.kill_all()
 
     def _begin_anew(self, number: int, reason: str, anew: bool = False) -> None:
-        """Who is in which epoch is lost with the control plane: everyone begins again from the checkpoint."""
+        """Restart all workers from the checkpoint, as the map of ranks to workers was lost with the control plane."""
         if self._ending or (self._begin is not None and self._begin.anew):
             return
         goes_on = (number <= self._membership.place.max_restarts or not anew) and not self._signum
@@ -450,4 +468,5 @@ class Agent:
         self._parts.reception.close()
         self._selector.close()
         self._parts.room.close()
-        self._console.close()  # last: nothing of the run may wait for who reads this
+        # last, because it waits for the reader of stdout: nothing else of the run may wait for that reader
+        self._console.close()

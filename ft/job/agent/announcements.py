@@ -1,4 +1,4 @@
-"""A recovery, told at the terminal once it is over."""
+"""Prints a summary of each recovery at the terminal once the recovery is over."""
 
 import time
 from collections.abc import Callable
@@ -10,10 +10,11 @@ _PERIOD_S = 0.2
 
 
 class RecoveryNews:
-    """Tells of each recovery from the run's events, which the control plane writes.
+    """Prints a summary of each recovery, built from the event log that the control plane writes.
 
     Args:
-        path: of the events; None: another node tells. tell: takes the text.
+        path: the event log; None if another node prints the summaries.
+        tell: function that prints a text.
     """
 
     def __init__(self, path: Path | None, tell: Callable[[str], None]):
@@ -25,11 +26,11 @@ class RecoveryNews:
         self._next = 0.0
 
     def adopt(self, path: Path) -> None:
-        """From now on this node tells."""
+        """Print summaries on this node from now on."""
         self._path = self._path or path
 
     def expect(self, epoch: int) -> None:
-        """A recovery has begun or goes on; it will end with epoch ``epoch``, or a later one."""
+        """Note that a recovery has begun or goes on, which ends with epoch ``epoch`` or a later one."""
         if self._path is None:
             return
         self.poll(hurry=True)
@@ -38,7 +39,10 @@ class RecoveryNews:
         self._awaited.add(epoch)
 
     def poll(self, hurry: bool = False) -> None:
-        """Tells of what is over by now; looks every now and then only, unless in a ``hurry``."""
+        """Print the recoveries that are over by now.
+
+        Reads the log at most every ``_PERIOD_S`` seconds, unless ``hurry``.
+        """
         now = time.monotonic()
         if not self._awaited or (now < self._next and not hurry):
             return
@@ -56,7 +60,7 @@ class RecoveryNews:
         self._seen = len(history)
 
     def close(self) -> None:
-        """Tells of a recovery that has not ended: the run has."""
+        """Print a recovery that has not finished before the end of the run."""
         self.poll(hurry=True)
         if self._awaited:
             self._awaited = set()

@@ -1,4 +1,4 @@
-"""An agent's run on its node, from resolved options to the exit code."""
+"""Runs an agent on its node, from resolved options to the exit code."""
 
 from ft import faults as inject
 from ft.base import token
@@ -14,12 +14,15 @@ def carry_out(
     began: float | None = None,
     joined: str = "",
 ) -> int:
-    """Runs the agent of this node to the end of the run; returns the exit code.
+    """Run the agent of this node to the end of the run, and return the exit code.
 
     Args:
-        faults: all that are planned. announcement: told at the terminal. began: wall time of the first epoch, from
-            which faults planned for a time count, where it was before this agent's start. joined: told once a worker of
-            this node trains under a guard.
+        options: the resolved options.
+        faults: all planned faults of the run.
+        announcement: message to print at the start.
+        began: wall-clock time of the first epoch, from which faults planned for a time count, if that was before this
+            agent's start.
+        joined: message to print once a worker of this node trains under a recovery guard.
 
     Raises:
         UserError: the options cannot work; nothing has been started.
@@ -42,7 +45,7 @@ def carry_out(
 
 
 def first_ranks(options: RunOptions) -> list[int]:
-    """The logical ranks of this node's first workers: nodes in order, as torchrun."""
+    """Return the logical ranks of this node's first workers. Nodes hold them in order, as with torchrun."""
     if not options.cluster.trains:
         return []
     first = options.cluster.node_rank * options.nproc

@@ -1,4 +1,4 @@
-"""What an agent is put together from."""
+"""Creates and connects the components of an agent."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ from ft.platform import network
 
 
 class Wake:
-    """A pipe that ends the loop's wait: the kernel's signals and other threads write to it."""
+    """A self-pipe that wakes the agent's event loop: signal handlers and other threads write to it."""
 
     def __init__(self):
         self.read_fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -39,7 +39,7 @@ class Wake:
             os.write(self.write_fd, b"\0")
 
     def take(self) -> bytes:
-        """The signal numbers that have come, 0 for other threads' calls."""
+        """Return the signal numbers that have come; 0 stands for a call from another thread."""
         try:
             return os.read(self.read_fd, 4096)
         except BlockingIOError:
@@ -48,7 +48,7 @@ class Wake:
 
 @dataclass
 class Components:
-    """An agent's parts, wired up; nothing runs yet. ``faults``: this agent's own."""
+    """The components of one agent, connected to each other, not started. ``faults`` holds this agent's faults only."""
 
     membership: Membership
     wake: Wake
@@ -66,10 +66,10 @@ class Components:
 
 
 def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Components:
-    """Makes the parts for a run whose control plane listens at ``port``.
+    """Create the components for a run whose control plane listens on ``port``.
 
     Raises:
-        UserError: there is no way to the control plane's host, or the run's directory cannot be written.
+        UserError: the control plane's host cannot be reached, or the run's directory cannot be written.
     """
     cluster, wake, selector, timeouts = options.cluster, Wake(), selectors.DefaultSelector(), _timeouts(options)
     begins = cluster.node_rank == 0
@@ -106,13 +106,13 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
 
 
 def _own(faults: list[inject.Fault], place: Place, life: int | None) -> list[inject.Fault]:
-    """What was planned for the node is meant for the agent of any later life, whose name is another one."""
+    """Address this node's planned faults to this agent, whose name differs from the node's in later lives."""
     asked = f"n{place.node_rank}" if life else place.node
     return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
 
 
 def _board(options: RunOptions, port: int, own_host: str) -> str:
-    """Where a control plane beside this agent is to be reached."""
+    """Return the address at which a control plane beside this agent would be reached."""
     if options.control is not None:
         return options.control
     cluster = options.cluster
@@ -138,7 +138,7 @@ def _place(options: RunOptions, port: int, agent_socket: str, faults: list[injec
 
 
 def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
-    """Writes the planned faults to a file for the workers of ``node``; returns its path, "" without faults."""
+    """Write the planned faults to a file for the workers of ``node``. Return its path, "" if no faults are planned."""
     if not faults:
         return ""
     path = run_dir / f"faults.{node}.json"

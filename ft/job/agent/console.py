@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: the output of two workers, and what the agent has to say."""
+"""The agent's terminal output: the output of two workers, and the agent's own messages."""
 
 import re
 import select
@@ -8,14 +8,14 @@ from collections import deque
 from pathlib import Path
 
 _HELD_BACK = 1 << 16
-_PIECE = 1024  # characters: in UTF-8 no more bytes than a pipe that takes anything takes at once
+_PIECE = 1024  # characters; in UTF-8 at most 4096 bytes, which a pipe that is ready for writing accepts at once
 _LOOKED_AT = 200
 _ERRORS = ("Traceback (most recent call last):", "Fatal Python error:", "error: ")
 _WARNING = re.compile(r"\S.*:\d+: \w*Warning: |(\[rank\d+\]:)?\[?W\d{4} ")
 
 
 def last_lines(path: Path, count: int = 15) -> list[str]:
-    """The last lines of a text file, none if it is not there."""
+    """Return the last lines of a text file, none if the file does not exist."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
@@ -26,11 +26,11 @@ def last_lines(path: Path, count: int = 15) -> list[str]:
 
 
 def last_words(path: Path, code: int, count: int = 15) -> list[str]:
-    """The lines of a worker's log that may say why it ended with exit ``code`` (minus the signal that killed it).
+    """Return the lines of a worker's log that may explain its end with exit ``code`` (minus the signal that killed it).
 
-    None of a process that SIGKILL or SIGTERM ended: that comes from outside, and whatever it wrote before is about
-    something else. Otherwise the last lines, from the last traceback or fatal error on if there is one among them;
-    never warnings of libraries, which tell nothing about the end.
+    A process that SIGKILL or SIGTERM ended gives no lines: the signal came from outside, and its log is about something
+    else. Otherwise the result is the last lines, from the last traceback or fatal error on if they contain one.
+    Warnings of libraries are left out.
     """
     if code in (-signal.SIGKILL, -signal.SIGTERM):
         return []
@@ -40,8 +40,11 @@ def last_words(path: Path, code: int, count: int = 15) -> list[str]:
 
 
 def _without_warnings(lines: list[str]) -> list[str]:
-    """Python's warnings are a line with their place, and mostly an indented one with its source; torch's C++ and glog
-    mark theirs with a W."""
+    """Remove warnings of Python, torch and glog.
+
+    Python's are a line with file and line number, mostly followed by an indented source line; those of torch's C++ code
+    and glog are marked with a W.
+    """
     kept, in_warning = [], False
     for line in lines:
         if _WARNING.match(line):
@@ -53,10 +56,10 @@ def _without_warnings(lines: list[str]) -> list[str]:
 
 
 class Console:
-    """Standard output and error of the agent, which nobody may be reading: no call but ``close`` waits for that.
+    """Standard output and error of the agent. No method except ``close`` waits for the reader of these streams.
 
     Args:
-        quiet: only output of workers and errors.
+        quiet: print only the output of workers, and errors.
     """
 
     def __init__(self, quiet: bool):
@@ -65,28 +68,29 @@ class Console:
         self._tails: dict[Path, Tail] = {}
 
     def say(self, text: str) -> None:
-        """News of the run."""
+        """Print news of the run, each line with the prefix "ft: "."""
         if not self._quiet:
             self._out.write(_named(text))
 
     def show(self, text: str) -> None:
-        """A picture of its own."""
+        """Print a text as it is, without a prefix."""
         if not self._quiet:
             self._out.write(text + "\n")
 
     def write(self, text: str) -> None:
-        """Output of workers."""
+        """Print output of workers."""
         self._out.write(text)
 
     def complain(self, text: str) -> None:
-        """Something went wrong."""
+        """Print an error message to standard error."""
         self._err.write(_named(text))
 
     def follow(self, logs: list[Path], fresh: bool) -> None:
-        """From now on the output of these logs is shown, and that of no others.
+        """From now on show the output of these logs, and of no others.
 
         Args:
-            fresh: from their beginning, not only what comes from now on.
+            logs: log files of workers.
+            fresh: show them from their beginning, instead of only what is written from now on.
         """
         self.poll(to_the_end=True)
         old = self._tails
@@ -96,26 +100,26 @@ class Console:
         return log in self._tails
 
     def poll(self, to_the_end: bool = False) -> None:
-        """Shows what the logs have grown by, whole lines only unless it is ``to_the_end``."""
+        """Show what was appended to the logs: whole lines only, unless ``to_the_end``."""
         self._err.flush()
         self._out.flush()
-        if self._out.is_full and not to_the_end:  # what the logs hold need not be in memory as well
+        if self._out.is_full and not to_the_end:  # do not read more: what the logs hold need not be in memory as well
             return
         for tail in self._tails.values():
             if text := tail.take(to_the_end):
                 self._out.write(text)
 
     def close(self) -> None:
-        """Waits until all is out: the run is over, and only its output is left."""
+        """Wait until all output is written. Call it when the run is over."""
         self._err.flush(to_the_end=True)
         self._out.flush(to_the_end=True)
 
 
 class Outlet:
-    """Writes to a standard stream what it takes at once, and the rest later.
+    """Writes to a standard stream without blocking, and keeps the rest for later.
 
-    A pager that is not scrolled, or a terminal that is stopped (Ctrl-S), takes nothing. An agent that waited for it
-    would not hear its workers, and its node would be given up.
+    A pager that is not scrolled or a stopped terminal (Ctrl-S) accepts no data. An agent that blocked on it would not
+    hear its workers, and its node would be declared lost.
 
     Args:
         name: stdout or stderr.
@@ -134,7 +138,7 @@ class Outlet:
         self.flush()
 
     def flush(self, to_the_end: bool = False) -> None:
-        """Writes what is taken now, or all."""
+        """Write what the stream accepts now; with ``to_the_end``, write all, even if that blocks."""
         stream = getattr(sys, self._name)
         while self._waiting and (to_the_end or _takes(stream)):
             stream.write(self._waiting.popleft())
@@ -146,7 +150,7 @@ def _takes(stream) -> bool:
         poller = select.poll()
         poller.register(stream.fileno(), select.POLLOUT)
         return bool(poller.poll(0))
-    except (OSError, ValueError):  # it has no descriptor: nothing to wait for
+    except (OSError, ValueError):  # the stream has no descriptor and never blocks
         return True
 
 
@@ -155,10 +159,11 @@ def _named(text: str) -> str:
 
 
 class Tail:
-    """Reads what a file grows by.
+    """Reads what is appended to a file.
 
     Args:
-        start: byte to begin at, None: its present end.
+        path: the file.
+        start: byte offset to begin at, None for the file's present end.
     """
 
     def __init__(self, path: Path, start: int | None):
@@ -166,7 +171,7 @@ class Tail:
         self._position = start if start is not None else (path.stat().st_size if path.exists() else 0)
 
     def take(self, to_the_end: bool) -> str:
-        """What has come since, up to the last end of a line (or of a progress bar's picture)."""
+        """Return the text appended since the last call, up to the last line end (or progress bar's carriage return)."""
         try:
             if self._path.stat().st_size <= self._position:
                 return ""

@@ -1,4 +1,4 @@
-"""The agent's part in there being a control plane: starting one, again after its death, and in a lost node's place."""
+"""Starts the control plane's process on this node: at first, after its death, and as a failover from a lost node."""
 
 import contextlib
 import os
@@ -18,17 +18,23 @@ from ft.platform.election import SUCCEEDED, LeaseRecord
 from ft.platform.standstill import Standstill
 
 _MOST_DEATHS, _WINDOW_S = 3, 60.0
-"""A control plane that dies more often than this may well die of its journal: the run begins anew without it."""
+"""More deaths than this within ``_WINDOW_S`` seconds suggest that the journal is the cause.
+
+The run then restarts from the checkpoint, without that journal.
+"""
 
 _PREPARE_S = 20.0
-"""A run that has lasted so long is worth a process that waits to take over."""
+"""Seconds after which a run is worth a standby process for the control plane, ready to take over."""
 
 
 class ControlPlaneSupervisor:
-    """Claims terms and runs the side-car in them.
+    """Claims terms in the leader election, and runs the control plane's process during them.
 
     Args:
-        run_dir: the run's. node, node_rank: of this agent. sidecar: not started yet.
+        run_dir: the run's directory.
+        node_rank: number of this agent's node.
+        sidecar: the control plane's process, not started yet.
+        timeouts: limits in seconds.
     """
 
     def __init__(self, run_dir: Path, node_rank: int, sidecar: Sidecar, timeouts: Timeouts):
@@ -42,16 +48,16 @@ class ControlPlaneSupervisor:
 
     @property
     def hosts(self) -> bool:
-        """The control plane runs beside this agent."""
+        """Whether the control plane runs beside this agent."""
         return self.sidecar.pid >= 0
 
     @property
     def events(self) -> Path:
-        """The run's events, as the control plane writes them."""
+        """The event log of the run, which the control plane writes."""
         return self._run_dir / "events.jsonl"
 
     def start(self, life: int, node: str) -> bool:
-        """Claims the next term and starts the side-car for it; False if another agent was faster.
+        """Claim the next term and start the control plane for it. Return False if another agent has claimed it first.
 
         Raises:
             OSError: the run's directory cannot be written.
@@ -71,7 +77,7 @@ class ControlPlaneSupervisor:
         return True
 
     def ended(self, code: int, now: float) -> bool:
-        """The side-car has ended and was reaped. Returns whether it is to be started again."""
+        """Process the exit of the control plane's process. Return whether to start it again."""
         self.sidecar.reaped(code)
         if code == SUCCEEDED:
             return False
@@ -82,10 +88,13 @@ class ControlPlaneSupervisor:
         return len(self._deaths) > _MOST_DEATHS and now - self._deaths[0] < _WINDOW_S
 
     def look(self, now: float, contact_at: float) -> tuple[str, str]:
-        """(what ``succession.decide`` says, why). The lease is watched only while nothing is heard of its holder.
+        """Return (action, reason) of ``succession.decide``.
+
+        The lease is watched only while the control plane is silent.
 
         Args:
-            contact_at: when the control plane has last answered; before it ever did, when this agent began to ask.
+            now: monotonic time.
+            contact_at: when the control plane last answered; before its first answer, when this agent began to ask.
         """
         self._began_at = contact_at if self._began_at is None else self._began_at
         silent_s = now - contact_at
@@ -97,7 +106,8 @@ class ControlPlaneSupervisor:
             return succession.WAIT, ""
         if self._watch is None:
             self._watch = _Watch(self._run_dir, self._timeouts.lease_beat_s, lambda: self._term if self.hosts else -1)
-        if not self._watch.has_looked:  # a loop that was held up finds itself cut off before it has looked
+        # after a pause of the event loop the agent may look cut off: read the lease before deciding
+        if not self._watch.has_looked:
             return succession.WAIT, ""
         view = succession.View(
             silent_s=silent_s,
@@ -113,7 +123,7 @@ class ControlPlaneSupervisor:
         return found
 
     def _idle(self, now: float) -> float:
-        """Seconds that the control plane beside this agent has stood still on its way to serving."""
+        """Return the seconds for which the control plane that starts beside this agent has made no progress."""
         if not self.hosts or not self._watch.is_starting:
             return 0.0
         return self._standstill.look(now, self.sidecar.pid)
@@ -129,11 +139,13 @@ class ControlPlaneSupervisor:
 
 
 class _Watch:
-    """Looks at the lease in a thread: the agent's loop never waits for a file system.
+    """Watches the lease in a thread, so that the agent's event loop never waits for a file system.
 
     Args:
-        starting: the term of a control plane that starts beside this agent; until it serves, its lease is renewed for
-            it, because imports take longer than a lease lasts.
+        run_dir: the run's directory.
+        period_s: seconds between two looks.
+        starting: returns the term of a control plane that starts beside this agent, or -1. Until it serves, this thread
+            renews its lease, because its imports take longer than a lease lasts.
     """
 
     def __init__(self, run_dir: Path, period_s: float, starting: Callable[[], int]):
@@ -145,20 +157,20 @@ class _Watch:
         threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
 
     def claimed(self) -> None:
-        """This agent has just renewed the lease, which the next look will see; until then it must not claim again."""
+        """Note that this agent has renewed the lease, so that it does not claim again before the next look."""
         self._changed_at = time.monotonic()
 
     def age(self, now: float) -> float | None:
-        """Seconds since the lease was renewed, None if there is none."""
+        """Return the seconds since the lease was last renewed, None if there is no lease."""
         return now - self._changed_at if self._standing is not None else None
 
     @property
     def is_starting(self) -> bool:
-        """The newest term is that of a control plane beside this agent, which does not serve yet."""
+        """Whether the newest term is that of a control plane beside this agent which does not serve yet."""
         return self._standing is not None and not self._standing.where and self._standing.term == self._starting()
 
     def serving(self, now: float) -> float | None:
-        """Seconds since the present term's control plane was first seen to serve, None if it does not."""
+        """Return the seconds since the control plane of this term was first seen serving, None if it does not serve."""
         return now - self._serves_since if self._standing is not None and self._standing.where else None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A full disk under the run's folder, told at the terminal: what else could tell of it is written there."""
+"""Warns at the terminal when the disk of the run's directory is full: logs and events are written to that same disk."""
 
 import os
 import time
@@ -13,10 +13,11 @@ _LEAST = 1 << 16
 
 
 class Room:
-    """Looks at the disk of ``folder`` every now and then.
+    """Monitors the free space on the disk of ``folder``.
 
     Args:
-        tell: takes the text.
+        folder: the run's directory.
+        tell: function that prints a text.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None]):
@@ -26,11 +27,11 @@ class Room:
         self._is_full = self._was_full = False
 
     def heard(self, beats: Mapping[str, Beat]) -> None:
-        """How far the workers are."""
+        """Note the steps that the workers have reached."""
         self._step = max([self._step, *(beat.step for beat in beats.values())])
 
     def poll(self) -> None:
-        """Tells when the disk becomes full, and when it has room again."""
+        """Warn when the disk becomes full, and say when it has space again."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -50,7 +51,7 @@ class Room:
         self._is_full, self._was_full = is_full, self._was_full or is_full
 
     def close(self) -> None:
-        """The run has ended: tells what its files lack, if their disk has been full."""
+        """At the end of the run, print what its files lack, if the disk was full at some time."""
         if not self._was_full:
             return
         from ft.record import missing as records

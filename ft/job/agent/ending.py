@@ -1,10 +1,10 @@
-"""The end of a worker's process: as ``python`` ends it, but the interpreter is not finalised under living threads.
+"""Ends a worker's process as ``python`` would, but does not finalise the interpreter while threads are alive.
 
-While the interpreter is being finalised, a thread that comes back from C++ and asks for its lock is ended on the spot
-(up to Python 3.13). If one of its C++ frames must not be left in that way, as those of torch's bindings, the whole
-process aborts with "terminate called without an active exception". After a recovery a worker may have such threads:
-they wait for an operation that was given up, or for the end of a connection. These waits cannot be ended from outside,
-so the process ends first.
+While the interpreter is being finalised, a thread that returns from C++ and asks for the interpreter lock is ended on
+the spot (up to Python 3.13). If one of its C++ frames must not be unwound in that way, as those of torch's bindings,
+the whole process aborts with "terminate called without an active exception". After a recovery a worker may have such
+threads: they wait for an abandoned operation or for a connection to close. These waits cannot be ended from outside, so
+this module ends the process first.
 """
 
 import atexit
@@ -19,31 +19,31 @@ import traceback
 from typing import NoReturn
 
 _FLUSH_S = 5.0
-_NOT_FLUSHED = 120  # Python's own exit code for that
+_NOT_FLUSHED = 120  # Python's own exit code when it cannot flush stdout
 _ANY = io.IOBase.__base__
 _PLAIN = (io.FileIO, io.BytesIO, io.StringIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
 
 
 def status_of(end: SystemExit) -> int:
-    """The exit status that Python gives for it; a reason in words is printed, as Python does."""
+    """Return the exit status that Python gives for a SystemExit, and print a message in it to stderr."""
     code = end.code
     if code is None:
         return 0
     if isinstance(code, int):
         return code & 0xFF
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr, or a closed one
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr, or it is closed
         print(code, file=sys.stderr, flush=True)
     return 1
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process with ``status``, after all that Python does at its end for the program's sake: threads that are
-    no daemons are waited for, exit handlers run, output is flushed, files left open are written to their end.
+    """End this process with ``status``, after what Python does at exit for a program.
 
-    If a daemon thread lives on, the interpreter is not finalised, and the destructors that would run then do not run;
-    Python does not promise that they do.
+    Non-daemon threads are joined, exit handlers run, output is flushed, and files left open are completed. If a daemon
+    thread is still alive, the interpreter is not finalised, and the destructors that would run then do not run; Python
+    does not promise that they do.
     """
-    _quietly(threading._shutdown)  # what Python calls; it also ends concurrent.futures' threads
+    _quietly(threading._shutdown)  # Python calls it as well; it also ends the threads of concurrent.futures
     if all(thread is threading.current_thread() for thread in threading.enumerate()):
         sys.exit(status)
     _quietly(atexit._run_exitfuncs)
@@ -56,7 +56,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _quietly(call) -> None:
-    """Python goes on with its end, whatever comes out of this."""
+    """Call a function and print its exception, whatever it is: Python's own exit goes on too."""
     try:
         call()
     except BaseException:
@@ -73,11 +73,11 @@ def _flushed(stream) -> bool:
 
 
 def _write_files() -> None:
-    """Writes out what the program has written to files that it has not closed, and what C libraries have printed."""
+    """Write out the data of files that the program has not closed, and what C libraries have printed."""
     gc.unfreeze()
     files = [thing for thing in gc.get_objects() if _ANY in type(thing).__mro__]
     texts = [file for file in files if isinstance(file, io.TextIOWrapper)]
-    packed = [file for file in files if not isinstance(file, _PLAIN)]  # a compressed file has an end to be written
+    packed = [file for file in files if not isinstance(file, _PLAIN)]  # a compressed file needs its end to be written
     for file in texts:
         with contextlib.suppress(Exception):
             file.flush()

@@ -1,4 +1,4 @@
-"""The environment that a worker's script finds: torchrun's variables and those of this project."""
+"""The environment variables of a worker's script: those of torchrun and those of this project."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,8 +9,11 @@ class Place:
     """What all workers of one agent have in common.
 
     Attributes:
-        node: the agent's name. node_rank: its number. host: the address this node is reached at.
-        socket: the agent's (FT_AGENT). faults: file with those planned, "" if none is.
+        node: the agent's name.
+        node_rank: number of its node.
+        host: address at which other nodes reach this node.
+        socket: address of the agent's socket (FT_AGENT).
+        faults: file with the planned faults, "" if there are none.
         domains: kind -> name of the node's failure domains.
     """
 
@@ -30,12 +33,16 @@ class Place:
 def worker_environment(
     place: Place, worker: str, restart: int, rank: int | None, local_rank: int, master: tuple[str, int]
 ) -> dict[str, str]:
-    """What is set on top of the user's environment for one worker.
+    """Return the variables that are set on top of the user's environment for one worker.
 
     Args:
-        restart: warm restarts of the run so far. rank: logical rank, None for a standby, which learns it with its
-            seat: until then RANK is the last one, so that the script's checks of it hold and it does not speak as 0.
-        local_rank: its device's number. master: host and port for a script's own process group.
+        place: what the workers of this node have in common.
+        worker: name of the worker.
+        restart: number of warm restarts of the run so far.
+        rank: logical rank, None for a standby, which learns its rank when it takes over a position. Until then RANK is
+            the last rank: the script's range checks hold, and the standby does not act as rank 0.
+        local_rank: number of its device.
+        master: host and port for a process group that the script makes itself.
     """
     shown_rank = place.world_size - 1 if rank is None else rank
     return {
@@ -65,10 +72,10 @@ def worker_environment(
 
 
 def defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is set where the user has not: as torchrun, one thread per worker, or they fight for the cores.
+    """Return the defaults for variables that the user has not set: one OpenMP thread per worker, as with torchrun.
 
-    And one for numpy's OpenBLAS, whatever OMP_NUM_THREADS says: it starts its threads when it is imported, and a warm
-    pool with threads cannot fork.
+    numpy's OpenBLAS gets one thread too, whatever OMP_NUM_THREADS says: it starts its threads when it is imported, and
+    a warm pool with threads cannot fork.
     """
     wanted = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {name: value for name, value in wanted.items() if name not in environment}

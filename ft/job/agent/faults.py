@@ -1,4 +1,4 @@
-"""The injected faults that an agent carries out: the end of its node, of its network, of the control plane."""
+"""Connects an agent to the injected faults that it carries out: on its node, its network or the control plane."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +13,16 @@ _WRITTEN_S, _LOOK_S = 20.0, 0.01
 
 
 class AgentFaults:
-    """What ``ft.faults.agent.AgentInjector`` has to hear; without a fault for this agent it is never loaded.
+    """Passes events to ``ft.faults.agent.AgentInjector``, which is loaded only if a fault is planned for an agent.
 
     Args:
-        faults: of the whole run. node: of this agent. run_dir: the run's.
-        record: puts a report on record, returns when it is.
+        faults: planned faults of the whole run.
+        node: name of this agent.
+        run_dir: the run's directory.
+        record: function that puts a report on record and returns once it is.
 
     Raises:
-        UserError: this process may not do what is planned for it.
+        UserError: this process lacks the permission for a fault that is planned for it.
     """
 
     def __init__(
@@ -38,13 +40,13 @@ class AgentFaults:
             self._injector = AgentInjector(faults, node, run_dir, self._announce)
 
     def opened(self, order: Open, began: float) -> None:
-        """An epoch begins; the first one did at the wall time ``began``."""
+        """Note that an epoch begins; the first epoch began at wall-clock time ``began``."""
         if self._injector is not None:
             self._injector.update(order.fired)
             self._injector.begin(began)
 
     def heard(self, beats: Mapping[str, Beat]) -> None:
-        """What the workers are at."""
+        """Note the steps that the workers have reached."""
         steps = [beat.step for beat in beats.values() if beat.doing != "idle"]
         if self._injector is not None and steps:
             self._injector.progressed(max(steps))
@@ -61,7 +63,11 @@ class AgentFaults:
             self._wait_written(fault.number)
 
     def _wait_written(self, number: int) -> None:
-        """A control plane beside this agent dies with it: the fault would be forgotten, and happen again."""
+        """Wait until the event log holds fault ``number``, for at most ``_WRITTEN_S`` seconds.
+
+        A control plane beside this agent dies with it. If the fault were not on record by then, it would be injected
+        again.
+        """
         deadline = time.monotonic() + _WRITTEN_S
         while time.monotonic() < deadline:
             for event in reversed(events.read(self._events)):

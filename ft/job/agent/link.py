@@ -1,4 +1,4 @@
-"""A worker's connection to its agent."""
+"""The worker's end of its connection to the agent."""
 
 import contextlib
 import json
@@ -12,28 +12,32 @@ from ft.job.messages import decode, encode
 
 
 def socket_address(name: str) -> str:
-    """The address of the agent's socket from FT_AGENT: ``@name`` is in Linux's abstract namespace, which has no files
-    to leave behind."""
+    """Return the address of the agent's socket for the value of FT_AGENT.
+
+    A name that begins with @ is in Linux's abstract namespace, which leaves no files behind.
+    """
     return "\0" + name[1:] if name.startswith("@") else name
 
 
 class Link:
-    """The worker's end: reports go up, orders come down. There is no reconnecting: an agent that is gone ends the
-    worker."""
+    """The worker's end of the connection: sends reports and receives orders.
+
+    There is no reconnection: when the agent is gone, the worker ends.
+    """
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
         self._lock = threading.Lock()
         self._closed = False
         self.disturb: Callable[[Any], list[Any]] | None = None
-        """For fault injection: the reports that are sent in place of one."""
+        """Hook for fault injection: returns the reports to send in place of the given one."""
 
     @classmethod
     def connect(cls, environment: Mapping[str, str]) -> "Link":
-        """Connects to the agent that started this process (FT_AGENT) in the name of FT_WORKER.
+        """Connect to the agent that started this process (FT_AGENT) as worker FT_WORKER.
 
         Raises:
-            UserError: there is no agent: the process was not started by ``ft run``, or the agent has ended.
+            UserError: there is no agent, because ``ft run`` did not start this process or the agent has ended.
         """
         fix = "start the script with: ft run --nproc-per-node N SCRIPT ..."
         if "FT_AGENT" not in environment or "FT_WORKER" not in environment:
@@ -50,11 +54,11 @@ class Link:
 
     @property
     def sock(self) -> socket.socket:
-        """The connection itself, for who has to tell it from other sockets of this process."""
+        """The connection itself, for code that must tell it apart from other sockets of this process."""
         return self._sock
 
     def send(self, report: Any) -> None:
-        """Sends a report of ``ft.job.messages``; safe from any thread.
+        """Send a report of ``ft.job.messages``. Safe from any thread.
 
         Raises:
             OSError: the agent is gone.
@@ -63,8 +67,10 @@ class Link:
             self._write(encode(sent))
 
     def listen(self, callback: Callable[[Any], None]) -> None:
-        """Starts a thread that calls ``callback(order)`` for each order, and ``callback(None)`` when the agent is
-        gone. After ``close`` nothing is called any more."""
+        """Start a thread that calls ``callback(order)`` for each order, and ``callback(None)`` when the agent is gone.
+
+        After ``close`` the callback is not called any more.
+        """
         threading.Thread(target=self._listen, args=(callback,), name="ft-link", daemon=True).start()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where workers connect to their agent."""
+"""The Unix socket at which workers connect to their agent."""
 
 import contextlib
 import os
@@ -12,7 +12,10 @@ from ft.net.channel import Channel
 
 
 def listen() -> tuple[str, socket.socket]:
-    """(FT_AGENT, socket): in the abstract namespace, so that no end of the agent leaves a file behind."""
+    """Return (FT_AGENT, socket).
+
+    The socket is in the abstract namespace, so it leaves no file behind however the agent ends.
+    """
     name = f"@ft-agent-{os.getpid()}-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(socket_address(name))
@@ -22,16 +25,18 @@ def listen() -> tuple[str, socket.socket]:
 
 
 def unwatch(selector: selectors.BaseSelector, channel: Channel | None) -> None:
-    """Takes a channel out of the selector, if it is in there."""
+    """Unregister a channel from the selector, if it is registered."""
     with contextlib.suppress(KeyError, ValueError):
         selector.unregister(channel)
 
 
 class WorkerListener:
-    """Takes connections and hands those that belong to a worker to the workforce.
+    """Accepts connections, and passes those that belong to a worker to the workforce.
 
     Args:
-        listener: what ``listen`` made. selector: of the loop; its keys' data are functions to call when readable.
+        listener: the socket that ``listen`` returned.
+        selector: the selector of the agent's loop; the data of each key is the function to call when it is readable.
+        workforce: the workers of this agent.
     """
 
     def __init__(self, listener: socket.socket, selector: selectors.BaseSelector, workforce: Workforce):
@@ -62,10 +67,11 @@ class WorkerListener:
             channel.close()
             return
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._workforce.hear(worker))
-        self._workforce.hear(worker)  # what came together with the first line makes nothing readable any more
+        # data that came with the first line was read already and makes the socket readable no more
+        self._workforce.hear(worker)
 
 
 def _is_mine(sock: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this user: anyone on the machine can find the socket."""
+    """Return whether the peer process belongs to this user: any process on the machine can find the socket."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int.from_bytes(credentials[4:8], "little") == os.getuid()

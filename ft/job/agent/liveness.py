@@ -1,4 +1,4 @@
-"""Who is silent: a pure function of the beats and the process states."""
+"""Failure detection by heartbeats: which workers are silent, as a pure function of heartbeats and process states."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without a beat after which a worker counts as silent.
+    """Seconds without a heartbeat after which a worker counts as silent.
 
     Attributes:
-        stopped_s: when its process is stopped (state T): nothing but a signal continues it.
-        silent_s: otherwise. unsettled_s: before its first step has ended, when imports, compilation and the first
-            allocations may hold the interpreter for long. mute_s: for a worker that has not attached, does nothing at
-            all, and keeps others waiting that have.
+        stopped_s: limit for a stopped process (state T), which only a signal can continue.
+        silent_s: limit in all other cases.
+        unsettled_s: limit before the first step has ended, when imports, compilation and the first allocations may hold
+            the interpreter lock for long.
+        mute_s: limit for a worker that has never attached and does nothing at all, while others have attached and wait
+            for it.
     """
 
     stopped_s: float = 0.25
@@ -25,7 +27,10 @@ class Limits:
 class Watch:
     """What is known of one attached worker.
 
-    ``beat_at``: when its last beat came; ``state``: its letter in /proc; ``settled``: it has done a step.
+    Attributes:
+        beat_at: time of its last heartbeat.
+        state: state letter of its process in /proc.
+        settled: it has finished a step.
     """
 
     beat_at: float
@@ -35,7 +40,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Silence:
-    """A worker that is silent, for how long, in which process state, and why that counts."""
+    """A worker that is silent, for how many seconds, in which process state, and why that counts as silence."""
 
     worker: str
     silent_s: float
@@ -44,10 +49,12 @@ class Silence:
 
 
 def silent(now: float, watches: Mapping[str, Watch], limits: Limits) -> list[Silence]:
-    """Who is silent at ``now`` and why.
+    """Return the workers that are silent at ``now``.
 
     Args:
-        watches: worker -> what is known of it. Times are on the clock of ``now``.
+        now: the present time, on the clock of the heartbeats' times.
+        watches: worker -> what is known of it.
+        limits: seconds after which a worker counts as silent.
     """
     found = []
     for worker, watch in watches.items():

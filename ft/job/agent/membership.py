@@ -1,4 +1,4 @@
-"""A node's place in the run: its name, and what its agent offers when it joins."""
+"""A node's membership in the run: its unique name, and what its agent offers when it joins."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ _MANY_KEYS = 20_000
 
 
 def claim_name(run_dir: Path, node_rank: int) -> str:
-    """A name that no agent of this run has had: ``n3``, and ``n3-2``, ``n3-3`` for those that come back.
+    """Return a name that no agent of this run has had: ``n3``, or ``n3-2``, ``n3-3`` for agents that come back.
 
     Raises:
         OSError: the run's directory cannot be written.
@@ -34,14 +34,18 @@ def claim_name(run_dir: Path, node_rank: int) -> str:
 
 
 class Membership:
-    """What this agent is in the run at present.
+    """The present role of this agent in the run.
 
     Args:
-        run_dir: the run's. place: with the name it begins under. seats, standbys: workers it offers.
-        is_late: see there.
+        run_dir: the run's directory.
+        place: properties of this node, with the name that it starts under.
+        seats: number of workers that it offers for logical ranks.
+        standbys: number of standbys that it offers.
+        is_late: see Attributes.
 
     Attributes:
-        place: of its workers. is_late: it came when the run was under way, and offers standbys only.
+        place: properties of this node, which its workers have in common.
+        is_late: the agent joined while the run was under way, and offers standbys only.
     """
 
     def __init__(self, run_dir: Path, place: Place, seats: int, standbys: int, is_late: bool = False):
@@ -50,7 +54,7 @@ class Membership:
         self._meeting: Any = None
 
     def come_back(self) -> None:
-        """Its node was given up: it takes another name.
+        """Take a new name and offer standbys only, after the control plane has given this node up.
 
         Raises:
             OSError: the run's directory cannot be written.
@@ -59,11 +63,12 @@ class Membership:
         self.is_late = True
 
     def join(self, token: str) -> AgentJoined:
-        """Opens the store where process groups meet if this node is to host them, and says what there is here.
+        """Open a store in which process groups can rendezvous, and return the message that describes this node.
 
-        Called in a thread: it brings torch.
+        Blocks while torch is imported: call it in a thread.
         """
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the end of the control plane is no news at the terminal
+        # torch must not report the end of the control plane's store at the terminal
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from ft.net.store import StoreServer
 
         if self._meeting is not None:
@@ -77,7 +82,7 @@ class Membership:
         return AgentJoined(place.node, place.node_rank, place.host, seats, standbys, meeting, domains)
 
     def sweep(self, epoch: int) -> None:
-        """Removes what the groups of epochs long over have left in the store, if it is much."""
+        """Remove the keys of epochs that ended long ago from the store, if it holds more than ``_MANY_KEYS``."""
         if self._meeting is not None and self._meeting.store.num_keys() > _MANY_KEYS:
             threading.Thread(target=_sweep, args=(self._meeting.store, epoch - 1), daemon=True).start()
 

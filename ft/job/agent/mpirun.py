@@ -1,20 +1,20 @@
-"""``ft run`` under mpirun or srun: its place among the nodes, and the node's MPI process for ``--ft-transport mpi``.
+"""``ft run`` under mpirun or srun: this node's place in the job, and its MPI process for ``--ft-transport mpi``.
 
-The process that mpirun has started becomes the MPI process of the node; the agent goes on as its child:
+The process that mpirun has started becomes the MPI process (relay) of the node; the agent runs as its child:
 
     mpirun -- ft run, relay -+- agent -+- warm pool
                              |         +- workers
                              +- MPI: the relays of the other nodes
 
-Both end together. A relay that dies or hangs costs its workers their copies, so the agent ends with it, and the node is
-lost as if it had been switched off. An agent that is killed takes its relay along: that is how the others' MPI learns
-that the node is gone. A node is nowhere in half.
+Both end together. A relay that dies or hangs costs its workers their peer copies, so the agent ends with it, and the
+node is lost as if it had been switched off. An agent that is killed takes its relay along, which is how MPI on the
+other nodes learns that the node is gone. So a node is never lost in part.
 
-With a whole host, the daemon dies that mpirun or Slurm has there (tools/experiments/mpi_hosts.py). srun (--mpi=pmix
---no-kill --kill-on-bad-exit=0) returns as if nothing had happened. mpirun goes on too when what starts its daemons has
-returned long before (--prtemca plm_ssh_agent "ssh -f"; an ssh that ends with its host ends the job), but at the end it
-waits for the host that is gone: the run has finished when its events say so. The host on which mpirun itself runs must
-not die. A node that is gone cannot come back into a running MPI job.
+When a whole host is lost, the daemon that mpirun or Slurm runs there dies too (tools/experiments/mpi_hosts.py). srun
+(--mpi=pmix --no-kill --kill-on-bad-exit=0) continues and returns as if nothing had happened. mpirun also continues if
+the command that starts its daemons has returned long before (--prtemca plm_ssh_agent "ssh -f"; an ssh that ends with
+its host ends the job), but at the end it waits for the lost host: the run's event log shows when the run has finished.
+The host on which mpirun itself runs must not die. A lost node cannot come back into a running MPI job.
 """
 
 import argparse
@@ -51,9 +51,14 @@ _START = (
 
 @dataclass(frozen=True)
 class MpiJob:
-    """This node's place in an MPI job; ``job`` names the run, ``endpoint`` is where the nodes meet, "" if not known.
+    """This node's place in an MPI job.
 
-    ``in_step``: as in ``slurm.SlurmJob``.
+    Attributes:
+        job: name of the run.
+        nnodes: number of nodes.
+        node_rank: number of this node.
+        endpoint: where the nodes rendezvous, "" if not known.
+        in_step: as in ``slurm.SlurmJob``.
     """
 
     job: str
@@ -64,7 +69,7 @@ class MpiJob:
 
 
 def read(environment: Mapping[str, str]) -> MpiJob | None:
-    """What mpirun tells a process, which is no host's name; None where there is no mpirun."""
+    """Read this node's place from mpirun's variables, which contain no host name. Return None outside mpirun."""
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, size = mpi_world.rank_in(environment)
@@ -72,10 +77,10 @@ def read(environment: Mapping[str, str]) -> MpiJob | None:
 
 
 def wanted(given: argparse.Namespace) -> bool:
-    """Whether snapshots are to go over MPI: by the flag of ``ft run``, or by the same flag of its script.
+    """Return whether snapshots are to go over MPI: by the flag of ``ft run``, or by the same flag of its script.
 
     Raises:
-        UserError: the two say different things.
+        UserError: the two flags differ.
     """
     here, there = given.ft_transport, _flag_in(given.script_args)
     if here and there and here != there:
@@ -84,10 +89,10 @@ def wanted(given: argparse.Namespace) -> bool:
 
 
 def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> MpiJob | slurm.SlurmJob:
-    """Splits this process into the node's relay, which never returns, and the agent, which returns its place.
+    """Split this process into the node's MPI relay, which never returns, and the agent, which returns its place.
 
     Raises:
-        UserError: MPI is not installed, was not started for this or for other nodes, or does not come up.
+        UserError: MPI is not installed, was not started for this run or this number of nodes, or does not start up.
     """
     if importlib.util.find_spec("mpi4py") is None:
         raise UserError(f"{_FLAG} mpi needs Open MPI and mpi4py, which are not installed", "pip install .[mpi]")
@@ -111,11 +116,11 @@ def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.env
     processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != relay:
         os._exit(1)
-    os.setsid()  # signals for mpirun's processes reach the relay, which passes them on, once
+    os.setsid()  # signals for mpirun's processes reach only the relay, which forwards them to the agent once
     listener.close()
     theirs.close()
     for name in [name for name in os.environ if name.startswith(_FOR_ONE_PROCESS)]:
-        del os.environ[name]  # they make whoever calls MPI_Init the node's one MPI process
+        del os.environ[name]  # with them, any process that calls MPI_Init would act as the node's one MPI process
     os.environ.update({TRANSPORT: "mpi", mpi.FOLDER: str(folder), mpi.RANK: str(rank)})
     told = _await_word(ours)
     threading.Thread(target=_watch, args=(relay, folder), name="ft-mpi-watch", daemon=True).start()
@@ -146,7 +151,7 @@ def _await_word(ours: socket.socket) -> MpiJob:
 
 
 def _watch(relay: int, folder: Path) -> None:
-    """A relay that answers no more is killed; this process, its child, dies of it."""
+    """Kill a relay that does not answer any more. This process is its child and dies with it."""
     while mpi.answers(folder, _PONG_S):
         time.sleep(_PING_S)
     if os.getppid() == relay:
@@ -164,20 +169,21 @@ def _relay(agent: int, folder: Path, listener: socket.socket, word: socket.socke
         signal.signal(signum, lambda number, _: processes.send(agent, number))
     try:
         code, world = _relay_until_end(agent, folder, listener, word)
-    except Exception as error:  # of MPI: without it, this node is of no use to the others
+    except Exception as error:  # an exception from MPI: without MPI, this node is of no use to the others
         sys.stderr.write(f"the MPI process of this node fails: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
         word.close()
         code, world = None, None
     shutil.rmtree(folder, ignore_errors=True)
     if code is None or code < 0:
-        os.kill(os.getpid(), signal.SIGKILL)  # the one end that MPI takes for a death; it kills the agent, if it lives
+        # only this end counts as a death for MPI; it also kills the agent, if that is alive
+        os.kill(os.getpid(), signal.SIGKILL)
     world.leave(_LEAVE_S)
     os._exit(code)
 
 
 def _relay_until_end(agent: int, folder: Path, listener: socket.socket, word: socket.socket) -> tuple[int, Any]:
-    """Returns the agent's exit code, minus the signal that killed it, and the world that is left."""
+    """Relay until the agent ends. Return its exit code (minus the signal that killed it) and the MPI world to leave."""
     from ft.net.mpi_relay import Relay
 
     world = mpi_world.World()
@@ -195,7 +201,7 @@ def _relay_until_end(agent: int, folder: Path, listener: socket.socket, word: so
 
 
 def _agree(world: mpi_world.World) -> MpiJob:
-    """Where the nodes meet, and the run's name: what rank 0 says."""
+    """Agree on the nodes' rendezvous address and the run's name: all take those of rank 0."""
     mine = [socket.gethostname(), network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")]
     told = [json.loads(text) for text in world.share(json.dumps(mine).encode())]
     host, port, job = told[0]

@@ -1,4 +1,4 @@
-"""From the command line and the environment of Slurm or mpirun to what an agent needs to know; bad input ends here."""
+"""Turns the command line and the environment of Slurm or mpirun into the agent's options, and rejects bad input."""
 
 import argparse
 import importlib.util
@@ -21,23 +21,26 @@ _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
 
 @dataclass(frozen=True)
 class Script:
-    """What every worker runs: ``target`` is a file, or with ``is_module`` a module's name."""
+    """The script that every worker runs: ``target`` is a file or, with ``is_module``, the name of a module."""
 
     target: str
     is_module: bool
     args: list[str]
     preload: list[str] = field(default_factory=list)
-    """Modules for the warm pool; ["none"]: import nothing there."""
+    """Further modules for the warm pool to import; ["none"]: it imports nothing."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The nodes of a run and this one's place among them.
+    """The nodes of a run, and this node's position among them.
 
     Attributes:
-        nnodes: all nodes. standby_nodes: the last of them, which run standbys only.
-        host, port: where the control plane listens; port 0: any free one (node 0 only).
-        in_folder: the other nodes look for it in the run's directory alone, and not at host and port.
+        nnodes: number of all nodes.
+        node_rank: number of this node, from 0.
+        standby_nodes: number of nodes that run standbys only; they are the last ones.
+        host: host on which the control plane listens.
+        port: port on which it listens; 0 means any free port (on node 0 only).
+        in_folder: the other nodes find the control plane through the run's directory only, and not at host and port.
     """
 
     nnodes: int
@@ -59,8 +62,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """One ``ft run``. ``nproc``: workers with a logical rank on a training node. ``standby``: beyond those, here.
-    ``domains``: kind -> name of this node's failure domains."""
+    """The options of one ``ft run``, valid and complete.
+
+    Attributes:
+        nproc: workers with a logical rank on a training node.
+        standby: standbys on this node beyond those.
+        domains: kind -> name of this node's failure domains.
+    """
 
     script: Script
     cluster: Cluster
@@ -80,8 +88,10 @@ class RunOptions:
     hot_swap: bool = True
     """False: every failure leads to a warm restart."""
     life: int | None = None
-    """The agent belongs to this life of the run from its start, whoever was there before; None: to the first one, or
-    it comes late."""
+    """Life of the run that the agent belongs to from its start, even if other agents had this node before.
+
+    None: it belongs to the first life, or joins late as a standby.
+    """
 
     @property
     def world_size(self) -> int:
@@ -89,7 +99,7 @@ class RunOptions:
 
     @property
     def standbys_here(self) -> int:
-        """Workers of this node that begin without a logical rank; a standby node offers a full set."""
+        """Number of workers of this node that start without a logical rank. A standby node offers a full set."""
         return self.standby if self.cluster.trains else max(self.nproc, self.standby)
 
 
@@ -99,14 +109,16 @@ Job = slurm.SlurmJob | mpirun.MpiJob
 def resolve(
     given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None, lease: str = ""
 ) -> RunOptions:
-    """Checks the flags, and fills in what they leave open.
+    """Check the flags, and fill in defaults.
 
     Args:
-        job: what this node is part of; default: what the environment says.
-        lease: folder in the run's directory whose lease says that the run is under way; default: that directory.
+        given: the parsed command line.
+        environment: environment variables.
+        job: the Slurm or MPI job that this node is part of; default: read from the environment.
+        lease: folder in the run's directory whose lease shows whether the run is under way; default: that directory.
 
     Raises:
-        UserError: they cannot work.
+        UserError: the flags are wrong or contradict each other.
     """
     problems = Problems()
     problems.add(given.problems)
@@ -197,7 +209,7 @@ def _nnodes(text: str | None, job: Job | None) -> int:
 
 
 def _domains(given: argparse.Namespace, cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
-    """This node's failure domains, under the name that Slurm has for it, its host name or its address."""
+    """Return this node's failure domains, looked up by its Slurm name, host name or address."""
     if given.topology is None:
         return {}
     host = socket.gethostname()
@@ -206,7 +218,7 @@ def _domains(given: argparse.Namespace, cluster: Cluster, environment: Mapping[s
 
 
 def _endpoint(given: argparse.Namespace, job: Job | None, nnodes: int) -> tuple[str, int]:
-    """(host, port) of the control plane; port 0 stands for any free one."""
+    """Return (host, port) of the control plane. Port 0 means any free port."""
     text = given.rdzv_endpoint
     if text and (given.master_addr or given.master_port):
         raise UserError("--rdzv-endpoint and --master-addr/--master-port say the same thing", "give one of them")
@@ -258,7 +270,7 @@ def _nproc(text: str) -> int:
 
 
 def count_gpus() -> int:
-    """GPUs that torch can use here; where there is none to be seen, torch is not asked."""
+    """Return the number of GPUs that torch can use. Without a GPU device file, torch is not imported."""
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
         return 0
     import torch
@@ -267,10 +279,10 @@ def count_gpus() -> int:
 
 
 def script_of(given: argparse.Namespace) -> Script | None:
-    """What the workers run, None where it is not given (which the parser reports).
+    """Return the script that the workers run, None if none is given (the parser reports that).
 
     Raises:
-        UserError: there is no such script or module, or --preload contradicts itself.
+        UserError: the script or module does not exist, or --preload contradicts itself.
     """
     if given.script is None:
         return None
@@ -286,9 +298,9 @@ def script_of(given: argparse.Namespace) -> Script | None:
 
 
 def _find_module(name: str) -> None:
-    """Raises where ``python -m name`` would find no such package or module; nothing is imported to find it."""
+    """Raise an error if ``python -m name`` would not find the package or module. Nothing is imported."""
     top = name.partition(".")[0]
-    sys.path.insert(0, os.getcwd())  # as Python does for -m
+    sys.path.insert(0, os.getcwd())  # Python does the same for -m
     try:
         found = importlib.util.find_spec(top)
     except (ImportError, ValueError):

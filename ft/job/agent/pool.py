@@ -1,4 +1,4 @@
-"""The agent's end of the warm pool: it starts the pool, again if it dies, and asks it for workers."""
+"""The agent's handle on the warm pool: starts the pool's process, restarts it when it dies, and asks it for workers."""
 
 import json
 import os
@@ -20,18 +20,20 @@ from ft.platform.standstill import MOST_IN_A_ROW, Standstill
 
 
 class PoolBroken(FtError):
-    """The pool dies, or stands still, again and again before it has forked anything."""
+    """Several warm pools in a row have died, or stopped making progress, before they forked a worker."""
 
 
 class WarmPool:
-    """Forks workers on request; asynchronous: what was asked for appears in ``take``.
+    """Asks the warm pool for workers, asynchronously: ``take`` returns them once they exist.
 
     Args:
-        script: what workers will run. log: file for what the pool itself prints. stuck_s: for so long it may do
-            nothing while it owes workers.
+        script: the script that workers will run.
+        log: file for the output of the pool itself.
+        stuck_s: seconds without progress, while requests are open, after which the pool counts as stuck.
 
     Attributes:
-        pid: of the pool's process. channel: to be read when readable.
+        pid: pid of the pool's process.
+        channel: connection to it; call ``take`` when it is readable.
     """
 
     def __init__(self, script: Script, log: Path, stuck_s: float = Timeouts().stuck_s):
@@ -52,7 +54,7 @@ class WarmPool:
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Starts the process; requests made before it is ready wait in its socket."""
+        """Start the process. Requests made before it is ready wait in its socket."""
         ours, theirs = socket.socketpair()
         end = str(theirs.fileno())
         command = [sys.executable, "-c", BOOT, str(CHECKOUT), end, str(os.getpid()), json.dumps(self._config)]
@@ -74,14 +76,14 @@ class WarmPool:
             self.channel.send(json.dumps({"fork": request}))
 
     def fork(self, worker: str, log: str, env: dict[str, str]) -> None:
-        """Asks for a worker."""
+        """Ask for a worker."""
         request = {"worker": worker, "log": log, "env": env}
         self._asked.append(request)
         if self.channel is not None:
             self.channel.send(json.dumps({"fork": request}))
 
     def take(self) -> tuple[list[tuple[str, int]], list[str]]:
-        """What the pool has said since the last time: (workers that now exist with their pids, notes for people)."""
+        """Return what the pool has reported since the last call: ((worker, pid) pairs that now exist, notes)."""
         born, notes = [], []
         for line in self.channel.receive() or []:
             message = json.loads(line)
@@ -96,12 +98,17 @@ class WarmPool:
         return born, notes
 
     def flush(self) -> None:
-        """Sends on what the pool did not take at once; to be called again and again."""
+        """Send the data that the socket did not accept at once. Call it repeatedly."""
         if self.channel is not None and self.channel.wants_write:
             self.channel.flush()
 
     def kill_if_stuck(self, now: float) -> str:
-        """Kills the process if it owes workers and does nothing; ``restart`` follows its exit. Returns why, or ""."""
+        """Kill the process if requests are open and it makes no progress.
+
+        Return the reason, or "" if it was not killed.
+
+        ``restart`` has to follow the exit of the process.
+        """
         if not self._asked or self.channel is None:
             self._standstill = Standstill()
         elif not self._stuck and (seconds := self._standstill.look(now, self.pid, self._heard)) > self._stuck_s:
@@ -113,16 +120,16 @@ class WarmPool:
         return ""
 
     def forget(self, pid: int) -> None:
-        """A worker has ended: its number may be given to a process that is none of ours."""
+        """Tell the pool that a worker has ended: the kernel may give its pid to an unrelated process."""
         self._alive.discard(pid)
         if self.channel is not None:
             self.channel.send(json.dumps({"forget": pid}))
 
     def restart(self, code: int) -> None:
-        """The process was reaped: a new one takes the open requests over.
+        """Start a new process after the old one was reaped with exit code ``code``. It takes over the open requests.
 
         Raises:
-            PoolBroken: it does not live long enough to fork.
+            PoolBroken: several processes in a row ended before they forked a worker.
         """
         self._fruitless += 1
         self._process.returncode = code
@@ -135,7 +142,11 @@ class WarmPool:
         self.start()
 
     def close(self, code: int | None = None) -> None:
-        """Lets the process end: it sees the end of its socket. ``code``: it was reaped and ended with that."""
+        """Close the socket, which ends the process.
+
+        Args:
+            code: exit code of the process, if it was reaped already.
+        """
         if self.channel is not None:
             self.channel.close()
             self.channel = None

@@ -1,4 +1,4 @@
-"""What the warm pool imports before it forks workers: whatever the script would import itself."""
+"""Chooses and imports the modules that the warm pool loads before it forks workers: those that the script needs."""
 
 import ast
 import contextlib
@@ -16,10 +16,10 @@ from ft.platform import processes
 NOTHING = "none"
 _TORCH = ("torch", "torch.distributed")
 _LOOP = (
-    "torch._dynamo",  # every optimizer step asks for it
+    "torch._dynamo",  # every optimizer step imports it
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
-    "encodings.idna",  # the first name that is looked up asks for it
+    "encodings.idna",  # the first host name lookup imports it
 )
 _TRAINER = (
     "megatron.core.models.gpt",
@@ -32,10 +32,11 @@ _FAULT_TOLERANCE = ("ft.worker.session", "ft.systems.hot_swap.protect", "ft.syst
 
 
 class UnfitForForking(Exception):
-    """An import has started threads or a CUDA context: processes forked from here could not use them.
+    """An import has started threads or created a CUDA context, which processes forked from here could not use.
 
     Args:
-        module: the one that did it.
+        module: the module that was imported.
+        what: what importing it did, for the message.
     """
 
     def __init__(self, module: str, what: str):
@@ -44,12 +45,13 @@ class UnfitForForking(Exception):
 
 
 def imports_of(source: str, package: str = "") -> list[str]:
-    """The modules that a Python source may import, at any level of nesting, in order of appearance.
+    """Return the modules that a Python source may import, at any level of nesting, in order of appearance.
 
-    ``from a import b`` gives ``a`` and ``a.b``: which of the two is a module only importing tells.
+    ``from a import b`` gives ``a`` and ``a.b``: only importing would show whether ``b`` is a module.
 
     Args:
-        package: the package relative imports start from.
+        source: Python source code.
+        package: the package that relative imports start from.
     """
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -65,20 +67,22 @@ def imports_of(source: str, package: str = "") -> list[str]:
 
 
 def plan(script: str, is_module: bool, preload: list[str]) -> list[str]:
-    """The modules to import, in order."""
+    """Return the modules to import, in order."""
     if preload == [NOTHING]:
         return []
-    with contextlib.suppress(Exception):  # a script that cannot be read or parsed says so when a worker runs it
+    with contextlib.suppress(Exception):  # if the script cannot be read or parsed, the worker that runs it reports that
         wanted = [*_read_imports(script, is_module), *preload]
         return list(dict.fromkeys([*_TORCH, *wanted, *_companions(wanted)]))
     return [*_TORCH, *preload]
 
 
 def load(names: list[str], skip: set[str]) -> None:
-    """Imports ``names`` except those to ``skip``; what cannot be imported is left to the worker that needs it.
+    """Import ``names`` except those in ``skip``.
+
+    Modules that cannot be imported are left to the worker that needs them.
 
     Raises:
-        UnfitForForking: one of them must be skipped next time.
+        UnfitForForking: the module that it names makes forking impossible, and must be skipped next time.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -114,7 +118,7 @@ def _read_imports(script: str, is_module: bool) -> list[str]:
 
 
 def _companions(wanted: list[str]) -> list[str]:
-    """What modules import only when they run: they are needed as surely as the modules."""
+    """Return modules that the wanted ones import only at run time, and which workers will need as well."""
     tops = {name.split(".")[0] for name in wanted}
     trainer = any(name.startswith("megatron.training") for name in wanted)
     protected = trainer or "ft" in tops
@@ -125,14 +129,17 @@ def _companions(wanted: list[str]) -> list[str]:
 
 
 def _patch() -> None:
-    """megatron.core has to find its patches in force when it is first imported."""
+    """Apply the patches of megatron.core, which have to be in place before it is first imported."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch.distributed")
         importlib.import_module("megatron.patches").apply()
 
 
 def _rehearse() -> None:
-    """What each worker of the trainer would do first, and finds done: it counts while the others wait for it."""
+    """Do the work that each worker of the trainer would do first, so that forked workers find it done.
+
+    A replacement worker's start-up time counts, because the other ranks wait for it.
+    """
     with contextlib.suppress(Exception, SystemExit):
         importlib.import_module("megatron.training.arguments").parse([])
     if "FT_HSDP_REPLICA" in os.environ:

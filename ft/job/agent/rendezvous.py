@@ -1,4 +1,4 @@
-"""Where the processes of a script meet that makes its own process group (MASTER_ADDR and MASTER_PORT)."""
+"""The rendezvous address (MASTER_ADDR and MASTER_PORT) for scripts that make their own process group."""
 
 from ft.job.agent.environment import Place
 from ft.job.agent.uplink import Uplink
@@ -7,9 +7,9 @@ from ft.platform import network
 
 
 class Masters:
-    """One meeting place per life of the run: a port that the dead may still hold is of no use to the next life.
+    """One rendezvous address per life of the run: processes of the previous life may still hold the old port.
 
-    The agent that has logical rank 0 chooses, the others are told.
+    The agent that has logical rank 0 chooses the address, and the control plane passes it on to the others.
     """
 
     def __init__(self, place: Place, uplink: Uplink):
@@ -17,7 +17,10 @@ class Masters:
         self._known: dict[int, tuple[str, int]] = {}
 
     def find(self, number: int, ranks: list[int]) -> tuple[str, int] | None:
-        """(host, port) of restart ``number``, None while it is not known; ``ranks``: those of this agent's workers."""
+        """Return (host, port) for restart ``number``, None while it is not known.
+
+        ``ranks``: logical ranks of this agent.
+        """
         if number not in self._known and 0 in ranks:
             self._known[number] = (self._place.host, network.free_port())
             if len(ranks) < self._place.world_size:
@@ -25,7 +28,7 @@ class Masters:
         return self._known.get(number)
 
     def known(self, number: int) -> tuple[str, int]:
-        """As ``find`` for workers who will not need it: standbys."""
+        """Return the address for standbys, which do not need it: port 0 if it is not known."""
         return self._known.get(number, (self._place.host, 0))
 
     def learn(self, answer: Master) -> None:

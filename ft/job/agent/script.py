@@ -1,4 +1,4 @@
-"""The life of a worker, from its fork to its script's end, such that the script sees what ``python script`` shows."""
+"""Runs a worker's script in a process forked from the warm pool; the script sees what ``python script`` shows."""
 
 import errno
 import faulthandler
@@ -20,11 +20,13 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str]) -> None:
-    """Makes a process just forked from the warm pool a worker: own session, output and environment, bound to its agent.
+    """Turn a process forked from the warm pool into a worker: own session, output and environment, bound to its agent.
 
     Args:
-        born_of: pid of the parent, about to exit, which leaves this process to the agent.
-        agent: pid of the agent. log: file for stdout and stderr.
+        born_of: pid of the parent, which is about to exit and so leaves this process to the agent.
+        agent: pid of the agent.
+        log: file for stdout and stderr.
+        environment: variables to set.
     """
     os.setsid()
     while os.getppid() == born_of:
@@ -37,15 +39,18 @@ def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str
     _own_output(log)
     os.environ.update(environment)
     numpy = sys.modules.get("numpy")
-    if numpy is not None:  # seeded when the pool imported it: without this, all workers would draw the same numbers
+    # numpy was seeded when the pool imported it: without this, all workers would draw the same numbers
+    if numpy is not None:
         numpy.random.seed()
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
 def run(target: str, is_module: bool, args: list[str]) -> int:
-    """Runs a script or module as ``__main__``; returns the exit status that ``python`` would end with. An exception is
-    printed as there."""
+    """Run a script or module as ``__main__``, and return the exit status that ``python`` would give.
+
+    An exception is printed as Python does.
+    """
     sys.argv = [target, *args]
     try:
         if is_module:
@@ -62,7 +67,7 @@ def run(target: str, is_module: bool, args: list[str]) -> int:
 
 
 def search_path(script: str, is_module: bool, path: list[str]) -> list[str]:
-    """``sys.path`` as Python sets it for a script or, with ``-m``, a module."""
+    """Return ``sys.path`` as Python sets it for a script or, with ``-m``, a module."""
     return [os.getcwd() if is_module else str(Path(script).absolute().parent), *path]
 
 
@@ -72,12 +77,12 @@ def _run_file(script: str) -> None:
     main.__dict__.update(__file__=script, __builtins__=__builtins__, __loader__=loader, __spec__=None)
     with io.open_code(script) as file:
         code = compile(file.read(), script, "exec")
-    sys.modules["__main__"] = main  # and it stays: pickles and threads look it up after the script's last line too
+    sys.modules["__main__"] = main  # it stays there: pickles and threads look it up even after the script's last line
     exec(code, main.__dict__)
 
 
 def _without_launcher(error: BaseException):
-    """The traceback from the script's first frame on; of an error that never got there (syntax), none."""
+    """Return the traceback from the script's first frame on, None for an error before that (such as a syntax error)."""
     here = os.path.dirname(__file__)
     trace = error.__traceback__
     while trace is not None:
@@ -96,13 +101,13 @@ def _own_output(path: str) -> None:
     os.dup2(log, 2)
     os.close(null)
     os.close(log)
-    # The encoding follows from no terminal: a progress bar must not fail for the want of one.
+    # There is no terminal to take the encoding from: without UTF-8, printing a progress bar could fail.
     sys.stdout = sys.__stdout__ = _text(1)
     sys.stderr = sys.__stderr__ = _text(2)
 
 
 class _Log(io.FileIO):
-    """A worker's log. What a full or failing disk does not take is left out: training is worth more than its log."""
+    """A worker's log file. Data that a full or failing disk does not accept is dropped, so that training goes on."""
 
     def write(self, data) -> int:
         try:

@@ -1,4 +1,4 @@
-"""The control plane's process, beside an agent."""
+"""The control plane's process, which runs beside one of the agents."""
 
 import contextlib
 import json
@@ -21,13 +21,16 @@ _BOOT = "import sys; sys.path[0] = sys.argv.pop(1); from ft.job.agent.sidecar im
 
 
 class Sidecar:
-    """Starts the control plane's process and remembers its pid.
+    """Starts and ends the control plane's process.
 
     Args:
-        run_dir: where it writes. where: the board it hosts. options: for ``--options``.
+        run_dir: the run's directory.
+        where: address of the message board that the control plane hosts.
+        options: settings for its ``--options``.
 
     Attributes:
-        pid: of the process, -1 if there is none. spare_pid: of one that has imported everything and waits, or -1.
+        pid: pid of the process, -1 if there is none.
+        spare_pid: pid of a standby process that has imported everything and waits, or -1.
     """
 
     def __init__(self, run_dir: Path, where: str, options: dict[str, Any]):
@@ -39,13 +42,13 @@ class Sidecar:
         self._spare: subprocess.Popen | None = None
 
     def prepare(self) -> None:
-        """Has a process ready: imports take seconds, in which nobody would decide."""
+        """Start a standby process, if there is none: imports take seconds, during which nobody would take decisions."""
         if self._spare is None:
             self._spare = self._launch()
             self.spare_pid = self._spare.pid
 
     def start(self, term: int, node: str, restarts: int) -> None:
-        """Starts the process for ``term``, beside the agent of ``node``, after that many ``restarts`` of the run."""
+        """Start the control plane for ``term`` beside the agent of ``node``, after ``restarts`` restarts of the run."""
         options = json.dumps({**self._options, "restarts": restarts})
         arguments = [*self._where, "--node", node, "--term", str(term), "--options", options]
         self._process = self._spare or self._launch()
@@ -65,13 +68,16 @@ class Sidecar:
             )
 
     def spare_reaped(self, code: int) -> None:
-        """The spare process has ended and its status was taken."""
+        """Record that the standby process has ended and was reaped."""
         self._spare.returncode = code
         self._spare, self.spare_pid = None, -1
 
     def end(self) -> None:
-        """Waits for the end of the process, which leaves by itself once all agents have said that they leave: those of
-        other nodes still read from it until then. One that does not is told, and then killed."""
+        """Wait for the process to end, and terminate it if it does not.
+
+        It exits by itself once all agents have announced that they leave; until then agents of other nodes still read
+        from it. After ``_LEAVE_S`` seconds it gets SIGTERM, and ``_TERM_S`` seconds later SIGKILL.
+        """
         if self._spare is not None:
             self._spare.stdin.close()
         if self.pid < 0:
@@ -83,7 +89,7 @@ class Sidecar:
         processes.send(self.pid, signal.SIGKILL)
 
     def ends_within(self, patience_s: float) -> bool:
-        """Waits for the process to end, which leaves it to be reaped."""
+        """Wait for the process to end, without reaping it. Return whether it has ended."""
         deadline = time.monotonic() + patience_s
         while self.pid >= 0 and processes.state(self.pid) not in "ZX":
             if time.monotonic() > deadline:
@@ -92,30 +98,33 @@ class Sidecar:
         return True
 
     def kill(self) -> None:
-        """Kills and reaps the process, if there is one: a second one must find its place empty."""
+        """Kill and reap the process, if there is one, so that the next one finds its address free."""
         if self.pid >= 0:
             processes.send(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.reaped(-signal.SIGKILL)
 
     def reaped(self, code: int) -> None:
-        """The process has ended and its status was taken."""
+        """Record that the process has ended and was reaped."""
         self.pid = -1
         self._process.returncode = code
 
 
 def _tell(process: subprocess.Popen, text: str) -> None:
-    """Runs in a thread: the text may exceed a pipe's buffer, and the process reads it only after its imports."""
-    with contextlib.suppress(OSError), process.stdin as line:  # it has died: its exit will tell
+    """Write the arguments to the process.
+
+    Runs in a thread, because the text may exceed the pipe's buffer and the process reads it only after its imports.
+    """
+    # if the process has died, its exit code is handled elsewhere
+    with contextlib.suppress(OSError), process.stdin as line:
         line.write(text.encode())
 
 
 def main() -> None:
-    """Entry of the process: binds it to the agent, whose pid is ``sys.argv[1]``, and becomes ft.job.control once it is
-    told with what arguments, by a line of JSON.
+    """Run the process: bind it to the agent with pid ``sys.argv[1]``, import, and wait for its arguments (JSON).
 
-    Signals that end a run are for the agent: Slurm may send them to all processes of a step, and this one is needed
-    until the workers have saved.
+    With the arguments it becomes ft.job.control. It ignores SIGINT and SIGTERM: Slurm may send them to all processes of
+    a step, and the control plane is needed until the workers have saved.
     """
     agent = int(sys.argv.pop(1))
     processes.die_with_parent(signal.SIGKILL)
@@ -139,4 +148,4 @@ def main() -> None:
         except Exception:
             traceback.print_exc()
             status = 1
-    ending.leave(status)  # threads of the store may live on
+    ending.leave(status)  # threads of the store may still run

@@ -1,4 +1,4 @@
-"""What an agent does about a control plane that does not answer."""
+"""Decides what an agent does about a control plane that does not answer: wait, take over, or fence its own workers."""
 
 from dataclasses import dataclass
 
@@ -6,22 +6,31 @@ from ft.job.control.timeouts import Timeouts
 from ft.platform.standstill import MOST_IN_A_ROW
 
 WAIT, CLAIM, FENCE, RENEW, GIVE_UP = "wait", "claim", "fence", "renew", "give up"
-"""renew: the control plane beside this agent gets nowhere, another one is started in its place."""
+"""What an agent can do.
+
+- wait: do nothing.
+- claim: claim the next term and start a control plane.
+- fence: end this node's workers.
+- renew: the control plane that starts beside this agent makes no progress; kill it and start another one.
+- give up: end the run on this node.
+"""
 
 
 @dataclass(frozen=True)
 class View:
-    """What the agent sees.
+    """What an agent has observed of the control plane.
 
     Attributes:
-        silent_s: since the control plane has last answered this agent.
-        lease_s: for how long it has watched the control plane's lease, and not seen it renewed; None: there is none to
-            be seen, so it shares no directory with it.
-        serving_s: for how long the control plane of the present term has offered connections, None if it does not yet.
-        turn: how many agents are to go before this one.
-        taken_in: the control plane has answered this agent at some time; before, nothing of its node can be given away.
-        idle_s: for how long the control plane that is to start beside this agent has done nothing at all.
-        idle_starts: how often in a row that was so before.
+        silent_s: seconds since the control plane last answered this agent.
+        lease_s: seconds for which the agent has watched the lease without seeing a renewal; None if the agent sees no
+            lease, because it shares no directory with the control plane.
+        serving_s: seconds for which the control plane of the current term has accepted connections, None if it does not
+            yet.
+        turn: how many agents may claim the next term before this one.
+        taken_in: the control plane has answered this agent before. Otherwise no logical ranks of this node can have
+            been given to others.
+        idle_s: seconds for which the control plane that starts beside this agent has made no progress.
+        idle_starts: how many control planes in a row have been replaced for making no progress.
     """
 
     silent_s: float
@@ -34,11 +43,13 @@ class View:
 
 
 def decide(view: View, timeouts: Timeouts) -> tuple[str, str]:
-    """(what to do, why).
+    """Return (action, reason).
 
-    As long as the lease runs, somebody decides: an agent that cannot reach it is about to be taken for lost, and ends
-    its workers before their logical ranks are given to others. When it has run out, nobody does: training goes on, and
-    the agents start a control plane, one after the other, the first to claim it for all.
+    While the lease is being renewed, a control plane takes decisions. An agent that cannot reach it is about to be
+    declared lost, and fences itself: it ends its workers before their logical ranks are given to others.
+
+    Once the lease has expired, no process takes decisions. Training goes on, and the agents try, one after the other,
+    to claim the next term; the first to succeed starts the control plane for all.
     """
     if view.silent_s <= timeouts.contact_s:
         return WAIT, ""

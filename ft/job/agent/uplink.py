@@ -1,7 +1,8 @@
-"""An agent's conversation with the control plane, in threads of its own: the agent's loop never waits for the network.
+"""The agent's connection to the control plane, in threads, so that the agent's event loop never blocks on the network.
 
-The control plane may be away, and come back elsewhere. Reports are numbered and kept until they are on its record; on
-each new connection the rest is posted again. Orders are numbered, too: none is obeyed twice.
+The control plane may disappear and come back on another host. Reports are numbered and kept until the control plane has
+put them on record; after each reconnection the rest is posted again. Orders are numbered too, so that none is carried
+out twice.
 """
 
 import contextlib
@@ -29,41 +30,43 @@ _UNSHARED_S = 1.0
 
 @dataclass(frozen=True)
 class Linked:
-    """The control plane of ``term`` answers."""
+    """Event: the control plane of ``term`` answers."""
 
     term: int
 
 
 @dataclass(frozen=True)
 class Unlinked:
-    """It does not any more."""
+    """Event: the control plane does not answer any more."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NewLife:
-    """The run has begun anew, for the ``number``-th time."""
+    """Event: the run has started anew, for the ``number``-th time."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Refused:
-    """It never will."""
+    """Event: the control plane will never accept this agent."""
 
     reason: str
 
 
 class Uplink:
-    """Posts reports and collects what comes down.
+    """Posts reports to the control plane and collects its orders.
 
     Args:
-        run_dir: where the control plane says where it is. endpoint: ("tcp://HOST:PORT") where it is looked for as long
-            as it does not, "" if nowhere. wake: called from threads whenever ``take`` has something.
+        run_dir: the run's directory, in which the control plane publishes its address.
+        endpoint: fallback address ("tcp://HOST:PORT") used while no address is published, "" if there is none.
+        wake: function called from threads whenever ``take`` has something.
+        timeouts: limits in seconds.
 
     Attributes:
-        contact_at: when (monotonic) the control plane has last answered, or the uplink was started.
+        contact_at: monotonic time at which the control plane last answered, or at which the uplink was started.
     """
 
     def __init__(self, run_dir: Path, endpoint: str, wake: Callable[[], None], timeouts: Timeouts):
@@ -76,9 +79,10 @@ class Uplink:
         return self._conversation.contact_at
 
     def start(self, join: Callable[[str], AgentJoined], life: int) -> None:
-        """Begins a conversation about life ``life`` of the run, with what ``join(token)`` makes; returns at once.
+        """Start a session for life ``life`` of the run, and return at once.
 
-        What was said in an earlier one and is not out yet is dropped.
+        The session's first report is what ``join(token)`` returns. Reports of an earlier session that were not sent are
+        dropped.
         """
         self.close()
         self._came = deque()
@@ -86,39 +90,39 @@ class Uplink:
         threading.Thread(target=self._conversation.run, args=(join,), name="ft-uplink", daemon=True).start()
 
     def post(self, report: Any) -> None:
-        """Hands a report over; it goes out in the order of the calls."""
+        """Queue a report. Reports are sent in the order of the calls."""
         self._conversation.post(report)
 
     def record(self, report: Any, patience_s: float = _RECORD_S) -> None:
-        """Posts a report and returns once it is out, or after ``patience_s``."""
+        """Post a report and return once it was sent, or after ``patience_s`` seconds."""
         self.post(report)
         self.flush(patience_s)
 
     def flush(self, patience_s: float) -> None:
-        """Waits until everything has been posted, ``patience_s`` at most."""
+        """Wait until all reports were sent, for at most ``patience_s`` seconds."""
         if self._conversation is not None:
             out = threading.Event()
             self._conversation.reports.put(out)
             out.wait(patience_s)
 
     def take(self) -> list[Any]:
-        """Orders, ``Linked``, ``Unlinked`` and ``Refused`` that have come since the last time."""
+        """Return the orders, and the events (``Linked``, ``Refused``, ...), that have come since the last call."""
         found = []
         while self._came:
             found.append(self._came.popleft())
         return found
 
     def mind(self, now: float) -> None:
-        """Gives the present connection up if nothing has come back over it for ``contact_s``.
+        """Break the present connection off if nothing has come back over it for ``contact_s``.
 
-        A host that is gone from one moment to the next closes no connection: who waits on one to it waits for good,
-        and a control plane that has taken its place elsewhere would not hear of this agent.
+        A host that loses power closes no connection. Without this check the agent would wait on the dead connection for
+        ever, and a control plane that has taken over elsewhere would not hear of this agent.
         """
         if self._conversation.is_stuck(now):
             self._conversation.break_off()
 
     def close(self) -> None:
-        """What comes from now on, losses included, is of no interest."""
+        """End the session. Its further events, lost connections included, are ignored."""
         if self._conversation is not None:
             self._conversation.end()
 
@@ -129,7 +133,7 @@ class Uplink:
 
 
 class _Conversation:
-    """One life of the run, over as many connections as it takes."""
+    """The agent's session in one life of the run, over as many connections as it takes."""
 
     def __init__(
         self,
@@ -150,7 +154,8 @@ class _Conversation:
         self._linked = self._ended = False
 
     def post(self, report: Any) -> None:
-        if self._linked or not isinstance(report, AgentBeat):  # heartbeats are stale by the time of the next connection
+        # heartbeats would be stale by the time of the next connection
+        if self._linked or not isinstance(report, AgentBeat):
             self.reports.put(report)
 
     def is_stuck(self, now: float) -> bool:
@@ -185,7 +190,7 @@ class _Conversation:
                 time.sleep(pause)
         except FtError as error:
             self._say(Refused(str(error)))
-        except Exception as error:  # whatever it is: without this thread the agent would wait and not know for what
+        except Exception as error:  # if this thread died silently, the agent would wait without knowing why
             self._say(Refused(f"the conversation with the control plane broke off: {type(error).__name__}: {error}"))
 
     def _say(self, what: Any) -> None:
@@ -198,10 +203,10 @@ class _Conversation:
         return self._kept[-1]
 
     def _converse(self, node: str, secret: str) -> None:
-        """One connection, from its beginning to its end.
+        """Use one connection, from its start until it breaks.
 
         Raises:
-            ConnectionError: its end.
+            ConnectionError: the connection broke.
         """
         from ft.job.control import channel as boards
 
@@ -237,7 +242,7 @@ class _Conversation:
         return None
 
     def _settle(self, taken: int) -> None:
-        """The control plane answers, and has the reports up to number ``taken`` on record."""
+        """Record an answer of the control plane, which has the reports up to number ``taken`` on record: drop these."""
         self.contact_at = time.monotonic()
         while self._kept and self._kept[0][0] <= taken:
             self._kept.popleft()

@@ -1,11 +1,12 @@
-"""The warm pool: a process that has imported what workers need and forks them when the agent asks.
+"""The warm pool: a process that has imported what workers need, and forks a worker whenever the agent asks for one.
 
-It runs one thread and touches no device, or its children could use neither. A worker is forked twice, so that its
-parent is gone and the agent, which adopts orphans, becomes its parent: it sees the worker's exit at once. When the
-agent dies, the pool kills all that its workers have started, then itself.
+The pool runs one thread and initialises no device, because its children could use neither. A worker is forked twice, so
+that its direct parent ends and the agent, a subreaper, becomes its parent and sees its exit at once. When the agent
+dies, the pool kills all processes that its workers have started, and then itself.
 
-Lines in: ``{"fork": {"worker", "log", "env"}}``, ``{"guard": [pid, ...]}``, ``{"forget": pid}``. Lines out: ``{"ready":
-seconds}``, ``{"worker", "pid"}``, ``{"note": text}``. Started by :mod:`ft.job.agent.pool`.
+Protocol, one JSON object per line. Requests: ``{"fork": {"worker", "log", "env"}}``, ``{"guard": [pid, ...]}``,
+``{"forget": pid}``. Answers: ``{"ready": seconds}``, ``{"worker", "pid"}``, ``{"note": text}``.
+:mod:`ft.job.agent.pool` starts this process and sends the requests.
 """
 
 import json
@@ -22,10 +23,12 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class Pool:
-    """The pool's side of the conversation.
+    """The pool's end of the protocol with the agent.
 
     Args:
-        sock: to the agent. agent: its pid. config: {"target", "is_module", "args", "preload"}.
+        sock: the socket to the agent.
+        agent: pid of the agent.
+        config: {"target", "is_module", "args", "preload"}.
     """
 
     def __init__(self, sock: socket.socket, agent: int, config: dict):
@@ -37,12 +40,12 @@ class Pool:
         self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def keep_open(self) -> int:
-        """The socket's fd, which now survives an exec."""
+        """Make the socket survive an exec, and return its file descriptor."""
         self._sock.set_inheritable(True)
         return self._sock.fileno()
 
     def serve(self) -> None:
-        """Forks on demand; returns only in a new worker. With the end of the agent, everything ends."""
+        """Fork workers on request. Return only in a new worker; when the agent ends, kill everything and exit."""
         try:
             for line in self._reader:
                 message = json.loads(line)
@@ -58,7 +61,7 @@ class Pool:
         self._bury()
 
     def _fork(self, worker: str, log: str, env: dict[str, str]) -> bool:
-        """Whether this is the new worker."""
+        """Fork a worker. Return True in the worker, False in the pool."""
         read, write = os.pipe()
         between = os.fork()
         if between == 0:
@@ -83,31 +86,37 @@ class Pool:
         return False
 
     def _bury(self) -> None:
-        """The agent's death kills the workers; their helper processes know nothing of it."""
+        """Kill the processes that workers have started, and exit. The workers themselves die with the agent."""
         for pid in processes.members(self._sessions):
             processes.send(pid, signal.SIGKILL)
         os._exit(0)
 
 
 def main() -> None:
-    """Entry of the pool's process: ``sys.argv[1:]`` is (folder to import ft from, socket's fd, agent's pid, config)."""
+    """Run the pool's process.
+
+    ``sys.argv[1:]`` is (folder to import ft from, descriptor of the socket, agent's pid, config).
+    """
     started = time.monotonic()
     root, fd, agent, text = sys.argv[1:]
     processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != int(agent):
         os._exit(0)
-    for signum in (signal.SIGINT, signal.SIGTERM):  # meant for the agent, which passes on what workers shall hear
+    # they are meant for the agent, which forwards to the workers what they need
+    for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     config = json.loads(text)
     pool = Pool(socket.socket(fileno=int(fd)), int(agent), config)
     sys.path[:] = script.search_path(config["target"], config["is_module"], _interpreter_path(root))
     sys.argv = [config["target"], *config["args"]]
-    own = {} if _NVML_CHECK in os.environ else {_NVML_CHECK: "1"}  # else counting GPUs makes CUDA unusable in forks
+    # otherwise counting GPUs initialises CUDA, and forked processes could not use it
+    own = {} if _NVML_CHECK in os.environ else {_NVML_CHECK: "1"}
     os.environ.update(own)
     _preload(pool, root, agent)
     for name in own:
         del os.environ[name]
-    processes.die_with_parent(0)  # from here on the end of the socket says it, and there is something to do then
+    # from here on, the end of the socket reports the agent's death, and the pool kills processes first
+    processes.die_with_parent(0)
     if os.getppid() != int(agent):
         os._exit(0)
     processes.set_name("ft-pool")
@@ -117,13 +126,13 @@ def main() -> None:
 
 
 def _interpreter_path(root: str) -> list[str]:
-    """``sys.path`` without the entry for this start, but with the folder that ``ft`` comes from."""
+    """Return ``sys.path`` without the entry for this start, but with the folder that ``ft`` comes from."""
     rest = sys.path[1:]
     return rest if root in rest else [root, *rest]
 
 
 def _preload(pool: Pool, root: str, agent: str) -> None:
-    """Imports; a module that makes forking impossible is left out, for which the process has to start again."""
+    """Import the modules. If one makes forking impossible, start this process again without that module."""
     config = pool.config
     skip = set(config.get("skip", []))
     names = preload.plan(config["target"], config["is_module"], config["preload"])
@@ -137,4 +146,4 @@ def _preload(pool: Pool, root: str, agent: str) -> None:
 
 
 BOOT = "import sys; sys.path[0] = sys.argv[1]; from ft.job.agent.warm import main; main()"
-"""What ``python -c`` runs to become the pool: ``ft`` comes from the same folder as the agent's."""
+"""Program for ``python -c`` that runs the pool. It imports ``ft`` from the same folder as the agent does."""

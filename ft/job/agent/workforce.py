@@ -1,4 +1,4 @@
-"""The workers of one agent: their processes, their connections and what was last heard of them."""
+"""The workers of one agent: their processes, their connections and their last heartbeats."""
 
 import json
 import os
@@ -32,13 +32,21 @@ _STACK_S = 0.05
 
 @dataclass
 class Worker:
-    """One worker from the request for it to the end of its process.
+    """One worker, from the request to the pool until its process has ended.
 
     Attributes:
-        rank: logical rank it was started for, None for a standby; restart: the warm restart in which. pid: None until
-            it exists.
-        attached: it has reported ready at some time. beat, beat_at: the last, and when it came.
-        doomed: this agent has decided to kill it. standstill: of its process, until it has attached.
+        name: the worker's name, unique in the run.
+        rank: logical rank that it was started for, None for a standby.
+        restart: number of the warm restart in which it was started.
+        log: file that receives its output.
+        pid: its process, None until the pool has reported it.
+        channel: its connection to the agent, None while there is none.
+        attached: it has reported that it is ready.
+        beat: its last heartbeat.
+        beat_at: monotonic time at which that heartbeat came.
+        told_silent: its silence was reported, and no heartbeat has come since.
+        doomed: this agent has decided to kill it.
+        standstill: progress of its process, watched until it has attached.
     """
 
     name: str
@@ -56,11 +64,14 @@ class Worker:
 
 
 class Workforce:
-    """Starts, hears, commands and kills workers.
+    """Starts, monitors, commands and kills the workers of this node.
 
     Args:
-        pool: forks them. place: what their environments have in common. post: takes reports for the control plane.
-        unwatch: called with each channel before it is closed. limits: when a worker counts as silent.
+        pool: the warm pool, which forks the workers.
+        place: what the environments of the workers have in common.
+        post: function that sends a report to the control plane.
+        unwatch: function called with each channel before it is closed.
+        limits: seconds after which a worker counts as silent.
     """
 
     def __init__(
@@ -78,18 +89,21 @@ class Workforce:
         self._remains: list[int] = []
         self.workers: dict[str, Worker] = {}
         self.is_guarded = False
-        """A worker of this agent has ever trained under a guard."""
+        """Whether a worker of this agent has ever trained under a recovery guard."""
         self.training_since: float | None = None
-        """Wall time of the first epoch; faults planned for a time count from it, for later workers too."""
+        """Wall-clock time at which the first epoch began.
+
+        Faults planned for a time count from it, also in later workers.
+        """
 
     def settle(self, place: environment.Place) -> None:
-        """Workers to come are of this place."""
+        """Use ``place`` for workers that are started from now on."""
         self._place = place
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def spawn(self, rank: int | None, local_rank: int, restart: int, master: tuple[str, int]) -> Worker:
-        """Asks the pool for a worker that is meant for ``rank`` (None: a standby)."""
+        """Ask the pool for a worker that is meant for logical rank ``rank`` (None: a standby)."""
         name = f"{self._place.node}.w{self._started}"
         self._started += 1
         worker = Worker(name, rank, restart, self._logs / f"{name}.log")
@@ -101,11 +115,11 @@ class Workforce:
         return worker
 
     def hear_pool(self) -> list[str]:
-        """Takes in what the pool says, which may be that workers exist; returns its notes for people."""
+        """Process the pool's messages, among them that workers exist; return its notes for the user."""
         born, notes = self._pool.take()
         for name, pid in born:
             worker = self.workers.get(name)
-            if worker is None:  # ``drop_unborn``: the run is over, and nobody waits for it any more
+            if worker is None:  # ``drop_unborn`` removed it, because the run is over
                 processes.kill_whole([pid])
                 continue
             worker.pid = pid
@@ -116,7 +130,7 @@ class Workforce:
         return notes
 
     def ended(self, pid: int, code: int) -> Worker | None:
-        """A child of the agent was reaped; returns the worker it was, None if it was none (or none yet)."""
+        """Process the exit of a reaped child. Return the worker that it was, None if it was none or is not known."""
         worker = next((w for w in self.workers.values() if w.pid == pid), None)
         if worker is None:
             if any(w.pid is None for w in self.workers.values()):
@@ -130,13 +144,16 @@ class Workforce:
         return worker
 
     def sweep(self) -> None:
-        """Kills what ended workers have left running; not done in ``ended``, where others are to hear of it first."""
+        """Kill the processes that ended workers have left running.
+
+        This takes time, so it is not part of ``ended``: the control plane is to learn of the exit first.
+        """
         if self._remains:
             processes.kill_remains(self._remains)
             self._remains = []
 
     def take_early(self) -> list[tuple[int, int]]:
-        """(pid, code) of workers that had ended before the pool said that they exist."""
+        """Return (pid, exit code) of workers that had ended before the pool reported that they exist."""
         pids = {worker.pid for worker in self.workers.values()}
         found = [(pid, self._early.pop(pid)) for pid in list(self._early) if pid in pids]
         if None not in pids:
@@ -144,7 +161,10 @@ class Workforce:
         return found
 
     def kill(self, *names: str) -> None:
-        """SIGKILL for these workers and all they have started; their exits follow. Unknown names have ended."""
+        """Send SIGKILL to these workers and to all processes that they started.
+
+        Unknown names are ignored: they have ended.
+        """
         doomed = [self.workers[name] for name in names if name in self.workers and not self.workers[name].doomed]
         for worker in doomed:
             worker.doomed = True
@@ -152,7 +172,10 @@ class Workforce:
             processes.kill_whole(pids)
 
     def kill_hung(self, name: str) -> None:
-        """Kills a worker on order; before that it writes into its log where each of its threads is, if it still can."""
+        """Kill a worker on the control plane's order.
+
+        If it can still run, it first writes the stacks of its threads into its log.
+        """
         worker = self.workers.get(name)
         if worker is not None and worker.pid is not None and processes.state(worker.pid) not in "TZX":
             processes.send(worker.pid, signal.SIGUSR1)
@@ -160,14 +183,17 @@ class Workforce:
         self.kill(name)
 
     def drop_unborn(self) -> None:
-        """Whom the pool has yet to fork is waited for no more: the pool ends, and with it what it may still fork."""
+        """Drop the workers that the pool has not forked yet.
+
+        The pool ends now, and so do processes that it still forks.
+        """
         self.workers = {name: worker for name, worker in self.workers.items() if worker.pid is not None}
 
     def kill_all(self) -> None:
         self.kill(*self.workers)
 
     def terminate(self, names: set[str]) -> None:
-        """SIGTERM for these workers: they may save and end."""
+        """Send SIGTERM to these workers, which may save a checkpoint and end."""
         for name in names & self.workers.keys():
             if self.workers[name].pid is not None:
                 processes.send(self.workers[name].pid, signal.SIGTERM)
@@ -175,8 +201,10 @@ class Workforce:
                 self.workers[name].doomed = True  # it has nothing to save
 
     def kill_strangers(self, known: set[int]) -> None:
-        """Kills children of this process that are neither workers nor ``known``: forked by a pool that died before it
-        could say so."""
+        """Kill the children of this process that are neither workers nor in ``known``.
+
+        A pool forked them and died before it could report them.
+        """
         known = known | {worker.pid for worker in self.workers.values()}
         for pid in processes.children(os.getpid()):
             if pid not in known:
@@ -185,7 +213,7 @@ class Workforce:
     # --- conversation ------------------------------------------------------------------------------------------------
 
     def accept(self, channel: Channel, hello: bytes) -> Worker | None:
-        """Whose connection this is, by its first line; None if it is no living worker's."""
+        """Return the worker that this connection's first line names, None if there is no such living worker."""
         try:
             worker = self.workers.get(json.loads(hello)["worker"])
         except (ValueError, KeyError, TypeError):
@@ -196,10 +224,15 @@ class Workforce:
         return worker
 
     def hear(self, worker: Worker) -> None:
-        """Takes in what the worker says and passes its reports on. Once it has hung up, only its exit tells more."""
-        if worker.channel is None:  # its end was noticed in another way since the connection became readable
+        """Process the worker's messages, and pass its reports on.
+
+        After the worker has closed the connection, only its exit follows.
+        """
+        if worker.channel is None:  # the worker's end was noticed in another way after the connection became readable
             return
-        if worker.pid is None:  # the pool has yet to say so: nobody can be ready who was never started
+        # the pool's report comes first: the control plane must learn of the start before it learns that the worker is
+        # ready
+        if worker.pid is None:
             return
         for line in worker.channel.receive() or []:
             self._take(worker, line)
@@ -209,26 +242,26 @@ class Workforce:
             worker.channel = None
 
     def tell(self, order: Any) -> None:
-        """Passes an order on to every attached worker."""
+        """Send an order to every attached worker."""
         line = encode(order)
         for worker in self.workers.values():
             if worker.attached and worker.channel is not None:
                 worker.channel.send(line)
 
     def flush(self) -> None:
-        """Sends on what a worker, or the pool, did not take at once."""
+        """Send the data that a worker's or the pool's socket did not accept at once."""
         self._pool.flush()
         for worker in self.workers.values():
             if worker.channel is not None and worker.channel.wants_write:
                 worker.channel.flush()
 
     def beats(self, now: float) -> dict[str, Beat]:
-        """The last beat of each worker with its present age."""
+        """Return the last heartbeat of each worker, with its present age."""
         heard = [worker for worker in self.workers.values() if worker.beat is not None]
         return {w.name: replace(w.beat, age_s=round(now - w.beat_at, 3)) for w in heard}
 
     def judge(self, now: float) -> list[Silence]:
-        """Reports each worker that has just become silent; returns those."""
+        """Report each worker that has just become silent, and return these workers."""
         attached = [w for w in self.workers.values() if w.attached and w.channel is not None and not w.doomed]
         quiet = [w for w in attached if now - w.beat_at > self._limits.stopped_s]
         watches = {
@@ -244,8 +277,10 @@ class Workforce:
         return new
 
     def _mute(self, now: float) -> list[Silence]:
-        """Workers that have never said anything, and stand still while others of theirs have attached: the script takes
-        part in recoveries, and a part of it does not get there."""
+        """Return the workers that have never attached and make no progress although other workers have attached.
+
+        The others show that the script takes part in recoveries, so these workers should have attached too.
+        """
         found = []
         for worker in self.workers.values():
             if worker.rank is None or worker.pid is None or worker.attached or worker.doomed or worker.told_silent:

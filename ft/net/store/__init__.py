@@ -1,7 +1,8 @@
-"""A TCPStore that only members of the run reach.
+"""A TCPStore with access control: only members of the run can connect to it.
 
-torch's store asks nobody who he is: whoever finds the port reads and writes what he likes. Here its port lets no packet
-in except those of connections that were announced at a door beside it, by somebody who knows the run's token.
+torch's TCPStore has no authentication: any process that finds its port can read and write. Here, a packet filter on its
+port drops all packets, except those of connections that were announced at a second port by a client that knows the
+run's token.
 """
 
 from ft.net.store.client import StoreConnection

@@ -1,4 +1,4 @@
-"""A member's connection to the store."""
+"""A member's client connection to the store."""
 
 import contextlib
 import fcntl
@@ -22,21 +22,24 @@ _NAME_SERVER_S = 60.0
 
 
 class StoreConnection:
-    """One client connection to a ``StoreServer``, whose blocking calls can be broken off from outside.
+    """A client connection to a ``StoreServer``, whose blocking calls can be aborted from outside.
 
-    torch's client opens its own socket and cannot be given one. So it is led to a port of this process while it makes
-    itself known, and then its descriptor is turned, by dup2, into the socket that was let in at the door: from there on
-    it talks to the store itself. (Its ``clone`` knows only that port, and is served there by a thread.)
+    torch's client opens its own socket and cannot be given one. So it connects to a local port of this process for its
+    handshake with the store, which is forwarded. Then its descriptor is replaced, by dup2, by the socket that the
+    server has admitted: from there on it talks to the store directly. (Its ``clone`` knows only the local port; a
+    thread there forwards its traffic.)
 
     Args:
-        address: ``StoreServer.address``. token: of the run. timeout_s: of the store's blocking calls, and of the
-            connection.
+        address: ``StoreServer.address``.
+        token: the run's token.
+        timeout_s: timeout of the store's blocking calls and of connecting, in seconds.
 
     Attributes:
-        store: the client. is_broken: ``break_off`` was called.
+        store: torch's client.
+        is_broken: ``break_off`` was called.
 
     Raises:
-        ConnectionError: nobody answers, or not as the store of a run does.
+        ConnectionError: nothing answers, or something that is not the store of a run.
         UserError: the token is refused.
     """
 
@@ -56,7 +59,7 @@ class StoreConnection:
         threading.Thread(target=_serve_clones, args=(self._gate, address, token), name="ft-gate", daemon=True).start()
 
     def break_off(self) -> None:
-        """Ends a call that is blocked, with an error; later ones fail, too."""
+        """Make a blocked call fail, and all later ones."""
         self.is_broken = True
         self.close()
 
@@ -80,9 +83,9 @@ class StoreConnection:
         near = _accept_own(self._gate, lambda: not maker.is_alive())
         if near is not None:
             introduction = _Introduction(self._timeout_s)
-            with contextlib.suppress(OSError):  # an end of one of the two, which shows below
+            with contextlib.suppress(OSError):  # one of the two connections has ended, which the checks below detect
                 _carry(near, self._own, lambda: not maker.is_alive() or introduction.fails(), introduction.moved)
-            if maker.is_alive():  # no answer, or no store any more; it would try again, and is left to find nobody here
+            if maker.is_alive():  # no answer, or the store is gone: torch's client would retry, and finds nothing here
                 near.close()
                 raise ConnectionError(f"the store at {self._address} does not answer")
         maker.join()
@@ -97,14 +100,14 @@ class StoreConnection:
 
 
 class _Introduction:
-    """Whether a store has left a client that makes itself known without an answer for ``timeout_s``."""
+    """Detects a store that leaves the client's handshake without an answer for ``timeout_s`` seconds."""
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
         self._asked_at: float | None = None
 
     def moved(self, is_answer: bool) -> None:
-        """Bytes went from the client to the store, or as an answer back."""
+        """Note that bytes were forwarded from the client to the store or, with ``is_answer``, back."""
         self._asked_at = None if is_answer else time.monotonic()
 
     def fails(self) -> bool:
@@ -112,19 +115,22 @@ class _Introduction:
 
 
 def _client(port: int) -> dist.TCPStore:
-    """torch's client. Between connecting and making itself known it asks the name server who it talks to, which takes
-    5 s and more where that does not answer: its own limit must not run out over that."""
+    """Create torch's client.
+
+    Between connecting and its handshake it makes a reverse name lookup, which takes 5 s and more if the name server
+    does not answer: its own timeout must be longer than that.
+    """
     limit = timedelta(seconds=_NAME_SERVER_S)
     return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def _enter(address: str, token: str, timeout_s: float) -> socket.socket:
-    """A connection to the store itself. Raises as ``StoreConnection``."""
+    """Return an admitted connection to the store itself. Raises the same errors as ``StoreConnection``."""
     try:
         return _pass_door(address, token, timeout_s)
     except ConnectionError:
         raise
-    except OSError as error:  # a network that is down is no other news than a host that is: a timeout, no route
+    except OSError as error:  # a network failure, such as a timeout or no route, is reported like a host that is down
         raise ConnectionError(f"{address} cannot be reached: {error}") from error
 
 
@@ -157,9 +163,9 @@ def _pass_door(address: str, token: str, timeout_s: float) -> socket.socket:
 
 
 def _accept_own(gate: socket.socket, is_over: Callable[[], bool] | None = None) -> socket.socket | None:
-    """The next connection that comes from this very process; strangers on the machine are sent away.
+    """Return the next connection that comes from this process itself; close those of other processes on the machine.
 
-    None: none has come, and ``is_over``, which is asked when nobody does.
+    Return None if no connection has come and ``is_over`` is true, which is checked while none comes.
     """
     while True:
         if is_over is not None and not select.select([gate], [], [], _LOOK_S)[0]:
@@ -178,9 +184,9 @@ def _carry(
     is_over: Callable[[], bool] | None = None,
     moved: Callable[[bool], None] = lambda is_answer: None,
 ) -> None:
-    """Passes bytes on in both directions until one end closes or ``is_over``, which is asked when nothing moves.
+    """Forward bytes in both directions until one end closes, or ``is_over`` is true when nothing moves.
 
-    ``moved(is_answer)`` is told of those that go to ``far``, and of the answers.
+    ``moved(is_answer)`` is called after bytes were sent to ``far`` (False) or back (True).
     """
     while True:
         readable = select.select([near, far], [], [], None if is_over is None else _LOOK_S)[0]
@@ -208,8 +214,10 @@ def _serve_clones(gate: socket.socket, address: str, token: str) -> None:
 
 
 def _far_end(near: socket.socket) -> int:
-    """The descriptor of the other end of a connection within this process. Port numbers alone are not enough: a
-    connection to another host may go to the same one."""
+    """Return the descriptor of the other end of a connection within this process.
+
+    Port numbers alone are not enough: a connection to another host may have the same remote port.
+    """
     theirs, ours = near.getpeername()[1], _port(near)
     for descriptor, inode in sockets.towards(sockets.held(), ours).items():
         if any(_port(own) == theirs for own in sockets.opened({descriptor: inode})):

@@ -1,4 +1,4 @@
-"""What is said at the door: a challenge, the answer, the store's port. The token itself never crosses the wire."""
+"""The admission protocol of the store: challenge, response, the store's port. The token itself is never sent."""
 
 import hashlib
 import hmac
@@ -16,7 +16,7 @@ def challenge() -> str:
 
 
 def answer(token: str, nonce: str, port: int) -> str:
-    """What one who knows the token says, to be let in from ``port``."""
+    """Return the response of a client that knows the token and will connect from ``port``."""
     return hmac.new(token.encode(), f"{GREETING} {nonce} {port}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -29,10 +29,10 @@ def say(sock: socket.socket, *words: str | int) -> None:
 
 
 def hear(sock: socket.socket) -> list[str]:
-    """The words of the next line.
+    """Return the words of the next line.
 
     Raises:
-        ConnectionError: the other side has hung up, or talks something else.
+        ConnectionError: the peer has closed the connection, or speaks another protocol.
     """
     line = b""
     while not line.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""Which packets the kernel lets in to a listening socket: a classic BPF program on it, which needs no privilege."""
+"""Filters the packets that the kernel accepts for a listening socket, by a classic BPF program (needs no privilege)."""
 
 import ctypes
 import socket
@@ -10,7 +10,7 @@ from ft.base.errors import UserError
 _SO_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
 _LOAD_WORD, _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
 _SOURCE_PORT = 0
-"""Offset in the TCP header, at which the program's packet begins."""
+"""Offset of the source port in the TCP header, which is where the program's packet begins."""
 _SOURCE_ADDRESS = (-0x100000 + 12) & 0xFFFFFFFF
 """SKF_NET_OFF + the source address's offset in the IPv4 header."""
 _ALL, _NONE = 0xFFFFFFFF, 0
@@ -19,12 +19,12 @@ Caller = tuple[str, int]
 
 
 def admit(listener: socket.socket, callers: Iterable[Caller]) -> None:
-    """Has ``listener`` take packets from these (IPv4 address, port) alone; port 0: from any port of that address.
+    """Let ``listener`` accept packets from these (IPv4 address, port) pairs only; port 0: any port of the address.
 
-    A connection that is accepted keeps the program of that moment, which lets its own peer through.
+    An accepted connection keeps the program of that moment, which admits its own peer.
 
     Raises:
-        UserError: the kernel takes no such program.
+        UserError: the kernel does not accept such a program.
     """
     program = []
     for address, port in callers:

@@ -1,4 +1,4 @@
-"""The store and the door beside it."""
+"""The store's server, with the admission port beside it."""
 
 import contextlib
 import secrets
@@ -12,21 +12,24 @@ from ft.base.errors import UserError
 from ft.net.store import handshake, packets
 
 _VERY_LONG = timedelta(days=20)
-"""The longest wait that TCPStore can count, in milliseconds of 31 bits."""
+"""The longest timeout that TCPStore can represent: milliseconds in 31 bits."""
 _BACKLOG = 1024
 
 
 class StoreServer:
-    """Hosts a TCPStore in this process, for members of the run.
+    """Hosts a TCPStore in this process, for members of the run only.
 
     Args:
-        host: name or IPv4 address that members reach this node at. port: of the door; 0: any free one.
+        host: name or IPv4 address at which members reach this node.
+        port: the admission port; 0: any free one.
+        token: the run's token.
 
     Attributes:
-        address: host:port, for ``StoreConnection``. store: a connection of this process's own.
+        address: host:port, for ``StoreConnection``.
+        store: a connection of this process itself.
 
     Raises:
-        UserError: the port is taken, or the kernel cannot guard it.
+        UserError: the port is taken, or the kernel cannot filter packets.
     """
 
     def __init__(self, host: str, port: int, token: str):
@@ -50,7 +53,7 @@ class StoreServer:
         threading.Thread(target=self._attend, name="ft-door", daemon=True).start()
 
     def close(self) -> None:
-        """Lets nobody in any more; who is in stays."""
+        """Stop admitting clients. Connected clients stay connected."""
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
         self._door.close()
@@ -92,8 +95,11 @@ class StoreServer:
 
 
 def warm_up() -> None:
-    """Makes the next store of this process come at once: with the first one torch asks the name server who it talks to,
-    which takes 10 s where that server does not answer, as in a network that has just failed."""
+    """Make the next store of this process start without delay.
+
+    With a process's first store, torch makes a reverse name lookup, which takes 10 s if the name server does not
+    answer, as in a network that has just failed.
+    """
     StoreServer("127.0.0.1", 0, secrets.token_hex(16)).close()
 
 

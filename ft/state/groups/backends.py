@@ -1,4 +1,4 @@
-"""The real connections below a group: gloo for tensors in host memory, NCCL for those on a GPU."""
+"""The connected backends below a group: gloo for tensors in host memory, NCCL for tensors on a GPU."""
 
 import os
 import random
@@ -18,7 +18,7 @@ OpenStore = Callable[[], tuple[dist.Store, "Breakable"]]
 
 
 class Breakable(Protocol):
-    """A connection to the store that can be broken off from any thread."""
+    """A connection to the store that any thread can break."""
 
     def break_off(self) -> None: ...
 
@@ -33,22 +33,28 @@ class Connection:
         self.backend: dist.Backend | None = backend
 
     def interrupt(self) -> None:
-        """Every operation on it fails within milliseconds; from any thread. ``interrupt_together`` does several."""
+        """Make every blocked operation fail within milliseconds. Safe from any thread.
+
+        Use ``interrupt_together`` for several connections.
+        """
         raise NotImplementedError
 
     def break_one(self, choice: random.Random) -> None:
-        """One of its connections fails, from any thread."""
+        """Break one TCP connection of the backend, for fault injection. Safe from any thread."""
         if self._own:
             descriptor = choice.choice(sorted(self._own))
             sockets.shut({descriptor: self._own[descriptor]})
 
     def drop(self) -> None:
-        """Afterwards no operation can touch a buffer any more, provided that no work of it is referred to."""
+        """Release the backend.
+
+        Afterwards no operation can touch a buffer, unless something still refers to one of its works.
+        """
         self.backend = None
 
 
 class GlooConnection(Connection):
-    """Ends with its sockets."""
+    """A gloo backend. It is interrupted by shutting its sockets down."""
 
     device_type = "cpu"
     backend_type = dist.ProcessGroup.BackendType.GLOO
@@ -62,9 +68,11 @@ class GlooConnection(Connection):
 
 
 class NcclConnection(Connection):
-    """Communicators are made by the first operations; ``abort`` ends what is blocked in them, on the device too.
+    """An NCCL backend.
 
-    Communicators under construction wait in the store, through a connection of their own.
+    Its communicators are made by the first operations; ``abort`` ends blocked operations, also on the device.
+
+    Communicators under construction wait in the store, over a connection of their own, which is broken too.
     """
 
     device_type = "cuda"
@@ -81,12 +89,12 @@ class NcclConnection(Connection):
 
 
 class GlooConnector:
-    """Connects one group over gloo, again in every epoch that asks for it.
+    """Connects one group over gloo, again in every epoch that needs it.
 
-    Its device, that is the listening socket and the thread that serves all connections, is made once and kept: half of
-    the time that connecting takes, and most of what disconnecting takes, is the device's. It listens at the interfaces
-    of GLOO_SOCKET_IFNAME, else at the address that the agent says others reach this node at (FT_HOST): gloo's own guess
-    is what the host's name resolves to, and that is the loopback address on many a machine.
+    The gloo device (listening socket and I/O thread) is made once and kept: it takes half of the time of connecting and
+    most of the time of disconnecting. It listens on the interfaces of GLOO_SOCKET_IFNAME, else on the address at which
+    other nodes reach this node (FT_HOST, set by the agent). gloo's default, the address of the host's name, is the
+    loopback address on many machines.
     """
 
     device_type = "cpu"
@@ -97,10 +105,10 @@ class GlooConnector:
         self._listening: list[sockets.Address] = []
 
     def connect(self, store: dist.Store, open_store: OpenStore, watch: sockets.Watch) -> Connection:
-        """Meets the other members in ``store`` (under keys never used before) and connects to all of them.
+        """Rendezvous with the other members in ``store`` (with keys never used before), and connect to all of them.
 
         Raises:
-            RuntimeError: a member did not come in time, or the store's connection broke.
+            RuntimeError: a member did not come in time, or the connection to the store broke.
         """
         if not self._devices:
             self._make_devices()
@@ -128,7 +136,7 @@ class GlooConnector:
         raise FtError("cannot tell gloo's listening socket from others: other threads keep opening theirs")
 
     def _find_own(self, watch: sockets.Watch, store: dist.Store) -> sockets.Sockets:
-        """Of the sockets opened meanwhile, gloo's: other threads open some too."""
+        """Return gloo's sockets among those opened meanwhile; other threads may have opened sockets too."""
         there = store.multi_get([f"at/{rank}" for rank in range(self._size)])
         ends = [end.rsplit(",", 1) for entry in there for end in entry.decode().split()]
         expected = (self._size - 1) * len(self._devices)
@@ -136,11 +144,11 @@ class GlooConnector:
 
 
 class NcclConnector:
-    """Makes a group's NCCL backend, again in every epoch that asks for it; communicators follow with the first use.
+    """Makes a group's NCCL backend, again in every epoch that needs it. Communicators are made at their first use.
 
-    Written against torch's documentation of ``ProcessGroupNCCL`` and ``_abort_process_group``: communicators that do
-    not block the host while they are made can be aborted meanwhile, and the watchdog must leave it to this process
-    what follows an error (``prepare_nccl``).
+    This relies on torch's documentation of ``ProcessGroupNCCL`` and ``_abort_process_group``: non-blocking
+    communicators can be aborted while they are being made, and the watchdog must leave error handling to this process
+    (``prepare_nccl``).
     """
 
     device_type = "cuda"
@@ -149,8 +157,10 @@ class NcclConnector:
         self._rank, self._size, self._timeout = rank, size, timeout
 
     def connect(self, store: dist.Store, open_store: OpenStore, watch: sockets.Watch) -> Connection:
-        """As ``GlooConnector.connect``, but waits for nobody. The connection to the store is its own: a group that is
-        kept outlives the epoch's."""
+        """Make the backend as ``GlooConnector.connect`` does, but without waiting for other members.
+
+        The backend has its own connection to the store, because a group that is kept outlives the epoch's connection.
+        """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         options.config.blocking = 0
@@ -159,19 +169,24 @@ class NcclConnector:
 
 
 def prepare_gloo() -> None:
-    """To be called before the first gloo connection: members look each other up in one request, not in one each."""
+    """Let gloo's members look each other up in one store request instead of one per member.
+
+    Call it before the first connection.
+    """
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 
 
 def prepare_nccl() -> None:
-    """To be called before the first NCCL backend is made: this process decides what follows an error, not NCCL's
-    watchdog, which would end it."""
+    """Keep NCCL's watchdog from ending the process after an error, which is handled here.
+
+    Call it before the first NCCL backend.
+    """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 
 def interrupt_together(connections: list[Connection]) -> None:
-    """Interrupts all of them. Aborts of several NCCL communicators wait for each other unless they are grouped."""
+    """Interrupt all connections. Aborts of NCCL communicators are grouped, or they would wait for each other."""
     on_device = [one for one in connections if isinstance(one, NcclConnection)]
     for one in connections:
         if not isinstance(one, NcclConnection):
@@ -188,7 +203,7 @@ def interrupt_together(connections: list[Connection]) -> None:
 
 
 def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGroup:
-    """A ``dist.ProcessGroup`` on connected backends: it has the calls that a backend alone has not."""
+    """Return a ``dist.ProcessGroup`` over connected backends, which has calls that a backend alone lacks."""
     inner = dist.ProcessGroup(dist.HashStore(), rank, size)
     for one in connections:
         inner._set_default_backend(one.backend_type)

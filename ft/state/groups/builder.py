@@ -1,7 +1,7 @@
-"""Connects groups in a thread of its own, so that whoever waits for one can leave when the epoch is closed.
+"""Connects groups in a background thread, so that waiting for a connection can be abandoned when the epoch is closed.
 
-All workers connect their groups in the order of creation: a worker that waits for another in one group is waited for by
-nobody in an earlier one, and so nobody waits in a circle.
+All workers connect their groups in the order of creation. This avoids deadlock: while a worker waits in one group, no
+other worker waits for it in an earlier group.
 """
 
 import threading
@@ -20,7 +20,14 @@ _CONNECT_S = 30.0
 
 @dataclass(eq=False)
 class Job:
-    """One connection to make. ``name``: part of its keys; ``attach`` puts it to use, quickly and without failing."""
+    """One connection to make.
+
+    Attributes:
+        name: part of its keys in the store.
+        connector: makes the connection.
+        attach: called with the connection; it must be quick and must not fail.
+        done: the connection is in use.
+    """
 
     name: str
     connector: GlooConnector | NcclConnector
@@ -34,25 +41,27 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the members of an epoch's groups find each other: ``address`` of a ``StoreServer``, and the run's token."""
+    """The rendezvous store of an epoch's groups: ``address`` of a ``StoreServer``, and the run's token."""
 
     address: str
     token: str
 
     def connect(self) -> StoreConnection:
-        """Raises what ``StoreConnection`` raises."""
+        """Connect to the store. Raises what ``StoreConnection`` raises."""
         return StoreConnection(self.address, self.token, _CONNECT_S)
 
 
 class Builder:
-    """Does jobs in the order of submission until it is cancelled.
+    """Runs jobs in the order of submission until it is cancelled.
 
     Args:
-        meeting: of the epoch. prefix: of all keys; it must never have been used before.
-        connection: to that store, used by nobody else meanwhile.
+        meeting: the rendezvous store of the epoch.
+        prefix: prefix of all keys; it must never have been used before.
+        connection: connection to that store, not used elsewhere meanwhile.
 
     Attributes:
-        thread: that does them; it ends after ``cancel``.
+        thread: the thread that runs the jobs; it ends after ``cancel``.
+        cancelled: ``cancel`` was called.
     """
 
     def __init__(self, meeting: Meeting, prefix: str, connection: StoreConnection):
@@ -74,10 +83,10 @@ class Builder:
         return job
 
     def wait(self, job: Job) -> None:
-        """Blocks until the job is done.
+        """Block until the job is done.
 
         Raises:
-            Cancelled: somebody called ``cancel``.
+            Cancelled: ``cancel`` was called.
             RuntimeError: this or an earlier job failed.
         """
         with self._changed:
@@ -89,8 +98,10 @@ class Builder:
             raise RuntimeError(f"could not connect: {self._error}") from self._error
 
     def cancel(self) -> None:
-        """Everyone who waits leaves at once, the thread too: if it waits for another worker in the store, that
-        connection is broken off."""
+        """Make all waiting threads return at once.
+
+        If the builder's own thread waits in the store for another worker, its connection to the store is broken.
+        """
         with self._changed:
             if self._busy and not self.cancelled:
                 self._connection.break_off()
@@ -110,7 +121,7 @@ class Builder:
         with self._changed:
             self._busy = False
             if not self._jobs:
-                self._watch = None  # whoever opens sockets before the next job comes is no concern of it
+                self._watch = None  # sockets that others open before the next job do not belong to it
             self._changed.wait_for(lambda: self._jobs or self.cancelled)
             if self.cancelled:
                 return None

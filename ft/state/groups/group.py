@@ -1,4 +1,4 @@
-"""``Group``: the process group that the program holds, while the connections below it come and go with the epochs."""
+"""``Group``: a process group object that stays the same while its connections are remade from epoch to epoch."""
 
 import threading
 import weakref
@@ -17,24 +17,30 @@ from ft.state.groups.waiter import GRACE_S
 from ft.state.groups.work import Composed, GroupWork, Message, MessageFromAnyone
 
 _PRUNE_AT = 64
-# What backends say when a connection is at fault; anything else that a start raises is the caller's mistake.
+# Texts in backend errors that mean a failed connection. All other errors at the start of an operation are the caller's
+# mistake.
 _TRANSPORT_WORDS = ("gloo/transport", "pair closure", "Connection ", "NCCL", "Broken pipe", "Socket ")
 
 
 class Group(dist.ProcessGroup):
-    """A process group of the backend ``ft``. Made by ``Groups``; usable wherever torch wants a process group.
+    """A process group of the backend ``ft``.
 
-    Every operation raises ``EpochClosed`` once the epoch is closed, also if it is blocked at that moment, and
-    ``RecoverableError`` if it failed and nobody closed the epoch for it.
+    ``Groups`` creates it; it can be used wherever torch expects a process group.
+
+    Every operation raises ``EpochClosed`` once the epoch is closed, even if it is blocked at that moment, and
+    ``RecoverableError`` if it failed and the epoch was not closed for it.
 
     Args:
+        name: unique name of the group.
+        desc: torch's description of the group.
         ranks: logical ranks of the members, in group order.
-        state: shared by all groups of this worker.
-        registry: the ``Groups`` that connects it, and that ``new_group`` and ``shutdown`` are handed to.
+        rank: group rank of this worker.
+        state: the state that all groups of this worker share.
+        registry: the ``Groups`` object that connects it, and that handles ``new_group`` and ``shutdown``.
 
     Attributes:
-        connectors: device type -> how to connect for tensors there. The first is connected at once.
-        interrupted: an operation on it failed or was broken off; the connections are of no use any more.
+        connectors: device type -> how to connect for tensors on it. The first one is connected at once.
+        interrupted: an operation failed or was aborted, so the connections cannot be used any more.
     """
 
     def __init__(self, name: str, desc: str, ranks: list[int], rank: int, state: EpochState, registry):
@@ -45,8 +51,8 @@ class Group(dist.ProcessGroup):
         self._connections: dict[str, Connection] = {}
         self._inner: dist.ProcessGroup | None = None
         self._local = Local(rank, len(ranks)) if len(ranks) == 1 or state.alone else None
-        # Works that have been started and not been seen to end. A message that nobody waits for any more is forgotten
-        # with its work, as in gloo.
+        # Works that were started and have not been seen to end. An abandoned message is dropped together with its work,
+        # as gloo does.
         self._flight: dict[int, GroupWork | weakref.ref] = {}
         self._stream_mark: torch.cuda.Event | None = None
         self.interrupted = self._used = False
@@ -66,11 +72,20 @@ class Group(dist.ProcessGroup):
     def _start(
         self, work: GroupWork, tally: tuple[list[int], int] | None, method: str, args: tuple, kwargs: dict
     ) -> dist.Work | None:
-        """Calls ``method`` of the real group. ``tally``: the count to raise, if the epoch lets it start."""
+        """Call ``method`` of the connected group.
+
+        Args:
+            work: the work to return.
+            tally: (list, index) of the count to raise if the epoch lets the operation start, or None.
+            method: name of the method.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         if self._local is not None:
             return self._start_locally(method, args, kwargs)
         flight, key = self._flight, id(work)
-        # First noted, then the flag looked at: ``close`` sets the flag and then looks here, so one sees the other.
+        # The order matters: register the work, then read the flag. ``close`` sets the flag and then reads the works, so
+        # at least one of the two sees the other.
         flight[key] = weakref.ref(work) if isinstance(work, Message) else work
         try:
             state = self.state
@@ -116,14 +131,17 @@ class Group(dist.ProcessGroup):
         return self._inner
 
     def _mark_stream(self) -> None:
-        """The backend put an operation onto the current stream and gives no work for it: its end is this mark's."""
+        """Record an event after an operation that the backend put onto the current stream without returning a work."""
         self._stream_mark = torch.cuda.Event()
         self._stream_mark.record()
 
-    # --- what works tell ----------------------------------------------------------------------------------------------
+    # --- called by works --------------------------------------------------------------------------------------------
 
     def ended(self, work: GroupWork) -> None:
-        """It was waited for. With NCCL that is not its end: then it stays in view until the device is done."""
+        """Note that the wait for a work has ended.
+
+        With NCCL the operation may still run, and stays registered until it ends.
+        """
         if "cuda" not in self._connections or work.inner.is_completed():
             self._flight.pop(id(work), None)
 
@@ -131,7 +149,7 @@ class Group(dist.ProcessGroup):
         self._received[source] += 1
 
     def failure(self, error: BaseException) -> Exception:
-        """What an operation that failed with ``error`` has to raise; the group counts as interrupted."""
+        """Return the exception for an operation that failed with ``error``, and mark the group as interrupted."""
         self.interrupted = True
         return self.state.error_of(self._name, self.ranks, error)
 
@@ -152,39 +170,39 @@ class Group(dist.ProcessGroup):
 
     @property
     def is_connected(self) -> bool:
-        """Nothing is missing that was there, or begun, when the epoch was closed."""
+        """Whether all connections exist that were made, or being made, when the epoch was closed."""
         return self._local is not None or self._inner is not None
 
     @property
     def is_alone(self) -> bool:
-        """Its operations end here although it has other members."""
+        """Whether its operations complete locally although it has other members."""
         return self._local is not None and self._size > 1
 
     def attach(self, connection: Connection) -> None:
-        """Puts a new connection to use."""
+        """Start using a new connection."""
         self._connections[connection.device_type] = connection
         self._inner = wrap(list(self._connections.values()), self._rank, self._size)
 
     def to_interrupt(self) -> list[Connection]:
-        """The connections to break because of an operation that has not ended; none if there is no such operation."""
+        """Return the connections to break because of an unfinished operation, none if all operations have ended."""
         if self._local is None and self._unfinished():
             self.interrupted = True
         return list(self._connections.values()) if self.interrupted else []
 
     def drop(self) -> None:
-        """Gives the connections up, which have been broken. Afterwards nothing started earlier writes anywhere."""
+        """Release the broken connections. Afterwards no operation started earlier writes into a buffer."""
         works = [entry() if isinstance(entry, weakref.ref) else entry for entry in list(self._flight.values())]
         remains = [self._inner, *(connection.backend for connection in self._connections.values())]
         for work in works:
             if work is not None and work.is_unfinished():
-                work.inner = None  # a work that somebody keeps would keep the connection
+                work.inner = None  # a work that the program still holds would keep the connection alive
         self._flight.clear()
         self._inner = self._stream_mark = None
         for connection in self._connections.values():
             connection.drop()
         self._connections.clear()
         self.interrupted = False
-        # The end of a connection waits for gloo's threads, and those may wait for an operation that was left behind.
+        # Destroying a connection waits for gloo's threads, which may wait for an abandoned operation.
         remover = threading.Thread(target=remains.clear, name="ft-drop", daemon=True)
         remover.start()
         remover.join(GRACE_S)
@@ -192,7 +210,7 @@ class Group(dist.ProcessGroup):
             self._registry.ends_later(remover)
 
     def prepare_rebuild(self) -> None:
-        """It is to be connected anew, by all members: counts start again, and nothing ends here any more."""
+        """Prepare to be connected anew by all members: reset the counts, and stop completing operations locally."""
         self.drop()
         self._reset_counts()
         if self._size > 1:
@@ -202,7 +220,7 @@ class Group(dist.ProcessGroup):
         return list(self._connections.values())
 
     def report(self) -> GroupReport:
-        """What ``plan_rebuild`` decides by."""
+        """Return the data that ``plan_rebuild`` needs."""
         in_flight = self.interrupted or not self.is_connected
         return GroupReport(
             name=self._name,
@@ -217,7 +235,7 @@ class Group(dist.ProcessGroup):
     def _reset_counts(self) -> None:
         self._collectives, self._sent, self._received = [0], [0] * self._size, [0] * self._size
 
-    # --- what torch asks a process group ------------------------------------------------------------------------------
+    # --- torch's interface of a process group ------------------------------------------------------------------------
 
     @property
     def group_name(self) -> str:
@@ -268,11 +286,11 @@ class Group(dist.ProcessGroup):
         (self._local or self._connected_for((), {}))._start_coalescing(device)
 
     def new_group(self, ranks, timeout=None, pg_options=None, group_name="", group_desc=None, backend=None):
-        """What ``dist.new_group`` calls on the default group (torch >= 2.13); None for workers that are no member."""
+        """Create a group, for ``dist.new_group`` (torch >= 2.13). Return None if this worker is no member."""
         return self._registry.new_group(ranks, timeout, group_name, group_desc, backend)
 
     def shutdown(self) -> None:
-        """Ends the group here, whether or not the other members live."""
+        """Destroy the group on this worker, whether or not the other members are alive."""
         self._registry.forget(self)
         interrupt_together(self.connections())
         self.drop()
@@ -308,7 +326,7 @@ _COLLECTIVES = (
     *("reduce_scatter", "alltoall", "barrier", "monitored_barrier", "_end_coalescing"),
     *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     "all_to_all_single",
-    # the names before torch 2.13
+    # names before torch 2.13
     *("_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     "alltoall_base",
 )
@@ -323,7 +341,7 @@ def _is_of_transport(error: Exception) -> bool:
 
 
 def _device_type(values) -> str | None:
-    """Of the first tensor among operation arguments, or of a barrier's options."""
+    """Return the device type of the first tensor among the arguments of an operation, or of a barrier's options."""
     for value in values:
         if isinstance(value, torch.Tensor):
             return value.device.type

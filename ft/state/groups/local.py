@@ -1,16 +1,16 @@
-"""Operations of a group that end here: groups of one member, and those of a worker that assembles alone.
+"""Operations that complete locally: in groups of one member, and in all groups of a worker that joins a running job.
 
-A worker that joins in mid-run builds its model, optimizer and data sets while the others wait; what it says to them
-then finds nobody. Each operation therefore ends at once, as if every other member had said what this one says:
+A worker that joins builds its model, optimizer and data sets while the others wait, so its collectives find no peers.
+Each operation therefore completes at once, as if every other member had contributed what this one does:
 
-- a broadcast, a send and a barrier change nothing, and neither does a receive (the buffer keeps what is in it);
+- a broadcast, a send, a receive and a barrier change nothing (a receive buffer keeps its content);
 - gathering operations repeat this member's own part for each member;
 - in a reduction the others add nothing: a minimum, maximum or average of equal values is that value, and a sum is
-  **not** multiplied by the number of members; of a reduce-scatter the result is this member's part of its own input;
+  **not** multiplied by the number of members; the result of a reduce-scatter is this member's part of its own input;
 - scattering gives the source its own part and leaves the others' buffers alone;
-- of an all-to-all, each member is taken to send what this one sends to itself, wherever the sizes agree.
+- in an all-to-all, each member is taken to send what this one sends to itself, wherever the sizes agree.
 
-For one member all of this is exact.
+For a group of one member all of this is exact.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 
 class Ended(dist.Work):
-    """The work of an operation that has ended. ``source``: group rank a message came from."""
+    """The work of a completed operation. ``source``: group rank that a message came from."""
 
     def __init__(self, source: int = 0):
         super().__init__()
@@ -56,10 +56,11 @@ class Ended(dist.Work):
 
 
 class Local:
-    """The operations of ``dist.ProcessGroup``, ended here.
+    """The operations of ``dist.ProcessGroup``, completed locally.
 
     Args:
-        rank, size: of this member, and the number of members.
+        rank: group rank of this member.
+        size: number of members.
     """
 
     def __init__(self, rank: int, size: int):
@@ -148,7 +149,7 @@ class Local:
 
 
 def _repeat(outputs: Sequence[torch.Tensor], own: torch.Tensor) -> None:
-    own = own.clone() if len(outputs) > 1 else own  # it may be a part of the outputs
+    own = own.clone() if len(outputs) > 1 else own  # it may alias a part of the outputs
     for output in outputs:
         _copy(output, own)
 

@@ -1,4 +1,4 @@
-"""``Groups``: all process groups of one worker, and what the recovery does to them."""
+"""``Groups``: all process groups of one worker, with the operations that recovery needs: close, rebuild, reopen."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ _OLDEST_TORCH = (2, 13)
 
 
 def check_torch(version: str) -> None:
-    """torch hands ``new_group`` to the default group from 2.13 on.
+    """Check that torch's ``new_group`` delegates to the default group, as it does from version 2.13 on.
 
     Raises:
         UserError: ``version`` is older.
@@ -39,7 +39,10 @@ def check_torch(version: str) -> None:
 
 
 class Groups:
-    """Made by ``start``. ``close`` and ``waiting`` are for any thread, all else for the one that trains."""
+    """All process groups of this worker; made by ``start``.
+
+    Any thread may call ``close`` and ``waiting``. All other methods are for the training thread.
+    """
 
     def __init__(
         self, meeting: Meeting, device_backend: str, state: EpochState, connection: StoreConnection, store: dist.Store
@@ -67,16 +70,20 @@ class Groups:
         epoch: int = 0,
         timeout_s: float = _DEFAULT_TIMEOUT_S,
     ) -> "Groups":
-        """Makes torch.distributed's default process group, and with it all groups to come, follow the epochs.
+        """Make torch.distributed's default process group, and all groups created later, follow the epochs.
 
         Args:
-            meeting: where members find each other. prefix: of their keys, never used before.
-            rank, world_size: logical rank of this worker and their number.
-            device_backend: "gloo", or "nccl" (gloo is then connected for tensors in host memory when there are any).
-            alone: nothing is connected before ``rebuild``; until then operations end as ``ft.state.groups.local`` says.
-            on_failure: ``(group name, error)``, called in the thread of an operation that failed in an open epoch;
-                returns when the epoch is closed or when it gives up waiting for that.
-            timeout_s: of operations of groups that name none.
+            meeting: store in which members rendezvous.
+            prefix: prefix of their keys, never used before.
+            rank: logical rank of this worker.
+            world_size: number of logical ranks.
+            device_backend: "gloo", or "nccl" (gloo is then connected as well when a tensor in host memory is used).
+            alone: connect nothing before ``rebuild``; until then operations complete locally
+                (``ft.state.groups.local``).
+            on_failure: ``(group name, error)``, called in the thread of an operation that failed in an open epoch; it
+                returns when the epoch is closed, or when it stops waiting for that.
+            epoch: number of the present epoch.
+            timeout_s: timeout in seconds for groups that specify none.
 
         Raises:
             UserError: torch is too old.
@@ -103,7 +110,7 @@ class Groups:
             pg_options=groups,
         )
         world = dist.distributed_c10d._world
-        # Programs ask which backend moves their tensors, and new groups name it as theirs.
+        # Programs ask which backend moves their tensors, and pass its name to new groups.
         world.pg_map[world.default_pg] = (dist.Backend(device_backend), world.pg_map[world.default_pg][1])
         return groups
 
@@ -117,7 +124,7 @@ class Groups:
         desc: str | None = None,
         backend: str | None = None,
     ) -> Group | None:
-        """A group over these logical ranks, connected unless this worker is alone; None if it is no member."""
+        """Create a group over these logical ranks, connected unless this worker is alone; None if it is no member."""
         ranks = list(ranks)
         self._created.append((name, ranks))
         own = dist.get_rank() if dist.is_initialized() else self._default_rank
@@ -142,18 +149,20 @@ class Groups:
         return dist.PrefixStore(f"{group.group_name}/", self._store)
 
     def forget(self, group: Group) -> None:
-        """It is being destroyed; with the last one, nothing is left of all this."""
+        """Remove a group that is being destroyed. With the last group, cancel the builder."""
         self._groups.pop(group.group_name, None)
         if not self._groups and self._builder is not None:
             self._builder.cancel()
 
     def ends_later(self, remover: threading.Thread) -> None:
-        """``remover`` still waits, inside torch, for the end of a connection that was given up."""
+        """Keep track of ``remover``, a thread that waits inside torch for the end of an abandoned connection."""
         self._ending = [*(thread for thread in self._ending if thread.is_alive()), remover]
 
     def settle(self) -> None:
-        """Once the last group is destroyed: waits for connections that have yet to end, or to be made. A thread that is
-        inside torch when the interpreter is finalised aborts the process; for one that never returns there is a limit.
+        """After the last group was destroyed, wait for connections that are still ending or being made.
+
+        A thread inside torch aborts the process when the interpreter is finalised. The wait is limited to ``_SETTLE_S``
+        seconds, because such a thread may never return.
         """
         if self._groups:
             return
@@ -162,7 +171,7 @@ class Groups:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def await_connection(self, group: Group, device_type: str) -> None:
-        """Blocks until ``group`` is connected for tensors on such a device.
+        """Block until ``group`` is connected for tensors on this type of device.
 
         Raises:
             EpochClosed: the epoch was closed first.
@@ -196,7 +205,10 @@ class Groups:
     # --- the end of an epoch ------------------------------------------------------------------------------------------
 
     def close(self, epoch: int, reason: str) -> None:
-        """Blocked operations raise ``EpochClosed`` within milliseconds, later ones at once. From any thread."""
+        """Make blocked operations raise ``EpochClosed`` within milliseconds, and later ones at once.
+
+        Safe from any thread.
+        """
         state = self._state
         with self._lock:
             if epoch < state.epoch or (state.closed is not None and epoch <= state.closed[0]):
@@ -210,17 +222,17 @@ class Groups:
         interrupt_together([one for group in list(self._groups.values()) for one in group.to_interrupt()])
 
     def reports(self) -> list[GroupReport]:
-        """What this worker knows of each of its groups, in the order of creation."""
+        """Return the reports of all groups of this worker, in the order of creation."""
         return [group.report() for group in self._groups.values()]
 
     def break_connection(self, choice: random.Random) -> None:
-        """For fault injection: one TCP connection of a group in use breaks, as a network may do it."""
+        """Break one TCP connection of a group in use, for fault injection."""
         used = [one for group in self._groups.values() if group.report().used for one in group.connections()]
         if used:
             choice.choice(used).break_one(choice)
 
     def drop(self) -> None:
-        """Gives the connections of interrupted groups up: nothing that was under way can write into a buffer later."""
+        """Release the connections of interrupted groups: afterwards no earlier operation can write into a buffer."""
         interrupted = [group for group in self._groups.values() if group.interrupted]
         interrupt_together([one for group in interrupted for one in group.connections()])
         for group in interrupted:
@@ -231,19 +243,21 @@ class Groups:
     def rebuild(
         self, names: Iterable[str], defer: Iterable[str], prefix: str, epoch: int, meeting: Meeting | None = None
     ) -> float:
-        """Connects groups anew for ``epoch``; all others are kept as they are.
+        """Connect groups anew for ``epoch``. All other groups keep their connections.
 
         Args:
-            names: groups to connect before this returns. Those that this worker is in no member of are ignored.
-            defer: groups to connect in the background after them; a first use waits for that.
-            prefix: of all keys in the store; never used before. meeting: None: the same as before.
+            names: groups to connect before this returns. Those without this worker are ignored.
+            defer: groups to connect afterwards in the background; their first use waits for that.
+            prefix: prefix of all keys in the store; never used before.
+            epoch: the new epoch.
+            meeting: store in which members rendezvous; None: the same as before.
 
         Returns:
             seconds it took.
 
         Raises:
-            EpochClosed: ``epoch`` was closed meanwhile; within milliseconds, whoever is missing.
-            RecoverableError: a member could not be reached, and nobody closed the epoch for it.
+            EpochClosed: ``epoch`` was closed meanwhile; raised within milliseconds, whichever member is missing.
+            RecoverableError: a member could not be reached, and the epoch was not closed for it.
         """
         began, state = time.monotonic(), self._state
         names, defer = set(names), set(defer)
@@ -267,13 +281,14 @@ class Groups:
         return time.monotonic() - began
 
     def _disconnect(self, groups: list[Group]) -> None:
-        # All are broken before the first is dropped: while gloo takes note of the others, none has to be waited for.
+        # All are interrupted before the first is dropped: gloo handles the other breaks meanwhile, so that no drop has
+        # to wait.
         interrupt_together([one for group in groups for one in group.connections()])
         for group in groups:
             group.prepare_rebuild()
 
     def reopen(self, epoch: int) -> None:
-        """Operations are allowed again.
+        """Allow operations again.
 
         Raises:
             EpochClosed: ``epoch`` is over already.
@@ -287,19 +302,19 @@ class Groups:
     # --- what others want to know -------------------------------------------------------------------------------------
 
     def topology(self) -> str:
-        """Digest of the names and members of all groups ever made, in order; the same on all workers (I1)."""
+        """Return a digest of the names and members of all groups ever created; equal on all workers (DEADPOOL, I1)."""
         return hashlib.sha256(json.dumps(self._created).encode()).hexdigest()[:16]
 
     def waiting(self) -> tuple[str, float] | None:
-        """The group in whose operation the training thread is blocked, and since when (monotonic), or None."""
+        """Return the group whose operation blocks the training thread, and since when (monotonic seconds), or None."""
         return self._state.waiting
 
 
 def _leave_recording_to_connections() -> None:
-    """Tells torch's flight recorder that this backend records its operations itself.
+    """Tell torch's flight recorder that this backend records its operations itself.
 
-    The connections below a group (gloo's, NCCL's) do. The recorder of torch 2.15 would otherwise attach itself to the
-    group and ask for the name of a backend that is registered on it, and there is none.
+    The connections below a group (gloo's, NCCL's) do so. Otherwise the recorder of torch 2.15 would attach itself to
+    the group and ask for the name of a backend that is registered on it, and there is none.
     """
     recorded = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recorded is not None:
@@ -307,5 +322,5 @@ def _leave_recording_to_connections() -> None:
 
 
 def _make_default(options, groups: Groups) -> Group:
-    """The creator that torch calls for the backend ``ft``."""
+    """Create the default group: torch calls this for the backend ``ft``."""
     return groups.make_default(options)

@@ -1,4 +1,4 @@
-"""What all groups of a worker share: the epoch, whether it is open, and what an operation that failed raises."""
+"""State that all groups of a worker share: the epoch, whether it is open, and how failed operations are reported."""
 
 import threading
 import time
@@ -10,15 +10,16 @@ OnFailure = Callable[[str, BaseException], None]
 
 
 class EpochState:
-    """Written by the recovery and by ``Groups.close``; every operation reads it.
+    """The shared state. The recovery and ``Groups.close`` write it, and every operation reads it.
 
     Attributes:
         epoch: the epoch that operations belong to.
-        closed: (epoch, reason) once that epoch, or one after it, is over; operations raise then.
-        alone: this worker assembles while its groups have no connections; operations end here, and always can.
-        wake: to be called when ``closed`` has been set: threads that wait for something else leave then.
-        waiting: (name of a group, monotonic time) while the training thread, which has made this, is blocked in an
-            operation. What other threads wait for says nothing of whether training gets on.
+        closed: (epoch, reason) once that epoch, or a later one, is over; operations then raise an exception.
+        alone: this worker sets itself up while its groups have no connections; operations complete locally, even in a
+            closed epoch.
+        wake: functions to call after ``closed`` was set, so that waiting threads return.
+        waiting: (name of a group, monotonic time) while the training thread, which has made this object, is blocked in
+            an operation. Waits of other threads do not count, as they do not show whether training makes progress.
     """
 
     def __init__(self, epoch: int, alone: bool, on_failure: OnFailure):
@@ -37,7 +38,10 @@ class EpochState:
             self.waiting = None
 
     def error_of(self, group: str, ranks: list[int], error: BaseException) -> Exception:
-        """The exception for an operation that failed with ``error``; asks for a verdict first if the epoch is open."""
+        """Return the exception for an operation that failed with ``error``.
+
+        If the epoch is open, ask for a verdict first.
+        """
         if self.closed is None:
             self._on_failure(group, error)
         if self.closed is not None:

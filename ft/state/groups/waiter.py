@@ -1,13 +1,14 @@
-"""Waiting for a work in such a way that the wait can be left although the work never ends.
+"""Waits for a work in such a way that the wait can be abandoned although the work never ends.
 
-gloo forgets two kinds of waiters when a connection breaks: whoever sends a message of which a part is queued, and
-whoever receives one of which a part has come. They wait on until gloo's timeout. So nobody of us blocks in gloo itself:
+When a connection breaks, gloo does not wake two kinds of waiters: the sender of a message of which a part is queued,
+and the receiver of a message of which a part has arrived. They wait until gloo's timeout. So no thread of the program
+blocks in gloo itself:
 
-- a collective operation runs in a thread of gloo's; one waits for it a slice at a time;
-- a message is waited for in gloo by a thread of ours, and for that thread by whoever wants the message; the same goes
-  for a reduce-scatter, whose work takes no heed of the time it is to wait.
+- a collective runs in one of gloo's threads, and is waited for in short slices of time;
+- for a message, a helper thread waits in gloo, and the caller waits for the helper thread; so it is for a
+  reduce-scatter, whose work ignores the timeout of a wait.
 
-Who is left behind touches no buffer any more: the connections it would read or write are closed.
+An abandoned waiter touches no buffer any more: the connections that it would read or write are closed.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from ft.state.groups.state import EpochState
 
 _SLICE = timedelta(milliseconds=20)
-# From the end of the epoch on, for as long is an operation given to end by itself, as nearly all do within 5 ms.
+# Seconds after the end of the epoch in which an operation may still end by itself, as nearly all do within 5 ms.
 GRACE_S = 0.02
 _LOOK_S = 0.001
 
@@ -31,11 +32,11 @@ class LeftBehind(RuntimeError):
 
 
 def wait_for_collective(work: dist.Work, timeout: timedelta | None, state: EpochState) -> bool:
-    """As ``work.wait(timeout)``; for a collective operation of gloo's.
+    """Wait as ``work.wait(timeout)`` does, for a collective of gloo's.
 
     Raises:
-        LeftBehind: the epoch was closed and it goes on.
-        RuntimeError: it failed, or has not ended in time.
+        LeftBehind: the epoch was closed and the work goes on.
+        RuntimeError: the work failed or timed out.
     """
     deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
     while True:
@@ -43,7 +44,7 @@ def wait_for_collective(work: dist.Work, timeout: timedelta | None, state: Epoch
             return work.wait(_SLICE)
         except RuntimeError:
             if work.is_completed():
-                return work.wait()  # it has failed, or has ended just after the slice had
+                return work.wait()  # it has failed, or has ended just after the slice
             if deadline is not None and time.monotonic() > deadline:
                 raise
         if state.closed is not None and not ends_soon(work.is_completed):
@@ -51,7 +52,7 @@ def wait_for_collective(work: dist.Work, timeout: timedelta | None, state: Epoch
 
 
 def ends_soon(is_over: Callable[[], bool]) -> bool:
-    """Whether that becomes true within the grace."""
+    """Return whether ``is_over`` becomes true within ``GRACE_S`` seconds."""
     deadline = time.monotonic() + GRACE_S
     while not is_over():
         if time.monotonic() > deadline:
@@ -61,8 +62,10 @@ def ends_soon(is_over: Callable[[], bool]) -> bool:
 
 
 class _Waiter:
-    """A thread that waits for one work after the other. Two bare locks hand the work over and the answer back: this is
-    in the way of every message."""
+    """A thread that waits for one work after the other.
+
+    Two plain locks hand over the work and the result, because this is on the path of every message.
+    """
 
     def __init__(self):
         self._task: tuple[dist.Work, timedelta | None, list] | None = None
@@ -72,10 +75,10 @@ class _Waiter:
         threading.Thread(target=self._run, name="ft-wait", daemon=True).start()
 
     def wait(self, work: dist.Work, timeout: timedelta | None, state: EpochState) -> list:
-        """The answer or the exception, as the only item; nothing if the epoch was closed first."""
+        """Return the result or the exception as a list's only item, an empty list if the epoch was closed first."""
         outcome: list[bool | Exception] = []
         self._task = (work, timeout, outcome)
-        state.wake.add(self._wake)  # and then the flag is looked at: ``close`` does it the other way round
+        state.wake.add(self._wake)  # registered before the flag is read; ``close`` does the reverse
         self._asked.release()
         if state.closed is None:
             self._answered.acquire()
@@ -83,11 +86,11 @@ class _Waiter:
         return outcome
 
     def retire(self) -> None:
-        """The thread ends as soon as its last wait does."""
+        """Make the thread end as soon as its last wait does."""
         self._asked.release()
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the answer and the end of the epoch may both come
+        with contextlib.suppress(RuntimeError):  # the result and the end of the epoch may both come
             self._answered.release()
 
     def _run(self) -> None:
@@ -101,7 +104,7 @@ class _Waiter:
                 outcome.append(work.wait() if timeout is None else work.wait(timeout))
             except Exception as error:
                 outcome.append(error)
-            del work  # it holds its connection
+            del work  # it refers to its connection
             self._wake()
 
 
@@ -109,10 +112,11 @@ _idle: list[_Waiter] = []
 
 
 def wait_for_message(work: dist.Work, timeout: timedelta | None, state: EpochState) -> bool:
-    """As ``work.wait(timeout)``; for a work of gloo's that cannot be waited for in slices.
+    """Wait as ``work.wait(timeout)`` does, for a work of gloo's that cannot be waited for in slices.
 
     Raises:
-        As ``wait_for_collective``.
+        LeftBehind: the epoch was closed and the work goes on.
+        RuntimeError: the work failed or timed out.
     """
     try:
         waiter = _idle.pop()
@@ -123,7 +127,7 @@ def wait_for_message(work: dist.Work, timeout: timedelta | None, state: EpochSta
         _idle.append(waiter)
     else:
         answered = outcome or ends_soon(lambda: bool(outcome))
-        waiter.retire()  # its answer and the end of the epoch may have crossed
+        waiter.retire()  # its result and the end of the epoch may have come at the same time
         if not answered:
             raise LeftBehind
     if isinstance(outcome[0], Exception):

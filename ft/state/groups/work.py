@@ -1,4 +1,4 @@
-"""The works that group operations return: ``dist.Work`` whose ``wait`` tells an interruption from a failure."""
+"""The works that group operations return: ``dist.Work`` objects whose ``wait`` tells an interruption from a failure."""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class GroupWork(dist.Work):
-    """One operation of a group, from just before it is started until it has ended.
+    """One operation of a group, from just before its start until its end.
 
     Attributes:
         inner: the backend's work; None before the operation is started and after the connection was dropped.
-        on_host: its tensors are in host memory, gloo moves them.
-        ended: it was waited for with success.
+        on_host: its tensors are in host memory, so gloo moves them.
+        ended: a wait for it has succeeded.
     """
 
     def __init__(self, group: "Group"):
@@ -30,11 +30,11 @@ class GroupWork(dist.Work):
         self.ended = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the operation has ended; with NCCL, until the current stream waits for it.
+        """Block until the operation has ended; with NCCL, make the current stream wait for it.
 
         Raises:
-            EpochClosed: the epoch was closed before it had ended.
-            RecoverableError: it failed, and nobody closed the epoch for it.
+            EpochClosed: the epoch was closed before the operation ended.
+            RecoverableError: the operation failed, and the epoch was not closed for it.
         """
         group, inner = self._group, self._started()
         state = group.state
@@ -56,7 +56,7 @@ class GroupWork(dist.Work):
         return wait_for_collective(inner, timeout, self._group.state)
 
     def is_unfinished(self) -> bool:
-        """Whether it may still read or write its buffers, or has failed."""
+        """Return whether the operation may still read or write its buffers, or has failed."""
         if self.ended:
             return False
         inner = self.inner
@@ -64,7 +64,7 @@ class GroupWork(dist.Work):
             return True
         try:
             if self.on_host:
-                inner.wait()  # returns at once; tells success from failure
+                inner.wait()  # returns at once, and raises if the operation failed
         except RuntimeError:
             return True
         return False
@@ -103,8 +103,10 @@ class GroupWork(dist.Work):
 
 
 class Opaque(GroupWork):
-    """An operation of which gloo tells nothing before it was waited for, and whose wait knows no limit: messages, and
-    the reductions that gloo puts together from others (``Composed``)."""
+    """An operation whose state gloo reveals only in a wait, and whose wait ignores the timeout.
+
+    These are messages, and the reductions that gloo composes of others (``Composed``).
+    """
 
     def is_unfinished(self) -> bool:
         return not self.ended if self.on_host else super().is_unfinished()
@@ -118,11 +120,11 @@ class Message(Opaque):
 
 
 class Composed(Opaque):
-    """A reduce-scatter: gloo's is an all-reduce and a copy at the end of the wait for it."""
+    """A reduce-scatter: gloo implements it as an all-reduce with a copy at the end of its wait."""
 
 
 class MessageFromAnyone(Message):
-    """A receive whose source is known once it has ended."""
+    """A receive whose source is known only after it has ended."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         first = not self.ended

@@ -1,8 +1,8 @@
-"""Where peer copies go so that no single failure takes a state and all copies of it (paper, section V-C).
+"""Placement of peer copies, such that no single failure destroys a state and all its copies (DEADPOOL, section V-C).
 
-topology    which hosts fail together: racks, switches, power feeds, read from a file
 assign      k holders for every logical rank, in k + 1 failure domains with the rank's own
-problems    what of that could not be had, in words
+problems    what a placement could not achieve, in words
 
-Pure functions of who sits where; the same on every rank.
+All functions are pure functions of the map of ranks to nodes, with equal results on every rank. The failure domains of
+the nodes (racks, switches, power feeds) are read by :mod:`ft.platform.topology`.
 """

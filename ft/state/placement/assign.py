@@ -1,20 +1,20 @@
-"""Who keeps whose peer copies: ``k`` holders for every logical rank, in ``k`` failure domains beside its own.
+"""Assigns peer copies: ``k`` holders for every logical rank, in ``k`` failure domains other than its own.
 
-In this order of importance:
+Goals, the most important first:
 
-1.  no failure domain has two of a state and its copies (fewest such pairs where that cannot be);
-2.  no rank holds more than its share, ``k`` copies, where that can be had;
-3.  holders are data-parallel peers (the paper's rule, section V-B), others only where those will not do;
-4.  copies stay where they are; at first, where the ring puts them: with the next ``k`` of the data-parallel group.
+1.  no failure domain has two of a state and its copies (or as few such pairs as possible);
+2.  no rank holds more than its share, ``k`` copies, if possible;
+3.  holders are data-parallel peers (DEADPOOL, section V-B), and other ranks only if peers are not enough;
+4.  copies stay where they are; the initial placement is the ring: the next ``k`` ranks of the data-parallel group.
 
-A data-parallel group whose ring, or whose placement before, has nothing against it is left alone. Otherwise it is
-assigned anew within itself; only groups that find no placement within themselves are assigned together, with every
-rank of the run for a holder.
+A data-parallel group is left alone if its ring, or its previous placement, violates none of these. Otherwise it is
+reassigned within itself. Only groups without a valid placement within themselves are assigned together, with every rank
+of the run as a possible holder.
 
-An integer program finds the best assignment of a few ranks (:mod:`ft.state.placement.solve`). Many ranks are rotated
-(:mod:`ft.state.placement.rotate`), which keeps the first two rules wherever domains are nested, the third where groups
-and domains are alike, and does not look at the ring; after a swap what is right stays, and the program assigns the
-rest.
+For a few ranks, an integer program finds the best assignment (:mod:`ft.state.placement.solve`). Many ranks are rotated
+(:mod:`ft.state.placement.rotate`): this achieves the first two goals wherever domains are nested, the third where
+groups and domains are alike, and ignores the ring. After a swap, valid assignments are kept, and the program assigns
+the rest.
 """
 
 import math
@@ -25,11 +25,11 @@ from ft.state.placement.rotate import rotate, rotate_with_peers
 from ft.state.placement.solve import Domains, Request, solve_best, solve_strictly
 
 _MOST_PAIRS = 20_000
-"""(owner, holder) pairs of one integer program, at most: it takes about a second then."""
+"""Maximum number of (owner, holder) pairs in one integer program, which then takes about a second."""
 _MOST_PROGRAMS = 3
-"""Integer programs of that size for groups of different shapes, at most: what is left is rotated."""
+"""Maximum number of integer programs of that size for groups of different shapes. Further groups are rotated."""
 _FEW = 12
-"""Owners whose copies may move at first where others need their holders."""
+"""Number of owners whose copies may be moved at first, if other owners need their holders."""
 
 Holders = dict[int, list[int]]
 """Owner's logical rank -> logical ranks of its holders."""
@@ -41,12 +41,13 @@ def place(
     k: int,
     before: Mapping[int, Sequence[int]] | None = None,
 ) -> Holders:
-    """Holders for every logical rank; where the world is too small fewer than ``k``.
+    """Return the holders for every logical rank; fewer than ``k`` if the world is too small.
 
     Args:
-        where: logical rank -> kind -> name of the failure domain it is in ("node" among the kinds).
+        where: logical rank -> kind -> name of its failure domain (with "node" among the kinds).
         groups: data-parallel groups, each in ring order; every rank is in one.
-        before: holders up to now, where there were any.
+        k: number of copies of each rank's state.
+        before: previous holders, if there were any.
     """
     each: dict[Domains, Domains] = {}  # one object for all ranks of a node
     domains = {rank: each.setdefault(found := frozenset(kinds.items()), found) for rank, kinds in where.items()}
@@ -70,12 +71,12 @@ def place(
 
 
 def ring_of(rank: int, group: Sequence[int], k: int, world: int) -> list[int]:
-    """The next ``k`` of the data-parallel ring; of the world's ring where the rank has no data-parallel peer."""
+    """Return the next ``k`` ranks of the data-parallel ring, or of the world's ring for a rank without peers."""
     return _ring(group, k, world)[rank]
 
 
 def _ring(group: Sequence[int], k: int, world: int) -> Holders:
-    """:func:`ring_of` for all of the group."""
+    """Return :func:`ring_of` for all ranks of the group."""
     if len(group) == 1:
         return {group[0]: [(group[0] + distance) % world for distance in range(1, min(k, world - 1) + 1)]}
     size = len(group)
@@ -84,12 +85,15 @@ def _ring(group: Sequence[int], k: int, world: int) -> Holders:
 
 
 def are_apart(ranks: Sequence[int], domains: Mapping[int, Domains]) -> bool:
-    """Whether no two of these ranks are in one failure domain."""
+    """Return whether no two of these ranks are in one failure domain."""
     return all(domains[a].isdisjoint(domains[b]) for i, a in enumerate(ranks) for b in ranks[i + 1 :])
 
 
 class _Known:
-    """Placements by shape of group: groups side by side mostly have the same. ``pairs``: in all programs so far."""
+    """Cache of placements by shape of group: parallel groups mostly have the same shape.
+
+    ``pairs``: pairs in all programs so far.
+    """
 
     def __init__(self):
         self.found: dict[tuple, Holders | None] = {}
@@ -99,10 +103,15 @@ class _Known:
 def _within(
     group: list[int], domains: Mapping[int, Domains], k: int, wanted: Holders, known: _Known, moves: bool
 ) -> Holders | None:
-    """A placement with holders of the group alone, nothing shared and ``k`` copies at each; None: there is none.
+    """Return a placement within the group, with no shared domain and ``k`` copies at each rank; None: there is none.
 
     Args:
-        moves: there are copies already, and those that are right stay.
+        group: ranks of the group.
+        domains: failure domains of each rank.
+        k: number of copies.
+        wanted: preferred holders of each rank.
+        known: cache of placements.
+        moves: copies exist already, and valid ones stay in place.
     """
     if len(group) <= k or _is_crowded(group, domains, k):
         return None
@@ -126,7 +135,7 @@ def _within(
 
 
 def _solved(group: list[int], domains: Mapping[int, Domains], k: int, wanted: Holders) -> Holders | None:
-    """The best placement within the group, by places in it."""
+    """Return the best placement within the group, by positions in it."""
     place_of = {rank: i for i, rank in enumerate(group)}
     pairs = {(a, b): float(b not in wanted[a]) for a in group for b in group if a != b}
     found = solve_strictly(Request(domains, pairs, dict.fromkeys(group, k)), k)
@@ -136,14 +145,16 @@ def _solved(group: list[int], domains: Mapping[int, Domains], k: int, wanted: Ho
 
 
 def _is_crowded(group: list[int], domains: Mapping[int, Domains], k: int) -> bool:
-    """Whether a domain has too many of the group: its ``n`` have to take in ``k n`` copies, at most one from each other
-    rank."""
+    """Return whether a domain has too many ranks of the group.
+
+    The domain's ``n`` ranks have to hold ``k n`` copies, of which each rank outside the domain can provide only one.
+    """
     counts = Counter(domain for rank in group for domain in domains[rank])
     return max(counts.values()) * (k + 1) > len(group)
 
 
 def _shape(group: list[int], domains: Mapping[int, Domains], wanted: Holders) -> tuple:
-    """The group's problem, without the names of ranks and domains."""
+    """Return the group's assignment problem without the names of ranks and domains, as a key for the cache."""
     place_of = {rank: i for i, rank in enumerate(group)}
     names: dict[tuple[str, str], int] = {}
     rows = []
@@ -154,7 +165,7 @@ def _shape(group: list[int], domains: Mapping[int, Domains], wanted: Holders) ->
 
 
 def _is_fine(owners: Sequence[int], domains: Mapping[int, Domains], k: int, holders: Holders) -> bool:
-    """Whether every owner has ``k`` holders among the owners, in domains of their own, and each of them holds ``k``."""
+    """Return whether every owner has ``k`` holders among the owners, in separate domains, each with ``k`` copies."""
     load = dict.fromkeys(owners, 0)
     for owner in owners:
         held = holders[owner]
@@ -168,7 +179,7 @@ def _is_fine(owners: Sequence[int], domains: Mapping[int, Domains], k: int, hold
 def _across(
     groups: list[list[int]], domains: Mapping[int, Domains], k: int, wanted: Holders, placed: Holders, moves: bool
 ) -> Holders:
-    """Holders for the ranks of groups that find none within themselves, among all ranks."""
+    """Return holders among all ranks, for the ranks of groups that have no placement within themselves."""
     group_of = {rank: i for i, group in enumerate(groups) for rank in group}
     owners = sorted(group_of)
     load = dict.fromkeys(domains, 0)
@@ -190,7 +201,7 @@ def _across(
 
 
 def _turned(groups: list[list[int]], owners: list[int], domains: Mapping[int, Domains], k: int) -> Holders:
-    """The rotation that shares least; ranks of the groups that are placed hold copies only where that helps."""
+    """Return the rotation with the fewest shared domains. Ranks of placed groups hold copies only if that helps."""
     found, shared = rotate(owners, domains, k) if len(owners) > k else ({}, math.inf)
     if not shared:
         return rotate_with_peers(groups, domains, k) or found
@@ -201,7 +212,10 @@ def _turned(groups: list[list[int]], owners: list[int], domains: Mapping[int, Do
 def _costs(
     pairs: Sequence[tuple[int, int]], wanted: Holders, group_of: Mapping[int, int], k: int
 ) -> dict[tuple[int, int], float]:
-    """What (owner, holder) costs: strangers above all, then what has to move. ``group_of``: of the owners."""
+    """Return the cost of each (owner, holder) pair: high for holders that are no peers, low for moving a copy.
+
+    ``group_of``: group of each owner.
+    """
     foreign = 1.0 + k * len(group_of)
     costs = {}
     for owner, holder in pairs:
@@ -218,11 +232,17 @@ def _keep(
     load: Mapping[int, int],
     group_of: Mapping[int, int],
 ) -> Holders | None:
-    """Everything that is right stays, and only the rest is assigned: nothing can move less. Where the rest finds no
-    holders with room, copies of some others may move too. None: it does not work.
+    """Keep all valid assignments and assign only the rest, so that as few copies as possible move.
+
+    If the rest finds no holders with capacity, copies of some other owners may move too. Return None if that fails.
 
     Args:
-        load: copies from elsewhere, of every possible holder. group_of: the group of each owner.
+        owners: ranks to find holders for.
+        domains: failure domains of each rank.
+        k: number of copies.
+        wanted: preferred holders of each owner.
+        load: number of copies that each possible holder has from other owners.
+        group_of: group of each owner.
     """
     load, kept = dict(load), {}
     for owner in owners:
@@ -233,7 +253,7 @@ def _keep(
                 load[holder] += 1
     short = [owner for owner in owners if len(kept[owner]) < k]
     found = _fill(short, domains, k, kept, load, wanted, group_of)
-    if len(owners) * len(load) <= _MOST_PAIRS:  # few enough to assign all of them anew
+    if len(owners) * len(load) <= _MOST_PAIRS:  # few enough for the integer program to reassign all of them
         return found
     free = sum(count < k for count in load.values())
     most = (math.isqrt(_MOST_PAIRS) - max(len(short), free)) // k
@@ -245,7 +265,7 @@ def _keep(
 
 
 def _released(owners: list[int], more: int, kept: Holders, load: dict[int, int], k: int, short: list[int]) -> list[int]:
-    """``short`` and about so many further owners from all over, whose copies may go elsewhere now."""
+    """Return ``short`` and some ``more`` owners, spread evenly, with their holders released for reassignment."""
     for owner in owners[:: -(-len(owners) // more)]:
         if len(kept[owner]) == k:
             for holder in kept[owner]:
@@ -264,7 +284,7 @@ def _fill(
     wanted: Holders,
     group_of: Mapping[int, int],
 ) -> Holders | None:
-    """``kept`` and what it lacks; None: those with room cannot hold it, or there are too many to find out."""
+    """Return ``kept`` completed to ``k`` holders; None if free holders are not enough, or the problem is too large."""
     if not short:
         return kept
     free = [holder for holder, count in load.items() if count < k]
@@ -277,5 +297,5 @@ def _fill(
 
 
 def _in_order(holders: list[int], before: list[int]) -> list[int]:
-    """Those that were there before come first, in their order: who comes first is asked first for a copy."""
+    """Return previous holders first, in their order, then new ones: the first holder is asked first for a copy."""
     return [rank for rank in before if rank in holders] + sorted(rank for rank in holders if rank not in before)

@@ -1,4 +1,4 @@
-"""What a placement leaves to be wished for, in words: which ranks, which failure domain, what number would work."""
+"""Describes in words what a placement does not achieve: which ranks, which failure domain, which ``k`` would work."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -12,11 +12,14 @@ Where = Mapping[int, Mapping[str, str]]
 def find_problems(
     where: Where, groups: Sequence[Sequence[int]], k: int, holders: Holders, incomplete: Collection[int] = ()
 ) -> list[str]:
-    """Sentences, none where every rank's state and its ``k`` copies are in ``k + 1`` failure domains, evenly spread.
+    """Return sentences, none if each state and its ``k`` copies are in ``k + 1`` failure domains, evenly spread.
 
     Args:
-        where, groups, k: as :func:`ft.state.placement.assign.place` takes them; holders: what it gave.
-        incomplete: ranks a copy of whose state does not hold all of it: the rest is with their data-parallel peers.
+        where: as in :func:`ft.state.placement.assign.place`.
+        groups: as in ``place``.
+        k: as in ``place``.
+        holders: the result of ``place``.
+        incomplete: ranks whose copies lack a part of the state, which only their data-parallel peers have.
     """
     shared: dict[tuple[str, str, int], list[int]] = {}
     for owner, (kind, domain, count) in _worst_of_all(holders, where).items():
@@ -40,7 +43,7 @@ def find_problems(
 
 
 def spans(ranks: Collection[int]) -> str:
-    """``[0, 1, 2, 5]`` as "0-2, 5"."""
+    """Format ``[0, 1, 2, 5]`` as "0-2, 5"."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][1] + 1:
@@ -55,7 +58,7 @@ def _all(copies: int) -> str:
 
 
 def _worst_of_all(holders: Holders, where: Where) -> dict[int, tuple[str, str, int]]:
-    """:func:`_worst` of every owner with its holders; ranks in the same places are looked at once."""
+    """Return :func:`_worst` for every owner with its holders. Ranks in equal positions are computed once."""
     number: dict[tuple, int] = {}
     place_of = {rank: number.setdefault(tuple(kinds.items()), len(number)) for rank, kinds in where.items()}
     known: dict[tuple[int, ...], tuple[str, str, int]] = {}
@@ -70,7 +73,7 @@ def _worst_of_all(holders: Holders, where: Where) -> dict[int, tuple[str, str, i
 
 
 def _worst(ranks: Sequence[int], owner: int, where: Where) -> tuple[str, str, int]:
-    """(kind, domain, how many of ``ranks`` are in it) of the domain that has most; the smallest kind of those."""
+    """Return (kind, domain, count) of the domain with most of ``ranks``; of several, the smallest kind."""
     worst = ("", "", 0)
     for kind in [NODE, *(kind for kind in where[owner] if kind != NODE)]:
         names = [where[rank][kind] for rank in ranks if kind in where[rank]]
@@ -104,7 +107,7 @@ def _too_many(holders: Holders, k: int) -> list[str]:
 
 
 def _best_k(where: Where, groups: Sequence[Sequence[int]], k: int) -> int:
-    """The largest number below ``k`` with which nothing is shared; 0 where there is none."""
+    """Return the largest number of copies below ``k`` for which no domain is shared; 0 if there is none."""
     for fewer in range(k - 1, 0, -1):
         holders = place(where, groups, fewer)
         if all(count <= 1 for _, _, count in _worst_of_all(holders, where).values()):

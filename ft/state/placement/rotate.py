@@ -1,13 +1,13 @@
-"""Placements without a search: the holders of all ranks are at the same distances from them, along one order.
+"""Placement by rotation, without a search: the holders of all ranks are at the same distances from them in one order.
 
-In that order the ranks of a failure domain stand side by side, those of the larger domains too. Every rank then holds
-as many copies as it has holders, and where the ranks of no domain are more than one in ``k + 1``, distances of one,
-two, ... times the largest domain keep ``k`` copies apart from each other and from their owner. That is exact as long as
-domains are nested (racks of nodes). Where domains are of one size, nested, and too few, ``k`` distances that part the
-order evenly share as few of them as can be. Where domains cut across each other (racks and power feeds) several orders
-and distances are tried; it may be that none of them does.
+In that order, the ranks of each failure domain are adjacent, also those of larger domains. Every rank then holds as
+many copies as it has holders. If no domain has more than one in ``k + 1`` of the ranks, distances of 1, 2, ... times
+the largest domain's size keep ``k`` copies apart from each other and from their owner. This is exact if domains are
+nested (racks of nodes). For nested domains of equal size that are too few, ``k`` distances that divide the order evenly
+share as few domains as possible. For domains that cut across each other (racks and power feeds), several orders and
+distances are tried, and possibly none of them works.
 
-All of it is arithmetic on arrays: 80,000 ranks take tenths of a second.
+All computations are array operations: 80,000 ranks take tenths of a second.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ import numpy
 from ft.state.placement.solve import Domains
 
 _STEPS = 64
-"""Distances that are tried beyond the largest domain, for domains that cut across each other."""
+"""Number of distances to try beyond the largest domain's size, for domains that cut across each other."""
 _SAMPLE = 256
 
 
@@ -25,8 +25,9 @@ class Rotation:
     """The ranks of some data-parallel groups, in an order along which they are rotated.
 
     Args:
-        ranks: that are owners and holders.
-        first: the kind of domain that the order goes by first; None: the one with the largest domains.
+        ranks: the owners and holders.
+        domains: failure domains of each rank.
+        first: the kind of domain to sort by first; None: the kind with the largest domains.
     """
 
     def __init__(self, ranks: Sequence[int], domains: Mapping[int, Domains], first: str | None = None):
@@ -39,12 +40,12 @@ class Rotation:
         sizes = [numpy.bincount(column) for column in columns.T]
         self.largest = max(int(size.max()) for size in sizes)
         members = sizes[-1]
-        # Where all of the smallest domains are of one size, whole ones are moved: the ranks of a node then have their
-        # copies on the same nodes, and fewer pairs of nodes hold all there is of a state.
+        # If all of the smallest domains have one size, whole domains are shifted: the ranks of a node then have their
+        # copies on the same nodes, and fewer pairs of nodes hold a state and all its copies.
         self._unit = int(members[0]) if (members == members[0]).all() else 1
 
     def distances(self, k: int) -> Iterator[list[int]]:
-        """Sets of ``k`` distances that are worth a look."""
+        """Yield sets of ``k`` distances that are worth trying."""
         most = self._count // (k + 1)
         for step in range(self.largest, min(most, self.largest + _STEPS) + 1):
             yield [step * i for i in range(1, k + 1)]
@@ -54,11 +55,14 @@ class Rotation:
         yield [self._count * i // (k + 1) for i in range(1, k + 1)]
 
     def at(self, distances: Sequence[int]) -> numpy.ndarray:
-        """Returns one row per rank: its place in the order, followed by those of its holders at the given distances."""
+        """Return one row per rank: its position in the order, followed by the positions of its holders.
+
+        Shape [ranks, k + 1].
+        """
         return (numpy.arange(self._count)[:, None] + numpy.array([0, *distances])) % self._count
 
     def next_distance(self, places: numpy.ndarray) -> int | None:
-        """The shortest distance at which every rank finds a holder that shares nothing with those of its row."""
+        """Return the shortest distance at which each rank finds a holder outside its row's domains, or None."""
         sample = numpy.linspace(0, self._count - 1, min(_SAMPLE, self._count)).astype(int)
         for distance in range(self._unit, self._count, self._unit):
             for rows in (sample, numpy.arange(self._count)):
@@ -70,7 +74,7 @@ class Rotation:
         return None
 
     def shared(self, places: numpy.ndarray) -> numpy.ndarray:
-        """By row, how many of these places are in a domain in which an earlier one of the row is, for every kind."""
+        """Return for each row the number of positions in a domain of an earlier position, summed over all kinds."""
         found = numpy.zeros(len(places), dtype=int)
         for column in self._table.T:
             names = numpy.sort(column[places], axis=1)
@@ -78,20 +82,20 @@ class Rotation:
         return found
 
     def holders(self, places: numpy.ndarray) -> dict[int, list[int]]:
-        """Owner -> holders, of rows of places."""
+        """Return owner -> holders, for rows of positions."""
         ranks = self.ranks[places].tolist()
         return {row[0]: row[1:] for row in ranks}
 
 
 def _columns(ranks: Sequence[int], domains: Mapping[int, Domains]) -> tuple[list[str], numpy.ndarray]:
-    """(kinds, a column of numbers for each): kinds with the largest domains first, domains numbered as they appear."""
+    """Return (kinds, a column of domain numbers for each). Kinds with the largest domains come first."""
     number: dict[Domains, int] = {}
     place = [number.setdefault(domains[rank], len(number)) for rank in ranks]
     places = [dict(found) for found in number]
     kinds = {kind for found in places for kind in found}
     columns = {}
     for kind in kinds:
-        # Ranks of a place without a domain of this kind are in one of their own.
+        # Ranks without a domain of this kind get a domain of their own, one for each set of domains.
         names = [found.get(kind, (kind, i)) for i, found in enumerate(places)]
         known = {name: i for i, name in enumerate(dict.fromkeys(names))}
         columns[kind] = [known[name] for name in names]
@@ -102,10 +106,13 @@ def _columns(ranks: Sequence[int], domains: Mapping[int, Domains]) -> tuple[list
 def rotate(
     ranks: Sequence[int], domains: Mapping[int, Domains], k: int, owners: Sequence[int] | None = None
 ) -> tuple[dict[int, list[int]], int]:
-    """(``k`` holders of each owner among these ranks, how many too many are in some domain): the best rotation found.
+    """Return (``k`` holders of each owner, number of shared domains) for the best rotation found.
 
     Args:
-        ranks: more than ``k``. owners: some of them; default: all.
+        ranks: more than ``k`` ranks, the possible holders.
+        domains: failure domains of each rank.
+        k: number of copies.
+        owners: some of the ranks; default: all.
     """
     best: dict[int, list[int]] = {}
     least = None
@@ -127,7 +134,7 @@ def rotate(
 def rotate_with_peers(
     groups: Sequence[Sequence[int]], domains: Mapping[int, Domains], k: int
 ) -> dict[int, list[int]] | None:
-    """``k`` holders of each rank of these groups, all apart: as many peers as a group can be rotated by, then others.
+    """Return ``k`` holders of each rank, all in separate domains: as many peers as possible, then other ranks.
 
     None: no such rotation was found, or no peer would be among the holders.
     """
@@ -151,7 +158,7 @@ def rotate_with_peers(
 def _within_groups(
     groups: Sequence[Sequence[int]], domains: Mapping[int, Domains], peers: int, place_of: Mapping[int, int]
 ) -> numpy.ndarray | None:
-    """Places of every rank and of so many peers apart from it; None: a group has no such rotation."""
+    """Return the positions of every rank and ``peers`` holders in its group; None if a group has no such rotation."""
     places = numpy.zeros((len(place_of), peers + 1), dtype=int)
     for group in groups:
         if len(group) <= peers:

@@ -1,13 +1,13 @@
-"""The assignment of peer copies to holders as an integer program, solved exactly and the same way on every rank.
+"""The assignment of peer copies to holders as an integer program, solved exactly and with equal results on every rank.
 
-``x[o, h]`` is 1 where holder ``h`` keeps a copy for owner ``o``:
+``x[o, h]`` is 1 if holder ``h`` keeps a copy for owner ``o``:
 
     sum over h            x[o, h] = need[o]
     sum over o            x[o, h] + load[h] <= most          copies spread evenly
-    sum over h in domain  x[o, h] - shared[o, domain] <= 1   (0 where o is in that domain itself)
+    sum over h in domain  x[o, h] - shared[o, domain] <= 1   (0 if o is in that domain itself)
 
-for every failure domain of every kind, so that kinds may cut across each other (racks and power feeds). HiGHS, by way
-of scipy, solves it; where the domains are nested the linear relaxation is integral already, and one node suffices.
+for every failure domain of every kind, so kinds may cut across each other (racks and power feeds). HiGHS solves it,
+through scipy. If the domains are nested, the linear relaxation is integral already, and one search node is enough.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,14 @@ _SEARCH_NODES = 1000
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be assigned.
+    """An assignment problem.
 
     Attributes:
-        domains: by rank. pairs: (owner, holder) that may be, with their cost; the sum of costs is least in the end.
-        need: copies by owner. load: copies that a holder has from elsewhere. kept: those that owners have already.
+        domains: failure domains of each rank.
+        pairs: allowed (owner, holder) pairs with their costs, whose sum is minimised.
+        need: number of copies to assign for each owner.
+        load: number of copies that a holder has from other owners.
+        kept: holders that owners have already.
     """
 
     domains: Mapping[int, Domains]
@@ -40,7 +43,7 @@ class Request:
 
 
 def solve_strictly(request: Request, most: int) -> dict[int, list[int]] | None:
-    """Holders of every owner, all in failure domains of their own, none with more than ``most``; None: impossible."""
+    """Return holders of every owner, in separate failure domains, none with more than ``most``; None: impossible."""
     strict = {pair: cost for pair, cost in request.pairs.items() if _are_apart(request, *pair)}
     model = _Model(Request(request.domains, strict, request.need, request.load, request.kept))
     if not model.offers_enough():
@@ -50,9 +53,9 @@ def solve_strictly(request: Request, most: int) -> dict[int, list[int]] | None:
 
 
 def solve_best(request: Request, share: int) -> dict[int, list[int]] | None:
-    """Holders of every owner: fewest shared failure domains, then most evenly (``share`` copies each), then cheapest.
+    """Return holders of every owner: fewest shared domains, then most even (``share`` copies each), then cheapest.
 
-    None where an owner has fewer candidates than it needs.
+    None if an owner has fewer candidates than it needs.
     """
     model = _Model(request)
     if not model.offers_enough():
@@ -75,8 +78,11 @@ def _are_apart(request: Request, owner: int, holder: int) -> bool:
 
 
 class _Model:
-    """The program in matrices. Variables: x for each pair, shared for each row of domains, over for each holder (its
-    copies beyond the share), most."""
+    """The program in matrices.
+
+    Variables: x for each pair, shared for each row of domains, over for each holder (its copies beyond the share),
+    most.
+    """
 
     def __init__(self, request: Request):
         self._request = request
@@ -100,13 +106,13 @@ class _Model:
         return self._vector(numpy.ones(len(self._rows)), self._count)
 
     def unevenness(self, share: int) -> numpy.ndarray:
-        """The most that one holds comes first, then how many are above the share."""
+        """Return the objective: first the maximum that a holder has, then the number of copies above the share."""
         vector = self._vector(numpy.ones(len(self._holders)), self._count + len(self._rows))
         vector[-1] = 1 + sum(self._request.need.values()) + sum(self._request.load.values())
         return vector
 
     def evenness(self, values: numpy.ndarray) -> tuple[int, int]:
-        """(most, copies above the share) of a solution."""
+        """Return (most, copies above the share) of a solution."""
         over = values[self._count + len(self._rows) : -1]
         return round(values[-1]), round(float(over.sum()))
 
@@ -119,7 +125,7 @@ class _Model:
         share: int | None = None,
         excess: int | None = None,
     ) -> numpy.ndarray | None:
-        """The values of all variables for which ``objective`` is least; None: there are none within these limits."""
+        """Return the values of all variables that minimise ``objective``; None if the limits cannot be met."""
         constraints = [self._needs, self._loads, self._sharings]
         upper = numpy.full(self._size, numpy.inf)
         upper[: self._count] = 1
@@ -158,7 +164,7 @@ class _Model:
         return vector
 
     def _domain_rows(self) -> dict[tuple[int, tuple[str, str]], list[int]]:
-        """(owner, domain) -> indices of the pairs whose holder is in that domain, where more than may be could be."""
+        """Return (owner, domain) -> indices of the pairs with holders in it, if they could exceed the limit."""
         request, rows = self._request, {}
         for index, (owner, holder) in enumerate(self.pairs):
             for domain in request.domains[holder]:
@@ -166,7 +172,7 @@ class _Model:
         return {row: members for row, members in rows.items() if len(members) > self._room(*row)}
 
     def _room(self, owner: int, domain: tuple[str, str]) -> int:
-        """Copies of ``owner`` that ``domain`` can take in."""
+        """Return the number of copies of ``owner`` that ``domain`` can take."""
         taken = (owner, *self._request.kept.get(owner, ()))
         return 0 if any(domain in self._request.domains[rank] for rank in taken) else 1
 

@@ -1,8 +1,8 @@
-"""Snapshots of every rank's state in host memory, and copies of them with peers (paper, sections V-B, VI-A, VI-E).
+"""In-memory snapshots of every rank's state, and copies of them on peers (DEADPOOL, sections V-B, VI-A and VI-E).
 
-capture   what belongs to a rank's state, out of megatron-core's objects and back into them
-store     take, wait, restore: the training loop's side
-transport what carries copies between workers; ``tcp`` is the one there is, over streams of a ``network``: TCP or MPI
+capture   collects a rank's state from megatron-core's objects, and puts it back
+store     take, wait, restore: the interface for the training loop
+transport moves copies between workers; ``tcp`` implements it, over streams of a ``network``: TCP or MPI
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ _PUBLIC = {
 
 
 def __getattr__(name: str):
-    """Loads what is asked for: an agent uses the networks below, and starts without torch."""
+    """Import a public name on first use: an agent uses the networks below, and starts without torch."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'ft.state.snapshot' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -1,4 +1,4 @@
-"""Host memory for snapshots: two buffers that take turns, so that a complete snapshot always remains (section VI-A).
+"""Host memory for snapshots: two alternating buffers, one of them always complete (DEADPOOL, section VI-A).
 
              step 6        step 7        fault while 7 is staged
 slot A   complete 6    complete 6    complete 6    <- restored from
@@ -23,13 +23,14 @@ class Status(Enum):
 
 
 class HostBuffer:
-    """``nbytes`` of zeroed host memory, page-locked where a device copies into it.
+    """``nbytes`` of zeroed host memory, page-locked if a device copies into it.
 
-    Ordinary memory is kept from forked children: a data loader's worker would otherwise make every page of it be copied
-    at the next write.
+    Memory that is not page-locked is hidden from forked children: otherwise, after a data loader's worker is forked,
+    the next write to each page would copy the page.
 
     Attributes:
-        tensor: [nbytes] uint8. view: the same bytes.
+        tensor: the memory as a tensor, [nbytes] uint8.
+        view: the same memory as a memoryview.
     """
 
     def __init__(self, nbytes: int, pinned: bool):
@@ -50,7 +51,9 @@ class Part:
     """One section of a snapshot in memory.
 
     Attributes:
-        checksums: one per chunk, taken when the chunk was written.
+        table: the tensors' layout.
+        buffer: the memory.
+        checksums: one per chunk, computed when the chunk was written.
     """
 
     def __init__(self, table: Table, pinned: bool):
@@ -62,11 +65,11 @@ class Part:
         return self.buffer.view[index * CHUNK : (index + 1) * CHUNK]
 
     def seal(self, index: int) -> None:
-        """Notes the checksum of a chunk that has just been written."""
+        """Compute the checksum of a chunk that has just been written."""
         self.checksums[index] = checksum(self.chunk(index))
 
     def damage(self) -> int | None:
-        """Index of the first chunk that is not what was written, None when all are."""
+        """Return the index of the first chunk whose checksum is wrong, None if all are right."""
         for index, expected in enumerate(self.checksums):
             if checksum(self.chunk(index)) != expected:
                 return index
@@ -78,9 +81,11 @@ class Part:
 
 @dataclass
 class Slot:
-    """One of two buffers: memory for each section, and whose state of which step it holds.
+    """One of two buffers: memory for each section, and the owner's step and epoch that it holds.
 
-    ``meta``: envelope and blobs (:func:`ft.state.snapshot.state.pack_meta`); ``meta_checksum``: of its bytes.
+    Attributes:
+        meta: envelope and blobs (:func:`ft.state.snapshot.state.pack_meta`).
+        meta_checksum: checksum of ``meta``.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -95,16 +100,16 @@ class Slot:
         return sum(part.buffer.nbytes for part in self.parts.values())
 
     def fit(self, tables: Mapping[str, Table], pinned: bool) -> None:
-        """Makes room for sections of these tables; allocates only when they are others than before."""
+        """Provide memory for sections with these tables. It is reallocated only if the tables have changed."""
         if {name: part.table for name, part in self.parts.items()} != dict(tables):
-            self.parts = {}  # freed before the new ones are made
+            self.parts = {}  # the old memory is freed before the new is allocated
             self.parts = {name: Part(table, pinned) for name, table in tables.items()}
 
     def set_meta(self, meta: bytes) -> None:
         self.meta, self.meta_checksum = meta, checksum(meta)
 
     def damage(self, envelope_only: bool = False) -> str | None:
-        """In words what is not as it was written; None when all is."""
+        """Describe the first part that is damaged, None if there is none."""
         if checksum(self.meta) != self.meta_checksum:
             return "its envelope"
         for name, part in () if envelope_only else self.parts.items():
@@ -115,9 +120,10 @@ class Slot:
 
 
 class PingPong:
-    """Two slots for the snapshots of one logical rank; thread-safe.
+    """Two slots for the snapshots of one logical rank. Thread-safe.
 
-    Between ``begin`` and ``commit`` (or ``drop``) the slot belongs to whoever began. ``pinned``: page-locked memory.
+    Between ``begin`` and ``commit`` (or ``drop``), the caller of ``begin`` owns the slot. ``pinned``: page-locked
+    memory.
     """
 
     def __init__(self, pinned: bool = False):
@@ -130,11 +136,11 @@ class PingPong:
         return sum(slot.nbytes for slot in self._slots)
 
     def begin(self, step: int, epoch: int, tables: Mapping[str, Table], *, own: bool = False) -> Slot:
-        """The slot to write the state of ``step`` into; the other one stays as it is.
+        """Return the slot to write the state of ``step`` into. The other slot is kept.
 
-        Overwritten is, in this order: what is not complete, what lies in the future that a recovery has undone, the
-        older step, the older epoch. But of its ``own`` state a worker that takes a step once more overwrites just that
-        step: it has it in memory still, and the one before may be all that peers hold.
+        Overwritten is the first of: a slot that is not complete, a step after ``step`` (a recovery has undone it), the
+        older step, the older epoch. But a worker that repeats a step overwrites its ``own`` snapshot of that same step:
+        it still has this state in memory, and the step before may be all that peers hold.
         """
         with self._lock:
             slot = min(
@@ -160,29 +166,29 @@ class PingPong:
             slot.status = Status.EMPTY
 
     def drop_after(self, step: int) -> None:
-        """Forgets the complete snapshots of steps after ``step``."""
+        """Drop the complete snapshots of steps after ``step``."""
         with self._lock:
             for slot in self._slots:
                 if slot.status is Status.COMPLETE and slot.step > step:
                     slot.status = Status.EMPTY
 
     def find(self, step: int | None = None) -> Slot | None:
-        """The complete snapshot of ``step`` (default: the newest), of the latest epoch; None without one."""
+        """Return the complete snapshot of ``step`` (default: the newest) from the latest epoch, or None."""
         with self._lock:
             found = [s for s in self._slots if s.status is Status.COMPLETE and step in (None, s.step)]
             return max(found, key=lambda s: (s.step, s.epoch), default=None)
 
     def newest_epoch(self) -> int:
-        """Of all that is held or coming in; -1 where nothing is."""
+        """Return the newest epoch of all slots that are complete or being written, -1 if there are none."""
         with self._lock:
             return max((slot.epoch for slot in self._slots if slot.status is not Status.EMPTY), default=-1)
 
     def steps(self) -> list[int]:
-        """Steps of the complete snapshots."""
+        """Return the steps of the complete snapshots."""
         with self._lock:
             return sorted({slot.step for slot in self._slots if slot.status is Status.COMPLETE})
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
         with self._lock:
             self._slots = [Slot(), Slot()]

@@ -1,10 +1,10 @@
-"""What belongs to a rank's state, out of megatron-core's objects and back into them.
+"""Collects a rank's state from megatron-core's objects, and puts it back.
 
 ===========================  ======================================================================================
 what                         where it goes
 ===========================  ======================================================================================
 main parameters and          ``owned``: the distributed optimizer's shards, experts that are spread over ranks, and
-optimizer state              everything where there is no data parallelism; else ``replicated``
+optimizer state              everything if there is no data parallelism; else ``replicated``
 frozen parameters            ``replicated`` (``owned`` without data parallelism)
 module buffers               blobs: forward passes write to them, so they are copied at once
 numbers of the optimizer     envelope: values of its groups, steps that are counted in Python
@@ -12,8 +12,8 @@ schedule, loss scaler        envelope
 random number generators     blobs
 ===========================  ======================================================================================
 
-Model parameters are not copied where an optimizer has a main copy of them or a shard: after a restore core's own cast
-and all-gather make them anew, bit for bit.
+Model parameters are not copied if an optimizer has a main copy or a shard of them: after a restore, megatron-core's own
+cast and all-gather recompute them bit for bit.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,17 @@ _BUFFER = "buffer/"
 
 
 class Capture:
-    """The live objects of one rank as a :class:`RankState`, again and again; per step only their numbers are read.
+    """Provides the live state of one rank as a :class:`RankState`.
 
-    Makes an optimizer's state where it has none yet; that changes no weight and no later step.
+    Each step reads only the numbers anew, not the list of tensors.
+
+    Allocates the optimizer's state if there is none yet, which changes no weight and no later step.
 
     Args:
-        chunks: model chunks. optimizer: of core. scheduler: with ``state_dict`` and ``load_state_dict``, or None.
-        alone: no other rank holds the same part of the model, so that all of the state has to go to peers.
+        chunks: model chunks.
+        optimizer: an optimizer of megatron-core.
+        scheduler: an object with ``state_dict`` and ``load_state_dict``, or None.
+        alone: no other rank holds the same part of the model, so the whole state has to go to peers.
     """
 
     def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None, *, alone: bool):
@@ -61,15 +65,15 @@ class Capture:
 
     @property
     def copies_are_complete(self) -> bool:
-        """Whether a peer copy holds all of the state: nothing is left to be had from data-parallel peers."""
+        """Whether a peer copy holds the whole state, so that nothing has to come from data-parallel peers."""
         if self._storages is None:
             self._find()
         return not any(tensor.numel() for tensor in self._replicated.values())
 
     def state(self, extra: dict[str, Any]) -> RankState:
-        """The live tensors with today's numbers; ``extra``: JSON values of the trainer's own.
+        """Return the live tensors with the present numbers. ``extra``: JSON values of the trainer.
 
-        Its mappings of tensors are the same objects as long as the tensors are.
+        The mappings of tensors are the same objects as long as the tensors are the same.
         """
         if self._storages is None or self._storages != self._find_storages():
             self._find()
@@ -87,10 +91,10 @@ class Capture:
         return RankState(self._owned, self._replicated, envelope, blobs)
 
     def apply(self, restored: RankState) -> dict[str, Any]:
-        """Puts everything beside the tensors back where it came from; returns ``extra``.
+        """Put everything except the tensors back in place, and return ``extra``.
 
         Raises:
-            UserError: the snapshot is of another model or optimizer.
+            UserError: the snapshot belongs to another model or optimizer.
         """
         envelope, blobs = restored.envelope, restored.blobs
         if envelope["layout"] != self._layout or len(envelope["groups"]) != len(self._parts):
@@ -116,9 +120,9 @@ class Capture:
         return envelope["extra"]
 
     def adopt(self, envelope: dict[str, Any]) -> dict[str, Any]:
-        """Takes over from the envelope of another pipeline stage what all stages have alike; returns ``extra``.
+        """Adopt from the envelope of another pipeline stage what all stages have in common, and return ``extra``.
 
-        The schedule and the loss scaler go on; moments, and the steps an optimizer counts, begin anew.
+        The schedule and the loss scaler continue. Moments and the optimizer's step counts start at zero.
         """
         for part, scaler in zip(self._parts, envelope["scalers"], strict=False):
             optimizers.set_scaler(part, scaler)
@@ -129,7 +133,7 @@ class Capture:
         return envelope["extra"]
 
     def _find(self) -> None:
-        """Sorts all tensors anew: their first time, or after they have been replaced (a checkpoint was loaded)."""
+        """Classify all tensors: at the first call, or after they were replaced (a checkpoint was loaded)."""
         self._owned, self._replicated, self._counters = {}, {}, {}
         for number, part in enumerate(self._parts):
             sharded = isinstance(part, DistributedOptimizer)
@@ -144,7 +148,7 @@ class Capture:
         self._storages = self._find_storages()
 
     def _find_storages(self) -> list[int]:
-        """Where the optimizer's tensors lie now; another list means that they are others."""
+        """Return the addresses of the optimizer's tensors. A changed list means that tensors were replaced."""
         return [
             value.data_ptr()
             for part in self._parts
@@ -157,7 +161,7 @@ class Capture:
 
 
 def _layout() -> dict[str, int]:
-    """The rank's place in the grid: a snapshot fits where it is the same."""
+    """Return the rank's position in the grid of parallel groups. A snapshot fits only if it is equal."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_rank(),
         "tp_size": parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,10 +1,10 @@
-"""From live tensors into a host buffer, in the background, with the checksums taken on the way.
+"""Copies live tensors into a host buffer in the background, and computes checksums on the way.
 
-Memory is read and written once: on a CPU each chunk's checksum is computed while the chunk is still in the cache; on a
-device the copies are queued on a stream of their own, and the thread computes checksums of what has arrived.
+Memory is read and written once: on a CPU, each chunk's checksum is computed while the chunk is still in the cache; on a
+device, the copies are queued on a stream of their own, and the thread computes checksums of what has arrived.
 
-Live tensors must not change between ``start`` and the end of the copy. They do not: only the optimizer's step changes
-them, and the wait stands before it.
+Live tensors must not change between ``start`` and the end of the copy. Only the optimizer's step changes them, and the
+training thread waits for the copy before it.
 """
 
 import queue
@@ -23,10 +23,11 @@ _CHUNKS_PER_NOTICE = 4
 
 
 class Progress:
-    """How far a slot has been filled; sections are filled one after another, chunks in order.
+    """Progress of a copy into a slot. Sections are filled one after another, chunks in order.
 
     Attributes:
-        seconds: what the copy took, None while it runs.
+        error: the exception that ended the copy, or None.
+        seconds: duration of the copy, None while it runs.
     """
 
     def __init__(self):
@@ -49,7 +50,7 @@ class Progress:
             self._changed.notify_all()
 
     def ready(self, part: Part, wanted: int) -> int:
-        """Waits until ``wanted`` chunks of ``part`` are written; returns how many are.
+        """Wait until ``wanted`` chunks of ``part`` are written, and return how many are.
 
         Raises:
             RuntimeError: the copy has failed.
@@ -63,13 +64,13 @@ class Progress:
             return len(part.checksums) if self._ended.is_set() else self._ready.get(id(part), 0)
 
     def wait(self) -> None:
-        """Waits for the end of the copy, good or bad."""
+        """Wait for the end of the copy, successful or not."""
         self._ended.wait()
 
 
 @dataclass
 class _Batch:
-    """Pieces of tensors that fill the chunks ``first`` to ``last`` of a part, and where they go."""
+    """Pieces of tensors that fill the chunks ``first`` to ``last`` (exclusive) of a part, and their destinations."""
 
     part: Part
     first: int
@@ -79,7 +80,7 @@ class _Batch:
 
 
 class Plan:
-    """What is copied where for one slot and one set of live tensors; made once, used every other step."""
+    """The copy operations for one slot and one set of live tensors; made once, and used every other step."""
 
     def __init__(self, slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]):
         self.parts = dict(slot.parts)
@@ -91,7 +92,7 @@ class Plan:
         self.nbytes = sum(part.table.nbytes for part in self.parts.values())
 
     def fits(self, slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Whether the plan is the one for these; mappings of tensors are told apart by identity."""
+        """Return whether the plan belongs to this slot and these tensors. Mappings are compared by identity."""
         return self.sections.keys() == sections.keys() and all(
             self.parts.get(name) is slot.parts.get(name) and self.sections[name] is sections[name] for name in sections
         )
@@ -105,7 +106,7 @@ def _batches(part: Part, tensors: Sequence[torch.Tensor], size: int) -> list[_Ba
         if not tensor.numel():
             continue
         source = tensor.detach()
-        if not source.is_contiguous():  # cannot be cut: it goes whole, before the first chunk it reaches into
+        if not source.is_contiguous():  # cannot be split: copied as a whole, before the first chunk that it touches
             batches[entry.offset // size].targets.append(target)
             batches[entry.offset // size].sources.append(source)
             continue
@@ -121,7 +122,7 @@ def _batches(part: Part, tensors: Sequence[torch.Tensor], size: int) -> list[_Ba
 
 
 class Copier:
-    """One background thread that fills slots; ``close`` ends it."""
+    """A background thread that fills slots. ``close`` ends it."""
 
     def __init__(self):
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
@@ -130,7 +131,7 @@ class Copier:
         self._thread.start()
 
     def start(self, plan: Plan, done: Callable[[BaseException | None], None]) -> Progress:
-        """Begins to fill the plan's slot; ``done(error)`` is called in the background before the progress ends."""
+        """Start to fill the plan's slot. ``done(error)`` is called in the background before the progress ends."""
         progress = Progress()
         events = self._queue_on_device(plan) if plan.device is not None else [None] * len(plan.batches)
         self._jobs.put((plan, events, progress, done))
@@ -163,7 +164,7 @@ class Copier:
                 error = failure
             done(error)
             progress.end(error)
-            del job, plan, events, progress, done, error  # nothing is held while the thread waits
+            del job, plan, events, progress, done, error  # release all references while the thread waits
 
 
 @torch.no_grad()
@@ -181,7 +182,7 @@ def _fill(plan: Plan, events: list, progress: Progress) -> None:
 
 @torch.no_grad()
 def write_back(slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Copies a snapshot into the live tensors."""
+    """Copy a snapshot into the live tensors."""
     for name, tensors in sections.items():
         live = [tensor.detach() for tensor in tensors.values()]
         if live:

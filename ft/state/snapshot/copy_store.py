@@ -1,4 +1,4 @@
-"""All snapshots in one worker's host memory: its own, and the peer copies it holds for others."""
+"""All snapshots in one worker's host memory: its own, and the peer copies that it holds for other ranks."""
 
 import threading
 
@@ -7,10 +7,11 @@ from ft.state.snapshot.buffers import PingPong, Slot
 
 
 class CopyStore:
-    """Thread-safe.
+    """The snapshots that this worker holds. Thread-safe.
 
     Attributes:
-        rank: logical rank of the worker, -1 until it has one. own: its snapshots.
+        rank: logical rank of the worker, -1 until it has one.
+        own: its own snapshots.
     """
 
     def __init__(self):
@@ -20,12 +21,12 @@ class CopyStore:
         self._lock = threading.Lock()
 
     def copies(self, owner: int) -> PingPong:
-        """Where peer copies for ``owner`` are kept; memory is allocated with the first one."""
+        """Return the slots for peer copies of ``owner``. Memory is allocated with the first copy."""
         with self._lock:
             return self._copies.setdefault(owner, PingPong())
 
     def find(self, owner: int, step: int | None = None) -> Slot | None:
-        """A complete snapshot of ``owner``; None when there is none here."""
+        """Return a complete snapshot of ``owner``, None if this worker has none."""
         if owner == self.rank:
             return self.own.find(step)
         with self._lock:
@@ -33,14 +34,14 @@ class CopyStore:
         return copies.find(step) if copies else None
 
     def drop_after(self, step: int) -> None:
-        """Forgets everything of steps after ``step``: a recovery has undone them."""
+        """Drop all snapshots of steps after ``step``, which a recovery has undone."""
         with self._lock:
             everything = [self.own, *self._copies.values()]
         for snapshots in everything:
             snapshots.drop_after(step)
 
     def forget_before(self, epoch: int) -> list[int]:
-        """Frees the peer copies of owners that have sent none in ``epoch`` or later; returns the owners."""
+        """Free the peer copies of owners that have sent none in ``epoch`` or later, and return these owners."""
         with self._lock:
             left = [owner for owner, held in self._copies.items() if held.newest_epoch() < epoch]
             gone = [self._copies.pop(owner) for owner in left]
@@ -54,7 +55,7 @@ class CopyStore:
         return Holdings(own=self.own.steps(), copies={owner: steps for owner, steps in copies.items() if steps})
 
     def nbytes(self) -> dict[str, int]:
-        """Host memory in bytes: {"own": ..., "copies": ...}."""
+        """Return host memory in bytes: {"own": ..., "copies": ...}."""
         with self._lock:
             return {"own": self.own.nbytes, "copies": sum(held.nbytes for held in self._copies.values())}
 

@@ -1,4 +1,4 @@
-"""How named tensors lie in one flat buffer: offsets, types and shapes, as a table that both ends compare.
+"""The layout of named tensors in one flat buffer: a table of types, shapes and offsets that both ends compare.
 
 buffer:  | tensor 0 | pad | tensor 1 | pad | ...        every tensor begins at a multiple of ALIGNMENT bytes
 chunks:  | 1 MiB        | 1 MiB        | rest |          every chunk has a checksum of its own
@@ -18,7 +18,7 @@ import torch
 from ft.base.errors import FallbackError
 
 FORMAT = 1
-"""Version of everything that crosses a process boundary here: tables, frames, checksums."""
+"""Version of all data that crosses a process boundary here: tables, frames, checksums."""
 
 CHUNK = 1 << 20
 ALIGNMENT = 64
@@ -34,12 +34,12 @@ _DTYPES = {
 
 
 class BadTable(FallbackError):
-    """Bytes that are no table, or one that describes an impossible buffer."""
+    """Bytes that are no table, or a table that describes an impossible buffer."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: ``dtype`` by torch's name for it, ``offset`` in bytes from the start of its section."""
+    """One tensor. ``dtype``: torch's name of its type; ``offset``: bytes from the start of its section."""
 
     name: str
     dtype: str
@@ -54,16 +54,17 @@ class Entry:
         return prod(self.shape) * _DTYPES[self.dtype].itemsize
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor inside ``buffer`` [bytes] uint8."""
+        """Return the tensor inside ``buffer``, [bytes] uint8."""
         return buffer[self.offset : self.offset + self.nbytes].view(_DTYPES[self.dtype]).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Table:
-    """The tensors of one section, in the order in which they lie.
+    """The tensors of one section, in the order of their offsets.
 
     Attributes:
-        nbytes: length of the section; also of one that is all padding.
+        entries: the tensors.
+        nbytes: length of the section in bytes, padding included.
     """
 
     entries: tuple[Entry, ...]
@@ -91,10 +92,10 @@ class Table:
 
     @classmethod
     def decode(cls, data: bytes) -> "Table":
-        """The table whose ``encoded`` this is.
+        """Return the table that was encoded as ``data``.
 
         Raises:
-            BadTable: it is none of this format.
+            BadTable: the bytes are no table of this format.
         """
         try:
             content = json.loads(data)
@@ -111,7 +112,7 @@ class Table:
             raise BadTable(f"not a table of tensors ({type(error).__name__}: {error})") from error
 
     def difference(self, other: "Table") -> str:
-        """In words, the first thing in which ``other`` is not the same; empty when it is."""
+        """Describe the first difference to ``other`` in words; "" if there is none."""
         if len(self.entries) != len(other.entries):
             return f"{len(self.entries)} tensors against {len(other.entries)}"
         for mine, theirs in zip(self.entries, other.entries, strict=True):
@@ -129,11 +130,11 @@ def chunk_count(nbytes: int) -> int:
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """32 bits that tell damage: rows of 8 KiB are added up as 64-bit words, column by column, then CRC-32 of the sums.
+    """Return a 32-bit checksum: rows of 8 KiB are added up as 64-bit words, column by column, then CRC-32 of the sums.
 
-    Four times as fast as CRC-32 of everything, which would cost more than the copy itself. Damage within one row is
-    found as CRC-32 finds it; damage in several rows escapes only where it cancels out in every column; rows that have
-    changed places escape, which neither memory nor a connection does.
+    It is four times as fast as CRC-32 of all bytes, which would cost more than the copy itself. Damage within one row
+    is found as by CRC-32. Damage in several rows is missed only if it cancels out in every column. Swapped rows are
+    missed, but neither memory nor a connection swaps rows.
     """
     rows = len(data) // _ROW
     if not rows:

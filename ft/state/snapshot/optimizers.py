@@ -1,4 +1,4 @@
-"""What a rank's state needs from torch's optimizers below megatron-core's."""
+"""Accesses the state of torch's optimizers inside megatron-core's."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,29 +10,34 @@ from ft.base.errors import UserError
 
 
 def parts(optimizer: Any) -> list:
-    """The optimizers of core that one consists of; dense and expert parameters have one each. Stubs have no tensors."""
+    """Return the megatron-core optimizers that a chained one consists of: one for dense and one for expert parameters.
+
+    Stubs without tensors are left out.
+    """
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if getattr(part, "optimizer", None) is not None]
 
 
 def is_torchs(part: Any) -> bool:
-    """Whether one of core's is around one of torch's own, which counts steps for each parameter; Apex's and Transformer
-    Engine's count them for a group."""
+    """Return whether a megatron-core optimizer wraps one of torch's own, which count steps for each parameter.
+
+    Apex's and Transformer Engine's optimizers count steps for a group.
+    """
     return type(part.optimizer).__module__.startswith("torch.optim")
 
 
 @torch.no_grad()
 def allocate(inner: torch.optim.Optimizer) -> None:
-    """Makes the state of parameters that have none yet as it is before a first step: all zeros.
+    """Allocate the missing state of parameters, with all zeros, as before a first step.
 
-    One parameter at a time, so that no more memory is needed than for one gradient; no weight changes.
+    One parameter at a time, so that it needs extra memory for one gradient only. No weight changes.
     """
     everyone = [p for group in inner.param_groups for p in group["params"] if p is not None]
     fresh = [p for p in everyone if not inner.state.get(p)]
     if not fresh:
         return
     kept = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
-    with warnings.catch_warnings():  # about gradients of views, which core's shards are
+    with warnings.catch_warnings():  # warnings about gradients of views, as megatron-core's shards are
         warnings.simplefilter("ignore", UserWarning)
         gradients = [p.grad for p in everyone]
         for p in everyone:
@@ -54,7 +59,7 @@ def allocate(inner: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def forget(inner: torch.optim.Optimizer) -> None:
-    """Makes all state as it is before a first step; parameters stay."""
+    """Reset all state to that before a first step. Parameters keep their values."""
     for _, _, of, key in entries(inner):
         if key == "main":
             continue
@@ -66,14 +71,14 @@ def forget(inner: torch.optim.Optimizer) -> None:
         if isinstance(group.get("step"), torch.Tensor):
             group["step"].zero_()
         else:
-            group.pop("step", None)  # optimizers that count by groups begin with none
+            group.pop("step", None)  # optimizers that count steps by group start without the key
 
 
 def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str]]:
-    """Every value of the state and every parameter.
+    """Iterate over every value of the state and every parameter.
 
     Yields:
-        (name, parameter group, the mapping that holds the value, its key); parameters as key 0 of a mapping.
+        (name, parameter group, the mapping that holds the value, its key); the key of a parameter is "main".
     """
     for number, group in enumerate(inner.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -87,10 +92,10 @@ def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str
 
 
 def numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """What is not a tensor of a parameter group, of a schedule's or a loss scaler's state.
+    """Return the values of a parameter group, schedule or loss scaler that are not tensors.
 
     Raises:
-        UserError: a value is none that JSON holds.
+        UserError: a value cannot be represented in JSON.
     """
     kept = {key: value for key, value in values.items() if key != "params" and not isinstance(value, torch.Tensor)}
     for key, value in kept.items():
@@ -103,7 +108,7 @@ def numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_numbers(values: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Puts what :func:`numbers` took back; keys that were not there then go, tensors and parameters stay."""
+    """Restore what :func:`numbers` returned. Keys that were absent then are removed; tensors and parameters stay."""
     for key in [k for k, v in values.items() if k not in saved and k != "params" and not isinstance(v, torch.Tensor)]:
         del values[key]
     for key, value in saved.items():
@@ -111,7 +116,7 @@ def set_numbers(values: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def scaler_state(part: Any) -> dict[str, Any] | None:
-    """The loss scaler of one of core's optimizers: {"scale": float, counters}, None where there is none."""
+    """Return the state of an optimizer's loss scaler: {"scale": float, counters}, None if it has none."""
     scaler = getattr(part, "grad_scaler", None)
     if scaler is None:
         return None
@@ -125,7 +130,7 @@ def set_scaler(part: Any, saved: dict[str, Any] | None) -> None:
 
 
 def set_schedule(scheduler: Any, saved: dict[str, Any]) -> None:
-    """Puts a schedule back. Core's own ``load_state_dict`` would count on from where it is, and talks."""
+    """Restore a schedule's state. megatron-core's own ``load_state_dict`` would add to the present count and prints."""
     if all(key in vars(scheduler) for key in saved):
         vars(scheduler).update(saved)
     else:

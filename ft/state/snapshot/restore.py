@@ -1,4 +1,4 @@
-"""Finding a sound snapshot: the own one, else the peers' copies, one after the other (paper, section VI-E)."""
+"""Finds a valid snapshot: the rank's own, else its peers' copies, one after the other (DEADPOOL, section VI-E)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,11 +11,11 @@ from ft.state.snapshot.transport import Cancelled, CopyUnusable, PeerLost, Trans
 
 
 class Restorer:
-    """For one logical rank.
+    """Finds snapshots for one logical rank.
 
     Attributes:
-        holders: who is asked for a peer copy beside the source that was named. replicas: who is asked for the
-            replicated state, besides.
+        holders: ranks that are asked for a peer copy after the given source.
+        replicas: ranks that are asked for the replicated state after the given source.
     """
 
     def __init__(self, transport: Transport, rank: int, holders: Sequence[int], replicas: Sequence[int]):
@@ -25,13 +25,13 @@ class Restorer:
     def find(
         self, tables: Mapping[str, Table], step: int, source: Source, envelope_only: bool, epoch: int
     ) -> tuple[Slot | None, dict[str, str]]:
-        """A verified snapshot of ``step`` in an own slot, fetched into it if need be.
+        """Return a verified snapshot of ``step`` in an own slot, fetched from a peer if necessary.
 
         Returns:
-            (the slot, where each section came from); (None, {}) when ``epoch`` was cancelled meanwhile.
+            (the slot, where each section came from); (None, {}) if ``epoch`` was cancelled meanwhile.
 
         Raises:
-            FallbackError: no source has a usable one.
+            FallbackError: no source has a usable snapshot.
         """
         problems: list[str] = []
         if source.owned == self._rank:
@@ -80,7 +80,7 @@ class Restorer:
     def _fetch(
         self, slot: Slot, section: str, first: int, owner: int | None, step: int, epoch: int, problems: list[str]
     ) -> tuple[int, bytes]:
-        """Fetches one section from the first holder that has it; ``owner`` None: of the holder's own snapshot."""
+        """Fetch one section from the first holder that has it. ``owner`` None: from the holder's own snapshot."""
         others = self.replicas if owner is None else self.holders
         holders = [holder for holder in dict.fromkeys((first, *others)) if holder != self._rank]
         for holder in holders:

@@ -1,4 +1,4 @@
-"""The random number generators of a rank as byte strings: Python's, numpy's, torch's, the device's, megatron-core's."""
+"""A rank's random number generators as byte strings: those of Python, numpy, torch, the device and megatron-core."""
 
 import random
 import struct
@@ -15,10 +15,10 @@ _TRACKER = "rng/tracker/"
 
 
 def blobs() -> dict[str, bytes]:
-    """The states of all generators.
+    """Return the states of all generators.
 
     Raises:
-        UserError: numpy's global generator is none of the kind that numpy starts with.
+        UserError: numpy's global generator is not of numpy's default kind.
     """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -36,7 +36,7 @@ def blobs() -> dict[str, bytes]:
 
 
 def restore(found: dict[str, bytes]) -> None:
-    """Puts all generators into the states that :func:`blobs` took."""
+    """Restore the states that :func:`blobs` returned."""
     version, *words, has_gauss, gauss = _PYTHON.unpack(found["rng/python"])
     random.setstate((version, tuple(words), gauss if has_gauss else None))
     position, has_gauss, cached = _NUMPY.unpack_from(found["rng/numpy"])

@@ -1,4 +1,4 @@
-"""What a snapshot is made of, and the small part of it that is no tensor."""
+"""The parts of a snapshot, and the encoding of the small part that is not tensors."""
 
 import json
 import struct
@@ -11,20 +11,20 @@ import torch
 from ft.base.errors import FallbackError
 
 OWNED, REPLICATED = "owned", "replicated"
-"""The two sections of a snapshot. Only the first one goes to peers."""
+"""The two sections of a snapshot. Only the first one is sent to peers."""
 
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass
 class RankState:
-    """One rank's state at a committed step (paper, section V-B); the tensors are the live ones.
+    """One rank's state at a committed step (DEADPOOL, section V-B). The tensors are the live ones.
 
     Attributes:
         owned: tensors that no other rank has, by name.
         replicated: tensors that every data-parallel peer has bit for bit, by name.
-        envelope: JSON values beside the tensors.
-        blobs: byte strings beside the tensors, such as the states of random number generators.
+        envelope: JSON values that belong to the state.
+        blobs: byte strings that belong to the state, such as the states of random number generators.
     """
 
     owned: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class RankState:
 
 
 def pack_meta(envelope: dict[str, Any], blobs: dict[str, bytes]) -> bytes:
-    """Envelope and blobs as bytes: length of the head, head (JSON), blobs one after another."""
+    """Encode envelope and blobs as bytes: length of the header, header (JSON), blobs one after another."""
     head = json.dumps(
         {"envelope": envelope, "blobs": {name: len(blob) for name, blob in blobs.items()}}, separators=(",", ":")
     ).encode()
@@ -45,10 +45,10 @@ def pack_meta(envelope: dict[str, Any], blobs: dict[str, bytes]) -> bytes:
 
 
 def unpack_meta(data: bytes) -> RankState:
-    """The inverse of :func:`pack_meta`, as a state without tensors.
+    """Decode what :func:`pack_meta` returned, as a state without tensors.
 
     Raises:
-        FallbackError: these bytes are none.
+        FallbackError: the bytes are malformed.
     """
     try:
         (length,) = _LENGTH.unpack_from(data)

@@ -1,4 +1,4 @@
-"""A worker's snapshots over the life of a run: taken after every step, safe with peers before the next one."""
+"""A worker's snapshots over a run: taken after every step, and held by peers before the next optimizer step."""
 
 import threading
 import time
@@ -17,12 +17,16 @@ from ft.state.snapshot.transport import Outgoing, PeerLost, Transport
 
 @dataclass
 class TakeStats:
-    """What one snapshot cost; seconds, None where it is not over.
+    """The cost of one snapshot. Times are in seconds, None while not known.
 
     Attributes:
-        bytes_d2h: copied into host memory here. bytes_h2h: sent, to all peers together.
-        take_s: in ``take``, on the training thread. copy_s: background, until the own copy was complete.
-        transfer_s: from ``take`` to the last peer's answer. wait_s: exposed: ``wait`` held the training thread so long.
+        step: step of the snapshot.
+        bytes_d2h: bytes copied into host memory on this worker.
+        bytes_h2h: bytes sent to all peers together.
+        take_s: time in ``take``, on the training thread.
+        copy_s: background time until the own copy was complete.
+        transfer_s: time from ``take`` to the last peer's answer.
+        wait_s: exposed time: how long ``wait`` blocked the training thread.
     """
 
     step: int
@@ -35,20 +39,23 @@ class TakeStats:
 
 
 class Snapshots:
-    """Takes, replicates and restores (paper, sections V-B, VI-A, VI-E); called from the training thread except for
-    ``interrupt``.
+    """Takes, replicates and restores snapshots (DEADPOOL, sections V-B, VI-A and VI-E).
+
+    All methods except ``interrupt`` are for the training thread.
 
     Args:
-        transport: this worker's end; closed by whoever made it.
-        rank: own logical rank. peers: logical ranks that hold its copies (:func:`ft.state.placement.assign.place`).
+        transport: this worker's end of the transport; its creator closes it.
+        rank: own logical rank.
+        peers: logical ranks that hold its copies (:func:`ft.state.placement.assign.place`).
         replicas: logical ranks that have the same replicated state; default: the peers.
-        timeout_s: longest wait for the peers.
+        timeout_s: longest wait for the peers, in seconds.
         on_failure: called in ``wait`` with (what failed, the error) before it raises; it may block until the epoch is
             over.
 
     Attributes:
-        peers: they may be changed between a restore and the next ``take``, which goes to the new ones.
-        stats: of the last ``take``. restored_envelope: of the last ``restore``, as a state without tensors.
+        peers: may be changed between a restore and the next ``take``, which uses the new ones.
+        stats: cost of the last ``take``.
+        restored_envelope: rest of the snapshot of the last ``restore``, as a state without tensors.
     """
 
     def __init__(
@@ -81,33 +88,36 @@ class Snapshots:
 
     @property
     def lag(self) -> int:
-        """Steps between the last snapshot taken and the newest that all peers hold."""
+        """Number of steps between the last snapshot taken and the newest that all peers hold."""
         return self._taken - self._safe
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Host memory in bytes: {"own": both own buffers, "copies": those held for others}."""
+        """Host memory in bytes: {"own": both own buffers, "copies": copies held for other ranks}."""
         return self._stock.nbytes()
 
     def place(self, addresses: Mapping[int, str]) -> None:
-        """Tells where each logical rank's worker is reached in this epoch."""
+        """Set the address of each logical rank's worker in this epoch."""
         self._transport.place(addresses)
 
     def held_by(self, holders: Sequence[int]) -> None:
-        """Tells who has been given this worker's copies up to now: they are asked for them in a restore."""
+        """Set the ranks that have received this worker's copies so far; a restore asks them."""
         self._restorer.holders = list(holders)
 
     def forget_before(self, epoch: int) -> list[int]:
-        """Frees copies of owners that have sent none in ``epoch``: they send them elsewhere now. Returns those owners.
+        """Free copies of owners that have sent none in ``epoch``, because their copies go elsewhere now.
 
-        Only when every worker's first snapshot of ``epoch`` is safe: until then these copies are what protects.
+        Return these owners.
+
+        Call it only when peers hold every worker's first snapshot of ``epoch``: until then these copies are the
+        protection.
         """
         return self._stock.forget_before(epoch)
 
     def take(self, state: RankState, step: int, epoch: int) -> None:
-        """Starts to copy ``state`` into host memory and to send what is owned to the peers; returns at once.
+        """Start to copy ``state`` into host memory and to send its owned section to the peers; return at once.
 
-        Until ``wait`` has returned the tensors must not change. An unfinished earlier one is waited for first.
+        The tensors must not change until ``wait`` has returned. An unfinished earlier snapshot is waited for first.
         """
         self.wait()
         began = time.perf_counter()
@@ -131,11 +141,11 @@ class Snapshots:
         stats.take_s = time.perf_counter() - began
 
     def wait(self) -> None:
-        """Waits until the last snapshot is complete here and with all peers: the one wait before the optimizer step.
+        """Wait until this worker and all peers have the last snapshot: the one wait before the optimizer step.
 
         Raises:
             EpochClosed: ``interrupt`` was called for its epoch.
-            PeerLost: a peer does not take its copy, or not within ``timeout_s``.
+            PeerLost: a peer does not accept its copy, or not within ``timeout_s``.
         """
         if self._progress is None:
             return
@@ -165,7 +175,7 @@ class Snapshots:
         self._progress = None
 
     def interrupt(self, epoch: int, reason: str) -> None:
-        """``epoch`` is over: a blocked ``wait`` or ``restore`` raises EpochClosed, transfers end; from any thread."""
+        """End ``epoch``: a blocked ``wait`` or ``restore`` raises EpochClosed; transfers end. Safe from any thread."""
         with self._changed:
             if epoch > self._closed:
                 self._closed, self._reason = epoch, reason
@@ -173,9 +183,9 @@ class Snapshots:
         self._transport.cancel(epoch)
 
     def settle(self) -> None:
-        """At an interruption: lets the own copy finish and gives up all transfers of the epoch.
+        """After an interruption, let the own copy finish and cancel all transfers of the epoch.
 
-        Afterwards nothing changes what is held until the next epoch's snapshots.
+        Afterwards the held snapshots do not change until the next epoch's snapshots.
         """
         self._transport.cancel(self._epoch)
         if self._progress is not None:
@@ -186,28 +196,30 @@ class Snapshots:
         self._transport.quiesce()
 
     def holdings(self) -> Holdings:
-        """Steps of the complete snapshots held here."""
+        """Return the steps of the complete snapshots on this worker."""
         return self._stock.holdings()
 
     def restore(
         self, state: RankState, step: int, source: Source, *, keep_tensors: bool = False, epoch: int | None = None
     ) -> dict[str, str]:
-        """Writes the snapshot of ``step`` into the live tensors of ``state``; ``restored_envelope`` is the rest of it.
+        """Write the snapshot of ``step`` into the live tensors of ``state``; ``restored_envelope`` holds the rest.
 
-        Own snapshots are verified first. When a source turns out unusable the next one is tried: own snapshot, peers.
-        Snapshots of later steps are forgotten: they are of a future that will not be.
+        Own snapshots are verified first. If a source is unusable, the next one is tried: own snapshot, then peers.
+        Snapshots of later steps are dropped, because their steps are undone.
 
         Args:
-            keep_tensors: the live tensors are those of ``step`` still; only the envelope is read.
-            epoch: the one the restore belongs to; ``interrupt`` of it ends the restore. Default: the one after the
-                last snapshot's.
+            state: the live state.
+            step: step of the snapshot.
+            source: the ranks to fetch each section from first.
+            keep_tensors: the live tensors are still those of ``step``; only the envelope is read.
+            epoch: epoch of the restore, whose ``interrupt`` ends it. Default: the one after the last snapshot's.
 
         Returns:
             {"owned": "own" or "copy:RANK", "replicated": "own", "peer:RANK" or "none"}.
 
         Raises:
-            FallbackError: no source is usable; the message says why for each.
-            EpochClosed: interrupted.
+            FallbackError: no source is usable; the message gives the reason for each.
+            EpochClosed: the restore was interrupted.
         """
         epoch = max(self._closed, self._epoch) + 1 if epoch is None else epoch
         self._leave_what_was(epoch)
@@ -223,7 +235,7 @@ class Snapshots:
         return how
 
     def begin_at(self, step: int, epoch: int) -> None:
-        """The live state of ``step`` comes from elsewhere than a snapshot; those of later steps are forgotten.
+        """Note that the live state of ``step`` did not come from a snapshot, and drop snapshots of later steps.
 
         Raises:
             EpochClosed: ``epoch`` is over.
@@ -233,16 +245,18 @@ class Snapshots:
         self._taken = self._safe = step
 
     def corrupt(self, owner: int | None = None, byte: int = 0, step: int | None = None) -> int:
-        """Flips one bit of a snapshot held here, as failing memory would: for fault injection.
+        """Flip one bit of a held snapshot, as failing memory would, for fault injection.
 
         Args:
-            owner: whose; default: its own. byte: which one of its owned tensors. step: default: the newest.
+            owner: owner of the snapshot; default: this rank.
+            byte: index of the byte in its owned section.
+            step: step of the snapshot; default: the newest.
 
         Returns:
             step of the damaged snapshot.
 
         Raises:
-            FallbackError: there is none.
+            FallbackError: there is no such snapshot.
         """
         owner = self.rank if owner is None else owner
         slot = self._stock.find(owner, step)
@@ -253,7 +267,7 @@ class Snapshots:
         return slot.step
 
     def forget_newest_copies(self) -> list[int]:
-        """Loses the newest copy held for each peer: for fault injection. Returns the owners whose copy it was."""
+        """Drop the newest copy held for each peer, for fault injection. Return the owners of these copies."""
         owners = [int(owner) for owner in self.holdings().copies]
         for owner in owners:
             copies = self._stock.copies(owner)
@@ -261,13 +275,13 @@ class Snapshots:
         return owners
 
     def relapse(self, state: RankState) -> int:
-        """Writes what is owned of the oldest own snapshot into the live tensors: for fault injection.
+        """Write the owned section of the oldest own snapshot into the live tensors, for fault injection.
 
         Returns:
             step of that snapshot.
 
         Raises:
-            FallbackError: there is no snapshot but the one of the live state.
+            FallbackError: there is no snapshot other than that of the live state.
         """
         if self._progress is not None:
             self._progress.wait()
@@ -278,13 +292,13 @@ class Snapshots:
         return steps[0]
 
     def close(self) -> None:
-        """Ends the background thread; buffers are freed with the transport."""
+        """End the background thread. The buffers are freed with the transport."""
         self.settle()
         self._copier.close()
         self._plans.clear()
 
     def _leave_what_was(self, epoch: int) -> None:
-        """Before a state is put in place in ``epoch``: nothing of the last one is under way any more."""
+        """Before a state is put in place in ``epoch``, end all transfers and copies of the previous epoch."""
         if epoch <= self._closed:
             raise EpochClosed(self._closed, self._reason)
         if epoch > self._epoch:
@@ -312,7 +326,7 @@ class Snapshots:
             self._changed.notify_all()
 
     def _tables_of(self, sections: Mapping[str, Mapping]) -> dict[str, Table]:
-        """Tables of the live tensors; made once for the same mappings."""
+        """Return the tables of the live tensors; computed once for the same mappings."""
         mappings = list(sections.values())
         if self._tables is None or not all(a is b for a, b in zip(self._tables[0], mappings, strict=True)):
             self._tables = (mappings, tables_of(sections))

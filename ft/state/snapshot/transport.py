@@ -1,13 +1,13 @@
-"""What carries snapshots between workers: the contract that every transport fulfils (:mod:`ft.state.snapshot.tcp`).
+"""The interface of a transport, which moves snapshots between workers (implemented by :mod:`ft.state.snapshot.tcp`).
 
-A transport is one end of it: it delivers this worker's snapshots to peers, takes peers' copies into the
-:class:`ft.state.snapshot.copy_store.CopyStore`, and answers whoever fetches from that stock. It
+A transport is one worker's end. It delivers this worker's snapshots to peers, receives peers' copies into the
+:class:`ft.state.snapshot.copy_store.CopyStore`, and serves fetches from that store. It
 
-* keeps nothing of its own: buffers are the stock's, allocated once;
-* commits a copy only when every chunk has arrived and its checksum is right, so that a transfer that ends in any other
-  way leaves the complete copy beside it alone;
-* refuses what belongs to an epoch before the current one or to a closed one;
-* never blocks for good: operations end within ``patience_s`` without progress, and at once on ``cancel``.
+* owns no buffers: they belong to the store, and are allocated once;
+* commits a copy only when every chunk has arrived with the right checksum, so that a transfer that ends in any other
+way leaves the previous complete copy intact;
+* refuses data of an epoch that is closed or older than the current one;
+* never blocks for ever: operations end within ``patience_s`` seconds without progress, and at once on ``cancel``.
 """
 
 from abc import ABC, abstractmethod
@@ -22,15 +22,15 @@ from ft.state.snapshot.layout import Table
 
 
 class PeerLost(RecoverableError):
-    """A peer took no copy: it cannot be reached, does not answer, or refuses."""
+    """A peer accepted no copy: it cannot be reached, does not answer, or refuses."""
 
 
 class Cancelled(RecoverableError):
-    """The operation was given up on purpose."""
+    """The operation was cancelled on purpose."""
 
 
 class CopyUnusable(FallbackError):
-    """A snapshot that was asked for is missing where it should be, damaged, or not of this state."""
+    """A requested snapshot is missing, damaged, or belongs to another state."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,12 @@ class Outgoing:
     """A snapshot on its way to the peers.
 
     Attributes:
-        part: what goes. progress: which of its chunks are written already.
+        owner: logical rank whose state it is.
+        step: its step.
+        epoch: its epoch.
+        part: the section to send.
         meta: envelope and blobs.
+        progress: which chunks of the section are written already.
     """
 
     owner: int
@@ -52,7 +56,7 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A section of ``owner``'s snapshot of ``step``, which logical rank ``holder`` has, fetched in ``epoch``."""
+    """A section of ``owner``'s snapshot of ``step``, held by logical rank ``holder`` and fetched in ``epoch``."""
 
     holder: int
     owner: int
@@ -62,11 +66,11 @@ class Wanted:
 
 
 class Transport(ABC):
-    """See the module's head.
+    """One worker's end of the transport; see the module's docstring.
 
     Attributes:
-        address: where other workers reach this end; meaningful to this kind of transport only.
-        stock: what is held here.
+        address: where other workers reach this end; only this kind of transport can interpret it.
+        stock: the snapshots that this worker holds.
     """
 
     address: str
@@ -74,50 +78,57 @@ class Transport(ABC):
 
     @abstractmethod
     def place(self, addresses: Mapping[int, str]) -> None:
-        """Tells where each logical rank is reached from now on; connections to those that have moved are dropped."""
+        """Set the addresses of the logical ranks. Connections to ranks that have moved are dropped."""
 
     @abstractmethod
     def send(self, peer: int, outgoing: Outgoing, ended: Callable[[Exception | None], None]) -> None:
-        """Starts to deliver ``outgoing`` to ``peer`` and returns at once; chunks go as they are written.
+        """Start to deliver ``outgoing`` to ``peer``, and return at once. Chunks are sent as soon as they are written.
 
-        A lost connection is made anew and the transfer repeated, a few times. ``ended`` is called once, from some
-        thread: with None when the peer has verified and committed the copy, else with why not (:class:`PeerLost`,
+        A lost connection is remade and the transfer repeated, a few times. ``ended`` is called once, from some thread:
+        with None when the peer has verified and committed the copy, else with the error (:class:`PeerLost`,
         :class:`Cancelled`).
         """
 
     @abstractmethod
     def fetch(self, wanted: Wanted, part: Part) -> bytes:
-        """Fills ``part`` with a section of a snapshot that another worker holds; returns the snapshot's ``meta``.
+        """Fill ``part`` with a section of a snapshot that another worker holds, and return the snapshot's ``meta``.
 
         Raises:
-            CopyUnusable: there is none, it is damaged, or its table is not that of ``part``.
+            CopyUnusable: there is no such snapshot, it is damaged, or its table is not that of ``part``.
             PeerLost: the holder cannot be reached or stops answering.
-            Cancelled: the epoch it is for has been cancelled.
+            Cancelled: its epoch was cancelled.
         """
 
     @abstractmethod
     def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
-        """For fault injection: the chunks of the next snapshot to each peer go through ``how``.
+        """Pass the chunks of the next snapshot to each peer through ``how``, for fault injection.
 
         Args:
-            how: (index, number of chunks, pieces that the chunk is sent in) -> what is sent in its place.
+            how: (index, number of chunks, pieces that the chunk is sent in) -> pieces to send in its place.
         """
 
     @abstractmethod
     def cancel(self, epoch: int) -> None:
-        """Gives up what is under way for ``epoch`` and before and refuses more of it; any thread, returns at once."""
+        """Cancel the operations of ``epoch`` and before, and refuse further ones.
+
+        Safe from any thread; returns at once.
+        """
 
     @abstractmethod
     def quiesce(self) -> None:
-        """Waits, after ``cancel``, until no thread writes into the stock any more."""
+        """After ``cancel``, wait until no thread writes into the store any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends all threads and connections and frees the stock."""
+        """End all threads and connections, and free the store."""
 
 
 def check_table(part: Part, theirs: bytes, whose: str) -> None:
-    """Raises CopyUnusable, with the first difference, when an encoded table is not that of ``part``."""
+    """Check that an encoded table is that of ``part``.
+
+    Raises:
+        CopyUnusable: it is not; the message names the first difference.
+    """
     if theirs != part.table.encoded:
         difference = Table.decode(theirs).difference(part.table)
         raise CopyUnusable(f"{whose} holds other tensors than this worker has: {difference}")

@@ -1,4 +1,4 @@
-"""What CheckFree needs: stages of as many transformer blocks each, and a neighbour on either side."""
+"""Checks the requirements of CheckFree: stages with as many transformer blocks each, and with neighbours."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the trainer's flags have to be when the run has replicas."""
+"""Checks the trainer's flags for a run with FT-HSDP replicas."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,8 @@
-"""The trainer's options: one small dataclass per concern, parsed from Megatron-LM's flags, and nothing global.
+"""The trainer's options: one small dataclass per concern, parsed from Megatron-LM's flags. There is no global state.
 
-``parse(argv)`` reads the command line, ``check(options, world_size)`` fills in dependent defaults and refuses what
-cannot work; ``refusals`` finds all that is wrong with both, and needs no torch. ``options.model.hidden_size``,
-``options.parallel.tensor_model_parallel_size``, ... are passed on to whoever needs them.
+``parse(argv)`` reads the command line. ``check(options, world_size)`` fills in dependent defaults and rejects what
+cannot work. ``refusals`` finds all problems of both kinds, and needs no torch. ``options.model.hidden_size``,
+``options.parallel.tensor_model_parallel_size``, ... are passed to the code that needs them.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 
 @dataclass
 class Options:
-    """Everything the command line says, by concern."""
+    """All options of the command line, by concern."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     moe: MoeOptions = field(default_factory=MoeOptions)
@@ -58,11 +58,11 @@ class Options:
     fault_tolerance: FaultToleranceOptions = field(default_factory=FaultToleranceOptions)
 
     def as_dict(self) -> dict:
-        """Nested plain dict, as stored in checkpoints and event files."""
+        """Return a nested plain dict, as stored in checkpoints and event files."""
         return json.loads(json.dumps(asdict(self), default=str))
 
     def given(self) -> dict[str, str]:
-        """Flag -> value of every option that is not at its default, less those that say where a node logs or caches."""
+        """Return flag -> value of every option that is not at its default, except where a node logs or caches."""
         found = {}
         for concern in fields(self):
             options, defaults = getattr(self, concern.name), concern.default_factory()
@@ -74,7 +74,7 @@ class Options:
 
     @classmethod
     def from_dict(cls, stored: dict) -> "Options":
-        """The inverse of ``as_dict``; fields that this version does not know are left out."""
+        """Convert the result of ``as_dict`` back. Fields that this version does not know are left out."""
         concerns = {}
         for f in fields(cls):
             known_names = {g.name for g in fields(f.default_factory)}
@@ -84,11 +84,10 @@ class Options:
 
 
 def parse(argv: list[str] | str) -> Options:
-    """The options that a command line (words, or one string) asks for.
+    """Parse a command line (words, or one string).
 
     Raises:
-        UserError: for flags that are unknown, unsupported or given a wrong value; the message names the nearest
-            known flag.
+        UserError: flags are unknown, unsupported or have a wrong value; the message names the nearest known flag.
     """
     options, problems, _ = _read(argv)
     if problems:
@@ -99,14 +98,16 @@ def parse(argv: list[str] | str) -> Options:
 def refusals(
     argv: list[str] | str, world_size: int | None, *, has_te: bool, replicas: int = 0
 ) -> tuple[Options | None, list[Problem]]:
-    """What is wrong with a command line: its flags and, as far as their values are known, their combinations.
+    """Find what is wrong with a command line: its flags and, as far as their values are known, their combinations.
 
     Args:
-        world_size: ranks of the job, or of one replica; None: not known, and combinations are not looked at.
-        has_te: as for ``check``. replicas: that the job has; 0: it is none of replicas.
+        argv: the command line (words, or one string).
+        world_size: number of ranks of the job, or of one replica; None: unknown, so combinations are not checked.
+        has_te: as for ``check``.
+        replicas: number of replicas of the job; 0: the job has no replicas.
 
     Returns:
-        (options, None where some cannot be told; every problem with its fix).
+        (the options, None if some cannot be determined; every problem with its fix).
     """
     options, problems, doubtful = _read(argv)
     if options is None or world_size is None:
@@ -117,13 +118,13 @@ def refusals(
 
 
 def may_have_te() -> bool:
-    """Whether Transformer Engine is installed on a machine with a GPU, as far as can be told without torch."""
+    """Return whether Transformer Engine is installed on a machine with a GPU, as far as is known without torch."""
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     return has_gpu and importlib.util.find_spec("transformer_engine") is not None
 
 
 def _read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str]]:
-    """(options, None where a concern refuses its values; problems; flags whose values could not be read)."""
+    """Return (options, None if a concern rejects its values; problems; flags whose values could not be read)."""
     words = shlex.split(argv) if isinstance(argv, str) else list(argv)
     parser, supported = _parser()
     explain = partial(known.explain, supported=supported)
@@ -137,7 +138,7 @@ def _read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[st
 
 
 def all_flags() -> list[str]:
-    """Every flag that the trainer knows."""
+    """Return every flag of the trainer."""
     return _parser()[1]
 
 
@@ -152,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
 
 @cache
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """The parser and all flags it knows."""
+    """Return the parser, and all its flags."""
     parser = _Parser(
         prog="pretrain_gpt.py",
         description="Pretrain a GPT with megatron-core. Flags carry Megatron-LM's names and meanings.",
@@ -166,7 +167,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 
 def _without_accepted(words: list[str]) -> list[str]:
-    """The command line less the flags that ask for what is always so."""
+    """Remove the flags that request what is always the case."""
     kept, skip = [], False
     for word in words:
         if skip:

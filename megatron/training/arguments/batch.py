@@ -1,13 +1,13 @@
-"""How many samples a step takes: constant, or ramped up (Megatron-LM's --rampup-batch-size)."""
+"""The number of samples in a step: constant, or ramped up (Megatron-LM's --rampup-batch-size)."""
 
 from megatron.training.arguments.training import TrainingOptions
 
 
 def global_batch_size(options: TrainingOptions, consumed_samples: int) -> int:
-    """Samples in the step that begins after ``consumed_samples``.
+    """Return the number of samples in the step that begins after ``consumed_samples``.
 
-    With a ramp (START INCREMENT SAMPLES) the batch grows by INCREMENT at equal distances in samples, so that it
-    reaches the full size after SAMPLES.
+    With a ramp (START INCREMENT SAMPLES), the batch grows by INCREMENT at equal distances in samples, and reaches the
+    full size after SAMPLES.
     """
     if options.rampup_batch_size is None:
         return options.global_batch_size
@@ -19,7 +19,7 @@ def global_batch_size(options: TrainingOptions, consumed_samples: int) -> int:
 
 
 def train_steps(options: TrainingOptions) -> int:
-    """Steps of the whole run; 0 if it has no length (--skip-train)."""
+    """Return the number of steps of the whole run; 0 if it has no length (--skip-train)."""
     if options.train_iters is not None or options.train_samples is None:
         return options.train_iters or 0
     if options.rampup_batch_size is None:

@@ -1,7 +1,7 @@
-"""Combinations of flags that cannot work, found before any process group is made.
+"""Finds combinations of flags that cannot work, before any process group is made.
 
-Each ``_check_*`` is a pure function of the options and the layout that yields (problem, fix) pairs; the problems carry
-the numbers. What megatron-core's own configuration refuses beyond these is reported by ``model.transformer_config``.
+Each ``_check_*`` is a pure function of the options and the layout that yields (problem, fix) pairs; problems contain
+the numbers. What megatron-core's own configuration rejects beyond these is reported by ``config.transformer_config``.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ def check(options, world_size: int, *, has_te: bool, replicas: int = 0) -> Layou
 
     Args:
         options: ``megatron.training.arguments.Options``; defaults that depend on other flags are filled in.
-        world_size: ranks of the job.
+        world_size: number of ranks of the job.
         has_te: Transformer Engine can be imported.
         replicas: of the model, which train apart from each other (FT-HSDP); 0: there are none.
 
     Raises:
-        UserError: naming every problem found, each with its fix.
+        UserError: names every problem found, each with its fix.
     """
     grid, found = examine(options, world_size, has_te=has_te, replicas=replicas)
     if found:
@@ -42,12 +42,15 @@ def check(options, world_size: int, *, has_te: bool, replicas: int = 0) -> Layou
 def examine(
     options, world_size: int, *, has_te: bool, replicas: int = 0, shapes_are_known: bool = True
 ) -> tuple[Layout | None, list[Problem]]:
-    """As ``check``, but the problems are returned; the layout is None where there can be none.
+    """Check as ``check`` does, but return the problems. The layout is None if there is none.
 
-    Where sizes are missing or wrong, what depends on them cannot be told: then only the other flags are looked at.
+    If sizes are missing or wrong, what depends on them cannot be checked; then only the other flags are.
 
     Args:
-        shapes_are_known: False: the sizes in ``options`` are not those that are meant.
+        options: as for ``check``.
+        world_size: as for ``check``.
+        has_te: as for ``check``.
+        shapes_are_known: False: the sizes in ``options`` are not the intended ones.
     """
     found = list(_check_required(options))
     found += _check_world(options, world_size) if shapes_are_known else ()
@@ -68,7 +71,7 @@ def examine(
 
 
 def _fill_defaults(options, grid: Layout) -> None:
-    """Defaults that depend on other flags."""
+    """Fill in defaults that depend on other flags."""
     if options.training.global_batch_size is None:
         options.training.global_batch_size = options.training.micro_batch_size * grid.dp
     if options.model.max_position_embeddings is None:
@@ -78,7 +81,7 @@ def _fill_defaults(options, grid: Layout) -> None:
     if options.moe.num_experts and options.moe.moe_ffn_hidden_size is None:
         options.moe.moe_ffn_hidden_size = options.model.ffn_hidden_size
     if grid.tp == 1:
-        options.parallel.sequence_parallel = False  # Megatron-LM too: there is nothing to split over
+        options.parallel.sequence_parallel = False  # as in Megatron-LM: there is nothing to split over
 
 
 def _check_required(options) -> Iterator[Problem]:
@@ -290,7 +293,7 @@ def _check_data(options, grid: Layout) -> Iterator[Problem]:
 
 
 def _wants_te(options, grid: Layout) -> list[str]:
-    """The flags given that only Transformer Engine can follow."""
+    """Return the given flags that need Transformer Engine."""
     wanted = {
         "--context-parallel-size": grid.cp > 1,
         "--transformer-impl transformer_engine": options.kernels.transformer_impl == "transformer_engine",

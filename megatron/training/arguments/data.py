@@ -1,4 +1,4 @@
-"""Flags: the text that is trained on, and the tokenizer it was made with."""
+"""Flags: the training text, and its tokenizer."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Flags: fault tolerance. With all of them off nothing of it is loaded."""
+"""Flags: fault tolerance. With all of them off, none of its code is loaded."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -70,10 +70,10 @@ class FaultToleranceOptions:
 
     @property
     def follows_operators(self) -> bool:
-        """DMR follows every operator: to have it executed twice, or to profile it."""
+        """Whether DMR follows every operator, to execute it twice or to profile it."""
         return self.ft_dmr is not None or self.ft_dmr_plan is not None or self.ft_dmr_profile is not None
 
     @property
     def rebuilds_stages(self) -> bool:
-        """A pipeline stage that is lost everywhere is rebuilt from its neighbours."""
+        """Whether a pipeline stage that is lost on all ranks is rebuilt from its neighbours."""
         return self.ft_checkfree or self.ft_checkfree_plus

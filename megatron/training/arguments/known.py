@@ -1,4 +1,4 @@
-"""What a flag is that no option dataclass defines: obsolete, renamed, another one's misspelling, or not supported."""
+"""Explains flags that no option dataclass defines: obsolete, renamed, misspelt or unsupported ones."""
 
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ ACCEPTED = {
     "--lazy-mpu-init": "long gone from Megatron-LM",
     "--no-scatter-gather-tensors-in-pipeline": "long gone from Megatron-LM",
 }
-"""Megatron-LM flags that ask for what is always so here. A value, where the flag takes one, is read and dropped."""
+"""Megatron-LM flags that request what is always the case here. A flag's value is read and ignored."""
 
 ACCEPTED_WITH_VALUE = {"--dist-ckpt-format"}
 
@@ -28,24 +28,24 @@ RENAMED = {
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--checkpoint-activations": "--recompute-activations",
 }
-"""Flags Megatron-LM itself refuses in favour of another one."""
+"""Flags that Megatron-LM itself rejects, with their replacements."""
 
 
 @cache
 def megatron_lm_flags() -> frozenset[str]:
-    """The flags of Megatron-LM's own parser, core releases 0.16.1 to 0.19.0."""
+    """Return the flags of Megatron-LM's own parser, core releases 0.16.1 to 0.19.0."""
     return frozenset((Path(__file__).parent / "megatron_lm_flags.txt").read_text().split())
 
 
 def explain(unknown: str, supported: list[str]) -> tuple[Problem, str | None]:
-    """What is wrong with ``unknown`` and what to write instead.
+    """Explain what is wrong with ``unknown``, and what to write instead.
 
     Args:
         unknown: a command-line word that starts with ``--``, without ``=value``.
-        supported: every flag the parser knows.
+        supported: every flag of the parser.
 
     Returns:
-        ((problem, fix), the flag that was meant, None where nothing tells)
+        ((problem, fix), the flag that was probably meant, None if there is no candidate).
     """
     if unknown in RENAMED:
         return (f"{unknown} is no longer a Megatron-LM flag", f"use {RENAMED[unknown]}"), RENAMED[unknown]

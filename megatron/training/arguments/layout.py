@@ -1,4 +1,4 @@
-"""The grid of logical ranks: TP x CP x EP x DP x PP, as a pure function of the flags and the world size."""
+"""The grid of logical ranks, TP x CP x EP x DP x PP, as a pure function of the flags and the world size."""
 
 from dataclasses import asdict, dataclass
 
@@ -7,7 +7,7 @@ from megatron.training.arguments.parallel import ParallelOptions
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of every parallel dimension. ``vpp`` is None without the interleaved schedule."""
+    """Sizes of all parallel dimensions. ``vpp`` is None without the interleaved schedule."""
 
     world_size: int
     tp: int
@@ -25,7 +25,7 @@ class Layout:
 
 
 def layout(options: ParallelOptions, num_layers: int, world_size: int) -> Layout:
-    """The layout; sizes that do not divide are rounded down (``check`` refuses them beforehand)."""
+    """Return the layout. Sizes that do not divide are rounded down (``check`` rejects them before)."""
     tp, pp, cp = (
         options.tensor_model_parallel_size,
         options.pipeline_model_parallel_size,
@@ -44,7 +44,7 @@ def layout(options: ParallelOptions, num_layers: int, world_size: int) -> Layout
 
 
 def _virtual_stages(options: ParallelOptions, num_layers: int) -> int | None:
-    """Model chunks per rank; None where that is one."""
+    """Return the number of model chunks per rank; None if that is one."""
     chunks = options.num_virtual_stages_per_pipeline_rank
     if options.num_layers_per_virtual_pipeline_stage:
         extra = options.account_for_embedding_in_pipeline_split + options.account_for_loss_in_pipeline_split

@@ -8,7 +8,7 @@ from megatron.training.arguments.schema import flag
 
 
 def _frequency(word: str) -> int | list[int]:
-    """``3`` (every third layer is MoE) or a 0/1 pattern such as ``[0,1,1]`` or ``([0]*1+[1]*3)*2``."""
+    """Parse ``3`` (every third layer is MoE) or a 0/1 pattern such as ``[0,1,1]`` or ``([0]*1+[1]*3)*2``."""
     try:
         return int(word)
     except ValueError:

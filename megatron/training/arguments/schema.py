@@ -1,7 +1,7 @@
-"""From option dataclasses to an ``argparse`` parser and back.
+"""Generates an ``argparse`` parser from option dataclasses, and builds them from its result.
 
-Every field of an option dataclass is one command-line flag. Its name is the flag's (``_`` becomes ``-``),
-its annotation the type, its default the default, and the string literal below it the help text.
+Every field of an option dataclass is one command-line flag. Its name is the flag's (``_`` becomes ``-``), its
+annotation the type, its default the default, and the string literal below it the help text.
 
 * ``bool`` with default False: ``--name`` switches it on.
 * ``bool`` with default True: ``--no-name`` switches it off.
@@ -27,13 +27,13 @@ def flag(
     parse=None,
     repeats: bool = False,
 ):
-    """A dataclass field whose flag is spelled differently from its name, or parsed specially.
+    """Return a dataclass field whose flag is spelt differently from its name, or parsed specially.
 
     Args:
         default: the field's default; a list is copied for each instance.
         on: spelling(s) that set the field (for a bool: to True).
         off: spelling(s) that set a bool field to False.
-        parse: callable that turns one command-line word into the value.
+        parse: callable that converts one command-line word into the value.
         repeats: (lists) the flag may be given several times, and all its values count.
     """
     meta = {"on": _as_list(on), "off": _as_list(off), "parse": parse, "repeats": repeats}
@@ -43,7 +43,7 @@ def flag(
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Adds one argument group with all of ``cls``'s fields; absent flags leave no attribute behind."""
+    """Add one argument group with all of ``cls``'s fields. Flags that are not given leave no attribute."""
     docs = field_docs(cls)
     group = parser.add_argument_group(inspect.cleandoc(cls.__doc__).splitlines()[0])
     for f in fields(cls):
@@ -67,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
 
 
 def spellings(f: Field) -> tuple[list[str], list[str]]:
-    """The flags that set field ``f``, and for a bool those that clear it."""
+    """Return the flags that set field ``f``, and for a bool those that clear it."""
     dashed = f.name.replace("_", "-")
     on, off = f.metadata.get("on") or [], f.metadata.get("off") or []
     if on or off:
@@ -82,13 +82,13 @@ def all_spellings(cls: type) -> list[str]:
 
 
 def build(cls: type, namespace: argparse.Namespace):
-    """An instance of ``cls`` from the flags that were given; ``__post_init__`` validates it."""
+    """Return an instance of ``cls`` from the given flags. ``__post_init__`` validates it."""
     given = vars(namespace)
     return cls(**{f.name: given[f.name] for f in fields(cls) if f.init and f.name in given})
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The string literal below each field of a dataclass, as one line."""
+    """Return the string literal below each field of a dataclass, as one line."""
     body = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0].body
     return {
         a.target.id: " ".join(b.value.value.split())
@@ -101,7 +101,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _value_kind(annotation) -> dict[str, Any]:
-    """``add_argument`` keywords (type, nargs, choices) for a field's annotation."""
+    """Return ``add_argument`` keywords (type, nargs, choices) for a field's annotation."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
         (inner,) = [a for a in args if a is not type(None)]

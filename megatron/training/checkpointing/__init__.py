@@ -1,4 +1,6 @@
-"""Checkpoints: sharded, verified, atomic; see ``checkpointer`` for the interface and ``naming`` for the files.
+"""Checkpoints: sharded, verified, written atomically.
+
+See ``checkpointer`` for the interface and ``naming`` for the files.
 
 The names below are imported when they are first used, so that ``python -m megatron.training.checkpointing`` runs
 without torch.

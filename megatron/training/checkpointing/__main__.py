@@ -8,7 +8,7 @@ from megatron.training.checkpointing import naming, verify
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; 0: everything is sound, 1: something is not, 2: there is nothing to look at."""
+    """Run the command. Return 0: all checkpoints are valid, 1: some are not, 2: there are none."""
     parser = argparse.ArgumentParser(prog="python -m megatron.training.checkpointing", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("verify", help="list the checkpoints in a folder and check every file of them")

@@ -1,7 +1,7 @@
-"""What the ranks tell each other about a checkpoint: JSON over a process group that nobody else uses.
+"""Exchanges control messages about a checkpoint between ranks: JSON over a dedicated process group.
 
-A group of its own, because its operations are started when a rank's writer is done, which is another step on every
-rank, and must not get in between the training's. gloo, because nothing here is worth a GPU's time.
+The group is dedicated because its collectives start when a rank's writer has finished, which is at another step on
+every rank, so they must not be mixed with the training's. It uses gloo, because the messages are small.
 """
 
 import json
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron.training.checkpointing.pending import Pending, finish
 
-# A rank whose writer is done waits in this group for the slowest one. A slow disk is not a fault, and a dead rank is
-# noticed by the training's own collectives, so the limit is far beyond both.
+# A rank whose writer has finished waits in this group for the slowest rank. A slow disk is not a failure, and a dead
+# rank is detected by the training's own collectives, so the limit is far beyond both.
 SLOWEST_WRITE = timedelta(hours=6)
 _HEADER = 8
 
@@ -32,28 +32,28 @@ class _Collective:
 
 
 class Channel:
-    """Exchanges small JSON values among all ranks. Every method is called by all of them, in the same order."""
+    """Exchanges small JSON values among all ranks. All ranks have to call every method, in the same order."""
 
     def __init__(self):
         self.group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gathering(self, value: Any) -> Generator[Pending, None, list | None]:
-        """Generator; its result is every rank's value on rank 0, None elsewhere."""
+        """Generator whose result is every rank's value on rank 0, and None elsewhere."""
         mine = yield from self._padded(value)
         parts = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else None
         yield _Collective(dist.gather(mine, parts, dst=0, group=self.group, async_op=True))
         return [_decode(p) for p in parts] if parts is not None else None
 
     def sharing(self, value: Any) -> Generator[Pending, None, list]:
-        """Generator; its result is every rank's value, on every rank."""
+        """Generator whose result is every rank's value, on every rank."""
         mine = yield from self._padded(value)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         yield _Collective(dist.all_gather(parts, mine, group=self.group, async_op=True))
         return [_decode(p) for p in parts]
 
     def broadcasting(self, value: Any) -> Generator[Pending, None, Any]:
-        """Generator; its result is rank 0's value, on every rank."""
+        """Generator whose result is rank 0's value, on every rank."""
         data = yield from self._padded(value if self.rank == 0 else None)
         yield _Collective(dist.broadcast(data, src=0, group=self.group, async_op=True))
         return _decode(data)
@@ -69,7 +69,7 @@ class Channel:
             dist.destroy_process_group(self.group)
 
     def _padded(self, value: Any) -> Generator[Pending, None, torch.Tensor]:
-        """Generator; its result is ``value`` as bytes, padded to the longest rank's length."""
+        """Generator whose result is ``value`` as bytes, padded to the longest rank's length."""
         data = json.dumps(value).encode()
         longest = torch.tensor([len(data)])
         yield _Collective(dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group, async_op=True))

@@ -1,4 +1,4 @@
-"""What the training loop talks to: save, finalize, load, close."""
+"""The checkpointing interface for the training loop: save, finalize, load, close."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -21,21 +21,21 @@ from megatron.training.checkpointing.writer import bytes_in_words
 
 
 class Checkpointer:
-    """Saves and loads checkpoints; at most one save is under way.
+    """Saves and loads checkpoints. At most one save is in progress.
 
-    It is made on all ranks after megatron-core's process groups, and every method is called on all ranks, in the
-    same order.
+    Create it on all ranks after megatron-core's process groups, and call every method on all ranks, in the same order.
 
     Args:
+        options: checkpoint flags.
         layout: sizes of the parallel dimensions: ``world_size``, ``tp``, ``pp``, ``dp``, ``cp``, ``ep``, ...
-        run_info: what a checkpoint is to say about the run, fit for JSON: ``model`` (the options that shape the model,
-            with ``vocab_size``; compared on loading), ``options`` (all options, by group, for information) and
+        run_info: JSON values about the run to store in a checkpoint: ``model`` (the options that shape the model, with
+            ``vocab_size``; compared on loading), ``options`` (all options, by group, for information) and
             ``fingerprints`` (of ``tokenizer`` and ``data``; compared on loading).
         data_parallel_random_init: data-parallel ranks have generator states of their own.
         log: prints a message; called on rank 0.
 
     Raises:
-        UserError: --save is a folder that cannot be written to.
+        UserError: the folder of --save cannot be written.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Checkpointer:
         self._saver = self._make_saver() if options.save else None
 
     def save(self, state: TrainState, model: list, optimizer: Any, scheduler: Any) -> bool:
-        """Saves the state after ``state.step`` steps.
+        """Save the state after ``state.step`` steps.
 
-        A save that fails (full disk, ...) says so and changes nothing else: training can go on, older checkpoints
+        A save that fails (full disk, ...) is logged and has no other effect: training continues, and older checkpoints
         stay. With --async-save the state is captured on return, and :meth:`maybe_finalize` does the rest.
 
         Returns:
-            True: the checkpoint is complete, or under way. False: it failed, or there is no --save.
+            True: the checkpoint is complete, or in progress. False: it failed, or there is no --save.
         """
         if self._saver is None:
             return False
@@ -98,26 +98,31 @@ class Checkpointer:
         return self._advance(blocking=not self._options.async_save)
 
     def maybe_finalize(self, blocking: bool = False) -> None:
-        """Does what is due for a save under way; call it after every step. ``blocking``: waits for its end.
+        """Advance a save in progress. Call it after every step. ``blocking``: wait for its end.
 
-        It costs nothing when no save is under way, and never waits for another rank unless ``blocking``.
+        It costs nothing when no save is in progress, and never waits for another rank unless ``blocking``.
         """
         if self._under_way is not None:
             self._advance(blocking)
 
     def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
-        """Loads the newest checkpoint that verifies, or that of --ckpt-step, into all that is given.
+        """Load the newest checkpoint that passes verification, or that of --ckpt-step, into the given objects.
 
         Args:
-            seed: the run's; generators whose saved states fit another layout are reseeded from it and the step.
+            state: receives the position of the run.
+            model: model chunks.
+            optimizer: the optimizer.
+            scheduler: the learning-rate schedule.
+            seed: the run's seed; generators whose saved states belong to another layout are reseeded from it and the
+                step.
 
         Returns:
-            What was loaded; None if there is no --load or no checkpoint in it.
+            A report of what was loaded; None if there is no --load or no checkpoint in it.
 
         Raises:
-            NoUsableCheckpoint: there are checkpoints, and all are broken; or that of --ckpt-step is not usable.
-            UserError: the folder cannot be read, is empty under --exit-on-missing-checkpoint, or the checkpoint is
-                of another model, tokenizer or kind of optimizer.
+            NoUsableCheckpoint: there are checkpoints, but all are broken; or that of --ckpt-step is not usable.
+            UserError: the folder cannot be read, is empty under --exit-on-missing-checkpoint, or the checkpoint belongs
+                to another model, tokenizer or kind of optimizer.
         """
         if not self._options.load:
             return None
@@ -137,9 +142,9 @@ class Checkpointer:
         return report
 
     def rejoin(self) -> None:
-        """After a recovery, on all ranks: what was under way is given up, and all agree again on what is saved.
+        """After a recovery, on all ranks: abandon a save in progress, and agree again on what is saved.
 
-        A save that was given up is owed (``owes_a_save``): the next step's end is as good a moment.
+        An abandoned save is repeated at the end of the next step (``owes_a_save``).
         """
         if self._channel is None:
             return
@@ -154,10 +159,10 @@ class Checkpointer:
             self._saver.forget_plan()
 
     def close(self, abort: bool = False) -> None:
-        """Finalizes a save under way and lets go of the process group.
+        """Finalize a save in progress, and release the process group.
 
         Args:
-            abort: other ranks may be dead: end the writer, wait for nobody, and leave the partial folder behind.
+            abort: other ranks may be dead: end the writer, wait for no rank, and leave the partial folder behind.
         """
         if abort:
             if self._under_way is not None:
@@ -170,7 +175,7 @@ class Checkpointer:
         self._channel = self._saver = None
 
     def _advance(self, blocking: bool) -> bool:
-        """Goes on with the save under way; False if that ended it, and without a checkpoint."""
+        """Advance the save in progress. Return False if it has ended without a checkpoint."""
         if not self._under_way.advance(blocking):
             return True
         ended, self._under_way = self._under_way, None

@@ -1,4 +1,4 @@
-"""Rank 0's part of a save: the folder before, the one moment in which the checkpoint comes into being, and after."""
+"""Rank 0's part of a save: preparing the folder, committing the checkpoint atomically, removing old ones."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ _CORE_FILES = (".metadata", "metadata.json")
 
 
 def check_writable(folder: Path) -> None:
-    """Makes the folder if need be, and makes sure that files can be made in it.
+    """Create the folder if necessary, and check that files can be created in it.
 
     Raises:
         UserError: a file is in the way, or permissions or the file system forbid it.
@@ -41,17 +41,17 @@ def check_writable(folder: Path) -> None:
 
 
 def prepare(folder: Path, step: int) -> tuple[Path, int]:
-    """Clears what dead saves and removals left and makes the folder to write into.
+    """Remove the remains of interrupted saves and removals, and create the folder to write into.
 
-    Only one job writes to a checkpoint folder, and it has one save under way at a time. Workers of its own that were
-    given up, but not reached by their end yet, may be at an earlier one: that loses its folder here, and so can neither
+    Only one job writes to a checkpoint folder, and has one save in progress at a time. Workers of this job that were
+    given up but have not ended yet may still be writing an earlier save: its folder is removed here, so it can neither
     be committed nor get into this one. What cannot be removed because of them is removed by a later save.
 
     Returns:
         (the partial folder, the serial number of the new checkpoint).
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(folder):
@@ -63,15 +63,16 @@ def prepare(folder: Path, step: int) -> tuple[Path, int]:
 
 
 def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]) -> None:
-    """Turns the partial folder into a checkpoint, in its very last act; until then nothing has happened to others.
+    """Turn the partial folder into a checkpoint by renaming it last. Until then no existing checkpoint is affected.
 
     Args:
-        manifest: all but its files.
-        metadata: of the whole checkpoint, without the places of the shards.
-        reports: what every rank's writer says it wrote; all of them succeeded.
+        partial: the folder with the files of all ranks.
+        manifest: the manifest without its files.
+        metadata: metadata of the whole checkpoint, without the locations of the shards.
+        reports: the reports of all ranks' writers, all of them successful.
 
     Raises:
-        OSError: the disk failed; the partial folder is still there.
+        OSError: the disk failed; the partial folder still exists.
     """
     written = [file for report in reports for file in report["files"]]
     results = [
@@ -95,17 +96,17 @@ def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[
 
 
 def track(folder: Path, step: int) -> None:
-    """Tells Megatron's tools which checkpoint is the newest; our own loading does not depend on it."""
+    """Write the step of the newest checkpoint for Megatron's tools. Our own loading does not depend on it."""
     durable.replace_text(folder / naming.TRACKER, f"{step}\n")
 
 
 def discard(partial: Path) -> None:
-    """Removes the partial folder of a save that failed, as far as the disk lets it; the next save tries again."""
+    """Remove the partial folder of a failed save, as far as the disk allows it. The next save tries again."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> list[str]:
-    """Removes what was replaced and the checkpoints that are too many. Returns what could not be removed, and why."""
+    """Remove replaced and surplus checkpoints. Return what could not be removed, and why."""
     failures = []
     for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run: by what its manifest says first, then by its tensors."""
+"""Checks whether a checkpoint fits a run: by its manifest first, then by its tensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.training.checkpointing.manifest import Manifest
 
-# The model options that decide which tensors there are, their shapes, or what the numbers in them mean.
+# The model options that decide which tensors exist, their shapes, or what their values mean.
 SHAPING = (
     "num_layers",
     "hidden_size",
@@ -38,10 +38,12 @@ _SHOWN = 5
 
 
 def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: bool) -> str | None:
-    """Makes sure that the checkpoint at ``path`` is of this run's model and tokenizer; a notice if there is one.
+    """Check that the checkpoint at ``path`` belongs to this run's model and tokenizer.
+
+    Return a notice, if there is one.
 
     Raises:
-        UserError: it is not.
+        UserError: it does not.
     """
     different = option_differences(manifest.run.get("model", {}), run.get("model", {}))
     if different:
@@ -60,14 +62,16 @@ def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: 
 
 
 def check_optimizer(path: Path, manifest: Manifest, ours: str | None, here: Mapping[str, int]) -> str | None:
-    """How the optimizer state at ``path`` is stored; None if this run has no optimizer.
+    """Return how the optimizer state at ``path`` is stored; None if this run has no optimizer.
 
     Args:
-        ours: how this run would store its own.
+        path: the checkpoint.
+        manifest: its manifest.
+        ours: how this run would store its own state.
         here: this run's sizes ``pp``, ``tp`` and ``ep``.
 
     Raises:
-        UserError: there is none, or it does not load into this run's.
+        UserError: there is no optimizer state, or it cannot be loaded into this run's optimizer.
     """
     stored, advice = manifest.optimizer, "add --no-load-optim to go on with a fresh optimizer"
     if ours is None:
@@ -94,7 +98,7 @@ def sizes_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def option_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Shaping options that both know and that differ, one line each."""
+    """Return the shaping options that both sides have and that differ, one line each."""
     return [
         f"{name}: {saved[name]} in the checkpoint, {current[name]} in this run"
         for name in SHAPING
@@ -103,13 +107,13 @@ def option_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 
 def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any], vocabulary_known: bool) -> list[str]:
-    """Tensors and objects that the checkpoint lacks or holds in another shape, the first few, one line each.
+    """Return the first tensors and objects that the checkpoint lacks or holds in another shape, one line each.
 
     Args:
         wanted: sharded state dict to load.
-        stored: what core's ``load_sharded_metadata`` says, by key.
-        vocabulary_known: the vocabulary sizes were compared already, so that tensors padded along the
-            vocabulary may differ in shape.
+        stored: the result of core's ``load_sharded_metadata``, by key.
+        vocabulary_known: the vocabulary sizes were compared already, so tensors padded along the vocabulary may differ
+            in shape.
     """
     shapes = {s.key: tuple(s.global_shape) for s in stored.values() if isinstance(s, ShardedTensor)}
     keys = {s.key for s in stored.values()}

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: from model, optimizer and the rest to a sharded state dict, and back."""
+"""The content of a checkpoint: converts model, optimizer and other state to a sharded state dict, and back."""
 
 import argparse
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from megatron.core.utils import unwrap_model
 from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.checkpointing import optimizer_state, rng
 
-# Megatron-LM's number for the way weights are laid out inside of a layer.
+# Megatron-LM's version number for the layout of weights inside a layer.
 _WEIGHT_LAYOUT = 3.0
 _CONTENT = "content_metadata"
 
 
 @dataclass
 class TrainState:
-    """Where a run stands, apart from its tensors.
+    """The position of a run, apart from its tensors.
 
     Args:
-        step: optimizer steps done.
-        consumed_train_samples: samples of the training data that were used, over all ranks.
-        consumed_valid_samples: the same of the validation data.
-        extra: whatever else has to survive; numbers, strings, lists and dicts of them.
+        step: number of optimizer steps done.
+        consumed_train_samples: number of training samples used, over all ranks.
+        consumed_valid_samples: number of validation samples used, over all ranks.
+        extra: further values to save; numbers, strings, lists and dicts of them.
     """
 
     step: int = 0
@@ -35,7 +35,11 @@ class TrainState:
 
 
 def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
-    """How ``optimizer`` is stored: None (no state), ``replicated``, ``fully_reshardable`` or ``dp_reshardable``."""
+    """Return how ``optimizer`` is stored.
+
+    Returns:
+        None (no state), ``replicated``, ``fully_reshardable`` or ``dp_reshardable``.
+    """
     if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
         return None
     if not any(isinstance(part, DistributedOptimizer) for part in optimizer_state.parts(optimizer)):
@@ -44,9 +48,10 @@ def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
 
 
 def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str, Any]:
-    """What core has to know to name the shards; the serialisable part of it goes into the checkpoint.
+    """Return what core needs to name the shards. Its serialisable part is stored in the checkpoint.
 
     Args:
+        kind: how the optimizer is stored, None for no optimizer.
         on_first_rank: a fully reshardable optimizer state is gathered on one rank of each data-parallel group.
     """
     metadata = {
@@ -62,7 +67,7 @@ def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str
 
 
 def model_shards(model: list, metadata: dict) -> dict[str, Any]:
-    """The sharded state of all model chunks, ``model`` or ``model0``, ``model1``, ..."""
+    """Return the sharded state of all model chunks, ``model`` or ``model0``, ``model1``, ..."""
     chunks = unwrap_model(model)
     return {_chunk_key(i, len(chunks)): c.sharded_state_dict(metadata=metadata) for i, c in enumerate(chunks)}
 
@@ -81,10 +86,20 @@ def to_save(
     run: Mapping[str, Any],
     layout: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The state dict of a checkpoint; the keys at its top are Megatron-LM's where it has one for the thing.
+    """Return the state dict of a checkpoint. Its top-level keys are Megatron-LM's where that has one.
 
     Args:
-        optimizer_steps: the most that :func:`optimizer_state.steps` is on any rank.
+        state: position of the run.
+        model: model chunks.
+        optimizer: the optimizer.
+        scheduler: the learning-rate schedule, or None.
+        kind: how the optimizer is stored, None: not at all.
+        on_first_rank: see :func:`sharding_metadata`.
+        with_rng: save the states of the random generators.
+        data_parallel_random_init: data-parallel ranks have generator states of their own.
+        optimizer_steps: the maximum of :func:`optimizer_state.steps` over all ranks.
+        run: information about the run.
+        layout: sizes of the parallel dimensions.
     """
     metadata = sharding_metadata(kind, on_first_rank)
     contents: dict[str, Any] = {
@@ -113,7 +128,7 @@ def to_save(
 def to_load(
     model: list, optimizer: Any, *, kind: str | None, with_rng: bool, data_parallel_random_init: bool
 ) -> dict[str, Any]:
-    """The sharded state dict that asks for what this rank needs. ``kind`` is the checkpoint's, None: no optimizer."""
+    """Return the sharded state dict of what this rank needs. ``kind`` is the checkpoint's, None: no optimizer."""
     metadata = sharding_metadata(kind)
     wanted = model_shards(model, metadata)
     if kind is not None:
@@ -125,11 +140,15 @@ def to_load(
 
 
 def apply(loaded: dict[str, Any], model: list, optimizer: Any, scheduler: Any, *, with_optimizer: bool) -> None:
-    """Puts loaded tensors into model, optimizer and schedule.
+    """Load tensors into model, optimizer and schedule.
 
     Args:
-        with_optimizer: the optimizer's and the schedule's state are in ``loaded`` and wanted; else the optimizer
-            takes its master weights from the model's.
+        loaded: the loaded state dict.
+        model: model chunks.
+        optimizer: the optimizer.
+        scheduler: the learning-rate schedule, or None.
+        with_optimizer: load the optimizer's and the schedule's state from ``loaded``; otherwise the optimizer copies
+            its main weights from the model's.
     """
     for i, chunk in enumerate(model):
         chunk.load_state_dict(loaded[_chunk_key(i, len(model))])
@@ -144,7 +163,7 @@ def apply(loaded: dict[str, Any], model: list, optimizer: Any, scheduler: Any, *
 def _load_schedule(scheduler: Any, stored: dict[str, Any]) -> None:
     try:
         scheduler.load_state_dict(stored)
-    except AssertionError as error:  # megatron-core's way of saying that flags and checkpoint differ
+    except AssertionError as error:  # megatron-core raises this when flags and checkpoint differ
         raise UserError(
             f"the schedule of the flags is not the checkpoint's: {error}",
             "add --override-opt-param-scheduler to go on with the flags', or --use-checkpoint-opt-param-scheduler with "
@@ -164,7 +183,7 @@ def _chunk_key(i: int, chunks: int) -> str:
 
 
 def _megatron_args(state: TrainState, run: Mapping, layout: Mapping) -> dict[str, Any]:
-    """What Megatron-LM's tools look up in a checkpoint's ``args``."""
+    """Return the values that Megatron-LM's tools look up in a checkpoint's ``args``."""
     flat: dict[str, Any] = {}
     for name, value in run.get("options", {}).items():
         flat |= value if isinstance(value, Mapping) else {name: value}
@@ -187,7 +206,7 @@ def _megatron_args(state: TrainState, run: Mapping, layout: Mapping) -> dict[str
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in types that ``torch.load(weights_only=True)`` accepts: what is none of them becomes its text."""
+    """Convert ``value`` to types that ``torch.load(weights_only=True)`` accepts; other types become text."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""File operations that survive a crash: each is either done and on the disk, or not done at all."""
+"""File operations that are atomic with respect to crashes: each is either complete and on disk, or not done at all."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ _AT_FDCWD = -100
 
 
 def fsync_folder(folder: Path) -> None:
-    """Puts the folder's entries (names, renames, removals) on the disk."""
+    """Write the folder's entries (names, renames, removals) to disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -19,7 +19,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes ``path`` and waits for the disk; not atomic: for folders that nobody reads yet."""
+    """Write ``path`` and wait for the disk. This is not atomic: use it in folders that have no readers yet."""
     with open(path, "w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -27,7 +27,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Atomically makes ``text`` the content of ``path``."""
+    """Replace the content of ``path`` by ``text``, atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     write_text(temporary, text)
     os.replace(temporary, path)
@@ -35,9 +35,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def move_folder(source: Path, target: Path, aside: Path) -> None:
-    """Renames ``source`` to ``target``; a folder that is there already ends up at ``aside``.
+    """Rename ``source`` to ``target``. A folder that exists there already is moved to ``aside``.
 
-    Where the file system can swap two names at once there is no moment without a ``target``.
+    If the file system can exchange two names atomically, ``target`` exists at every moment.
     """
     if not target.exists():
         os.rename(source, target)
@@ -50,7 +50,7 @@ def move_folder(source: Path, target: Path, aside: Path) -> None:
 
 
 def remove_folder(folder: Path, aside: Path) -> None:
-    """Removes ``folder``; the name is gone at once, so that a half-removed folder never carries it."""
+    """Remove ``folder``. It is renamed first, so that a partly removed folder never has its name."""
     if folder != aside:
         os.rename(folder, aside)
         fsync_folder(folder.parent)
@@ -58,7 +58,7 @@ def remove_folder(folder: Path, aside: Path) -> None:
 
 
 def _swap(a: Path, b: Path) -> bool:
-    """Exchanges two names; False where kernel, C library or file system cannot."""
+    """Exchange two names. Return False if kernel, C library or file system cannot do so."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

@@ -1,4 +1,4 @@
-"""Loading: which checkpoint, whether it is sound, whether it fits, and then into model and optimizer."""
+"""Loads a checkpoint: chooses one, verifies it, checks that it fits, and loads it into model and optimizer."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from megatron.training.checkpointing.naming import Entry
 
 
 class NoUsableCheckpoint(FallbackError, UserError):
-    """There are checkpoints, or one was asked for by its step, and none can be used."""
+    """There are checkpoints, or one was requested by its step, but none can be used."""
 
 
 @dataclass
@@ -30,12 +30,13 @@ class LoadReport:
 
     Args:
         path: the checkpoint's folder.
-        step: its step (with --finetune the run starts at 0 all the same).
-        layout: sizes of the parallel dimensions it was saved from.
-        rejected: newer checkpoints that were passed over, each with what is wrong with it.
+        step: its step (with --finetune the run starts at 0 nevertheless).
+        layout: sizes of the parallel dimensions that it was saved from.
+        rejected: newer checkpoints that were skipped, each with its problem.
         optimizer: whether optimizer and schedule were loaded.
-        rng: ``restored``, ``reseeded`` (the saved states fit another layout) or ``untouched``.
-        verify_s: seconds taken by verifying files; ``seconds``: by all of it.
+        rng: ``restored``, ``reseeded`` (the saved states belong to another layout) or ``untouched``.
+        verify_s: seconds for verifying files.
+        seconds: seconds in total.
     """
 
     path: Path
@@ -49,7 +50,7 @@ class LoadReport:
 
 
 class Loader:
-    """Loads from one folder. Every method is called on all ranks."""
+    """Loads from one folder. All ranks have to call every method."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Loader:
         return report
 
     def _choose(self) -> tuple[Manifest, LoadReport] | None:
-        """The newest checkpoint whose files verify, or the one of --ckpt-step; None if there is none at all."""
+        """Return the newest checkpoint that passes verification, or that of --ckpt-step; None if there is none."""
         entries, tracked = self._entries()
         candidates = self._candidates(entries)
         if candidates is None:
@@ -123,7 +124,11 @@ class Loader:
         )
 
     def _entries(self) -> tuple[list[Entry], str | None]:
-        """What rank 0 finds in the folder, and what the tracker says. Raises UserError if it cannot look."""
+        """Return the checkpoints that rank 0 finds in the folder, and the content of the tracker file.
+
+        Raises:
+            UserError: rank 0 cannot read the folder.
+        """
         answer = None
         if self._channel.rank == 0:
             try:
@@ -168,7 +173,7 @@ class Loader:
         return naming.newest_first(entries)
 
     def _verified(self, entry: Entry) -> tuple[Manifest | None, list[str]]:
-        """The checkpoint's manifest and what is wrong with its files; all ranks share the work."""
+        """Return the checkpoint's manifest, and the problems with its files. All ranks share the work."""
         text, bad = None, []
         path = self._folder / entry.name
         if self._channel.rank == 0:
@@ -184,7 +189,7 @@ class Loader:
         return manifest, sorted(line for lines in self._channel.share(bad) for line in lines)
 
     def _read(self, path: Path, wanted: dict, manifest: Manifest) -> dict:
-        """Reads ``wanted`` from the checkpoint, after making sure that it is there in these shapes."""
+        """Read ``wanted`` from the checkpoint, after checking that it has these tensors in these shapes."""
         strategy = load_strategy(path)
         vocabulary_known = all("vocab_size" in r.get("model", {}) for r in (manifest.run, self._run))
         stored = load_sharded_metadata(str(path), strategy)

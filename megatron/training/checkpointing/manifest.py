@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of, as JSON that carries its own checksum."""
+"""The manifest: a checkpoint's content as JSON, with a checksum of itself."""
 
 import json
 import zlib
@@ -9,7 +9,7 @@ FORMAT = 1
 
 
 class ManifestError(ValueError):
-    """The text is no manifest, or a damaged one."""
+    """The text is not a manifest, or a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,19 @@ class FileRecord:
 
 @dataclass
 class Manifest:
-    """What a checkpoint consists of and where it comes from.
+    """The content and origin of a checkpoint.
 
     Args:
-        step: steps done when it was taken.
-        serial: its place in the order of saving in its folder, from 1.
-        saved_at: UTC, ISO 8601.
-        layout: sizes of the parallel dimensions it was saved from (``world_size``, ``tp``, ``pp``, ...).
-        versions: of megatron-core and torch.
-        optimizer: how the optimizer state is stored (``fully_reshardable``, ``dp_reshardable``, ``replicated``);
-            None without one.
+        step: number of steps done when it was saved.
+        serial: its position in the order of saving in its folder, from 1.
+        saved_at: UTC time, ISO 8601.
+        layout: sizes of the parallel dimensions that it was saved from (``world_size``, ``tp``, ``pp``, ...).
+        versions: versions of megatron-core and torch.
+        optimizer: how the optimizer state is stored (``fully_reshardable``, ``dp_reshardable``, ``replicated``); None
+            without one.
         rng_grid: shape of the grid of generator states; None without them.
-        run: what the caller says about the run: ``model``, ``options``, ``fingerprints``.
-        files: every file but the manifest, by its name in the folder.
+        run: the caller's information about the run: ``model``, ``options``, ``fingerprints``.
+        files: every file except the manifest, by its name in the folder.
     """
 
     step: int
@@ -53,10 +53,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Reads what :meth:`to_json` wrote.
+        """Parse what :meth:`to_json` wrote.
 
         Raises:
-            ManifestError: it is not JSON, not a manifest, of another format, or not what its checksum says.
+            ManifestError: the text is not JSON, not a manifest, of another format, or does not match its checksum.
         """
         try:
             body = json.loads(text)

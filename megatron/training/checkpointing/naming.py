@@ -1,12 +1,12 @@
-"""Names in a checkpoint folder, and which checkpoint is the newest, which are too many: decisions without I/O.
+"""Names in a checkpoint folder; which checkpoint is the newest, and which ones to remove. No I/O.
 
 ::
 
     <save>/latest_checkpointed_iteration.txt      what Megatron's tools read first
-    <save>/iter_0000100/                          a checkpoint: complete, for it got this name last of all
-    <save>/iter_0000200.4f0c91d2.partial/         a save under way, or the remains of one that died
-    <save>/iter_0000050.removed/                  a checkpoint on its way out
-    <save>/iter_0000200.4f0c91d2.removed/         one whose place another save of the same step has taken
+    <save>/iter_0000100/                          a complete checkpoint: it gets this name last
+    <save>/iter_0000200.4f0c91d2.partial/         a save in progress, or the remains of an interrupted one
+    <save>/iter_0000050.removed/                  a checkpoint that is being removed
+    <save>/iter_0000200.4f0c91d2.removed/         a checkpoint that another save of the same step has replaced
 """
 
 import re
@@ -28,9 +28,9 @@ class Entry:
 
     Args:
         name: its folder's name.
-        step: the training step it was taken after.
-        serial: its place in the order of saving, from 1; None if it cannot be told.
-        problem: why it is no complete checkpoint, or None.
+        step: the training step after which it was saved.
+        serial: its position in the order of saving, from 1; None if unknown.
+        problem: why it is not a complete checkpoint, or None.
     """
 
     name: str
@@ -48,12 +48,12 @@ def checkpoint_name(step: int) -> str:
 
 
 def partial_name(step: int) -> str:
-    """Never the same twice: a rank that a network has cut off may still be writing what others save once more."""
+    """Return a unique name: a rank that the network has cut off may still be writing an earlier save of this step."""
     return f"{checkpoint_name(step)}.{secrets.token_hex(4)}{_PARTIAL}"
 
 
 def replaced_name(partial: str) -> str:
-    """What the checkpoint is called whose place the save called ``partial`` takes."""
+    """Return the new name of the checkpoint that the save called ``partial`` replaces."""
     return removed_name(partial.removesuffix(_PARTIAL))
 
 
@@ -62,18 +62,18 @@ def removed_name(name: str) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of the checkpoint called ``name``; None if that is no checkpoint's name."""
+    """Return the step of the checkpoint called ``name``; None if that is not a checkpoint's name."""
     match = _CHECKPOINT.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def is_leftover(name: str) -> bool:
-    """Whether ``name`` is a folder that only an interrupted save or removal leaves behind."""
+    """Return whether ``name`` is a folder that only an interrupted save or removal leaves behind."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def newest_first(entries: Iterable[Entry]) -> list[Entry]:
-    """The complete checkpoints, the one saved last first.
+    """Return the complete checkpoints, the last saved one first.
 
     The order is that of saving, not of steps: after a rollback to step 500 of a run that had reached 1000, the
     checkpoint of step 600 is the newest.
@@ -90,12 +90,13 @@ def next_serial(entries: Iterable[Entry]) -> int:
 
 
 def to_remove(entries: Iterable[Entry], keep_last: int | None, distrusted: Collection[str] = ()) -> list[Entry]:
-    """The complete checkpoints beyond the ``keep_last`` newest, oldest first.
+    """Return the complete checkpoints beyond the ``keep_last`` newest, oldest first.
 
     Args:
-        keep_last: how many stay; None keeps all.
-        distrusted: names of checkpoints that failed verification: they do not count as kept, and they stay,
-            for whoever wants to know what happened to them.
+        entries: the checkpoints in a folder.
+        keep_last: how many to keep; None keeps all.
+        distrusted: names of checkpoints that failed verification: they do not count as kept, and they are not removed,
+            so that the user can examine them.
     """
     if keep_last is None:
         return []

@@ -1,15 +1,15 @@
-"""Loading into core's optimizers, with the care that torch's Adam needs below them.
+"""Loads state into core's optimizers, with fixes for torch's Adam inside them.
 
 Core was written for the optimizers of Apex and Transformer Engine, which count steps per group and not per parameter.
-With those of torch, which serve where neither is installed, core's distributed optimizer
+With torch's optimizers, which are used if neither is installed, core's distributed optimizer
 
-* asks for the state of a first step that a fresh optimizer has not made (an assertion without a message);
+* expects the state of a first step, which a fresh optimizer does not have (an assertion without a message);
 * loads one and the same step tensor into all parameters: torch adds 1 to it once for each of them, so that bias
-  correction runs ahead after a resume;
-* looks for a step among the tensors of ``fully_reshardable`` checkpoints, which have none (a ``KeyError``), and puts
-  that of the fresh optimizer over the one loaded from ``dp_reshardable`` ones.
+correction runs ahead after a resume;
+* expects a step among the tensors of ``fully_reshardable`` checkpoints, which have none (a ``KeyError``), and
+overwrites the one loaded from ``dp_reshardable`` checkpoints by that of the fresh optimizer.
 
-So its step counters are put aside while it loads, and set from its parameter groups afterwards.
+So the step counters are removed while it loads, and set from its parameter groups afterwards.
 """
 
 from collections.abc import Iterator
@@ -24,27 +24,27 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 
 def parts(optimizer: Any) -> list:
-    """The optimizers that one of core's consists of: dense and expert parameters have one each."""
+    """Return the optimizers that one of core's consists of: dense and expert parameters have one each."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def allocate(optimizer: Any) -> None:
-    """Gives fresh optimizers of torch the state that their first step makes; no weight changes."""
+    """Allocate the state of fresh torch optimizers, as their first step would. No weight changes."""
     for part in parts(optimizer):
         if is_torchs(part) and not part.optimizer.state:
             _step_without_effect(part.optimizer)
 
 
 def steps(optimizer: Any) -> int:
-    """The most that a parameter of this rank has counted, where torch's optimizers count; else 0."""
+    """Return the maximum step count of this rank's parameters, if torch's optimizers count; else 0."""
     return max((int(held["step"]) for held, _ in _counting(optimizer)), default=0)
 
 
 @contextmanager
 def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
-    """Within, every parameter's count is ``steps``, and Adam's moments mean the same as before.
+    """Context in which every parameter's step count is ``steps``, with Adam's moments rescaled accordingly.
 
-    After CheckFree has rebuilt a stage its parameters count from there on, and checkpoints have one count for all. The
+    After CheckFree has rebuilt a stage, its parameters count from zero, but checkpoints have one count for all. The
     moments are scaled by the ratio of their bias corrections: m (1 - beta^steps) / (1 - beta^own).
     """
     kept = []
@@ -65,7 +65,7 @@ def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
 
 
 def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
-    """(state, betas) of each parameter that counts its steps."""
+    """Yield (state, betas) of each parameter that counts its steps."""
     for part in parts(optimizer):
         if not is_torchs(part):
             continue
@@ -77,7 +77,7 @@ def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
 
 
 def load(optimizer: Any, loaded: Any) -> None:
-    """Puts a loaded state into ``optimizer``; ``loaded`` is what core's loading made of its sharded state."""
+    """Load a state into ``optimizer``. ``loaded`` is the result of core's loading of its sharded state."""
     own = parts(optimizer)
     if not all(is_torchs(part) and isinstance(part, DistributedOptimizer) for part in own):
         optimizer.load_state_dict(loaded)
@@ -91,9 +91,10 @@ def load(optimizer: Any, loaded: Any) -> None:
 
 
 def _regrouped(part: DistributedOptimizer, saved: list[dict]) -> dict:
-    """What ``part`` needs beside its tensors, from optimizers whose parameters were shared out differently.
+    """Return what ``part`` needs besides its tensors, from saved optimizers whose parameters were grouped differently.
 
-    Experts have an optimizer of their own where they are spread over ranks, and share that of the rest where not.
+    Experts have an optimizer of their own if they are spread over ranks, and otherwise share that of the dense
+    parameters.
     """
     groups = []
     for group in part.optimizer.param_groups:
@@ -103,7 +104,7 @@ def _regrouped(part: DistributedOptimizer, saved: list[dict]) -> dict:
 
 
 def _identity(group: dict) -> dict:
-    """What core tells parameter groups apart by."""
+    """Return the keys by which core distinguishes parameter groups."""
     return {key: group[key] for key in param_group_identifier_keys if key in group}
 
 
@@ -113,7 +114,7 @@ def _kind(group: dict) -> dict:
 
 @torch.no_grad()
 def _load_distributed(part: DistributedOptimizer, common: dict, tensors: Any) -> None:
-    """Loads one optimizer; ``common`` is what is not sharded of its state, ``tensors`` the rest."""
+    """Load one optimizer. ``common`` is the part of its state that is not sharded, ``tensors`` the rest."""
     part.load_state_dict({key: value for key, value in common.items() if key != "param_state"})
     inner = part.optimizer
     for of_parameter in inner.state.values():
@@ -129,7 +130,7 @@ def _load_distributed(part: DistributedOptimizer, common: dict, tensors: Any) ->
 
 
 def _step_without_effect(inner: torch.optim.Optimizer) -> None:
-    """A step with gradients of zero and a rate of zero."""
+    """Make a step with zero gradients and a learning rate of zero."""
     rates = [group["lr"] for group in inner.param_groups]
     parameters = [p for group in inner.param_groups for p in group["params"]]
     for group in inner.param_groups:

@@ -1,7 +1,7 @@
-"""Work that goes on while training does: generators that yield what they wait for.
+"""Background work in the form of generators that yield what they wait for.
 
-A generator of this package's kind yields :class:`Pending` things and returns its result. ``finish`` runs one to its
-end; :class:`Progress` runs one as far as it gets without waiting.
+Such a generator yields :class:`Pending` objects, and returns its result. ``finish`` runs a generator to its end;
+:class:`Progress` runs it as far as possible without waiting.
 """
 
 import threading
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 class Pending(Protocol):
     def done(self) -> bool:
-        """Whether ``wait`` would return at once; costs microseconds."""
+        """Return whether ``wait`` would return at once. Takes microseconds."""
 
     def wait(self) -> None:
-        """Returns when it is done."""
+        """Block until it is done."""
 
 
 class InThread:
-    """Runs ``function`` in a thread; ``result`` is what it returned, after ``wait``, which raises what it raised."""
+    """Runs ``function`` in a thread. After ``wait``, which re-raises its exception, ``result`` is its return value."""
 
     def __init__(self, function: Callable[[], Any]):
         self.result = None
@@ -43,7 +43,7 @@ class InThread:
 
 
 class Progress:
-    """A generator on its way; ``result`` is what it returned once ``advance`` said True."""
+    """A generator in progress. ``result`` is its return value once ``advance`` has returned True."""
 
     def __init__(self, steps: Generator[Pending, None, Any]):
         self._steps = steps
@@ -51,7 +51,7 @@ class Progress:
         self.result = None
 
     def advance(self, blocking: bool) -> bool:
-        """Goes on as far as possible, or to the end if ``blocking``; whether the end was reached."""
+        """Run the generator as far as possible, or to the end if ``blocking``. Return whether it has ended."""
         while True:
             if self._waits_for is not None:
                 if not blocking and not self._waits_for.done():
@@ -64,12 +64,12 @@ class Progress:
                 return True
 
     def abandon(self) -> None:
-        """Drops the generator where it is; its ``finally`` clauses run."""
+        """Close the generator where it is. Its ``finally`` clauses run."""
         self._steps.close()
 
 
 def finish(steps: Generator[Pending, None, Any]) -> Any:
-    """Runs a generator to its end and returns its result."""
+    """Run a generator to its end, and return its result."""
     progress = Progress(steps)
     progress.advance(blocking=True)
     return progress.result

@@ -1,8 +1,8 @@
-"""What this rank has to write of a state dict, planned with megatron-core's sharding and torch's save planner.
+"""Plans what this rank writes of a state dict, with megatron-core's sharding and torch's save planner.
 
-Core's own writer is not used. In 0.16.1 it forks processes of its own for each file, waits for ever when one of them
-dies, needs psutil without requiring it, starts a ``spawn``ed manager process per rank that imports torch again, and
-tells only rank 0 why it failed; in 0.19 it is another one altogether. The planning and the format are core's.
+Core's own writer is not used. In 0.16.1 it forks processes for each file, waits for ever if one of them dies, needs
+psutil without requiring it, spawns a manager process per rank that imports torch again, and reports the cause of a
+failure only on rank 0; in 0.19 it is a different one. The planning and the format are core's.
 """
 
 import io
@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from megatron.training.checkpointing.writer import OutputFile
 
 COMMON = "common.pt"
-# What torch.save adds to a tensor's own bytes, from above.
+# Upper bound in bytes of what torch.save adds to a tensor's own bytes.
 _OVERHEAD = 2048
 
 
@@ -32,9 +32,9 @@ class Plan:
     """What a rank writes.
 
     Args:
-        files: this rank's; rank 0 also has the part of the state that is the same everywhere.
-        bytes: their size, estimated.
-        metadata: rank 0: the shapes and shards of the whole checkpoint, still without the places of the shards.
+        files: this rank's files; rank 0 also has the part of the state that is equal on all ranks.
+        bytes: their estimated size.
+        metadata: on rank 0: the shapes and shards of the whole checkpoint, without the locations of the shards.
         error: why this rank could not plan, or None.
     """
 
@@ -45,12 +45,12 @@ class Plan:
 
 
 class SavePlanning:
-    """Plans saves; keeps from one save to the next what ``constant`` state dicts let it keep.
+    """Plans saves, and reuses earlier plans if ``constant`` allows it.
 
     Args:
-        spread_over: data-parallel group over which the writing of replicated tensors is spread; None: the first
-            replica writes.
-        constant: the caller's word that every state dict has the same keys and shapes.
+        spread_over: data-parallel group over which the writing of replicated tensors is spread; None: the first replica
+            writes.
+        constant: the caller guarantees that every state dict has the same keys and shapes.
     """
 
     def __init__(self, spread_over: dist.ProcessGroup | None, constant: bool):
@@ -58,7 +58,7 @@ class SavePlanning:
         self.forget()
 
     def forget(self) -> None:
-        """Keeps nothing from earlier saves. On all ranks, where one of them has made none."""
+        """Drop everything kept from earlier saves. Call it on all ranks if one of them has made no save."""
         self._first = True
         self._items: list | None = None
         self._metadata: Metadata | None = None
@@ -69,9 +69,9 @@ class SavePlanning:
             )
 
     def plan(self, state_dict: dict, group: dist.ProcessGroup) -> Plan:
-        """Plans the save of ``state_dict``, on all ranks of ``group`` together.
+        """Plan the save of ``state_dict``. Collective over ``group``.
 
-        Tensors of another device are copied to the host; the plan of host tensors refers to the tensors themselves.
+        Tensors of another device are copied to the host; the plan for host tensors refers to the tensors themselves.
         """
         local, error = None, None
         try:
@@ -96,14 +96,14 @@ class SavePlanning:
         return Plan(files, sum(_size(data) + _OVERHEAD for _, data in parts), metadata)
 
     def _distribute(self, sharded: dict) -> None:
-        """Decides which replica writes; checks once that every shard is written by exactly one rank."""
+        """Decide which replica writes, and check once that exactly one rank writes every shard."""
         if self._spread is not None:
             self._spread.apply_saving_parallelization(sharded)
         elif self._first:
             validate_sharding_integrity(determine_global_metadata(sharded)[1])
 
     def _agree_on_metadata(self, local: tuple | None, group: dist.ProcessGroup) -> Metadata | None:
-        """Rank 0: the metadata of the whole checkpoint, from every rank's plan."""
+        """Return on rank 0 the metadata of the whole checkpoint, combined from every rank's plan."""
         planner, items = local or (None, None)
         if self._constant:
             same = torch.tensor([int(items is not None and items == self._items)])
@@ -119,7 +119,7 @@ class SavePlanning:
 
 
 def index_from_json(index: list) -> MetadataIndex:
-    """The inverse of what plans put beside each part."""
+    """Decode the index that plans store with each part."""
     name, offset = index
     return MetadataIndex(name, offset)
 
@@ -129,7 +129,7 @@ def _index_to_json(index: MetadataIndex) -> list:
 
 
 def _local_plan(sharded: dict) -> tuple[MCoreSavePlanner, list]:
-    """A planner that knows the shards of which this rank has the main replica, and its items."""
+    """Return a planner that knows the shards of which this rank has the main replica, and its items."""
     shards: dict[str, list[ShardedBase]] = {}
     for shard in nested_values(sharded):
         if is_main_replica(shard.replica_id):

@@ -1,4 +1,4 @@
-"""The random number generators of a rank: Python's, numpy's, torch's, the device's and megatron-core's own."""
+"""Saves and restores a rank's random number generators: those of Python, numpy, torch, the device and megatron-core."""
 
 import hashlib
 import random
@@ -14,12 +14,12 @@ KEY = "rng_state"
 
 
 def grid(data_parallel_random_init: bool) -> tuple[list[int], list[int], int]:
-    """Where this rank's generator states belong.
+    """Return the position of this rank's generator states.
 
-    Data-parallel replicas share their states, unless they were seeded apart or hold different experts.
+    Data-parallel replicas share their states, unless they were seeded differently or hold different experts.
 
     Returns:
-        (shape of the grid: [pp, tp] or [pp, tp, dp], this rank's place in it, its number among the replicas).
+        (shape of the grid: [pp, tp] or [pp, tp, dp], this rank's position in it, its number among the replicas).
     """
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     shape = [
@@ -36,7 +36,7 @@ def grid(data_parallel_random_init: bool) -> tuple[list[int], list[int], int]:
 
 
 def sharded(data_parallel_random_init: bool) -> ShardedObject:
-    """This rank's states, with their place in the checkpoint; the form and the keys are Megatron-LM's."""
+    """Return this rank's states with their position in the checkpoint. Format and keys are Megatron-LM's."""
     shape, place, replica = grid(data_parallel_random_init)
     tracker = core_random.get_cuda_rng_tracker()
     states = {
@@ -53,7 +53,7 @@ def sharded(data_parallel_random_init: bool) -> ShardedObject:
 
 
 def restore(loaded: list[dict]) -> None:
-    """Puts the generators into the states that :func:`sharded` took."""
+    """Restore the generators to the states that :func:`sharded` returned."""
     (states,) = loaded
     tracker = core_random.get_cuda_rng_tracker()
     graphable = core_random.is_graph_safe_cuda_rng_tracker(tracker)
@@ -70,7 +70,7 @@ def restore(loaded: list[dict]) -> None:
 
 
 def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
-    """New states for a layout that the saved ones do not fit: a pure function of seed, step and logical rank."""
+    """Reseed the generators, if the saved states are for another layout, from seed, step and logical rank."""
     mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
     own = (int.from_bytes(mixed, "little") >> 1) + 100 * parallel_state.get_pipeline_model_parallel_rank()
     if data_parallel_random_init:

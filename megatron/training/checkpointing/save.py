@@ -1,4 +1,4 @@
-"""A save, from the plan to the finished checkpoint, agreed on by all ranks at every point where one may fail."""
+"""Performs a save, from the plan to the complete checkpoint. All ranks agree at every point where one may fail."""
 
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
@@ -27,14 +27,14 @@ from megatron.training.checkpointing.writer import (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a save; the same on all ranks.
+    """The result of a save; the same on all ranks.
 
     Args:
-        step: the step it was to keep.
+        step: the step that was to be saved.
         error: why there is no checkpoint, or None.
-        seconds: from its start to its end on rank 0.
-        bytes: what it takes on the disk.
-        notes: what else rank 0 has to say.
+        seconds: duration on rank 0.
+        bytes: size on disk.
+        notes: further messages of rank 0.
     """
 
     step: int
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass
 class Description:
-    """What the manifest says beside the files."""
+    """The content of the manifest, except the files."""
 
     step: int
     layout: Mapping[str, Any]
@@ -72,9 +72,13 @@ class Saver:
     """Saves into one folder.
 
     Args:
-        folder: where checkpoints are kept.
-        keep_last: complete checkpoints that stay; None: all.
+        folder: folder of the checkpoints.
+        channel: exchanges messages with the other ranks.
+        planning: plans what each rank writes.
+        in_background: write in a forked process.
+        keep_last: number of complete checkpoints to keep; None: all.
         distrusted: names of checkpoints that failed verification; may grow.
+        log: prints a message.
     """
 
     def __init__(
@@ -94,13 +98,15 @@ class Saver:
     def start(
         self, state_dict: dict, description: Description, started: float
     ) -> Generator[Pending, None, Outcome] | Outcome:
-        """Captures the state and starts to write it; in the foreground, writes it.
+        """Capture the state and start to write it; in the foreground, write it.
 
         Args:
-            started: when the save began, by ``time.monotonic``.
+            state_dict: the state to save.
+            description: the content of the manifest, except the files.
+            started: ``time.monotonic()`` at which the save began.
 
         Returns:
-            A generator for the rest of the save, or why nothing could be started: the same on all ranks.
+            A generator for the rest of the save, or the outcome if nothing could be started: the same on all ranks.
         """
         partial, serial, error = self._folder / naming.partial_name(description.step), 0, None
         if self._channel.rank == 0:
@@ -122,7 +128,7 @@ class Saver:
         return self._ending(writer, partial, description.manifest(serial), plan.metadata, started)
 
     def forget_plan(self) -> None:
-        """The next save plans anew, as it has to where a rank has no plan yet."""
+        """Make the next save plan anew, which is necessary if some rank has no plan yet."""
         self._planning.forget()
 
     def _ending(
@@ -143,7 +149,7 @@ class Saver:
     def _finishing(
         self, partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]
     ) -> Generator[Pending, None, dict]:
-        """Rank 0: the checkpoint comes into being, and older ones go."""
+        """On rank 0, commit the checkpoint, and remove old ones."""
         if (error := _first_error(reports)) is not None:
             commit.discard(partial)
             return {"error": error, "bytes": 0, "notes": []}
@@ -165,7 +171,7 @@ class Saver:
         return thread.result
 
     def _after(self, step: int) -> list[str]:
-        """Rank 0: what follows on a checkpoint. Returns what went wrong; the checkpoint stands all the same."""
+        """On rank 0, do what follows a commit. Return what went wrong; the checkpoint is valid nevertheless."""
         try:
             commit.track(self._folder, step)
             failures = commit.retire(self._folder, self._keep_last, self._distrusted)
@@ -174,7 +180,7 @@ class Saver:
         return [f"could not remove {failure}" for failure in failures]
 
     def _refusal(self, needed: int) -> str | None:
-        """Rank 0: why there is no point in starting to write ``needed`` bytes, or None."""
+        """On rank 0, return why writing ``needed`` bytes would fail, or None."""
         free = free_bytes(self._folder)
         about, left = bytes_in_words(needed), bytes_in_words(free)
         if free < needed:
@@ -188,7 +194,7 @@ class Saver:
 
 
 def _first_error(reports: list[dict]) -> str | None:
-    """The first rank's error, with the ranks that have one."""
+    """Return the first failed rank's error, with the number of other failed ranks."""
     failed = [rank for rank, report in enumerate(reports) if report.get("error")]
     if not failed:
         return None

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files are what its manifest says. Needs neither torch nor other ranks."""
+"""Verifies a checkpoint's files against its manifest. Needs neither torch nor other ranks."""
 
 import os
 import zlib
@@ -12,10 +12,10 @@ _BLOCK = 1 << 20
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest in folder ``checkpoint``.
+    """Return the manifest in folder ``checkpoint``.
 
     Raises:
-        ManifestError: there is none, it is damaged, or it is another checkpoint's.
+        ManifestError: there is none, it is damaged, or it belongs to another checkpoint.
         OSError: it cannot be read.
     """
     try:
@@ -31,10 +31,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def scan(folder: Path) -> list[Entry]:
-    """Every checkpoint in ``folder``, by step, with what is wrong with it as far as its manifest tells.
+    """Return every checkpoint in ``folder``, by step, with its problem as far as the manifest shows one.
 
     Raises:
-        OSError: the folder cannot be listed or a manifest cannot be read.
+        OSError: the folder cannot be listed, or a manifest cannot be read.
     """
     return [_entry(folder / name, step) for name in sorted(os.listdir(folder)) if (step := step_of(name)) is not None]
 
@@ -51,12 +51,12 @@ def _entry(checkpoint: Path, step: int) -> Entry:
 
 
 def deal(files: Mapping[str, FileRecord], ranks: int, rank: int) -> list[str]:
-    """The names of the files that ``rank`` of ``ranks`` verifies: the largest are dealt out first, in turn."""
+    """Return the names of the files that ``rank`` of ``ranks`` verifies: files are dealt in turn, the largest first."""
     return sorted(files, key=lambda name: (-files[name].bytes, name))[rank::ranks]
 
 
 def problems(checkpoint: Path, files: Mapping[str, FileRecord], names: list[str] | None = None) -> list[str]:
-    """What is wrong with the files called ``names`` (default: all), one line for each bad file."""
+    """Return what is wrong with the files called ``names`` (default: all), one line for each bad file."""
     found = []
     for name in sorted(files) if names is None else names:
         problem = _problem(checkpoint / name, files[name])
@@ -66,7 +66,7 @@ def problems(checkpoint: Path, files: Mapping[str, FileRecord], names: list[str]
 
 
 def checksum(path: Path) -> FileRecord:
-    """Size and CRC-32 of the file as it is."""
+    """Return the size and CRC-32 of the file."""
     crc, count = 0, 0
     block = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as stream:

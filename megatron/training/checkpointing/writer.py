@@ -1,4 +1,4 @@
-"""One rank's files: written, checksummed on the way, and put on the disk, here or in a forked process."""
+"""Writes one rank's files with checksums and fsync, in this process or in a forked one."""
 
 import ctypes
 import errno
@@ -27,9 +27,9 @@ class OutputFile:
     """A file to write.
 
     Args:
-        name: in the checkpoint's folder.
-        parts: (index, data) one after the other: the index is whatever identifies the part to whoever reads the
-            report, JSON; a BytesIO is written as it is, anything else with ``torch.save``.
+        name: its name in the checkpoint's folder.
+        parts: (index, data) in order. The index (JSON) identifies the part in the report; a BytesIO is written as it
+            is, anything else with ``torch.save``.
     """
 
     name: str
@@ -37,7 +37,7 @@ class OutputFile:
 
 
 class _ChecksummedFile:
-    """The part of a file object that ``torch.save`` needs; counts bytes and their CRC-32 as they pass."""
+    """The part of a file object that ``torch.save`` needs. It counts the bytes and computes their CRC-32."""
 
     def __init__(self, stream: io.BufferedWriter):
         self._stream = stream
@@ -55,15 +55,15 @@ class _ChecksummedFile:
         return self.bytes
 
     def flush(self) -> None:
-        """Nothing: ``torch.save`` calls it after each tensor; the file is flushed once, at its end."""
+        """Do nothing: ``torch.save`` calls this after each tensor, but the file is flushed once, at its end."""
 
 
 def write(folder: Path, files: list[OutputFile]) -> dict:
-    """Writes and fsyncs ``files``; the report of it, fit for JSON. Never raises.
+    """Write and fsync ``files``, and return a JSON report. Never raises.
 
     Returns:
-        ``{"files": [{"name", "bytes", "crc32", "parts": [[index, offset, length], ...]}, ...]}``, or
-        ``{"error": message}`` that names the file and, where space is short, the bytes that are free.
+        ``{"files": [{"name", "bytes", "crc32", "parts": [[index, offset, length], ...]}, ...]}``, or ``{"error":
+            message}`` that names the file and, if space is short, the number of free bytes.
     """
     reports = []
     for file in files:
@@ -81,7 +81,7 @@ def write(folder: Path, files: list[OutputFile]) -> dict:
 
 
 def explain(error: OSError, path: Path) -> str:
-    """``error`` in words, with the free bytes where a lack of them may be the reason."""
+    """Describe ``error`` in words, with the number of free bytes if a lack of them may be the cause."""
     what = _FULL.get(error.errno, error.strerror or str(error))
     text = f"{error.filename or path}: {what}"
     if error.errno in _FULL:
@@ -90,7 +90,7 @@ def explain(error: OSError, path: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that a user without privileges can still write there; 0 if that cannot be told."""
+    """Return the number of bytes that an unprivileged user can still write there; 0 if unknown."""
     try:
         stat = os.statvfs(folder)
     except OSError:
@@ -123,14 +123,14 @@ def _write_file(path: Path, parts: list[tuple[Any, Any]]) -> dict:
 
 
 def _own_storage(data: Any) -> Any:
-    """``data``, as a tensor that is the whole of its storage: ``torch.save`` writes storages, not views."""
+    """Return ``data`` as a tensor that owns its whole storage: ``torch.save`` writes storages, not views."""
     if isinstance(data, torch.Tensor) and data.untyped_storage().size() != data.numel() * data.itemsize:
         return data.clone()
     return data
 
 
 class Writer(Protocol):
-    """A rank's files being written; ``report`` is that of :func:`write`, once it is done."""
+    """The writing of a rank's files. ``report`` is the result of :func:`write`, once it is done."""
 
     report: dict | None
 
@@ -139,7 +139,7 @@ class Writer(Protocol):
     def wait(self) -> None: ...
 
     def kill(self) -> None:
-        """Ends the writing at once; what is written so far stays."""
+        """Stop writing at once. Data written so far stays."""
 
 
 class InlineWriter:
@@ -159,11 +159,11 @@ class InlineWriter:
 
 
 class ForkedWriter:
-    """Writes in a forked process, which sees the tensors as they were at the fork whatever training does to them.
+    """Writes in a forked process, which sees the tensors as they were at the fork, whatever training does to them.
 
-    That holds for private memory, which all CPU tensors have unless ``share_memory_`` was called on them; tensors on
-    another device have to be copied to the host before. The process holds no socket and no pipe of its parent's
-    but stdout and stderr, and dies with it.
+    This holds for private memory, which all CPU tensors have unless ``share_memory_`` was called on them; tensors on
+    another device have to be copied to the host before. The process keeps none of its parent's sockets and pipes except
+    stdout and stderr, and dies with its parent.
     """
 
     def __init__(self, folder: Path, files: list[OutputFile]):
@@ -180,7 +180,7 @@ class ForkedWriter:
         _flush_output()
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Python 3.12 warns of forks in processes with threads; the child takes no lock that a thread may hold.
+            # Python 3.12 warns of forks in processes with threads. The child takes no lock that a thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -220,23 +220,23 @@ class ForkedWriter:
             self.report = {"error": f"the process that writes the checkpoint {how}"}
 
 
-# Loaded before any fork: the dynamic loader takes locks.
+# Loaded before any fork, because the dynamic loader takes locks.
 _libc = ctypes.CDLL(None)
 
 
 def _child(parent: int, into: int, folder: Path, files: list[OutputFile]) -> None:
-    """The forked process, to its end."""
+    """Run the forked process to its end."""
     status = 1
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        # A scheduler signals every process of a job: the parent decides what that means.
+        # A scheduler signals every process of a job, and the parent decides how to react.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.closerange(3, into)
         os.closerange(max(into + 1, 3), os.sysconf("SC_OPEN_MAX"))
-        # Collecting could free a tensor of another device; OpenMP's threads did not survive the fork.
+        # Garbage collection could free a tensor of another device; OpenMP's threads did not survive the fork.
         gc.disable()
         torch.set_num_threads(1)
         os.nice(5)

@@ -1,16 +1,16 @@
-"""From text to microbatches.
+"""The data pipeline, from text to microbatches.
 
 In the order in which a run uses them:
 
 * ``sources``, ``preprocess``: files, folders and JSON lines become an indexed dataset (``P.bin``, ``P.idx``) with a
-  sidecar (``P.meta.json``) that says how it was made.
-* ``indexed``, ``sidecar``, ``blend``, ``checks``: everything that can be wrong with a dataset is found here, before
-  megatron-core opens it.
-* ``datasets``, ``index_cache``, ``share``: megatron-core's datasets, their sample indices built once, by rank 0.
-* ``order``, ``streams``, ``loader``: which sample comes when, for a replica of several as well, and microbatches.
+sidecar (``P.meta.json``) that says how it was made.
+* ``indexed``, ``sidecar``, ``blend``, ``checks``: find everything that is wrong with a dataset before megatron-core
+opens it.
+* ``datasets``, ``index_cache``, ``share``: megatron-core's datasets, with sample indices built once, by rank 0.
+* ``order``, ``streams``, ``loader``: the order of samples, also for one of several replicas, and microbatches.
 
-What preprocessing needs imports no torch, so that the tool and its workers start at once; for the same reason the
-names below are imported when they are first asked for.
+Preprocessing imports no torch, so that the tool and its workers start at once. For the same reason the names below are
+imported when they are first used.
 """
 
 import importlib

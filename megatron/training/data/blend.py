@@ -1,4 +1,4 @@
-"""Which datasets a run reads, in which proportions, and how documents are split: parsed from the flags."""
+"""Parses from the flags which datasets a run reads, in which proportions, and how documents are split."""
 
 import math
 import re
@@ -16,12 +16,12 @@ _NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 
 @dataclass(frozen=True)
 class Blend:
-    """Datasets and their weights; without weights they count by their size, one pass each.
+    """Datasets with their weights. Without weights, each dataset is read once, so that its share is its size.
 
     Attributes:
-        flag: the flag it was given with.
+        flag: the flag that specified it.
         prefixes: paths of the datasets without suffix.
-        weights: one positive number for each, or None.
+        weights: one positive number for each dataset, or None.
     """
 
     flag: str
@@ -35,7 +35,7 @@ class Recipe:
 
     Attributes:
         blends: for train, valid and test; None for a part without data. With ``split`` all three are the same.
-        split: shares of documents, as megatron-core reads them, or None with one blend per part.
+        split: shares of documents in megatron-core's format, or None with one blend per part.
     """
 
     blends: tuple[Blend | None, Blend | None, Blend | None]
@@ -48,10 +48,10 @@ class Recipe:
 
 
 def parse_recipe(data: DataOptions) -> Recipe:
-    """What the data flags ask for; nothing is read from disk.
+    """Parse the data flags. Nothing is read from disk.
 
     Raises:
-        UserError: no data, or a blend or split that makes no sense.
+        UserError: there is no data, or a blend or split is invalid.
     """
     if data.data_path:
         blend = parse_blend("--data-path", data.data_path)
@@ -64,12 +64,12 @@ def parse_recipe(data: DataOptions) -> Recipe:
 
 
 def dataset_prefixes(data: DataOptions) -> list[str]:
-    """The datasets that a run reads, each once; none with --mock-data."""
+    """Return the datasets that a run reads, each once; none with --mock-data."""
     return [] if data.mock_data else parse_recipe(data).prefixes
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> Blend:
-    """A blend from the words of a flag: prefixes alone, or weights and prefixes in turn.
+    """Parse the words of a flag: prefixes only, or weights and prefixes in turn.
 
     Raises:
         UserError: weights and prefixes do not alternate, or a weight is not a positive finite number.
@@ -91,10 +91,10 @@ def parse_blend(flag: str, words: Sequence[str]) -> Blend:
 
 
 def parse_split(text: str) -> str:
-    """Checks --split and returns it as megatron-core reads it (it drops signs and exponents without a word).
+    """Check --split and return it in a form that megatron-core reads correctly (it silently drops signs and exponents).
 
     Raises:
-        UserError: not one to three shares >= 0, or their sum is 0.
+        UserError: there are not one to three shares >= 0, or their sum is 0.
     """
     shares = [share.strip() for share in text.split(",")]
     if not 1 <= len(shares) <= 3 or not all(_NUMBER.fullmatch(share) for share in shares):

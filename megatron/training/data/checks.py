@@ -1,4 +1,4 @@
-"""What has to hold before megatron-core opens a dataset: each check names what is wrong and what to do."""
+"""Checks of a dataset before megatron-core opens it. Each error names the problem and the fix."""
 
 import hashlib
 import json
@@ -15,11 +15,14 @@ from megatron.training.data.tokenizer import Tokenizer, check_made_with
 
 
 def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, scan_cache: str) -> None:
-    """Refuses token ids outside the vocabulary, and a dataset made with another tokenizer.
+    """Reject token ids outside the vocabulary, and a dataset made with another tokenizer.
 
-    Without a sidecar all tokens are read once; what was found is kept in ``scan_cache`` until the file changes.
+    Without a sidecar all tokens are read once; the result is kept in ``scan_cache`` until the file changes.
 
     Args:
+        index: index of the dataset.
+        sidecar: its sidecar, or None.
+        tokenizer: tokenizer of the run.
         scan_cache: folder for the result of a scan.
     """
     if sidecar:
@@ -36,14 +39,15 @@ def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, sc
 
 
 def check_part(part: int, index: Index, bounds: Sequence[float], flag: str, seq_length: int) -> None:
-    """Refuses a part of a dataset that has not even the tokens of one sample.
+    """Reject a part of a dataset that has not enough tokens for one sample.
 
     megatron-core loops for ever on a part without tokens, and repeats a part with too few within one sample.
 
     Args:
         part: 0, 1 or 2 for train, valid and test.
+        index: index of the dataset.
         bounds: first and last share of the documents, each in [0, 1].
-        flag: what the part came from, e.g. "--split 969,30,1".
+        flag: the flag that specified the part, for example "--split 969,30,1".
         seq_length: tokens of a sample.
     """
     first, last = (round(share * float(len(index.lengths))) for share in bounds)
@@ -59,11 +63,13 @@ def check_part(part: int, index: Index, bounds: Sequence[float], flag: str, seq_
 
 
 def check_enough(part: int, flag: str, available: int, wanted: int) -> None:
-    """Refuses a blend without weights that is exhausted before the run ends.
+    """Reject a blend without weights that is exhausted before the run ends.
 
     Args:
-        available: samples that the blend has in one pass.
-        wanted: samples that the run takes of it.
+        part: 0, 1 or 2 for train, valid and test.
+        flag: the flag that specified the blend.
+        available: number of samples that the blend has in one pass.
+        wanted: number of samples that the run takes of it.
     """
     if available < wanted:
         raise UserError(
@@ -84,9 +90,9 @@ def _scan(index: Index, folder: str) -> tuple[int, int]:
         if known["dataset"] == identity:
             return known["low"], known["high"]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # no result of a scan, or not one to trust: scan
+        pass  # there is no valid result of a scan: scan
     low, high = id_range(index)
-    with suppress(OSError):  # the result is only a convenience for the next run
+    with suppress(OSError):  # the result only saves time in the next run
         os.makedirs(folder, exist_ok=True)
         with open(temporary_name(path), "w", encoding="utf-8") as file:
             json.dump({"dataset": identity, "low": low, "high": high}, file)

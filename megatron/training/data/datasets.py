@@ -1,8 +1,8 @@
-"""megatron-core's datasets for a run, built so that every rank gets the same samples in the same order.
+"""Builds megatron-core's datasets for a run, such that every rank gets the same samples in the same order.
 
-Within one pass the samples and their order are those of megatron-core's ``BlendedMegatronDatasetBuilder``; for what
-follows see ``passes``. The builder is not used itself because an error on rank 0 leaves its other ranks waiting in a
-barrier, and because its index files are trusted however a crash has left them.
+Within one pass, the samples and their order are those of megatron-core's ``BlendedMegatronDatasetBuilder``; for further
+passes see ``passes``. The builder itself is not used, because an error on rank 0 leaves its other ranks waiting in a
+barrier, and because it trusts index files that a crash has left incomplete.
 """
 
 import dataclasses
@@ -47,24 +47,25 @@ def build_datasets(
     samples: Sequence[int],
     is_built_on_rank: Callable[[], bool] = lambda: True,
 ) -> tuple:
-    """The (train, valid, test) datasets; a collective call over the default process group where there is one.
+    """Return the (train, valid, test) datasets. Collective over the default process group, if there is one.
 
     Rank 0 checks the data and builds the sample indices; its errors are raised on every rank.
 
     Args:
         data: the data flags; ``seq_length`` has to be set.
-        seed: decides the order of documents and samples.
-        samples: how many samples the run takes of train, valid and test. A part with 0 is not built.
-        is_built_on_rank: whether this rank reads samples; the others get None for every part.
+        tokenizer: tokenizer of the data.
+        seed: determines the order of documents and samples.
+        samples: number of samples that the run takes of train, valid and test. A part with 0 is not built.
+        is_built_on_rank: returns whether this rank reads samples; other ranks get None for every part.
 
     Returns:
-        Three megatron-core datasets; each sample is a dict of CPU tensors: tokens, labels, position_ids (seq_length,)
-        int64, loss_mask (seq_length,) float32, and with --reset-attention-mask attention_mask (1, seq, seq) bool,
-        True where attention is not allowed. None for a part of which no samples are wanted, that
-        has no data (a share of 0, no path of its own; Megatron-LM skips its evaluation), or that is not built here.
+        Three megatron-core datasets. Each sample is a dict of CPU tensors: tokens, labels, position_ids (seq_length,)
+            int64, loss_mask (seq_length,) float32, and with --reset-attention-mask attention_mask (1, seq, seq) bool,
+            True where attention is not allowed. None for a part of which no samples are wanted, that has no data (a
+            share of 0, no path of its own; Megatron-LM skips its evaluation), or that is not built on this rank.
 
     Raises:
-        UserError: the data can't be used; nothing has been built then.
+        UserError: the data cannot be used; nothing has been built then.
     """
     if data.mock_data:
         if not is_built_on_rank():
@@ -102,7 +103,7 @@ def build_datasets(
 def _config(
     data: DataOptions, tokenizer: Tokenizer, seed: int, recipe: Recipe | None = None, folder: str | None = None
 ) -> GPTDatasetConfig:
-    """megatron-core's description of the data; without a recipe, of mock data."""
+    """Return megatron-core's dataset configuration; without a recipe, for mock data."""
     source = {}
     if recipe and recipe.split:
         source = {"blend": _as_core(recipe.blends[0]), "split": recipe.split}
@@ -118,7 +119,8 @@ def _config(
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
-        # A causal mask is what attention applies anyway: made per sample it would cost seq_length**2 bytes of traffic.
+        # Attention applies a causal mask anyway; an explicit one would cost seq_length**2 bytes of memory traffic per
+        # sample.
         create_attention_mask=data.reset_attention_mask and data.create_attention_mask_in_dataloader,
         **source,
     )
@@ -129,7 +131,7 @@ def _as_core(blend: Blend | None):
 
 
 def _bounds(data: DataOptions, recipe: Recipe, tokenizer: Tokenizer, seed: int) -> list:
-    """For each part the shares of the documents between which it lies, or None for a part with none."""
+    """Return for each part the range of its shares of the documents, or None for a part without any."""
     if recipe.split:
         return _config(data, tokenizer, seed, recipe).split_matrix
     return [_WHOLE if blend else None for blend in recipe.blends]
@@ -146,7 +148,7 @@ def _check(data: DataOptions, recipe: Recipe, bounds, wanted, tokenizer: Tokeniz
 
 
 def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTDatasetConfig) -> tuple:
-    """The datasets of all parts that samples are wanted of; index files are read from or written to the cache."""
+    """Return the datasets of all parts that are wanted. Index files are read from or written to the cache."""
     opened = {}
 
     def low_level(prefix: str) -> IndexedDataset:
@@ -173,12 +175,12 @@ def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTData
 
 
 def _blended(blend: Blend, part: int, size: int, one: Callable, config: GPTDatasetConfig) -> BlendedDataset:
-    """``size`` samples of a blend; without weights at most one pass through it."""
+    """Return ``size`` samples of a blend; without weights at most one pass through it."""
     sizes = [None] * len(blend.prefixes)
     if blend.weights:
         weights = normalize(blend.weights)
         targets = [math.ceil(size * weight) for weight in weights]
-        # megatron-core's surplus: the blending order may take slightly more of a dataset than its share.
+        # megatron-core's surplus: the blending order may take slightly more samples of a dataset than its share.
         sizes = [math.ceil(target * (1 + config.mid_level_dataset_surplus)) for target in targets]
     with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
         parts = list(pool.map(lambda item: one(item[0], part, item[1]), zip(blend.prefixes, sizes, strict=True)))
@@ -188,21 +190,21 @@ def _blended(blend: Blend, part: int, size: int, one: Callable, config: GPTDatas
         weights = [len(dataset) for dataset in parts]
         size = min(size, sum(weights))
     if not dist.is_initialized():
-        # megatron-core 0.16 asks torch.distributed for its rank before it writes this index; without one, keep it
-        # in memory.
+        # megatron-core 0.16 asks torch.distributed for its rank before it writes this index; without a process group,
+        # keep the index in memory.
         config = dataclasses.replace(config, path_to_cache=None)
     return BlendedDataset(parts, weights, size, config)
 
 
 def _documents(cls, low_level, prefix: str | None, bounds, size: int | None, split: Split, config) -> GPTDataset:
-    """``size`` samples (None: one pass) of the documents of ``low_level`` that lie in ``bounds``."""
+    """Return ``size`` samples (None: one pass) of the documents of ``low_level`` within ``bounds``."""
     count = cls.numel_low_level_dataset(low_level)
     first, last = (round(share * float(count)) for share in bounds)
     return cls(low_level, prefix, numpy.arange(first, last, dtype=numpy.int32), size, split, config)
 
 
 def _mock_datasets(config: GPTDatasetConfig, samples: Sequence[int]) -> tuple:
-    """megatron-core's synthetic samples: counting token ids in documents of random length, equal in every run."""
+    """Return megatron-core's synthetic samples: counting token ids in documents of random length; equal in all runs."""
     low_level = MockGPTLowLevelDataset(config.tokenizer)
     bounds = config.split_matrix
     return tuple(

@@ -1,8 +1,8 @@
-"""The folder of a run's sample indices: complete and checked, or not there.
+"""The cache folder of a run's sample indices, which is either complete and verified, or does not exist.
 
-megatron-core writes its index files one after the other under their final names and later trusts any that exist: a
-crash in between leaves torn files, and data made anew under the same prefix is read with the old indices. Here every
-set of inputs has its own folder, which gets its name only when all files in it are written.
+megatron-core writes its index files one after the other under their final names, and later trusts any that exist: a
+crash in between leaves torn files, and a dataset remade under the same prefix is read with old indices. Here every set
+of inputs has its own folder, which gets its final name only when all its files are written.
 """
 
 import hashlib
@@ -26,23 +26,23 @@ _FIX = "give --data-cache-path a writable folder with free space"
 
 
 def dataset_identity(prefix: str) -> list:
-    """Name, sizes and times of a dataset's two files: changes when the dataset is made anew."""
+    """Return the name, sizes and times of a dataset's two files. They change when the dataset is remade."""
     stats = [os.stat(prefix + suffix) for suffix in (".idx", ".bin")]
     return [prefix, *((s.st_size, s.st_mtime_ns) for s in stats)]
 
 
 def cache_key(inputs: Sequence[Any]) -> str:
-    """Name of the folder for these inputs (JSON-able)."""
+    """Return the name of the folder for these inputs (JSON values)."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def prepare(root: str, key: str, build: Callable[[str], None]) -> str:
-    """The complete folder ``root/key``; where there is none, ``build(folder)`` fills one. Call on one rank only.
+    """Return the complete folder ``root/key``. If there is none, ``build(folder)`` fills one. Call on one rank only.
 
-    A folder that is not what its manifest says is built again, with a warning.
+    A folder that does not match its manifest is rebuilt, with a warning.
 
     Raises:
-        UserError: the folder can't be written.
+        UserError: the folder cannot be written.
     """
     final = Path(root) / key
     problem = _problem(final)
@@ -66,7 +66,7 @@ def prepare(root: str, key: str, build: Callable[[str], None]) -> str:
 
 
 def _problem(folder: Path) -> str | None:
-    """Why a folder can't be used, or None."""
+    """Return why a folder cannot be used, or None."""
     try:
         files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         for name, facts in files.items():
@@ -78,7 +78,7 @@ def _problem(folder: Path) -> str | None:
 
 
 def _seal(folder: Path) -> None:
-    """Writes all files through to the disk, then the manifest."""
+    """Write all files through to the disk, then the manifest."""
     facts = {}
     for path in sorted(folder.iterdir()):
         with open(path, "rb") as file:
@@ -94,12 +94,12 @@ def _publish(staged: Path, final: Path) -> None:
     try:
         staged.rename(final)
     except OSError:
-        # Another run built the same folder meanwhile; both are equal, so its own serves.
+        # Another run has built the same folder meanwhile; both are equal, so use its folder.
         if _problem(final) is not None:
             raise
 
 
 def _facts(path: Path) -> list[int]:
-    # Bounded, so that starting a run does not read terabytes: files that were cut short show in the size.
+    # Limited, so that starting a run does not read terabytes: truncated files differ in size.
     with open(path, "rb") as file:
         return [path.stat().st_size, zlib.crc32(file.read(_CHECKED_BYTES))]

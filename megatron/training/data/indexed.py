@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset format: written atomically, validated before megatron-core maps it into memory.
+"""Megatron's indexed dataset format: written atomically, and validated before megatron-core maps it into memory.
 
 ``P.bin`` holds the tokens of all sequences one after the other. ``P.idx`` holds, little endian: 9 bytes of magic,
 version (u64), dtype code (u8), sequence count S (u64), document boundary count D + 1 (u64), then S lengths in tokens
@@ -34,8 +34,8 @@ class Index:
 
     Attributes:
         prefix: path of the dataset without suffix.
-        dtype: of the tokens.
-        lengths: tokens of each sequence, (sequences,) int32, mapped from the file.
+        dtype: dtype of the tokens.
+        lengths: number of tokens of each sequence, (sequences,) int32, mapped from the file.
         documents: number of documents.
         tokens: number of tokens.
     """
@@ -48,15 +48,15 @@ class Index:
 
 
 def token_dtype(vocab_size: int) -> numpy.dtype:
-    """What megatron-core stores the ids of such a vocabulary in."""
+    """Return the dtype in which megatron-core stores the ids of such a vocabulary."""
     return numpy.dtype(numpy.uint16 if vocab_size < 65500 else numpy.int32)
 
 
 def read_index(prefix: str) -> Index:
-    """Reads ``prefix.idx`` and checks it and the size of ``prefix.bin`` against each other.
+    """Read ``prefix.idx``, and check it and the size of ``prefix.bin`` against each other.
 
     Raises:
-        UserError: a file is missing or unreadable, is no index, was cut short, or contradicts the other.
+        UserError: a file is missing or unreadable, is not an index, was truncated, or contradicts the other.
     """
     for suffix in (".idx", ".bin"):
         _check_file(prefix, suffix)
@@ -88,7 +88,7 @@ def read_index(prefix: str) -> Index:
 
 
 def id_range(index: Index) -> tuple[int, int]:
-    """The least and the largest token id; reads all of ``prefix.bin``."""
+    """Return the smallest and the largest token id. Reads all of ``prefix.bin``."""
     tokens = numpy.memmap(f"{index.prefix}.bin", index.dtype, "r", shape=(index.tokens,))
     low, high = numpy.iinfo(index.dtype).max, numpy.iinfo(index.dtype).min
     for start in range(0, index.tokens, _CHUNK):
@@ -98,17 +98,17 @@ def id_range(index: Index) -> tuple[int, int]:
 
 
 class IndexedWriter:
-    """Writes a dataset under temporary names beside the final ones; ``commit`` gives it its names.
+    """Writes a dataset under temporary names beside the final ones; ``commit`` renames it.
 
-    The sidecar is renamed last, and the old index removed first: whatever kills the writer, the final prefix never
-    carries files of two datasets that look like one. Leftovers of killed writers on this machine are removed.
+    The sidecar is renamed last, and the old index removed first: whatever kills the writer, the final prefix never has
+    files of two datasets that look like one. Leftovers of killed writers on this machine are removed.
 
     Args:
-        prefix: final path without suffix; its folder is made where absent.
-        dtype: of the tokens.
+        prefix: final path without suffix; its folder is created if necessary.
+        dtype: dtype of the tokens.
 
     Raises:
-        UserError: the folder can't be made or written.
+        UserError: the folder cannot be created or written.
     """
 
     def __init__(self, prefix: str, dtype):
@@ -124,24 +124,24 @@ class IndexedWriter:
             raise UserError(f"can't write {prefix}.bin: {error}", fix) from error
 
     def append(self, tokens: numpy.ndarray, lengths: Sequence[int]) -> None:
-        """Adds documents: their tokens one after the other, and the length of each."""
+        """Append documents: their tokens one after the other, and the length of each."""
         self._bin.write(numpy.ascontiguousarray(tokens, dtype=self.dtype).data)
         self.lengths.extend(lengths)
 
     def written(self) -> numpy.ndarray:
-        """The tokens so far, mapped from the temporary file."""
+        """Return the tokens so far, mapped from the temporary file."""
         self._bin.flush()
         return numpy.memmap(self._bin.name, self.dtype, "r", shape=(sum(self.lengths),))
 
     def restart(self) -> None:
-        """Starts over with an empty file; arrays from ``written`` stay valid."""
+        """Start over with an empty file. Arrays from ``written`` stay valid."""
         self._bin.close()
         os.unlink(self._bin.name)
         self._bin = open(self._bin.name, "wb")  # noqa: SIM115
         self.lengths = []
 
     def commit(self, sidecar: Sidecar) -> Sidecar:
-        """Makes the dataset visible under its final names; answers ``sidecar`` with the files' sizes filled in."""
+        """Rename the dataset to its final names. Return ``sidecar`` with the files' sizes filled in."""
         self._bin.flush()
         os.fsync(self._bin.fileno())
         self._bin.close()
@@ -158,7 +158,7 @@ class IndexedWriter:
         return sidecar
 
     def abort(self) -> None:
-        """Removes the temporary files; harmless after ``commit``."""
+        """Remove the temporary files. Has no effect after ``commit``."""
         self._bin.close()
         for suffix in FILES:
             with suppress(FileNotFoundError):
@@ -166,7 +166,7 @@ class IndexedWriter:
 
 
 def encode_index(dtype: numpy.dtype, lengths: Sequence[int]) -> bytes:
-    """The content of an index whose documents are one sequence each."""
+    """Return the content of an index whose documents are one sequence each."""
     sizes = numpy.array(lengths, dtype=numpy.int32)
     pointers = numpy.zeros(len(sizes), dtype=numpy.int64)
     numpy.cumsum(sizes[:-1], dtype=numpy.int64, out=pointers[1:])
@@ -213,7 +213,7 @@ def _read_header(path: str) -> tuple[numpy.dtype, int, int]:
 
 
 def _check_layout(path: str, itemsize: int, lengths: numpy.ndarray, pointers: numpy.ndarray) -> int:
-    """Checks that sequences lie one after the other; returns the number of tokens."""
+    """Check that sequences are stored one after the other, and return the number of tokens."""
     at = 0
     for start in range(0, len(lengths), _CHUNK):
         part = numpy.asarray(lengths[start : start + _CHUNK], dtype=numpy.int64)

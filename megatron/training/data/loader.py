@@ -1,4 +1,4 @@
-"""Microbatches in order, read ahead on threads, from any position."""
+"""Loads microbatches in order, with read-ahead threads, from any position."""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,23 +17,25 @@ class MicrobatchLoader:
 
     A microbatch is a dict of CPU tensors: ``tokens``, ``labels``, ``position_ids`` (micro_batch_size, seq_length)
     int64, ``loss_mask`` (micro_batch_size, seq_length) float32. ``attention_mask`` (micro_batch_size, 1, seq_length,
-    seq_length) bool is there only where the dataset makes one (--reset-attention-mask); without it attention is
-    causal, which is what megatron-core applies when it gets None.
+    seq_length) bool exists only if the dataset makes one (--reset-attention-mask); without it attention is causal,
+    which megatron-core applies when it gets None.
 
-    Every microbatch advances ``consumed_samples`` by micro_batch_size * data_parallel_size. Which samples it holds
-    depends on (seed, consumed_samples) and the rank alone, never on what was drawn before.
+    Every microbatch advances ``consumed_samples`` by micro_batch_size * data_parallel_size. Its samples depend on
+    (seed, consumed_samples) and the rank only, never on what was drawn before.
 
     Args:
-        dataset: anything with a length and samples by index.
-        micro_batch_size, data_parallel_rank, data_parallel_size: which part of the samples is this rank's.
-        consumed_samples: samples that the run has taken so far, by all data-parallel ranks together.
-        num_workers: threads that read ahead; 0 reads in the caller.
-        cyclic: reshuffle after each pass and go on; otherwise one pass in the dataset's own (seeded) order.
-        seed: of the cyclic order.
+        dataset: an object with a length and samples by index.
+        micro_batch_size: number of samples in a microbatch.
+        data_parallel_rank: rank whose part of the samples is read.
+        data_parallel_size: number of data-parallel ranks.
+        consumed_samples: number of samples that the run has taken so far, on all data-parallel ranks together.
+        num_workers: number of threads that read ahead; 0 reads in the caller's thread.
+        cyclic: reshuffle after each pass and continue; otherwise one pass in the dataset's own (seeded) order.
+        seed: seed of the cyclic order.
         pin_memory: put microbatches into page-locked memory, from which copies to a GPU are asynchronous.
 
     Attributes:
-        dataset: as given. Who has it hold other samples seeks afterwards.
+        dataset: as given. Code that changes its samples has to call ``seek`` afterwards.
     """
 
     def __init__(
@@ -67,14 +69,14 @@ class MicrobatchLoader:
         return self._consumed
 
     def seek(self, consumed_samples: int) -> None:
-        """Goes to a position (resume, rollback); what was read ahead is dropped."""
+        """Move to a position (resume, rollback). Microbatches read ahead are dropped."""
         if consumed_samples < 0:
             raise ValueError(f"consumed samples is {consumed_samples}")
         self._drop()
         self._consumed = consumed_samples
 
     def close(self) -> None:
-        """Ends the threads; the loader gives nothing any more. May be called again."""
+        """End the threads. The loader yields nothing any more. May be called again."""
         self._closed = True
         self._drop()
         if self._pool:
@@ -85,7 +87,9 @@ class MicrobatchLoader:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """The next microbatch. After an error the position is unchanged, so that the same one can be drawn again.
+        """Return the next microbatch.
+
+        After an error the position is unchanged, so that the same one can be drawn again.
 
         Raises:
             UserError: the data ends before this microbatch.
@@ -122,9 +126,9 @@ class MicrobatchLoader:
         return self._rows * self._ranks
 
     def _read_ahead(self) -> None:
-        """Keeps a bounded number of microbatches under way, in order."""
+        """Keep a limited number of microbatches in progress, in order."""
         if self._pool is None:
-            # Made when first needed: a process that forks workers must not have threads yet.
+            # Made when first needed, because a process that forks workers must not have threads yet.
             self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="microbatch")
         while len(self._ahead) < self._workers * _READ_AHEAD:
             position = self._consumed + len(self._ahead) * self._step

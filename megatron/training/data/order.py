@@ -1,4 +1,4 @@
-"""Which samples make up a microbatch: pure functions of the seed, the consumed samples and the rank."""
+"""The order of samples, as pure functions of the seed, the number of consumed samples and the rank."""
 
 import threading
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ import numpy
 def sample_indices(
     consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> range:
-    """Positions in the run's sequence of samples that one rank takes for the next microbatch.
+    """Return the positions in the run's sequence of samples that one rank takes for the next microbatch.
 
-    All ranks together take [consumed, consumed + micro_batch_size * data_parallel_size): the order of Megatron-LM's
-    sequential sampler. How many data-parallel ranks there are never changes which samples come next.
+    All ranks together take [consumed, consumed + micro_batch_size * data_parallel_size), as with Megatron-LM's
+    sequential sampler. The number of data-parallel ranks never changes which samples come next.
     """
     start = consumed_samples + data_parallel_rank * micro_batch_size
     return range(start, start + micro_batch_size)
 
 
 def epoch_permutation(seed: int, epoch: int, size: int) -> numpy.ndarray:
-    """Permutation of range(size), (size,), for one pass through the data."""
-    # RandomState's stream is frozen for all versions of numpy, so that a run resumes after an upgrade.
+    """Return the permutation of range(size), shape (size,), for one pass through the data."""
+    # RandomState's stream is the same in all versions of numpy, so that a run resumes after an upgrade.
     state = numpy.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch])
     order = numpy.arange(size, dtype=numpy.uint32 if size < 2**32 else numpy.int64)
     state.shuffle(order)
@@ -28,10 +28,10 @@ def epoch_permutation(seed: int, epoch: int, size: int) -> numpy.ndarray:
 
 
 class CyclicOrder:
-    """Endless passes through ``size`` samples, each in its own order; position p belongs to pass p // size.
+    """Endless passes through ``size`` samples, each in its own order. Position p belongs to pass p // size.
 
-    Nothing is dropped at the end of a pass: a microbatch may take the end of one and the start of the next. Safe to
-    use from several threads.
+    Nothing is dropped at the end of a pass: a microbatch may take the end of one pass and the start of the next. Safe
+    to use from several threads.
     """
 
     def __init__(self, seed: int, size: int):
@@ -40,7 +40,7 @@ class CyclicOrder:
         self._lock = threading.Lock()
 
     def __call__(self, positions: Sequence[int]) -> list[int]:
-        """Indices of the samples at these positions."""
+        """Return the indices of the samples at these positions."""
         return [int(self._order(p // self.size)[p % self.size]) for p in positions]
 
     def _order(self, epoch: int) -> numpy.ndarray:

@@ -1,8 +1,8 @@
-"""A dataset read as often as a run needs, in an order that does not depend on how long the run is.
+"""A dataset that is read as often as a run needs, in an order that does not depend on the length of the run.
 
-megatron-core shuffles as many passes together as a run takes, so that a run resumed with another --train-iters goes on
-with other samples than it would have. Here pass 0 is megatron-core's own single pass, and pass n its samples in the
-n-th permutation of the seed: which sample comes when is a function of the seed and the samples consumed.
+megatron-core shuffles as many passes together as a run takes, so a run resumed with another --train-iters would
+continue with other samples. Here pass 0 is megatron-core's own single pass, and pass n has its samples in the n-th
+permutation of the seed: the sample at a position is a function of the seed and the number of samples consumed.
 """
 
 from collections import OrderedDict
@@ -14,8 +14,10 @@ from megatron.training.data.order import CyclicOrder
 
 
 class Passes(torch.utils.data.Dataset):
-    """``size`` samples of ``one_pass``, over as many passes as that takes. It answers what megatron-core's
-    ``BlendedDataset`` asks of its parts."""
+    """``size`` samples of ``one_pass``, over as many passes as necessary.
+
+    It has the attributes that megatron-core's ``BlendedDataset`` reads from its parts.
+    """
 
     def __init__(self, one_pass: MegatronDataset, size: int, seed: int):
         self.one_pass, self.size = one_pass, size

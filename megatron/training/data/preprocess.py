@@ -80,14 +80,14 @@ class PreprocessOptions:
 
 @dataclass
 class Encoded:
-    """What became of one unit: tokens of all its documents, per document its length in tokens and bytes of text."""
+    """The result of one unit: tokens of all its documents, and each document's numbers of tokens and text bytes."""
 
     tokens: numpy.ndarray
     lengths: list[int]
     text_bytes: list[int]
     skipped: Counter
     error: tuple[Source, int, int, str, str] | None = None
-    """(source, start of the piece, line in the piece, problem, fix) of the first document that is none."""
+    """(source, start of the piece, line in the piece, problem, fix) of the first malformed document."""
 
 
 def preprocess(
@@ -95,16 +95,18 @@ def preprocess(
     tokenizer_options: TokenizerOptions,
     progress: Callable[[int], None] = lambda n: None,
 ) -> tuple[Sidecar, Counter, bool]:
-    """Makes the dataset ``options.output_prefix``.
+    """Make the dataset ``options.output_prefix``.
 
     Args:
-        progress: called with numbers of input bytes as they are done; its first argument is negative: the total.
+        options: what to read and write.
+        tokenizer_options: the tokenizer's flags.
+        progress: called with the number of input bytes just done; the first call has the negative of the total.
 
     Returns:
-        Its sidecar, counts of skipped inputs by reason, and whether it was there already.
+        (the sidecar, number of skipped inputs by reason, whether the dataset existed already).
 
     Raises:
-        UserError: an input is missing or malformed, nothing is left to train on, or the output can't be written.
+        UserError: an input is missing or malformed, there are no documents, or the output cannot be written.
     """
     tokenizer = build_tokenizer(tokenizer_options)
     sources = find_sources(options.input, options.include or (), options.exclude or ())
@@ -145,7 +147,7 @@ def preprocess(
 
 
 def inputs_digest(sources: list[Source], options: PreprocessOptions, tokenizer: Tokenizer) -> str:
-    """SHA-256 (hex) over all that decides the result, by the inputs' names, sizes and times rather than contents."""
+    """Return a SHA-256 (hex) of all that determines the result: inputs' names, sizes and times, not their contents."""
     relevant = {k: v for k, v in asdict(options).items() if k in ("json_key", "append_eod", "shuffle_seed", "max_mb")}
     files = [[os.path.abspath(s.path), s.size, s.mtime_ns, s.lines] for s in sources]
     text = json.dumps([FORMAT_VERSION, tokenizer.fingerprint, relevant, files], sort_keys=True)
@@ -153,13 +155,13 @@ def inputs_digest(sources: list[Source], options: PreprocessOptions, tokenizer: 
 
 
 def unigram_entropy(counts: numpy.ndarray) -> float:
-    """Entropy in nats of the distribution that ``counts`` (vocab,) estimates."""
+    """Return the entropy in nats of the distribution that ``counts`` (vocab,) estimates."""
     p = counts[counts > 0] / counts.sum()
     return math.fsum(-p * numpy.log(p))
 
 
 def encode(unit: list[Piece], tokenizer: Tokenizer, json_key: str, append_eod: bool) -> Encoded:
-    """Tokenises a unit; runs in the workers."""
+    """Tokenise a unit. Runs in the workers."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = numpy.array([tokenizer.eod], dtype=dtype)
     parts, result = [], Encoded(numpy.empty(0, dtype), [], [], Counter())
@@ -184,9 +186,9 @@ def encode(unit: list[Piece], tokenizer: Tokenizer, json_key: str, append_eod: b
 
 
 def _encode_all(options, tokenizer_options, tokenizer, sources, writer, progress) -> tuple[list[int], Counter]:
-    """Appends all documents in input order; returns the bytes of text of each, and what was skipped."""
+    """Append all documents in input order. Return the text bytes of each, and what was skipped."""
     text_bytes, skipped, total = [], Counter(), 0
-    # Where the order is the input's, documents past the limit need not be read.
+    # If the order is the input's, documents beyond the limit need not be read.
     limit = options.max_mb * 1e6 if options.max_mb and options.shuffle_seed is None else math.inf
     with _mapper(options, tokenizer_options, tokenizer) as ordered_map:
         for unit, encoded in ordered_map(units(sources, UNIT_BYTES)):
@@ -203,9 +205,9 @@ def _encode_all(options, tokenizer_options, tokenizer, sources, writer, progress
 
 
 def _select(writer: IndexedWriter, text_bytes: list[int], options: PreprocessOptions) -> list[int]:
-    """Shuffles and limits what was written; returns the bytes of text of the documents that remain."""
+    """Shuffle and limit what was written. Return the text bytes of the remaining documents."""
     count = len(text_bytes)
-    # RandomState's stream is frozen for all versions of numpy; Generator's is not.
+    # RandomState's stream is the same in all versions of numpy; Generator's is not.
     order = numpy.arange(count)
     if options.shuffle_seed is not None:
         order = numpy.random.RandomState(options.shuffle_seed).permutation(count)
@@ -240,13 +242,13 @@ def _existing(prefix: str, digest: str) -> Sidecar | None:
         return None
     try:
         sidecar = read_sidecar(prefix)
-    except UserError:  # what can't be trusted is made again
+    except UserError:  # an unreadable sidecar: make the dataset again
         return None
     return sidecar if sidecar and sidecar.inputs_digest == digest else None
 
 
 def _located(source: Source, start: int, line: int, problem: str, fix: str) -> UserError:
-    """The error with the line counted from the start of the file."""
+    """Return the error with the line number counted from the start of the file."""
     if not source.lines:
         return UserError(f"{source.path}: {problem}", fix)
     with open(source.path, "rb") as file:
@@ -259,7 +261,7 @@ def _located(source: Source, start: int, line: int, problem: str, fix: str) -> U
 
 @contextmanager
 def _mapper(options: PreprocessOptions, tokenizer_options: TokenizerOptions, tokenizer: Tokenizer) -> Iterator:
-    """A function that encodes units in order and yields (unit, Encoded), in this process or by workers."""
+    """Yield a function that encodes units in order and yields (unit, Encoded), in this process or in workers."""
     if options.workers == 1:
         yield lambda all_units: ((u, encode(u, tokenizer, options.json_key, options.append_eod)) for u in all_units)
         return
@@ -274,7 +276,7 @@ def _mapper(options: PreprocessOptions, tokenizer_options: TokenizerOptions, tok
 
 
 def _map_in_workers(pool: ProcessPoolExecutor, options, all_units: Iterable[list[Piece]]) -> Iterator:
-    # Bounded, so that results don't pile up in memory when the workers are faster than the disk.
+    # Limited, so that results do not fill the memory when the workers are faster than the disk.
     window = deque()
     for unit in all_units:
         window.append((unit, pool.submit(_encode_in_worker, unit, options.json_key, options.append_eod)))

@@ -1,4 +1,4 @@
-"""One rank decides, all ranks hear the decision, or the error."""
+"""Computes a value on rank 0, and sends the result or the error to all ranks."""
 
 import json
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from ft.base.errors import FtError, UserError
 
 
 def alone() -> bool:
-    """This rank assembles itself for a run that is under way: the others are training and answer nothing."""
+    """Return whether this rank is joining a running job: the others are training and take part in no collective."""
     return dist.is_initialized() and getattr(dist.group.WORLD, "is_alone", False)
 
 
 def from_rank_0(compute: Callable[[], Any]) -> Any:
-    """What ``compute`` answers on rank 0, on every rank; a collective call over the default process group.
+    """Return on every rank what ``compute`` returns on rank 0. Collective over the default process group.
 
-    A rank that is ``alone`` computes for itself. The answer travels as JSON, so tuples arrive as lists.
+    A rank that is ``alone`` computes for itself. The result is sent as JSON, so tuples arrive as lists.
 
     Raises:
-        UserError: on every rank, where ``compute`` raised it.
-        FtError: on the other ranks, where ``compute`` raised anything else; rank 0 gets the exception itself.
+        UserError: on every rank, if ``compute`` raised it.
+        FtError: on the other ranks, if ``compute`` raised anything else; rank 0 gets the exception itself.
     """
     if not dist.is_initialized() or alone():
         return compute()
@@ -49,7 +49,7 @@ def _unpack(message: dict[str, Any]) -> Any:
 
 
 def _broadcast(content: bytes) -> bytes:
-    """``content`` of rank 0."""
+    """Return rank 0's ``content``."""
     from megatron.patches import platform
 
     device = platform().device

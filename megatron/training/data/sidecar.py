@@ -1,6 +1,6 @@
-"""``P.meta.json``: what an indexed dataset ``P.bin``/``P.idx`` was made from and with.
+"""The sidecar file ``P.meta.json``: what an indexed dataset ``P.bin``/``P.idx`` was made from, and how.
 
-Not ``P.json``: that is what the text itself is often called.
+It is not called ``P.json``, because the text file itself often has that name.
 """
 
 import json
@@ -18,14 +18,21 @@ class Sidecar:
     """Facts about one indexed dataset.
 
     Attributes:
-        tokenizer_type, tokenizer_model, fingerprint, vocab_size: the tokenizer (its file as an absolute path).
-        documents, tokens: totals, end-of-document tokens included.
+        tokenizer_type: value of --tokenizer-type.
+        tokenizer_model: absolute path of the tokenizer's file, or None.
+        fingerprint: fingerprint of the tokenizer.
+        vocab_size: number of token ids.
+        documents: number of documents.
+        tokens: number of tokens, end-of-document tokens included.
         max_id: the largest token id in the dataset.
-        unigram_entropy: entropy of the token frequencies, nats per token: the loss of a model that knows nothing else.
-        sources: number of input files. text_bytes: size of the text that was tokenised.
-        bin_bytes, idx_bytes: sizes of the two files, by which a dataset and its sidecar are matched.
-        inputs_digest: SHA-256 over the inputs' names, sizes and times and over the options.
-        format_version: version of this file's layout.
+        unigram_entropy: entropy of the token frequencies in nats per token: the loss of a model that knows nothing
+            else.
+        sources: number of input files.
+        text_bytes: size of the tokenised text in bytes.
+        bin_bytes: size of ``P.bin``, by which a dataset and its sidecar are matched.
+        idx_bytes: size of ``P.idx``, likewise.
+        inputs_digest: SHA-256 of the inputs' names, sizes and times and of the options.
+        format_version: version of this file's format.
     """
 
     tokenizer_type: str
@@ -48,10 +55,11 @@ class Sidecar:
 
 
 def read_sidecar(prefix: str) -> Sidecar | None:
-    """The sidecar of a dataset, or None where it has none (data made with Megatron-LM's own tool).
+    """Return the sidecar of a dataset, None if it has none (as data made with Megatron-LM's own tool).
 
     Raises:
-        UserError: the file is there but unreadable, of another version, or describes other files than those beside it.
+        UserError: the file exists but is unreadable, has another version, or describes other files than those beside
+            it.
     """
     path = prefix + SUFFIX
     if not os.path.exists(path):

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders and JSON lines, as a deterministic sequence of documents."""
+"""Reads text from files, folders and JSON lines, as a deterministic sequence of documents."""
 
 import fnmatch
 import json
@@ -15,7 +15,15 @@ _PROBE = 8192
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. ``named``: it was given itself, not found in a folder. ``lines``: each line is a document."""
+    """One input file.
+
+    Attributes:
+        path: its path.
+        size: its size in bytes.
+        mtime_ns: its modification time in nanoseconds.
+        named: the user gave this file itself, rather than a folder that contains it.
+        lines: each line is a document.
+    """
 
     path: str
     size: int
@@ -34,7 +42,7 @@ class Piece:
 
 
 class BadLine(Exception):
-    """A line that is no document. ``line`` counts from 1 within the piece."""
+    """A line that is not a document. ``line`` counts from 1 within the piece."""
 
     def __init__(self, line: int, problem: str):
         self.line, self.problem = line, problem
@@ -42,13 +50,13 @@ class BadLine(Exception):
 
 
 def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Source]:
-    """The input files, in the order of ``inputs`` and within a folder by path.
+    """Return the input files, in the order of ``inputs``, and by path within a folder.
 
     Args:
-        inputs: files and folders. Folders are searched with all below them; hidden files and folders, ``__pycache__``
-            and everything that is not a regular file are left out.
-        include: globs; of a folder only files whose path in it, or name, matches one of them.
-        exclude: globs; of a folder no file whose path in it, or any part of that path, matches one of them.
+        inputs: files and folders. Folders are searched recursively; hidden files and folders, ``__pycache__`` and
+            everything that is not a regular file are left out.
+        include: globs; of a folder, take only files whose path in it, or name, matches one of them.
+        exclude: globs; of a folder, leave out files whose path in it, or any part of that path, matches one of them.
 
     Raises:
         UserError: an input does not exist, or there is nothing to read.
@@ -73,7 +81,7 @@ def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Se
 
 
 def units(sources: Iterable[Source], target_bytes: int) -> Iterator[list[Piece]]:
-    """Cuts the sources, in order, into lists of pieces of about ``target_bytes`` together: the unit of one worker."""
+    """Cut the sources, in order, into lists of pieces of about ``target_bytes`` in total: the work units of workers."""
     unit, size = [], 0
     for source in sources:
         for piece in _lines_pieces(source, target_bytes) if source.lines else [Piece(source, 0, source.size)]:
@@ -87,11 +95,11 @@ def units(sources: Iterable[Source], target_bytes: int) -> Iterator[list[Piece]]
 
 
 def documents(piece: Piece, json_key: str, skipped: Counter) -> Iterator[tuple[int, str]]:
-    """(line in the piece, text) of the documents of a piece; counts in ``skipped`` what is no text.
+    """Yield (line in the piece, text) of the documents of a piece. Inputs that are not text are counted in ``skipped``.
 
     Raises:
-        BadLine: a line is no JSON object with a text under ``json_key``.
-        OSError: a named file can't be read; one found in a folder is counted as unreadable.
+        BadLine: a line is not a JSON object with a text under ``json_key``.
+        OSError: a named file cannot be read; a file found in a folder is counted as unreadable instead.
     """
     try:
         with open(piece.source.path, "rb") as file:
@@ -152,13 +160,13 @@ def _in_folder(folder: str, include: Sequence[str], exclude: Sequence[str]) -> l
             if any(fnmatch.fnmatch(part, p) for p in exclude for part in [relative, *relative.split(os.sep)]):
                 continue
             found.append(relative)
-    # By parts, so that the order does not depend on how '/' sorts among the characters of names.
+    # Sort by path components, so that the order does not depend on how '/' sorts among the characters of names.
     found.sort(key=lambda relative: relative.split(os.sep))
     sources = []
     for relative in found:
         try:
             sources.append(_source(os.path.join(folder, relative), named=False))
-        except OSError:  # a dangling link, a socket, a file removed meanwhile
+        except OSError:  # a dangling link, a socket, or a file that was removed meanwhile
             continue
     return sources
 
@@ -167,7 +175,7 @@ def _source(path: str, named: bool) -> Source:
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise OSError(0, "not a regular file", path)
-    # In a folder a .json file is more often a document of its own than one of lines.
+    # A .json file in a folder is more often one document than a file of JSON lines.
     lines = path.endswith(".jsonl") or (named and path.endswith(".json"))
     return Source(path, found.st_size, found.st_mtime_ns, named, lines)
 

@@ -15,7 +15,10 @@ class StreamView(torch.utils.data.Dataset):
         self.base, self.stream = base, stream
 
     def follow(self, stream: Stream) -> None:
-        """Goes over to another stream. Seek in the loaders afterwards: what they have read ahead is the old one's."""
+        """Switch to another stream.
+
+        Call ``seek`` on the loaders afterwards, because their read-ahead is from the old stream.
+        """
         self.stream = stream
 
     def __len__(self) -> int:
@@ -28,9 +31,9 @@ class StreamView(torch.utils.data.Dataset):
 
 
 class Cyclic(torch.utils.data.Dataset):
-    """Endless passes through ``one_pass``, each in its own order: what --dataloader-type cyclic reads.
+    """Endless passes through ``one_pass``, each in its own order, as --dataloader-type cyclic reads them.
 
-    The order is that of the whole run, so it lies below the streams: position p is the same sample for every replica.
+    The order is that of the whole run, below the streams: a position is the same sample for every replica.
     """
 
     def __init__(self, one_pass, seed: int):

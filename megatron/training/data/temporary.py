@@ -1,4 +1,4 @@
-"""Names for what is written before it gets its final name, and the removal of what killed writers left."""
+"""Temporary names for files that are being written, and the removal of what killed writers left behind."""
 
 import os
 import shutil
@@ -7,17 +7,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-# Process ids mean nothing across containers that share a host name: what was touched recently may still be written.
+# Process ids are ambiguous across containers that share a host name, so recently changed files may still be in use.
 _LEFT_ALONE_S = 600
 
 
 def temporary_name(final: str) -> str:
-    """A name beside ``final`` that no other writer takes."""
+    """Return a name beside ``final`` that no other writer uses."""
     return f"{final}{_mark()}{os.getpid()}"
 
 
 def remove_leftovers(final: str) -> None:
-    """Removes files and folders under temporary names of ``final`` whose writers on this machine are gone."""
+    """Remove files and folders under temporary names of ``final`` whose writers on this machine are gone."""
     path = Path(final).absolute()
     start = path.name + _mark()
     for item in path.parent.glob(f"{_escaped(start)}*"):

@@ -1,8 +1,8 @@
-"""Tokenizers: text to token ids and back, with a fingerprint that datasets remember.
+"""Tokenizers: convert text to token ids and back, and have a fingerprint that datasets store.
 
-Every tokenizer has what megatron-core's ``GPTDataset`` reads (``eod``, ``eos``, ``pad``, ``vocab_size``,
-``unique_identifiers``). ``GPTDataset`` replaces tokens equal to ``pad`` by 0 and leaves them out of the loss, so
-``pad`` is never the id of a token that text can contain, nor ``eod``; where a vocabulary has no such token it is -1.
+Every tokenizer has the attributes that megatron-core's ``GPTDataset`` reads (``eod``, ``eos``, ``pad``, ``vocab_size``,
+``unique_identifiers``). ``GPTDataset`` replaces tokens equal to ``pad`` by 0 and leaves them out of the loss. So
+``pad`` is never the id of a token that text can contain, nor ``eod``; if a vocabulary has no such token, it is -1.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ class Tokenizer:
 
     Attributes:
         vocab_size: number of token ids before padding; every id is in [0, vocab_size).
-        eod: id that ends a document.
-        pad: id that fills up a sample, or -1 where the vocabulary has none.
-        model: path of the file it was read from, if any.
+        eod: id of the end-of-document token.
+        pad: id that fills up a sample, or -1 if the vocabulary has none.
+        model: path of the file that it was read from, if any.
     """
 
     vocab_size: int
@@ -42,7 +42,7 @@ class Tokenizer:
 
     @property
     def kind(self) -> str:
-        """The value of --tokenizer-type."""
+        """Value of --tokenizer-type."""
         return type(self).__name__
 
     @property
@@ -50,38 +50,38 @@ class Tokenizer:
         return self.eod
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of ``text``, without special tokens around them."""
+        """Return the token ids of ``text``, without special tokens around them."""
         raise NotImplementedError
 
     def tokenize_to_array(self, text: str, dtype) -> numpy.ndarray:
-        """Like ``tokenize``, as a 1-D array of ``dtype``."""
+        """Return the token ids of ``text`` as a 1-D array of ``dtype``."""
         return numpy.array(self.tokenize(text), dtype=dtype)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Text of token ids; special tokens leave nothing behind."""
+        """Return the text of token ids, without special tokens."""
         raise NotImplementedError
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over everything that decides which ids a text gets; equal in every process."""
+        """SHA-256 (hex) of everything that determines the ids of a text; equal in every process."""
         text = json.dumps([self.kind, self.vocab_size, self.eod, self.pad, self._segmentation()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def unique_identifiers(self) -> OrderedDict:
-        """What megatron-core hashes into the names of its index caches."""
+        """Values that megatron-core hashes into the names of its index caches."""
         return OrderedDict({"class": self.kind, "fingerprint": self.fingerprint})
 
     def _segmentation(self):
-        """JSON-able description of the vocabulary and of how text is cut."""
+        """Return a description (JSON values) of the vocabulary and of how text is split."""
         return None
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """UTF-8 bytes are ids 0..255; special tokens follow: 256 end of document, 257 padding, 258 begin of text.
+    """UTF-8 bytes have ids 0..255; special tokens follow: 256 end of document, 257 padding, 258 begin of text.
 
-    The special ids lie above the bytes, so that no text can contain one and every text comes back unchanged.
-    (Megatron-LM's tokenizer of this name takes bytes 0 and 1 for end of document and padding.)
+    The special ids are above the bytes, so no text can contain one, and every text is restored unchanged.
+    (Megatron-LM's tokenizer of this name uses bytes 0 and 1 for end of document and padding.)
     """
 
     vocab_size = 259
@@ -103,9 +103,9 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text is token ids in decimal, separated by white space; for data that is already tokenised, and for benchmarks.
+    """Text is token ids in decimal, separated by white space; for tokenised data and for benchmarks.
 
-    As in Megatron-LM since 0.17 the vocabulary has exactly ``vocab_size`` ids and the last one ends a document
+    As in Megatron-LM since 0.17, the vocabulary has exactly ``vocab_size`` ids, and the last one ends a document
     (earlier versions added one more id for it: give them ``vocab_size`` - 1 to get the same ids).
     """
 
@@ -133,10 +133,10 @@ class NullTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A local ``tokenizers`` file (``tokenizer.json``), or a folder that holds one.
+    """A local ``tokenizers`` file (``tokenizer.json``), or a folder that contains one.
 
-    In a folder, ``special_tokens_map.json`` or ``tokenizer_config.json`` name the end-of-document and padding
-    tokens; otherwise they are looked up by their usual names.
+    In a folder, ``special_tokens_map.json`` or ``tokenizer_config.json`` name the end-of-document and padding tokens;
+    otherwise they are looked up by their usual names.
     """
 
     def __init__(self, model: str):
@@ -164,22 +164,22 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
 
     def _segmentation(self):
-        # From the file rather than from the library, whose serialisation changes between versions. Post-processing,
-        # truncation and padding play no part in encoding without special tokens.
+        # Read from the file rather than the library, whose serialisation changes between versions. Post-processing,
+        # truncation and padding have no effect on encoding without special tokens.
         content = json.loads(self._file.read_text(encoding="utf-8"))
         return {part: content.get(part) for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
 
 
 def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer that the flags name, else the one that the datasets were made with, else the byte-level one.
+    """Return the tokenizer of the flags, else the one that the datasets were made with, else the byte-level one.
 
     Args:
         options: the tokenizer's flags.
         dataset_prefixes: prefixes of all datasets of the run; those with a sidecar say how they were made.
 
     Raises:
-        UserError: a file is missing or unreadable, the vocabulary is not as large as --vocab-size says, or the
-            tokenizer is not the one that a dataset was made with.
+        UserError: a file is missing or unreadable, the vocabulary's size is not --vocab-size, or a dataset was made
+            with another tokenizer.
     """
     made_with = [(prefix, sidecar) for prefix in dataset_prefixes if (sidecar := read_sidecar(prefix))]
     kind = options.tokenizer_type or (made_with[0][1].tokenizer_type if made_with else "ByteLevelTokenizer")
@@ -196,10 +196,10 @@ def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] =
 
 
 def check_made_with(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer) -> None:
-    """Refuses a dataset that was made with another tokenizer than ``tokenizer``.
+    """Reject a dataset that was made with another tokenizer than ``tokenizer``.
 
     Raises:
-        UserError: the fingerprints differ; both are named.
+        UserError: the fingerprints differ; the message has both.
     """
     if sidecar.fingerprint == tokenizer.fingerprint:
         return
@@ -212,10 +212,12 @@ def check_made_with(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer) -> None
 
 
 def padded_vocab_size(options: TokenizerOptions, vocab_size: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding: --padded-vocab-size, else ``vocab_size`` padded as --make-vocab-size-divisible-by says.
+    """Return the number of rows of the embedding.
+
+    It is --padded-vocab-size, else ``vocab_size`` padded according to --make-vocab-size-divisible-by.
 
     Raises:
-        UserError: --padded-vocab-size holds fewer ids than the vocabulary, or can't be split over the ranks.
+        UserError: --padded-vocab-size is smaller than the vocabulary, or cannot be split over the ranks.
     """
     padded = options.padded_vocab_size
     if padded is None:
@@ -260,12 +262,12 @@ def _load_hf(file: Path):
         raise UserError("HuggingFaceTokenizer needs the package 'tokenizers'", _HF_INSTALL) from error
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for anything it can't parse
+    except Exception as error:  # the library raises a plain Exception for files that it cannot parse
         raise UserError(f"{file} is not a tokenizers file: {error}", "give a tokenizer.json") from error
 
 
 def _named_specials(folder: Path) -> dict[str, str]:
-    """Names of the special tokens (eos_token, pad_token, ...) that a folder's JSON files give."""
+    """Return the special tokens (eos_token, pad_token, ...) that a folder's JSON files name."""
     named = {}
     for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         if not file.is_file():

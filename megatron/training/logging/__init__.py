@@ -1,1 +1,1 @@
-"""What a run says: ``runlog`` writes it, the others work it out; ``quiet`` keeps dependencies from talking over it."""
+"""Logging of a run: ``runlog`` writes it, the other modules compute values, ``quiet`` silences dependencies."""

@@ -1,14 +1,14 @@
-"""Floating-point work of a training step, for throughput figures: forward and backward matmuls, no recomputation."""
+"""FLOPs of a training step, for throughput figures: forward and backward matrix products, without recomputation."""
 
 from megatron.training.arguments.model import ModelOptions
 from megatron.training.arguments.moe import MoeOptions
 
 FORWARD_AND_BACKWARD = 3
-"""The backward multiplies by both operands: twice the forward."""
+"""The backward pass has two products for each forward product, with either operand: twice the forward."""
 
 
 def step_flops(model: ModelOptions, moe: MoeOptions, seq_length: int, padded_vocab_size: int, samples: int) -> float:
-    """FLOPs of one step over ``samples`` sequences, on all ranks together (a multiply-add counts as two).
+    """Return the FLOPs of one step over ``samples`` sequences, on all ranks together (a multiply-add counts as two).
 
     Attention scores count half, as the mask is causal; embeddings, norms and activations are left out.
     """
@@ -23,7 +23,7 @@ def step_flops(model: ModelOptions, moe: MoeOptions, seq_length: int, padded_voc
 
 
 def _attention(model: ModelOptions, seq_length: int) -> float:
-    """Per token and layer, forward."""
+    """Return the FLOPs per token and layer of the forward pass."""
     heads = model.num_attention_heads
     groups = model.num_query_groups if model.group_query_attention else heads
     width = model.kv_channels
@@ -33,7 +33,7 @@ def _attention(model: ModelOptions, seq_length: int) -> float:
 
 
 def _mlp(model: ModelOptions, ffn_hidden_size: int) -> float:
-    """Per token and layer, forward; a gated MLP has three matrices instead of two."""
+    """Return the FLOPs per token and layer of the forward pass. A gated MLP has three matrices instead of two."""
     return 2 * model.hidden_size * ffn_hidden_size * (3 if model.swiglu or model.quick_geglu else 2)
 
 

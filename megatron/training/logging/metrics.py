@@ -11,15 +11,18 @@ from ft.base.lines import Lines
 
 
 class MetricsFile:
-    """Appends to ``path``, after dropping the steps after ``first_step`` and a line torn by a crash.
+    """Appends to ``path``, after removing the steps after ``first_step`` and a line torn by a crash.
 
-    A disk that is full stops no training: what finds no room waits in memory until there is some (``ft.base.lines``).
+    A full disk does not stop training: lines that cannot be written wait in memory until there is space
+    (``ft.base.lines``).
 
     Args:
-        tell: takes what is said about such lines; None: standard error gets it.
+        path: the file.
+        first_step: number of steps done before.
+        tell: function that prints messages about waiting lines; None: print them to standard error.
 
     Raises:
-        UserError: the file cannot be made.
+        UserError: the file cannot be created.
     """
 
     def __init__(self, path: Path, first_step: int, tell: Callable[[str], None] | None = None):
@@ -34,14 +37,15 @@ class MetricsFile:
             raise UserError(f"--metrics-file {path} cannot be written: {error}", "give a writable path") from error
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Adds a step's line; ``figures``: JSON values, "step" among them."""
+        """Append a step's line. ``figures``: JSON values, with "step" among them."""
         self._drop_undone()
         self._lines.write((json.dumps(figures) + "\n").encode())
 
     def rewind(self, step: int) -> None:
-        """The steps after ``step`` are undone: what is there about them is dropped when the first is done anew.
+        """Mark the lines of steps after ``step`` as undone. They are removed when the first of these steps is repeated.
 
-        Not before: a failure on the way there may end in a restart from a checkpoint of one of them.
+        They are not removed before, because a failure until then may end in a restart from a checkpoint of one of these
+        steps.
         """
         self._undone_after = step
 
@@ -55,7 +59,7 @@ class MetricsFile:
             self._lines.replace(lambda: self._cut(step), lambda line: _is_kept(line, step))
 
     def _cut(self, step: int) -> None:
-        """A new file takes the old one's place, so that no crash loses any; without room it is cut in place."""
+        """Remove the steps after ``step``: atomically by a new file or, if the disk is full, by truncation."""
         kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _is_kept(line, step)]
         temporary = self._path.with_name(self._path.name + ".tmp")
         try:
@@ -63,7 +67,7 @@ class MetricsFile:
             temporary.replace(self._path)
         except OSError:
             temporary.unlink(missing_ok=True)
-            os.truncate(self._path, sum(map(len, kept)))  # steps come in order: what is kept comes first
+            os.truncate(self._path, sum(map(len, kept)))  # steps are in order, so the kept lines come first
 
 
 def _is_kept(line: bytes, step: int) -> bool:

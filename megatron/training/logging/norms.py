@@ -1,4 +1,4 @@
-"""The norm of all parameters of the model."""
+"""Computes the norm of all parameters of the model."""
 
 import torch
 import torch.distributed as dist
@@ -8,11 +8,11 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 
 def params_norm(chunks: list[torch.nn.Module]) -> float:
-    """L2 norm over all parameters of the model, each counted once; the same on every rank. Collective."""
+    """Return the L2 norm over all parameters of the model, each counted once; the same on every rank. Collective."""
     dense = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     experts = torch.zeros_like(dense)
     for param in (p for chunk in chunks for p in chunk.parameters()):
-        if getattr(param, "shared", False):  # tied embeddings: counted on the first stage
+        if getattr(param, "shared", False):  # tied embeddings are counted on the first stage
             continue
         if getattr(param, "allreduce", True):
             if param_is_not_tensor_parallel_duplicate(param):

@@ -1,4 +1,4 @@
-"""Keeps dependencies from talking over the run's own output."""
+"""Silences warnings and log messages of dependencies."""
 
 import logging
 import os
@@ -6,13 +6,13 @@ import warnings
 
 
 def quieten(level: int | None = None) -> None:
-    """Silences warnings and loggers of torch, megatron-core and the tools below them.
+    """Silence warnings and loggers of torch, megatron-core and their dependencies.
 
-    Call it before they are imported; libraries warn about absent optional packages while importing.
+    Call it before they are imported: libraries warn about missing optional packages while they are imported.
 
     Args:
-        level: threshold of Python's logging for those libraries (10 debug ... 40 error). Default: 40. Below 30
-            their warnings are shown too.
+        level: logging threshold for those libraries (10 debug ... 40 error). Default: 40. Below 30 their warnings are
+            shown too.
     """
     level = logging.ERROR if level is None else level
     if level > logging.INFO:
@@ -21,6 +21,6 @@ def quieten(level: int | None = None) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-    # torch sets the level of its own logger when it is imported, but not of the one that misses a CUDA toolkit.
+    # torch sets the level of its own logger at import, but not of the one that warns about a missing CUDA toolkit.
     for name in ("torch", "torch.utils.cpp_extension", "megatron", "tensorboard", "matplotlib"):
         logging.getLogger(name).setLevel(level)

@@ -1,4 +1,4 @@
-"""What a run says: terminal, TensorBoard, metrics file. The last rank writes, as it is the one that has the loss."""
+"""The log of a run: terminal, TensorBoard, metrics file. The last rank writes, because it has the loss."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from megatron.training.logging.metrics import MetricsFile
 
 @dataclass
 class StepReport:
-    """One step, as the metrics file has it. ``None`` where a figure was not asked for."""
+    """The values of one step, as in the metrics file; None for values that were not requested."""
 
     step: int
     loss: float
@@ -35,14 +35,14 @@ class StepReport:
 
 
 class RunLog(AbstractContextManager):
-    """Writes a run's figures; on every rank but the writing one all of it is a no-op.
+    """Writes a run's values. On all ranks except the writing one, all methods do nothing.
 
     Args:
         options: logging flags.
         is_writer: this rank writes.
-        first_step: steps done before this run; later ones in an existing metrics file are about to be done anew and
-            are dropped from it.
-        last_step: steps of the whole run.
+        first_step: number of steps done before this run; later steps in an existing metrics file will be repeated, and
+            are removed from it.
+        last_step: number of steps of the whole run.
     """
 
     def __init__(self, options: LoggingOptions, *, is_writer: bool, first_step: int, last_step: int):
@@ -67,13 +67,14 @@ class RunLog(AbstractContextManager):
 
     def __exit__(self, *exception) -> None:
         bar, self._bar = self._bar, None
-        for writer in (bar, self._tensorboard, self._metrics):  # what the metrics file lacks is said last
+        # the metrics file is last, because it prints which lines it lacks
+        for writer in (bar, self._tensorboard, self._metrics):
             if writer is not None:
                 writer.close()
         self._metrics = self._tensorboard = None
 
     def rewind(self, step: int) -> None:
-        """The run goes back to ``step``: what was written about later steps is dropped, they are done anew."""
+        """Go back to ``step``: drop what was written about later steps, which will be repeated."""
         if self._options is None:
             return
         self._since_line = [report for report in self._since_line if report.step <= step]
@@ -84,7 +85,7 @@ class RunLog(AbstractContextManager):
             self._bar.refresh()
 
     def step(self, report: StepReport) -> None:
-        """One step is done."""
+        """Log a finished step."""
         if self._options is None:
             return
         if self._metrics is not None:
@@ -103,7 +104,7 @@ class RunLog(AbstractContextManager):
             self._since_line, self._skipped = [], 0
 
     def evaluation(self, step: int, name: str, loss: float) -> None:
-        """An evaluation on ``name`` (validation or test) after ``step``."""
+        """Log an evaluation on ``name`` (validation or test) after ``step``."""
         if self._options is None:
             return
         perplexity = math.exp(min(20.0, loss))
@@ -114,7 +115,7 @@ class RunLog(AbstractContextManager):
                 self._tensorboard.add_scalar(f"lm loss {name} ppl", perplexity, step)
 
     def line(self, text: str) -> None:
-        """One line on the terminal, above the progress bar if there is one."""
+        """Print one line on the terminal, above the progress bar if there is one."""
         if self._options is None:
             return
         if self._bar is not None:
@@ -149,7 +150,7 @@ class RunLog(AbstractContextManager):
 
 
 def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> str:
-    """Megatron-LM's line for the newest of ``reports``, with time and throughput averaged over all of them."""
+    """Return Megatron-LM's line for the newest of ``reports``, with time and throughput averaged over all of them."""
     now, count = reports[-1], len(reports)
     parts = [
         f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {now.step:8d}/{last_step:8d}",

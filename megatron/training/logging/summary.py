@@ -1,4 +1,4 @@
-"""The block that a run prints before its first step."""
+"""The summary that a run prints before its first step."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -12,7 +12,7 @@ from megatron.training.config import params_dtype, uses_te
 
 
 def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer) -> str:
-    """What is trained on what, in a few lines."""
+    """Return a summary of model, data and platform, in a few lines."""
     m, t = options.model, options.training
     experts = f", {options.moe.num_experts} experts" if options.moe.num_experts else ""
     rows = {
@@ -31,7 +31,7 @@ def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer
 
 
 def count_parameters(chunks: list[torch.nn.Module]) -> int:
-    """Parameters of the whole model, each counted once; the same on every rank. Collective."""
+    """Return the number of parameters of the whole model, each counted once; the same on every rank. Collective."""
     counts = torch.zeros(2, dtype=torch.int64, device=torch.cuda.current_device())
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     for param in (p for chunk in chunks for p in chunk.parameters()):

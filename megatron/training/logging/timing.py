@@ -22,12 +22,14 @@ PHASES = (
     "optimizer-inner-step",
     "optimizer-copy-main-to-model-params",
 )
-"""Timers of megatron-core's schedules, gradient finalisation and optimizer. Every rank names the same ones, because
-reading them is collective."""
+"""Timers of megatron-core's schedules, gradient finalisation and optimizer.
+
+Every rank has to name the same ones, because reading them is collective.
+"""
 
 
 def attach_timers(options: LoggingOptions, trainee: Trainee) -> Timers | None:
-    """Gives megatron-core timers to start and stop, if any are asked for."""
+    """Give megatron-core timers to start and stop, if the flags ask for them."""
     if options.timing_log_level == 0:
         return None
     timers = Timers(options.timing_log_level, options.timing_log_option)
@@ -36,5 +38,5 @@ def attach_timers(options: LoggingOptions, trainee: Trainee) -> Timers | None:
 
 
 def phase_times(timers: Timers, steps: int) -> str | None:
-    """Milliseconds per step of every phase over the last ``steps`` steps, and starts them anew. Collective."""
+    """Return milliseconds per step of every phase over the last ``steps`` steps, and reset the timers. Collective."""
     return timers.get_all_timers_string(list(PHASES), normalizer=steps, reset=True)
