@@ -31,7 +31,7 @@ setup(
     package_data={"megatron.training.arguments": ["*.txt"]},
     ext_modules=[digests],
     install_requires=[
-        # The releases that have been run; README, "Patches", says with what.
+        # The releases that have been run; docs/megatron-compatibility.md says with what.
         "megatron-core==0.16.1; python_version < '3.12'",
         "megatron-core==0.19.2; python_version >= '3.12'",
         "torch>=2.13",

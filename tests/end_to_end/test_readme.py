@@ -1,4 +1,4 @@
-"""Every command of the README and of the documents beside it runs, scaled down, ends, and prints what it should."""
+"""Every command of README.md, CONTRIBUTING.md and docs/ runs, scaled down, ends, and prints what it should."""
 
 import os
 import shlex
@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import readme_commands
+import readme_references
 import readme_walk
 from agent_jobs import ROOT, Command
 from readme_walk import Walk
+
+from ft.faults.page import PAGE
 
 COMMANDS = [command.text for command in readme_commands.documented()]
 PROGRAMS = {
@@ -115,8 +118,41 @@ def test_every_entry_fits_the_command_as_it_is_written():
 
 
 def test_what_the_documents_name_is_there():
-    missing = [(document, path) for document, path in readme_commands.paths() if not readme_commands.is_there(path)]
+    missing = [(document, path) for document, path in readme_references.paths() if not readme_references.is_there(path)]
     assert not missing
+
+
+def test_every_link_to_a_heading_finds_it():
+    assert not readme_references.missing_headings()
+
+
+def test_what_the_documents_name_of_the_code_is_in_the_code():
+    assert not readme_references.missing_names(), "the code was renamed: rename it in the document, too"
+
+
+def test_the_pages_of_the_documentation_are_all_in_the_table_of_contents():
+    shown = {path for document, path in readme_references.paths() if document == "README.md"}
+    pages = {document for document in readme_commands.DOCUMENTS if document.startswith("docs/")}
+    assert not pages - shown, "link them in README.md"
+
+
+def test_names_are_looked_up_in_modules_classes_and_lazy_packages():
+    there = ("ft.cli", "ft.cli.main", "ft.job.control", "ft.base.errors.UserError.exit_code", "ft.attach")
+    assert all(map(readme_references.is_defined, there))
+    absent = ("ft.cli.nothing", "ft.nowhere", "ft.base.errors.UserError.nothing", "ft.nothing")
+    assert not any(map(readme_references.is_defined, absent))
+
+
+def test_lines_of_markdown_have_at_most_120_columns():
+    """Rows of tables and what programs print cannot be wrapped; one page is generated."""
+    too_long = [
+        (document, line)
+        for document in readme_commands.DOCUMENTS
+        if document != PAGE
+        for line in readme_commands.without_fences((ROOT / document).read_text()).splitlines()
+        if len(line) > 120 and not line.startswith("|")
+    ]
+    assert not too_long
 
 
 @pytest.mark.parametrize("command", walked())

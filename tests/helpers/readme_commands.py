@@ -1,16 +1,22 @@
-"""The commands of a Markdown document: those of its indented blocks, and those in the text between backticks."""
+"""The commands of the Markdown documents.
+
+An indented block of a document holds commands, a line each. Output, code and drawings stand in fenced blocks. In the
+text, a span in backticks that begins as a command does is one.
+"""
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from agent_jobs import ROOT
 
-DOCUMENTS = ("README.md", "docs/what_happens_when.md", "examples/slurm/README.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")),
+    "examples/slurm/README.md",
+)
 PROGRAMS = ("ft", "python", "torchrun", "pip", "mpirun", "srun", "sbatch", "salloc", "scancel", "scontrol")
-SCRIPTS = ("pretrain_gpt.py", "tools/")
-NO_COMMANDS = ("-- recovery 1:", "DMR: step ", "pretrain_gpt.py             ")
-"""How an indented block begins that is output, or a list of files."""
+SCRIPTS = ("pretrain_gpt.py", "tools/", "tests/", "./tests/", "./examples/")
 
 
 @dataclass(frozen=True)
@@ -22,29 +28,30 @@ class Documented:
 
 
 def documented() -> list[Documented]:
-    """The commands of all documents, each once, in their order."""
-    found = {}
+    """The commands of all documents, each once, in their order.
+
+    A span in the text that another command begins with, such as `ft plan`, is the name of that command and is left out.
+    """
+    shown, named = {}, {}
     for document in DOCUMENTS:
-        text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
-        for command in [*of_blocks(text), *of_sentences(text)]:
-            found.setdefault(command, Documented(command, document))
-    return list(found.values())
+        text = without_fences((ROOT / document).read_text())
+        shown |= {command: document for command in of_blocks(text) if command not in shown}
+        named |= {command: document for command in of_sentences(text) if command not in named}
+    found = named | shown
+    begun = {name for name in named if any(command.startswith(f"{name} ") for command in found)}
+    full = [command for command in (*shown, *named) if command in shown or command not in begun]
+    return [Documented(command, found[command]) for command in dict.fromkeys(full)]
 
 
 def of_blocks(text: str) -> list[str]:
-    """Each line of an indented block is a command, unless the block begins as one of ``NO_COMMANDS`` does."""
+    """Each line of an indented block is a command."""
     blocks = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
-    lines = [
-        _without_comment(line)
-        for block in blocks
-        if not block.strip().startswith(NO_COMMANDS)
-        for line in block.replace("\\\n", " ").splitlines()
-    ]
+    lines = [_without_comment(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line]
 
 
 def of_sentences(text: str) -> list[str]:
-    """A script of this repository is started by Python; a name alone is no command."""
+    """A Python script of this repository is started by Python; a name alone is no command."""
     text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
     spans = [_without_comment(span).split() for span in re.findall(r"`([^`]+)`", text)]
     commands = []
@@ -52,25 +59,14 @@ def of_sentences(text: str) -> list[str]:
         if len(words) > 1 and words[0] in PROGRAMS:
             commands.append(" ".join(words))
         elif len(words) > 1 and words[0].startswith(SCRIPTS):
-            commands.append(" ".join(["python", *words]))
+            commands.append(" ".join(words if words[0].endswith(".sh") else ["python", *words]))
     return commands
 
 
-def paths() -> list[tuple[str, str]]:
-    """Which document names or shows which file or folder of the repository, or one beside the document."""
-    found = []
-    for document in DOCUMENTS:
-        text = (ROOT / document).read_text()
-        named = re.findall(r"`((?:tools|tests|examples|ft|megatron|docs)/[\w./]+)`", text)
-        shown = re.findall(r"\]\((?!https?:)([\w./]+)\)", text)
-        found += [(document, path) for path in named]
-        found += [(document, str((ROOT / document).parent.joinpath(path).relative_to(ROOT))) for path in shown]
-    return found
+def without_fences(text: str) -> str:
+    """A document without its output, code and drawings."""
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def _without_comment(line: str) -> str:
     return " ".join(re.sub(r"(?:^|\s)#.*", "", line).split())
-
-
-def is_there(path: str) -> bool:
-    return Path(ROOT, path).exists()

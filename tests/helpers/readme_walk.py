@@ -10,6 +10,7 @@ TINY = small_runs.BASE.replace("--train-iters 4", "--train-iters 8").replace("si
 MEGATRON = f"{TINY} --data-path data/corpus"
 LAST_STEP = "iteration        8/       8"
 NO_SLURM = "it needs Slurm: tests/end_to_end/test_slurm.py runs the job scripts in a cluster of its own"
+SUITE = "it is what runs this"
 MENTION = "it is named, not shown; another command has it in full"
 
 
@@ -353,14 +354,16 @@ TRAINING = (
 
 REST = (
     Walk("quickstart", "./examples/quickstart.sh", not_run="it installs and trains for minutes"),
-    Walk("suite", "./tests/run.sh", not_run="it is what runs this"),
+    Walk("suite", "./tests/run.sh*", not_run=SUITE),
+    Walk("suite-newest", "./tests/newest.sh*", not_run=SUITE),
+    Walk("suite-pytest", "python -m pytest *", not_run=SUITE),
+    Walk("ruff", "python -m ruff *", not_run="tests/run.sh does it first"),
+    Walk("contracts", "lint-imports --no-logo", not_run="tests/run.sh does it first"),
+    Walk("page-of-faults", "python -m ft.faults.page", not_run="it writes what test_faults_table.py compares"),
     Walk("pip", "pip install *", not_run="a test installs nothing"),
     Walk("mention-inject", "ft run --inject", not_run=MENTION),
     Walk("mention-status", "ft status DIR", not_run=MENTION),
     Walk("mention-report", "ft report DIR", not_run=MENTION),
-    Walk("mention-run", "ft run", not_run=MENTION),
-    Walk("mention-status-alone", "ft status", not_run=MENTION),
-    Walk("mention-report-alone", "ft report", not_run=MENTION),
 )
 
 TABLE: tuple[Walk, ...] = (

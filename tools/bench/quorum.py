@@ -28,7 +28,7 @@ from ft.job.quorum import QuorumClient, Report  # noqa: E402
 LIMIT_S, WARM_UP = 60.0, 20
 BOARD = """
 import sys
-from ft.job.control import board as boards
+from ft.job.control import channel as boards
 from ft.job.messages import Observed
 board, replicas, heard = boards.host("tcp://127.0.0.1:0", "bench", "token"), int(sys.argv[1]), 0
 board.resume(boards.Record())
