@@ -46,6 +46,7 @@ DMR_COVERED = "dmr_covered"
 DMR_MISMATCH = "dmr_mismatch"
 DMR_VERDICT = "dmr_verdict"
 DMR_CLEAN = "dmr_clean"
+PROTECTION_ACTED = "protection_acted"
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,9 @@ SCHEMA: Mapping[str, Needs] = {
     DMR_VERDICT: Needs(("step",), ("attempt", "action", "reason", "ranks", "blamed")),
     # a step was clean after failed attempts
     DMR_CLEAN: Needs(("step",), ("attempt",)),
+    # a protection of a user's own has acted on a step; protection: its name; what: what it did, as a sentence without a
+    # subject
+    PROTECTION_ACTED: Needs(("rank", "step"), ("protection", "what")),
 }
 """All events, by name."""
 

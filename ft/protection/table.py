@@ -25,7 +25,8 @@ class Entry:
         checks: module with ``check(options, grid, replicas)``, which says what is wrong with its flags; importable
             without torch. "": it has no flags to check.
         flags: flags of the trainer, any of which asks for it, as attribute names.
-        variables: variables of the environment, any of which asks for it; ``ft run`` sets them.
+        variables: variables of the environment, any of which asks for it; ``ft run`` sets them. Without flags and
+            variables a protection is in every run, as one that a script of a user's own registers.
         asked_by: how a user asks for it.
         needs: names of the protections that it is part of.
     """
@@ -42,6 +43,8 @@ class Entry:
 
     def is_asked(self, flags: Any, environment: Mapping[str, str]) -> bool:
         """Return whether the trainer's ``flags`` or the environment ask for it."""
+        if not self.flags and not self.variables:
+            return True
         wanted = any(getattr(flags, name, None) not in (None, False) for name in self.flags)
         return wanted or any(environment.get(name, "") != "" for name in self.variables)
 

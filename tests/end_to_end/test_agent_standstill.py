@@ -21,9 +21,9 @@ QUICK = Timeouts(stuck_s=1.5)
 START = """
 import sys
 sys.path.remove("")  # a torch.py of the test's is for the pool alone
-from ft.job.agent import parts
+from ft.job.agent import components
 from ft.job.control.timeouts import Timeouts
-parts._timeouts = lambda options: Timeouts(stuck_s=1.5)
+components._timeouts = lambda options: Timeouts(stuck_s=1.5)
 from ft.cli import main
 sys.exit(main())
 """

@@ -15,7 +15,7 @@ from ft.base.errors import RecoverableError, ReplaceNodeError, UserError
 from ft.faults import Fault, write
 from ft.faults.agent import AgentInjector, agents_faults, kill_control
 from ft.faults.worker import MOST_SLEEP_S, Injector
-from ft.platform import election as election
+from ft.platform import election
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
@@ -276,7 +276,7 @@ def test_no_control_plane_to_kill(content, tmp_path):
 NODE = """
 import subprocess, sys, time
 from ft.faults import Fault
-from ft.job.control import election
+from ft.platform import election
 from ft.faults.agent import AgentInjector
 below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(below.pid, flush=True)

@@ -38,9 +38,9 @@ print(time.monotonic() - began)
 
 CONNECT = """
 import sys
-from ft.job.control import board
+from ft.job.control import channel
 try:
-    board.connect(sys.argv[1], "n1", "token", 0.5)
+    channel.connect(sys.argv[1], "n1", "token", 0.5)
 except ConnectionError as error:
     print("lost:", error)
 """

@@ -49,17 +49,21 @@ def measure(arguments: argparse.Namespace) -> None:
     patches.apply(WITH_CHECKFREE, WITH_SWAPPED_ENDS)
     import torch.distributed as dist
 
+    from ft.protection.stack import Protections
+    from ft.systems.checkfree.layer import settings_of
     from megatron.training.initialize import destroy, init_model_parallel, init_process_group
     from megatron.training.launcher import launch_from
-    from megatron.training.pretrain import assemble, checkfree
+    from megatron.training.pretrain import assemble
+    from megatron.training.trainer import JobTrainer
 
     place = launch_from(os.environ)
     options, layout = options_of(arguments, "--ft-checkfree", place.world_size)
     init_process_group(options.parallel, place)
     init_model_parallel(options.parallel, layout, ends_are_double=True)  # of untied weights nothing follows from it
     plain = assemble(options, layout, time.monotonic())
-    kept = keeper(plain, checkfree(options, layout, plain.state))
-    plus = assemble(options_of(arguments, "--ft-checkfree-plus", place.world_size)[0], layout, time.monotonic())
+    kept = keeper(plain, settings_of(options.fault_tolerance, JobTrainer(plain)))
+    swapped, _ = options_of(arguments, "--ft-checkfree-plus", place.world_size)
+    plus = assemble(swapped, layout, time.monotonic(), Protections.of(swapped.fault_tolerance, {}))
     times = alternate(arguments, plain, plus, kept)
     if dist.get_rank() == 0:
         in_ranks.publish(result(arguments, times))

@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace) -> None:
     job = assemble(options, layout, time.monotonic())
     sides = {"off": None, **protections(arguments, job)}
     times = alternate(arguments, job, sides)
-    kept = {name: side[0].engine.queue.most_bytes for name, side in sides.items() if side is not None}
+    kept = {name: side[1].queue.most_bytes for name, side in sides.items() if side is not None}
     found = {"kept_bytes": kept, "measured_peak_bytes": peaks(job, sides)}
     told = [None] * place.world_size
     dist.all_gather_object(told, found)
@@ -118,10 +118,13 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def protections(arguments: argparse.Namespace, job) -> dict:
     """Side -> (what has its operators executed twice, its engine)."""
+    from ft.protection.stack import Stack
+    from ft.systems.dmr.layer import FollowedStep
     from ft.systems.dmr.runtime.install import install
     from ft.systems.dmr.runtime.settings import Settings
     from megatron.training.fingerprint import fingerprint
     from megatron.training.position import JobPosition
+    from megatron.training.trainer import JobTrainer
 
     asked = {"naive": Settings("naive"), "piggyback": Settings("piggyback")}
     if arguments.plan is not None:
@@ -131,7 +134,9 @@ def protections(arguments: argparse.Namespace, job) -> dict:
     for name, settings in asked.items():
         of = (trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job))
         made = install(settings, *of, fingerprint=fingerprint(job.options, job.layout))
-        found[name] = (made, made.engine)
+        stack = Stack([FollowedStep(JobTrainer(job), made)])
+        stack.protect(trainee.optimizer)
+        found[name] = (stack, made.engine)
     return found
 
 
@@ -156,9 +161,11 @@ def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
 
 
 def take_side(job, side) -> None:
+    from ft.protection.stack import Stack
     from megatron.patches import double_execution
 
-    job.dmr, engine = (None, None) if side is None else side
+    job.protection, engine = (Stack(), None) if side is None else side
+    job.verified = side is not None
     double_execution.listen(engine)
 
 

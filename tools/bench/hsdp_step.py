@@ -24,7 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).paren
 
 import in_replicas  # noqa: E402
 
-from ft.protection.unprotected import Unprotected  # noqa: E402
+from ft.protection.contract import Layer  # noqa: E402
+from ft.protection.stack import Protections, Stack  # noqa: E402
 
 WARM_UP = 2
 
@@ -77,7 +78,7 @@ class GlooExchange:
             part.mul_(1.0 / self._replicas)
 
 
-class PlainReplica(Unprotected):
+class PlainReplica(Layer):
     """Data parallelism over replicas that nothing happens to."""
 
     def __init__(self, exchange: GlooExchange, replicas: int):
@@ -86,7 +87,7 @@ class PlainReplica(Unprotected):
     def share(self, samples: int) -> int:
         return samples // self._replicas
 
-    def over_replicas(self, reported):
+    def reduce(self, reported):
         import torch
 
         total = torch.stack(reported).sum(dim=0)
@@ -123,7 +124,7 @@ class Side:
     def enter(self) -> None:
         from megatron.patches import replicas
 
-        self._job.guard, self._job.trainee.optimizer.step = self._guard, self._step
+        self._job.protection, self._job.trainee.optimizer.step = Stack([self._guard]), self._step
         replicas.exchange_through(self._job.trainee.chunks, self._exchange)
 
     def block(self, steps: int) -> None:
@@ -144,16 +145,19 @@ def measure(arguments: argparse.Namespace) -> None:
     from ft.worker.session import attach
     from megatron.patches import replicas
     from megatron.training.initialize import init_model_parallel
-    from megatron.training.pretrain import assemble, replica
+    from megatron.training.pretrain import assemble
+    from megatron.training.trainer import JobTrainer
 
     options, layout = options_of(arguments)
     place, session = Place.from_environment(), attach()
     session.init_process_group(patches.platform().backend)
     init_model_parallel(options.parallel, layout)
-    job = assemble(options, layout, time.monotonic(), place=place)
+    protections = Protections.of(options.fault_tolerance, os.environ)
+    protections.connected(session)
+    job = assemble(options, layout, time.monotonic(), protections)
     chunks, optimizer = job.trainee.chunks, job.trainee.optimizer
     plain_step = optimizer.step
-    guard = replica(job, session, place, place.announce() if session.rank == 0 else None)
+    (guard,) = protections.stack(JobTrainer(job)).layers
     parts = guard._parts
     cross = gloo_group(in_replicas.folder(), place, session.rank)
     gloo = GlooExchange(cross, place.replicas, len(replicas.groups_of(chunks)))

@@ -60,17 +60,21 @@ def measure(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import ft
+    from ft.protection.stack import Protections
     from megatron.training.initialize import init_model_parallel
     from megatron.training.logging.summary import count_parameters
-    from megatron.training.pretrain import assemble, hot_swap
+    from megatron.training.pretrain import assemble
     from megatron.training.step import train_step
+    from megatron.training.trainer import JobTrainer
 
     options, layout = options_of(arguments)
     session = ft.attach()
     session.init_process_group(patches.platform().backend)
     init_model_parallel(options.parallel, layout)
-    job = assemble(options, layout, time.monotonic())
-    guard = hot_swap(job, session)
+    protections = Protections.of(options.fault_tolerance, os.environ)
+    protections.connected(session)
+    job = assemble(options, layout, time.monotonic(), protections)
+    (guard,) = protections.stack(JobTrainer(job)).layers
     optimizer, times, stats = job.trainee.optimizer, {"on": [], "off": []}, []
     protected_step = optimizer.step
 

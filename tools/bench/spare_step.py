@@ -50,18 +50,23 @@ def measure(arguments: argparse.Namespace) -> None:
     from megatron.patches.manifest import WITH_REPLICAS
 
     patches.apply(WITH_REPLICAS)
+    from ft.protection.stack import Protections
     from ft.systems.hsdp.place import Place
     from ft.systems.hsdp.work import OwnStream
     from ft.worker.session import attach
     from megatron.training.initialize import init_model_parallel
-    from megatron.training.pretrain import assemble, replica
+    from megatron.training.pretrain import assemble
+    from megatron.training.trainer import JobTrainer
 
     options, layout = options_of(arguments)
     place, session = Place.from_environment(), attach()
     session.init_process_group(patches.platform().backend)
     init_model_parallel(options.parallel, layout)
-    job = assemble(options, layout, time.monotonic(), place=place)
-    guard = job.guard = replica(job, session, place, place.announce())
+    protections = Protections.of(options.fault_tolerance, os.environ)
+    protections.connected(session)
+    job = assemble(options, layout, time.monotonic(), protections)
+    job.protection = protections.stack(JobTrainer(job))
+    guard = job.protection.layers[0]
     cross = gloo_group(in_replicas.folder(), place, session.rank)
     sides = {"spare": guard._work, "plain": OwnStream(place)}
     times = {name: [] for name in sides}

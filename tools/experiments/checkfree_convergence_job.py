@@ -77,11 +77,12 @@ class Life:
         import torch.distributed as dist
 
         from ft.protection.training_state import TrainingState
+        from ft.systems.checkfree.layer import settings_of
         from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
-        from megatron.training import pretrain
         from megatron.training.position import JobPosition
+        from megatron.training.trainer import JobTrainer
 
-        self.job = _assemble(flags, straight)
+        self.job, ends = _assemble(flags, straight)
         trainee = self.job.trainee
         if equal:
             _equalize(trainee)
@@ -89,7 +90,7 @@ class Life:
         self._told: list[dict] = []
         session = SimpleNamespace(rank=self._rank, observe=lambda name, **detail: self._told.append(detail))
         self._subject = TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler)
-        settings = pretrain.checkfree(self.job.options, self.job.layout, self.job.state, trainee.doubles)
+        settings = settings_of(self.job.options.fault_tolerance, JobTrainer(self.job), ends)
         self._keeper = CheckFreeRebuilder(session, self._subject, settings)
         self._position = PositionWithNorms(JobPosition(self.job), self._keeper)
         self._held_out = None
@@ -162,9 +163,11 @@ class Life:
 def _assemble(flags: str, straight: bool):
     import torch.distributed as dist
 
+    from ft.protection.stack import Protections
+    from ft.systems.checkfree.layer import SwappedEnds, SwappedModelEnds
     from megatron import patches
     from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
-    from megatron.training import model, pretrain
+    from megatron.training import pretrain
     from megatron.training.arguments import check, parse
     from megatron.training.initialize import init_model_parallel
 
@@ -174,16 +177,20 @@ def _assemble(flags: str, straight: bool):
     layout = check(options, dist.get_world_size(), has_te=False)
     init_model_parallel(options.parallel, layout, ends_are_double=plus)
     if straight:
-        model.swap_ends = _keep_order
-    return pretrain.assemble(options, layout, time.monotonic())
+        SwappedModelEnds.connected = _keep_order
+    protections = Protections.of(options.fault_tolerance, {})
+    job = pretrain.assemble(options, layout, time.monotonic(), protections)
+    return job, next((each.replicated for each in protections if isinstance(each, SwappedEnds)), None)
 
 
-def _keep_order(layout: Any, chunk: Any, doubles: Any, most_in_flight: int | None) -> None:
-    """In the place of the trainer's ``swap_ends``."""
+def _keep_order(ends: Any, chunk: Any) -> None:
+    """Runs 1F1B in the place of the schedule with swapped ends."""
     from ft.systems.checkfree.plus.install import install
     from ft.systems.schedule.kinds import one_f_one_b
+    from megatron.core import parallel_state
 
-    install(chunk, doubles, lambda microbatches: one_f_one_b(layout.pp, microbatches))
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    install(chunk, ends.replicated, lambda microbatches: one_f_one_b(stages, microbatches))
 
 
 def _equalize(trainee: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ft.base import events
 from ft.base.events import Event
-from ft.observe.report import rebuilds
+from ft.observe.report import actions, rebuilds
 from ft.observe.report.corruption import Corruption, corruption
 from ft.observe.report.corruption_panel import card, panel
 from ft.observe.report.goodput import Goodput
@@ -33,12 +33,13 @@ def page(run: Run, found: Sequence[Recovery], times: Goodput, timeline: bytes) -
         times: where the run's time went.
         timeline: the picture of ``ft.observe.report.timeline`` as PNG.
     """
-    name, checked = run.folder.resolve().name, corruption(run.events)
+    name, checked, acted = run.folder.resolve().name, corruption(run.events), actions.actions(run)
     sections = [
         header(name, _subtitle(run)),
         _headlines(run, found, times, checked),
         section("Recoveries", _recoveries(found, times)),
         *([] if checked is None else [section("Operators executed twice (DMR)", panel(checked))]),
+        *([section("Other protections", table(actions.HEAD, actions.rows(acted)))] if acted else []),
         section("Loss", loss_svg(run.metrics, found) + _rebuilds(run)),
         section("Timeline", picture(timeline, "who held which logical rank when, phases of the recoveries, loss")),
         section("Where the time went", _time_table(times)),

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ft.observe.report import rebuilds
+from ft.observe.report.actions import actions
+from ft.observe.report.actions import text_table as text_table_of_actions
 from ft.observe.report.corruption import corruption
 from ft.observe.report.corruption_panel import summary_of, text_table
 from ft.observe.report.goodput import Goodput
@@ -32,6 +34,8 @@ def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence
         lines += ["", table(("#", "outcome", "step", "redone", "total", "what happened"), rows, right=(0, 2, 3, 4))]
     wrong = "" if checked is None else text_table(checked)
     lines += ["", wrong] if wrong else []
+    acted = text_table_of_actions(actions(run))
+    lines += ["", acted] if acted else []
     made = rebuilds.rebuilds(run)
     if made:
         lines += ["", "stages rebuilt from their neighbours (CheckFree)"]
