@@ -128,13 +128,17 @@ class Party:
     def greeting(self) -> bytes:
         return self.label + self.challenge
 
+    def may_begin(self, data: bytes) -> bool:
+        """Tells whether the other end can belong to this protocol, by the first bytes that it has sent."""
+        return data[:_LABEL_BYTES] == self.label[: len(data)]
+
     def read_greeting(self, data: bytes) -> bytes:
         """Returns the challenge in a greeting.
 
         Raises:
             Stranger: it is no greeting of this protocol.
         """
-        if len(data) != GREETING_BYTES or not data.startswith(self.label):
+        if len(data) != GREETING_BYTES or not self.may_begin(data):
             raise Stranger(f"the other end begins with {data[:_LABEL_BYTES]!r} instead of {self.purpose!r}")
         return data[_LABEL_BYTES:]
 
@@ -176,7 +180,7 @@ def dial(
         OSError: the connection is lost; TimeoutError when the time is up.
     """
     with _Deadline(connection, limit_s) as stream:
-        theirs = party.read_greeting(stream.take(GREETING_BYTES, party.label))
+        theirs = stream.take_greeting(party)
         stream.send(party.greeting() + party.seal(theirs, message))
         sealed = stream.take(reply_bytes + PROOF_BYTES)
     if sealed.endswith(party.REFUSAL):
@@ -213,7 +217,7 @@ def accept(
     """
     with _Deadline(connection, limit_s) as stream:
         stream.send(party.greeting())
-        theirs = party.read_greeting(stream.take(GREETING_BYTES, party.label))
+        theirs = stream.take_greeting(party)
         message = party.open(theirs, stream.take(message_bytes + PROOF_BYTES))
         if message is None:
             stream.send(bytes(reply_bytes) + party.REFUSAL)
@@ -238,18 +242,25 @@ class _Deadline:
         self._hurry()
         self._connection.sendall(data)
 
-    def take(self, length: int, begins: bytes = b"") -> bytes:
-        """Returns the next ``length`` bytes; raises Stranger as soon as they cannot begin with ``begins``."""
+    def take_greeting(self, party: Party) -> bytes:
+        """Returns the challenge in the other end's greeting; raises Stranger at the first byte that fits none."""
+        data = b""
+        while party.may_begin(data) and len(data) < GREETING_BYTES:
+            data += self._take(GREETING_BYTES - len(data))
+        return party.read_greeting(data)
+
+    def take(self, length: int) -> bytes:
         data = b""
         while len(data) < length:
-            self._hurry()
-            piece = self._connection.recv(length - len(data))
-            if not piece:
-                raise ConnectionError("the other end has closed the connection")
-            data += piece
-            if data[: len(begins)] != begins[: len(data)]:
-                raise Stranger(f"the other end begins with {data[:_LABEL_BYTES]!r} instead of {begins!r}")
+            data += self._take(length - len(data))
         return data
+
+    def _take(self, most: int) -> bytes:
+        self._hurry()
+        piece = self._connection.recv(most)
+        if not piece:
+            raise ConnectionError("the other end has closed the connection")
+        return piece
 
     def _hurry(self) -> None:
         left = self._until - time.monotonic()
