@@ -1,4 +1,7 @@
-"""The run's token: who knows it is a member of the run. Each connection between its processes begins with it."""
+"""The run's token: a process that knows it is a member of the run.
+
+At the beginning of each connection both ends prove that they know it (``ft.net.handshake``); it never crosses a wire.
+"""
 
 import contextlib
 import os
