@@ -1,4 +1,7 @@
-"""The run's secret token. Every connection between processes of the run begins with it, as proof of membership."""
+"""The run's token: a process that knows it is a member of the run.
+
+At the beginning of each connection both ends prove that they know it (``ft.net.handshake``); it never crosses a wire.
+"""
 
 import contextlib
 import os

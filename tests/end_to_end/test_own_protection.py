@@ -1,4 +1,4 @@
-"""``examples/own_protection.py``: outliers are undone and their batches skipped, bit for bit, and the report says so."""
+"""``examples/own_protection.py``: outliers are undone and their batches skipped, and the report says so."""
 
 import json
 

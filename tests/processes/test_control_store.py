@@ -11,7 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from ft.base.errors import UserError
-from ft.net.store import StoreConnection, StoreServer, client, handshake
+from ft.net.handshake import GREETING_BYTES, Party, Refused, dial
+from ft.net.store import StoreConnection, StoreServer, client
+from ft.net.store.server import PORT, PURPOSE
 
 TOKEN = "of the test"
 LIMIT_S = 20.0
@@ -105,13 +107,40 @@ def test_who_talks_nonsense_is_sent_away(said, server):
 
 
 def test_an_answer_overheard_lets_nobody_else_in(server):
+    class Overheard(Party):
+        def seal(self, theirs, message=b""):
+            return said
+
+    party, port = Party(TOKEN, PURPOSE, is_dialer=True), PORT.pack(1234)
     with socket.create_connection(door(server), timeout=LIMIT_S) as member:
-        _, nonce = handshake.hear(member)
-        overheard = handshake.answer(TOKEN, nonce, 1234)
-        with socket.create_connection(door(server), timeout=LIMIT_S) as stranger:
-            handshake.hear(stranger)
-            handshake.say(stranger, overheard, 1234)
-            assert handshake.hear(stranger) == [handshake.REFUSED]
+        said = party.seal(party.read_greeting(member.recv(GREETING_BYTES)), port)
+        with socket.create_connection(door(server), timeout=LIMIT_S) as stranger, pytest.raises(Refused):
+            dial(stranger, Overheard(TOKEN, PURPOSE, True, party.challenge), LIMIT_S, port, PORT.size)
+        member.sendall(party.greeting() + said)
+        assert len(member.recv(1000)) > PORT.size
+
+
+def test_a_member_gives_its_port_with_its_proof(server):
+    """Whoever changes the port on the way lets nobody in."""
+    party = Party(TOKEN, PURPOSE, is_dialer=True)
+    with socket.create_connection(door(server), timeout=LIMIT_S) as member:
+        said = party.seal(party.read_greeting(member.recv(GREETING_BYTES)), PORT.pack(1234))
+        member.sendall(party.greeting() + PORT.pack(1235) + said[PORT.size :])
+        assert member.recv(1000).endswith(Party.REFUSAL)
+
+
+def test_a_store_of_whoever_does_not_know_the_token_is_not_entered():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def pose():
+            visitor, posing = other.accept()[0], Party("a guess", PURPOSE, is_dialer=False)
+            visitor.sendall(posing.greeting())
+            theirs = posing.read_greeting(visitor.recv(1000)[:GREETING_BYTES])
+            visitor.sendall(posing.seal(theirs, PORT.pack(other.getsockname()[1])))
+
+        threading.Thread(target=pose, daemon=True).start()
+        with pytest.raises(ConnectionError, match="is no store of a run"):
+            StoreConnection(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, LIMIT_S)
 
 
 def test_strangers_who_say_nothing_hold_up_nobody(server):

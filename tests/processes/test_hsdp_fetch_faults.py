@@ -25,6 +25,7 @@ from fetch_sources import (
     state,
 )
 
+from ft.net.handshake import Party, parse_challenge
 from ft.state.fetch import BadState, Limits, Refused, StateServer, fetch, wire
 from ft.state.fetch import listener as door
 
@@ -355,7 +356,7 @@ def _mutated(numbers: random.Random, address: str) -> bytes:
     proof = numbers.randbytes(32).hex()
     path = numbers.choice(["/state", "/bytes", "/envelope", "/", "//x/../state", "/state/" + "a" * 70000])
     query = f"step={STEP}&lineage={LINEAGE}&digest=0&start=0&stop={numbers.choice([64, -1, 1 << 70])}"
-    head = f"GET {path}?{query} HTTP/1.1\r\nHost: {address}\r\nAuthorization: FT-HMAC {'0' * 32} 1 {proof}\r\n"
+    head = f"GET {path}?{query} HTTP/1.1\r\nHost: {address}\r\nAuthorization: {wire.SCHEME} {'0' * 32} 1 {proof}\r\n"
     head += numbers.choice(["", "Content-Length: 5\r\n", "Transfer-Encoding: chunked\r\n", "Expect: 100-continue\r\n"])
     head += numbers.choice(["", "X: y\r\n" * 200, "X" * 70000 + "\r\n"])
     request = bytearray(head.encode() + b"\r\n")
@@ -397,7 +398,9 @@ def test_an_end_that_was_forged_is_no_end(closing):
 
 
 def test_a_source_has_to_prove_that_it_is_of_the_run(closing, monkeypatch):
-    monkeypatch.setattr("ft.state.fetch.handler.Handler._is_member", lambda handler: "Authorization" in handler.headers)
+    """As one that takes everybody for a member, and serves with a proof that is made with another token."""
+    right = Party.check
+    monkeypatch.setattr(Party, "check", lambda party, *said: not party.is_dialer or right(party, *said))
     live = state(24, 0.1)
     foreign = opened(closing, StateServer("127.0.0.1", "another token"))
     foreign.offer(STEP, LINEAGE, live, {})
@@ -412,12 +415,12 @@ def test_a_request_counts_once(closing):
     connection.request("GET", "/")
     answer = connection.getresponse()
     answer.read()
-    nonce = answer.getheader("WWW-Authenticate").split()[1]
-    target = wire.envelope_target(STEP, LINEAGE)
-    proof = wire.proof(TOKEN, "ask", nonce, "me", 1, target).hex()
+    nonce = parse_challenge(answer.getheader("WWW-Authenticate").split()[1])
+    target, asker = wire.envelope_target(STEP, LINEAGE), Party(TOKEN, wire.PURPOSE, is_dialer=True)
+    authorization = f"{wire.SCHEME} {asker.challenge.hex()} 1 {asker.answer(nonce, 1, target).hex()}"
     statuses = []
     for _ in range(2):
-        connection.request("GET", target, headers={"Authorization": f"{wire.SCHEME} me 1 {proof}"})
+        connection.request("GET", target, headers={"Authorization": authorization})
         answer = connection.getresponse()
         answer.read()
         statuses.append(answer.status)
@@ -426,7 +429,7 @@ def test_a_request_counts_once(closing):
     again = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
     again.request("GET", "/")
     again.getresponse().read()
-    again.request("GET", target, headers={"Authorization": f"{wire.SCHEME} me 1 {proof}"})
+    again.request("GET", target, headers={"Authorization": authorization})
     assert again.getresponse().status == 401
     again.close()
 
@@ -459,13 +462,14 @@ class _Recorder(Proxy):
             super()._pump(source, target, lambda data, before: self._said.append(data) or data)
 
 
-CHALLENGE = b"HTTP/1.1 401 No\r\nWWW-Authenticate: FT-HMAC 00\r\nContent-Length: 0\r\n\r\n"
+ASKED = f"WWW-Authenticate: {wire.SCHEME} {'0' * 32}\r\n".encode()
+CHALLENGE = b"HTTP/1.1 401 No\r\n" + ASKED + b"Content-Length: 0\r\n\r\n"
 OTHERS = [
     b"",
     b"SSH-2.0-OpenSSH_9.2\r\n",
     b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
     b"HTTP/1.1 401 No\r\n" + b"A: b\r\n" * 1000 + b"\r\n",
-    b"HTTP/1.1 401 No\r\nConnection: close\r\nWWW-Authenticate: FT-HMAC 00\r\nContent-Length: 9\r\n\r\n",
+    b"HTTP/1.1 401 No\r\nConnection: close\r\n" + ASKED + b"Content-Length: 9\r\n\r\n",
     CHALLENGE,
     CHALLENGE + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
     CHALLENGE + b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{}",

@@ -307,6 +307,10 @@ def test_garbage_on_the_port_costs_its_sender_the_connection(service):
     client, quorum = service.client(0), None
     pieces = [b"GET / HTTP/1.1\r\n\r\n", wire.pack({"kind": "hello"}), wire.pack({"kind": "answer", "answer": "x"})]
     pieces += [b"FTQU\xff\xff\xff\xff" + b"\0" * 8, b"FTQU\0\0\0\2\0\0\0\0[]", wire.pack({"kind": "welcome"})]
+    asked = {"kind": "answer", "protocol": wire.PURPOSE, "nonce": "00" * 16, "answer": "00" * 32}
+    pieces += [
+        wire.pack({**asked, name: value}) for name in asked for value in ("x", 7, None, "\u0663" * 32, "00" * 32)
+    ]
     pieces += [draw.randbytes(draw.randint(1, 4000)) for _ in range(30)]
     idle = [socket.create_connection(service.address()) for _ in range(20)]
     for piece in pieces:
@@ -320,6 +324,25 @@ def test_garbage_on_the_port_costs_its_sender_the_connection(service):
     assert quorum.number == len(pieces) and service.server.poll() is None
     for own in idle:
         own.close()
+
+
+@pytest.mark.parametrize("said", ["nothing of worth", "its own answer", "no challenge before"])
+def test_a_server_that_does_not_know_the_token_is_told_nothing(said):
+    own, other = socket.socketpair()
+    with own, other:
+        channel = wire.Channel(own, TOKEN, is_host=False)
+        channel.send(wire.pack({"kind": "report"}))
+        answer = "00" * 32
+        if said != "no challenge before":
+            other.sendall(wire.pack({"kind": "challenge", "protocol": wire.PURPOSE, "nonce": "00" * 16}))
+            assert list(channel.read()) == []
+            answer = wire.unpack(other.recv(1000)[wire.HEAD_SIZE :])["answer"] if said == "its own answer" else answer
+        other.sendall(wire.pack({"kind": "welcome", "answer": answer}))
+        with pytest.raises(wire.Broken, match="no server of the run"):
+            list(channel.read())
+        assert not channel.is_known
+        channel.close()
+        assert b"report" not in other.recv(1000)
 
 
 def test_nonsense_from_a_member_costs_it_the_connection_and_no_more(service):

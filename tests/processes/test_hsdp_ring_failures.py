@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 
+from ft.net.handshake import GREETING_BYTES
 from ft.platform.sockets import held, towards
 from ft.systems.hsdp.ring import Ring, RingOptions, hello, numbers
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
@@ -293,6 +294,8 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
     assert all_work(rings, 1)
     hosts = [("127.0.0.1", int(ring.address.rsplit(":", 1)[1])) for ring in rings]
 
+    label = hello.party("", is_dialer=True).label
+
     def disturb():
         kept = []
         while not stop.is_set():
@@ -303,10 +306,11 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
                 if kind == 0:
                     connection.sendall(chance.randbytes(chance.randrange(1, 5000)))
                 elif kind == 1:
-                    connection.sendall(hello.MAGIC + chance.randbytes(hello.HELLO_BYTES - len(hello.MAGIC)))
+                    connection.sendall(label + chance.randbytes(hello.HELLO_BYTES - len(label)))
                 elif kind == 2:
-                    said = hello.Hello(1, bytes(16), 2, 1, bytes(16))
-                    connection.sendall(hello.write_hello(said, "wrong token", connection.recv(hello.GREETING_BYTES)))
+                    party = hello.party("wrong token", is_dialer=True)
+                    theirs = party.read_greeting(connection.recv(GREETING_BYTES))
+                    connection.sendall(hello.write_hello(party, theirs, hello.Hello(1, bytes(16), 2, 1)))
             if len(kept) > 100:
                 kept.pop(chance.randrange(len(kept))).close()
         for connection in kept:
@@ -328,8 +332,9 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
     ("says", "reason"),
     [
         (b"220 mail.example.org ESMTP ready\r\n", "talks something else"),
+        (b"220 mail\r\n", "talks something else"),
         (b"", "hung up"),
-        (hello.greeting() + bytes(hello.ANSWER_BYTES), "no member of this run"),
+        (hello.party("", is_dialer=False).greeting() + bytes(hello.ANSWER_BYTES), "no member of this run"),
         (None, "has not come to quorum 1"),
     ],
 )
@@ -380,15 +385,16 @@ class Half:
         host, port = addresses[(me + 1) % len(addresses)].rsplit(":", 1)
         for stream in range(options.streams + 1):
             call = socket.create_connection((host, int(port)), timeout=10)
-            said = hello.Hello(number, agreed, me, stream, secrets.token_bytes(16))
-            call.sendall(hello.write_hello(said, self._token, call.recv(hello.GREETING_BYTES)))
+            dialer = hello.party(self._token, is_dialer=True)
+            theirs = dialer.read_greeting(call.recv(GREETING_BYTES))
+            call.sendall(hello.write_hello(dialer, theirs, hello.Hello(number, agreed, me, stream)))
             self._open.append(call)
         for _ in range(options.streams + 1):
             connection, _ = self._listener.accept()
-            greeted = hello.greeting()
-            connection.sendall(greeted)
-            heard = hello.read_hello(connection.recv(hello.HELLO_BYTES), self._token, greeted)
-            connection.sendall(hello.write_answer(hello.Answer(hello.TAKEN, number), self._token, heard.nonce))
+            acceptor = hello.party(self._token, is_dialer=False)
+            connection.sendall(acceptor.greeting())
+            _, theirs = hello.read_hello(acceptor, connection.recv(hello.HELLO_BYTES))
+            connection.sendall(hello.write_answer(acceptor, theirs, hello.Answer(hello.TAKEN, number)))
             self._open.append(connection)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import struct
 import threading
 import time
@@ -16,10 +17,11 @@ from snapshot_crew import MIB, Proxy, set_to, state
 
 from ft.base.errors import EpochClosed
 from ft.job.messages import Source
+from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
 from ft.state.snapshot import Snapshots, SnapshotServer
 from ft.state.snapshot.layout import FORMAT, Table, checksum
-from ft.state.snapshot.transport import PeerLost
-from ft.state.snapshot.wire import MAGIC, MAX_HEADER, Wire
+from ft.state.snapshot.transport import CopyUnusable, PeerLost, Wanted
+from ft.state.snapshot.wire import MAGIC, MAX_HEADER, PURPOSE, Wire
 
 
 def test_a_byte_flipped_in_transit_is_sent_again(crew):
@@ -144,7 +146,7 @@ def garbage(rng: random.Random) -> bytes:
     )
 
 
-PUT = {"kind": "put", "token": "", "owner": 0, "step": 9, "epoch": 9, "meta": 1, "meta_checksum": checksum(b"m")}
+PUT = {"kind": "put", "owner": 0, "step": 9, "epoch": 9, "meta": 1, "meta_checksum": checksum(b"m")}
 
 
 def absurd_requests() -> list[tuple[dict, bytes]]:
@@ -163,9 +165,9 @@ def absurd_requests() -> list[tuple[dict, bytes]]:
             {**put, "table": len(monster.encoded), "digest": monster.digest, "length": 4 << 60},
             monster.encoded + b"m",
         ),
-        ({"kind": "get", "token": "", "owner": 0, "step": 10**9, "section": "owned"}, b""),
-        ({"kind": "get", "token": "", "owner": 0, "step": 4, "section": "../../etc"}, b""),
-        ({"kind": "pickle", "token": ""}, b""),
+        ({"kind": "get", "owner": 0, "step": 10**9, "section": "owned"}, b""),
+        ({"kind": "get", "owner": 0, "step": 4, "section": "../../etc"}, b""),
+        ({"kind": "pickle"}, b""),
     ]
 
 
@@ -177,11 +179,14 @@ def test_strangers_cost_nothing(crew):
         workers.step(step)
     before = workers.snaps[1].nbytes
     network = workers.networks.of(0)
-    for _ in range(40):
+    for number in range(60):
         with network.dial(workers.addresses[1], 5) as stranger, contextlib.suppress(ConnectionError):
+            if number % 3:  # the others do not get so far as to send a frame
+                Wire(stranger, 5).greet("", 5)
             stranger.sendall(garbage(rng))
     for header, body in absurd_requests():
         wire = Wire(network.dial(workers.addresses[1], 5), 5)
+        wire.greet("", 5)
         wire.send(header, body)
         with contextlib.suppress(ConnectionError):
             assert wire.receive()["kind"] in ("refused", "missing")
@@ -202,6 +207,56 @@ def test_who_does_not_know_the_token_is_refused(networks):
             snaps.wait()
         snaps.close()
     for each in (server, knows, guesses):
+        each.close()
+
+
+def test_a_fetch_with_another_token_is_refused(networks):
+    server, guesses = SnapshotServer(networks.of(1), token="secret"), SnapshotServer(networks.of(0), token="guess")
+    guesses.place({1: server.address})
+    with pytest.raises(CopyUnusable, match="rank 1's copy of rank 0's step 4: the token is not that of this run"):
+        guesses.fetch(Wanted(holder=1, owner=0, step=4, section="owned", epoch=0), None)
+    for each in (server, guesses):
+        each.close()
+
+
+def test_who_cannot_prove_to_be_a_server_of_the_run_is_sent_nothing(networks):
+    listener, address = networks.of(1).listen()
+    sent = []
+
+    def pose() -> None:
+        for _ in range(3):  # the sender tries as often
+            connection, _ = listener.accept()
+            posing = Party("guess", PURPOSE, is_dialer=False)
+            connection.sendall(posing.greeting())
+            sent.append(connection.recv(GREETING_BYTES + PROOF_BYTES, socket.MSG_WAITALL))
+            connection.sendall(posing.seal(posing.read_greeting(sent[-1][:GREETING_BYTES])))
+            assert not connection.recv(1000)
+            connection.close()
+
+    poser = threading.Thread(target=pose)
+    poser.start()
+    server = SnapshotServer(networks.of(0), token="secret")
+    snaps = Snapshots(server, rank=0, peers=[1], timeout_s=5)
+    snaps.place({1: address})
+    snaps.take(state(1), 1, 0)
+    with pytest.raises(PeerLost, match="does not prove that it is a member"):
+        snaps.wait()
+    poser.join(10)
+    assert len(sent) == 3 and not any(b"secret" in said for said in sent)
+    snaps.close()
+    server.close()
+    listener.close()
+
+
+def test_who_connects_and_says_nothing_holds_up_nobody(networks):
+    server, member = (SnapshotServer(networks.of(node), token="secret") for node in (1, 0))
+    silent = [networks.of(0).dial(server.address, 5) for _ in range(20)]
+    snaps = Snapshots(member, rank=0, peers=[1], timeout_s=5)
+    snaps.place({1: server.address})
+    snaps.take(state(1), 1, 0)
+    snaps.wait()
+    snaps.close()
+    for each in (*silent, server, member):
         each.close()
 
 

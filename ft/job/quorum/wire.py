@@ -2,16 +2,13 @@
 
     frame: magic "FTQU" | length u32 | CRC-32 u32 | JSON object of that length, with a "kind"
 
-A connection begins with a mutual challenge-response handshake (HMAC): each end proves that it knows the run's token,
-which never crosses the wire. Until the handshake is done, frames are limited to a small size and their content is not
-trusted. All I/O is non-blocking (bytes in, frames out), so one thread can serve many connections.
+A connection begins with the handshake of :mod:`ft.net.handshake`, in frames. Until it is done a frame is small, and
+nothing in it is believed. All of it is without blocking: bytes in, frames out, so that one thread serves many
+connections.
 """
 
 import contextlib
-import hashlib
-import hmac
 import json
-import secrets
 import socket
 import struct
 import zlib
@@ -20,8 +17,10 @@ from typing import Any
 
 from ft.base.errors import FtError, UserError
 from ft.job.quorum.values import BadMessage
+from ft.net.handshake import Party, parse_challenge
 
 MAGIC = b"FTQU"
+PURPOSE = "ft-quorum-2"
 MAX_FRAME = 64 << 20
 _STRANGERS_FRAME = 512
 _HEAD = struct.Struct(">4sII")
@@ -79,11 +78,12 @@ class Channel:
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.socket, self.is_known = own, False
-        self._token, self._is_host, self._nonce = token.encode(), is_host, secrets.token_hex(16)
+        self._party, self._is_host = Party(token, PURPOSE, is_dialer=not is_host), is_host
+        self._theirs = b""  # the other end's challenge
         self._in, self._out = bytearray(), bytearray()
         self._early: list[bytes] = []
         if is_host:
-            self._push(pack({"kind": "challenge", "nonce": self._nonce}))
+            self._push(pack(self._challenge("challenge")))
 
     @property
     def wants_write(self) -> bool:
@@ -179,33 +179,33 @@ class Channel:
             raise Broken(f"the other end does not read: {len(self._out)} bytes wait")
 
     def _shake(self, message: dict[str, Any]) -> None:
-        """Process one step of the handshake: challenge, answer with a counter-challenge, welcome with the answer to
-        that.
-        """
-        kind, nonce, given = message["kind"], message.get("nonce"), message.get("answer")
+        """One step of the handshake: challenge, answer with a challenge back, welcome with the answer to that."""
+        kind, given = message["kind"], _bytes(message.get("answer"))
         if kind == "refused" and not self._is_host:
             raise UserError(
                 "the quorum server belongs to another run: it refuses this one's token",
                 "start each run with a --run-dir of its own",
             )
-        if not self._is_host and kind == "challenge" and isinstance(nonce, str):
-            self._push(pack({"kind": "answer", "answer": self._prove("guest", nonce), "nonce": self._nonce}))
-        elif self._is_host and kind == "answer" and isinstance(nonce, str) and isinstance(given, str):
-            if not hmac.compare_digest(self._prove("guest", self._nonce).encode(), given.encode("utf-8", "replace")):
+        if self._is_host and kind == "answer":
+            self._theirs = _challenge_of(message)
+            if not self._party.check(given, self._theirs):
                 with contextlib.suppress(Broken):
                     self._push(pack({"kind": "refused"}))
                 raise Broken("a wrong token")
-            self._push(pack({"kind": "welcome", "answer": self._prove("host", nonce)}))
+            self._push(pack({"kind": "welcome", "answer": self._party.answer(self._theirs).hex()}))
             self._enter()
-        elif not self._is_host and kind == "welcome" and isinstance(given, str):
-            if not hmac.compare_digest(self._prove("host", self._nonce).encode(), given.encode("utf-8", "replace")):
+        elif not self._is_host and kind == "challenge":
+            self._theirs = _challenge_of(message)
+            self._push(pack(self._challenge("answer") | {"answer": self._party.answer(self._theirs).hex()}))
+        elif not self._is_host and kind == "welcome":
+            if not self._party.check(given, self._theirs):
                 raise Broken("this is no server of the run")
             self._enter()
         else:
             raise Broken(f"{kind[:20]!r} in a handshake")
 
-    def _prove(self, role: str, nonce: str) -> str:
-        return hmac.new(self._token, f"ft-quorum-1 {role} {nonce}".encode(), hashlib.sha256).hexdigest()
+    def _challenge(self, kind: str) -> dict[str, Any]:
+        return {"kind": kind, "protocol": PURPOSE, "nonce": self._party.challenge.hex()}
 
     def _enter(self) -> None:
         self.is_known = True
@@ -224,3 +224,19 @@ def parse_where(where: str) -> tuple[str, int]:
     if not where.startswith("tcp://") or not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(f"{where!r} is no address of a quorum server", "give tcp://HOST:PORT")
     return host, int(port)
+
+
+def _challenge_of(message: dict[str, Any]) -> bytes:
+    """The other end's challenge. Raises Broken when the message has none of this protocol."""
+    challenge = parse_challenge(message.get("nonce"))
+    if challenge is None or message.get("protocol") != PURPOSE:
+        raise Broken(f"protocol {str(message.get('protocol'))[:20]!r} in a handshake instead of {PURPOSE!r}")
+    return challenge
+
+
+def _bytes(text: Any) -> bytes:
+    """What ``text`` is the hexadecimal form of; nothing when it is none."""
+    try:
+        return bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        return b""

@@ -13,7 +13,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ft.base.errors import FtError, UserError
-from ft.net.store import handshake
+from ft.net.handshake import Party, Refused, Stranger, dial
+from ft.net.store.server import PATIENCE_S, PORT, PURPOSE
 from ft.platform import sockets
 
 _BUFFER = 1 << 16
@@ -137,29 +138,34 @@ def _enter(address: str, token: str, timeout_s: float) -> socket.socket:
 def _pass_door(address: str, token: str, timeout_s: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=timeout_s) as door:
-        words = handshake.hear(door)
-        if len(words) != 2 or words[0] != handshake.GREETING:
-            raise ConnectionError(f"{address} is no store of a run")
         own = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             own.bind((door.getsockname()[0], 0))
-            here = own.getsockname()[1]
-            handshake.say(door, handshake.answer(token, words[1], here), here)
-            (said,) = handshake.hear(door)
-            if said == handshake.REFUSED:
-                raise UserError(
-                    f"the store at {address} belongs to another run: it refuses this one's token",
-                    "start each run with a --run-dir and an endpoint of its own",
-                )
+            inside = _ask_port(door, address, token, timeout_s, _port(own))
             own.settimeout(timeout_s)
-            own.connect((door.getpeername()[0], int(said)))
-            handshake.say(door, "in")
+            own.connect((door.getpeername()[0], inside))
+            door.sendall(b"\n")  # this end is in
         except BaseException:
             own.close()
             raise
     own.settimeout(None)
     own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return own
+
+
+def _ask_port(door: socket.socket, address: str, token: str, timeout_s: float, here: int) -> int:
+    """Returns the store's port, which lets packets in from port ``here`` now. Raises as ``StoreConnection``."""
+    try:
+        party = Party(token, PURPOSE, is_dialer=True)
+        (inside,) = PORT.unpack(dial(door, party, timeout_s, PORT.pack(here), PORT.size))
+    except Stranger as error:
+        raise ConnectionError(f"{address} is no store of a run: {error}") from error
+    except Refused as error:
+        raise UserError(
+            f"the store at {address} belongs to another run: it refuses this one's token",
+            "start each run with a --run-dir and an endpoint of its own",
+        ) from error
+    return inside
 
 
 def _accept_own(gate: socket.socket, is_over: Callable[[], bool] | None = None) -> socket.socket | None:
@@ -202,7 +208,7 @@ def _carry(
 
 def _serve_clones(gate: socket.socket, address: str, token: str) -> None:
     def serve(near: socket.socket) -> None:
-        with contextlib.suppress(OSError, FtError), near, _enter(address, token, handshake.PATIENCE_S) as far:
+        with contextlib.suppress(OSError, FtError), near, _enter(address, token, PATIENCE_S) as far:
             _carry(near, far)
 
     while True:

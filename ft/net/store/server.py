@@ -3,13 +3,20 @@
 import contextlib
 import secrets
 import socket
+import struct
 import threading
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ft.base.errors import UserError
-from ft.net.store import handshake, packets
+from ft.net.handshake import Party, Refused, accept
+from ft.net.store import packets
+
+PURPOSE = "ft-store-2"
+PORT = struct.Struct("!H")
+"""Both messages of the handshake: the port that the member will come from, the port of the store."""
+PATIENCE_S = 5.0
 
 _VERY_LONG = timedelta(days=20)
 """The longest timeout that TCPStore can represent: milliseconds in 31 bits."""
@@ -69,17 +76,14 @@ class StoreServer:
             threading.Thread(target=self._receive, args=(visitor, address), name="ft-door", daemon=True).start()
 
     def _receive(self, visitor: socket.socket, address: str) -> None:
-        with visitor, contextlib.suppress(OSError, ValueError):
-            visitor.settimeout(handshake.PATIENCE_S)
-            nonce = handshake.challenge()
-            handshake.say(visitor, handshake.GREETING, nonce)
-            given, port = handshake.hear(visitor)
-            if not handshake.is_right(self._token, nonce, int(port), given):
-                handshake.say(visitor, handshake.REFUSED)
-                return
-            with self._admitted((address, int(port))):
-                handshake.say(visitor, self._store_port)
-                handshake.hear(visitor)  # "in"
+        party = Party(self._token, PURPOSE, is_dialer=False)
+        with visitor, contextlib.suppress(OSError, Refused):
+            visitor.settimeout(PATIENCE_S)
+            theirs, message = accept(visitor, party, PATIENCE_S, PORT.size, PORT.size)
+            (port,) = PORT.unpack(message)
+            with self._admitted((address, port)):
+                visitor.sendall(party.seal(theirs, PORT.pack(self._store_port)))
+                visitor.recv(1)  # until the member is in
 
     @contextlib.contextmanager
     def _admitted(self, caller: packets.Caller):

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import secrets
 import socket
 import threading
 import time
@@ -12,6 +11,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from ft.net.handshake import Party, parse_challenge
 from ft.state.fetch import wire
 from ft.state.fetch.listener import HELLO_S, Deadline, Listener
 from ft.state.fetch.offer import NotHeld, Offer, Shelf, Visit, Withdrawn
@@ -57,9 +57,9 @@ class Handler(BaseHTTPRequestHandler):
     server: Listener
 
     def __init__(self, host: Host, connection: socket.socket, address, door: Listener):
-        self._host, self._nonce = host, secrets.token_hex(16)
+        self._host, self._party = host, Party(host.token, wire.PURPOSE, is_dialer=False)
+        self._asker = b""  # the other end's challenge
         self._count, self._strange = 0, 0
-        self._words: tuple[str | int, ...] = ()
         self._visit: tuple[Offer, Visit] | None = None
         self._scratch: memoryview | None = None
         super().__init__(connection, address, door)
@@ -123,15 +123,18 @@ class Handler(BaseHTTPRequestHandler):
         words = rest.split()
         if scheme != wire.SCHEME or len(words) != 3:
             return False
-        asker, count, given = words
+        asker, count, given = parse_challenge(words[0]), words[1], words[2]
         if not (count.isascii() and count.isdecimal() and len(count) < 10 and int(count) > self._count):
             return False
-        said = (self._nonce, asker, int(count), self.path)
         with contextlib.suppress(ValueError):
-            if wire.is_right(bytes.fromhex(given), wire.proof(self._host.token, "ask", *said)):
-                self._count, self._words = int(count), said
+            if asker is not None and self._party.check(bytes.fromhex(given), asker, int(count), self.path):
+                self._asker, self._count = asker, int(count)
                 return True
         return False
+
+    def _prove(self, *said: bytes | int) -> bytes:
+        """The proof that goes with an answer to the newest request."""
+        return self._party.answer(self._asker, self._count, self.path, *said)
 
     def _challenge(self) -> None:
         self._strange += 1
@@ -139,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
             self._log("a request without the right proof: it has not the token of this run")
         self.close_connection = self._strange >= _MAX_STRANGE_REQUESTS or "Authorization" in self.headers
         self.send_response(401)
-        self.send_header("WWW-Authenticate", f"{wire.SCHEME} {self._nonce}")
+        self.send_header("WWW-Authenticate", f"{wire.SCHEME} {self._party.challenge.hex()}")
         self.send_header("Content-Length", "0")
         self._end_head()
 
@@ -168,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
                 visit.sent += min(begin + wire.BLOCK, stop) - begin
         except Withdrawn:
             tag, self.close_connection = wire.GONE_TAG, True
-        end = wire.proof(self._host.token, tag, *self._words, *checksums)
+        end = self._prove(tag, *checksums)
         self._deliver(wire.HEAD.pack(tag, 0), end)
 
     def _send_block(self, offer: Offer, start: int, stop: int) -> int:
@@ -192,7 +195,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
-        self.send_header(wire.PROOF_HEADER, wire.proof(self._host.token, "answer", *self._words, status, body).hex())
+        self.send_header(wire.PROOF_HEADER, self._prove(status, body).hex())
         self._end_head()
         self._deliver(body)
 

@@ -2,13 +2,13 @@
 
 import contextlib
 import http.client
-import secrets
 import socket
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from ft.net.handshake import Party, parse_challenge
 from ft.state.fetch import wire
 from ft.state.fetch.memory import FlatState
 from ft.state.fetch.shares import Piece
@@ -62,13 +62,13 @@ class Source:
     def __init__(self, address: str, token: str, patience_s: float):
         self.address = address
         self.since: float | None = None
-        self._token, self._patience = token, patience_s
+        self._patience = patience_s
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
         self._socket: socket.socket | None = None  # kept here, since HTTPConnection drops it after a last answer
         self._response: http.client.HTTPResponse | None = None
         self._cut: str | None = None
-        self._nonce, self._asker, self._count = "", secrets.token_hex(16), 0
+        self._party, self._nonce, self._count = Party(token, wire.PURPOSE, is_dialer=True), b"", 0
         self._scratch: memoryview | None = None
 
     def open(self) -> None:
@@ -92,11 +92,12 @@ class Source:
             connection.request("GET", "/", headers={"Accept-Encoding": "identity"})
             response = self._answer()
             scheme, _, nonce = response.getheader("WWW-Authenticate", "").partition(" ")
-            if response.status != 401 or scheme != wire.SCHEME or not nonce:
+            challenge = parse_challenge(nonce)
+            if response.status != 401 or scheme != wire.SCHEME or challenge is None:
                 raise Lost(f"answers {response.status}: no server of a state")
             self._take(response, response.length or 0, 1 << 10)
-            self._nonce = nonce
-            self._socket.settimeout(None)  # from here on, cut() ends a stall; timeouts would cost system calls
+            self._nonce = challenge
+            self._socket.settimeout(None)  # from here on it is cut where it stalls, which costs no system calls
             self.since = time.monotonic()
 
     def state(self, wanted: Wanted, table: Table) -> str:
@@ -201,9 +202,9 @@ class Source:
     def _ask(self, target: str) -> tuple[http.client.HTTPResponse, tuple]:
         self.since = time.monotonic()
         self._count += 1
-        words = (self._nonce, self._asker, self._count, target)
-        proof = wire.proof(self._token, "ask", *words).hex()
-        authorization = f"{wire.SCHEME} {self._asker} {self._count} {proof}"
+        words = (self._count, target)
+        proof = self._party.answer(self._nonce, *words).hex()
+        authorization = f"{wire.SCHEME} {self._party.challenge.hex()} {self._count} {proof}"
         self._connection.request("GET", target, headers={"Authorization": authorization})
         return self._answer(), words
 
@@ -223,8 +224,8 @@ class Source:
 
     def _json(self, response: http.client.HTTPResponse, words: tuple) -> dict[str, Any]:
         body = self._take(response, response.length, wire.MAX_JSON)
-        expected = wire.proof(self._token, "answer", *words, response.status, bytes(body))
-        if not wire.is_right(bytes.fromhex(response.getheader(wire.PROOF_HEADER, "")), expected):
+        given = bytes.fromhex(response.getheader(wire.PROOF_HEADER, ""))
+        if not self._party.check(given, self._nonce, *words, response.status, bytes(body)):
             raise Lost("gives no proof that it belongs to this run")
         return wire.decode(bytes(body))
 
@@ -260,7 +261,7 @@ class Source:
             raise Bad(f"sends {tag!r} in place of a block")
         given = memoryview(bytearray(wire.PROOF_BYTES))
         self._fill(response, given)
-        if not wire.is_right(bytes(given), wire.proof(self._token, tag, *words, *checksums)):
+        if not self._party.check(bytes(given), self._nonce, *words, tag, *checksums):
             raise Damaged("the end of the stream does not fit what came before it")
         if tag == wire.GONE_TAG:
             raise Gone("the state was withdrawn during the fetch")

@@ -9,28 +9,27 @@
     end:     "FTSE" | 0 u32 | proof, 32 bytes           all blocks were sent while the state was unchanged
              "FTSG" | 0 u32 | proof, 32 bytes           the state was withdrawn: the whole stream is invalid
 
-The run's token never crosses the wire. The first request of a connection is answered by 401 with a nonce. Every later
-request carries a nonce of the client, a counter and a proof: the HMAC, keyed with the token, of both nonces, the
-counter and the request target. An answer carries a proof over the same values and its content (for a stream: over the
-checksums of its blocks). So each end knows that the other belongs to the run, and no message can be replayed.
+The handshake of :mod:`ft.net.handshake` is repeated with every request. A connection begins with a request that is
+answered 401 with the source's challenge; every request after it carries the asker's challenge, a count, and a proof
+over the count and the target. An answer carries a proof over the same, its status and its content (of a stream: over
+the checksums of its blocks). So each end knows that the other is of the run, and nothing can be replayed.
 
 Other answers: 400 (no such request), 401 (no proof), 404, 409 (JSON with "reason": that step is not held here).
 """
 
-import hashlib
-import hmac
 import json
 import struct
 from typing import Any
 from urllib.parse import urlencode
 
+from ft.net.handshake import PROOF_BYTES
 from ft.state.snapshot.layout import CHUNK, FORMAT
 
 BLOCK = CHUNK
 HEAD = struct.Struct("<4sI")
 BLOCK_TAG, END_TAG, GONE_TAG = b"FTSB", b"FTSE", b"FTSG"
-PROOF_BYTES = 32
-SCHEME = "FT-HMAC"
+PURPOSE = SCHEME = "ft-fetch-2"
+"""Of the handshake, and as the scheme of authorization in HTTP."""
 PROOF_HEADER = "FT-Proof"
 MAX_JSON = 64 << 20
 NOT_HELD = 409
@@ -52,22 +51,6 @@ def stream_length(start: int, stop: int) -> int:
     """Return the bytes of the stream of [start, stop), including block headers and the end."""
     blocks = -(-(stop - start) // BLOCK)
     return stop - start + (blocks + 1) * HEAD.size + PROOF_BYTES
-
-
-def proof(token: str, *words: str | int | bytes) -> bytes:
-    """Return the HMAC of ``words``, keyed with the token; lengths are included, so the boundaries of the words
-    count.
-    """
-    digest = hmac.new(token.encode(), b"ft-fetch-1", hashlib.sha256)
-    for word in words:
-        data = word if isinstance(word, bytes) else str(word).encode()
-        digest.update(struct.pack("<I", len(data)))
-        digest.update(data)
-    return digest.digest()
-
-
-def is_right(given: bytes, expected: bytes) -> bool:
-    return hmac.compare_digest(given, expected)
 
 
 def encode(content: dict[str, Any]) -> bytes:

@@ -2,7 +2,6 @@
 peer. The streams are TCP's, or those of another :class:`ft.net.streams.Network`."""
 
 import contextlib
-import hmac
 import os
 import socket
 import sys
@@ -10,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from ft.net import handshake
 from ft.net.streams import Network, TcpNetwork
 from ft.state.snapshot.buffers import Part
 from ft.state.snapshot.copy_store import CopyStore
@@ -34,7 +34,7 @@ class SnapshotServer(Transport):
 
     Args:
         network: what carries the streams; a host stands for TCP there.
-        token: shared by the workers of a run; connections without it are refused.
+        token: shared by the workers of a run; connections that do not prove to know it are refused.
         patience_s: longest time without progress in a transfer.
         max_bytes: largest peer copy accepted; default: a quarter of this machine's memory.
     """
@@ -97,9 +97,12 @@ class SnapshotServer(Transport):
                 wire = Wire(self._network.dial(address, min(_CONNECT_S, self._patience)), self._patience)
                 self._fetching = (wanted.epoch, wire)
                 self._check_open(wanted)
+                wire.greet(self._token, self._patience)
                 return self._fetch(wire, wanted, part)
             except TimeoutError as error:
                 raise PeerLost(f"{whom} does not answer: {error}") from error
+            except handshake.Refused as refusal:
+                raise CopyUnusable(f"{_copy(wanted)}: {refusal}") from refusal
             except (OSError, BadFrame) as error:
                 self._check_open(wanted)
                 problem = error
@@ -149,9 +152,9 @@ class SnapshotServer(Transport):
 
     def _fetch(self, wire: Wire, wanted: Wanted, part: Part) -> bytes:
         numbers = {"owner": wanted.owner, "step": wanted.step, "section": wanted.section}
-        wire.send({"kind": "get", "token": self._token, **numbers})
+        wire.send({"kind": "get", **numbers})
         answer = wire.receive()
-        whose = f"logical rank {wanted.holder}'s copy of rank {wanted.owner}'s step {wanted.step}"
+        whose = _copy(wanted)
         if answer["kind"] != "copy":
             raise CopyUnusable(f"{whose}: {answer.get('reason', answer['kind'])}")
         table, meta = wire.take(answer["table"]), wire.take(answer["meta"])
@@ -186,18 +189,20 @@ class SnapshotServer(Transport):
     def _serve(self, wire: Wire) -> None:
         """Answers one connection until it ends; strangers are dropped at their first wrong byte."""
         try:
+            wire.welcome(self._token, _HELLO_S)
             while True:
+                wire.be_patient(0)
                 header = wire.receive()
-                if not hmac.compare_digest(str(header.get("token", "")).encode(), self._token.encode()):
-                    wire.send({"kind": "refused", "reason": "the token is not that of this run"})
-                    return
                 wire.be_patient(self._patience)
                 self._desk.answer(wire, header)
-                wire.be_patient(0)
-        except (OSError, BadFrame, KeyError, TypeError, ValueError):
+        except (OSError, handshake.Refused, BadFrame, KeyError, TypeError, ValueError):
             return  # the other end notices that its connection is gone, and says why it wanted one
         finally:
             with self._lock:
                 self._connections.discard(wire)
                 self._threads.discard(threading.current_thread())
             wire.close()
+
+
+def _copy(wanted: Wanted) -> str:
+    return f"logical rank {wanted.holder}'s copy of rank {wanted.owner}'s step {wanted.step}"

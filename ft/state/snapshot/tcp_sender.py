@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from ft.net import handshake
 from ft.net.streams import Network
 from ft.state.snapshot.layout import checksum
 from ft.state.snapshot.transport import Cancelled, Outgoing, PeerLost
@@ -83,7 +84,7 @@ class Sender:
                 return None
             except (ConnectionError, BadFrame) as error:
                 problem = error
-            except (OSError, _NotTaken, RuntimeError) as error:
+            except (OSError, handshake.Refused, _NotTaken, RuntimeError) as error:
                 self._drop()
                 return Cancelled("given up") if cancelled.is_set() else PeerLost(f"{whom} takes no copy: {error}")
             self._drop()
@@ -99,6 +100,7 @@ class Sender:
         wire = Wire(self._network.dial(self._address, min(_CONNECT_S, self._patience)), self._patience)
         with self._lock:
             self._wire = wire
+        wire.greet(self._token, self._patience)
         return wire
 
     def _transfer(self, wire: Wire, outgoing: Outgoing) -> None:
@@ -106,7 +108,7 @@ class Sender:
         numbers = {"owner": outgoing.owner, "step": outgoing.step, "epoch": outgoing.epoch}
         sizes = {"table": len(table.encoded), "meta": len(outgoing.meta), "length": table.nbytes}
         checks = {"digest": table.digest, "meta_checksum": checksum(outgoing.meta)}
-        wire.send({"kind": "put", "token": self._token, **numbers, **sizes, **checks}, table.encoded, outgoing.meta)
+        wire.send({"kind": "put", **numbers, **sizes, **checks}, table.encoded, outgoing.meta)
         answer = wire.receive()
         if answer["kind"] == "go":
             wire.disturb, self._disturb = self._disturb, None

@@ -1,4 +1,4 @@
-"""Frames on a connection between snapshot servers.
+"""Frames on a connection between snapshot servers, which begins with the handshake of :mod:`ft.net.handshake`.
 
     frame:  magic "FTSN" | version u16 | 0 u16 | length u32 | checksum u32 | header: JSON object of that length
     body:   a table and an envelope of the lengths that the header announces
@@ -14,10 +14,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from ft.net.handshake import Party, accept, dial
 from ft.state.snapshot.buffers import Part
 from ft.state.snapshot.layout import CHUNK, FORMAT, checksum
 
 MAGIC = b"FTSN"
+PURPOSE = "ft-snapshot-2"
 MAX_HEADER = 64 << 10
 MAX_BODY = 256 << 20
 _FRAME, _CHUNK_HEAD = struct.Struct("<4sHHII"), struct.Struct("<II")
@@ -57,6 +59,16 @@ class Wire:
         limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def greet(self, token: str, limit_s: float) -> None:
+        """Does the dialer's part of the handshake. Raises as :func:`ft.net.handshake.dial`."""
+        dial(self._socket, Party(token, PURPOSE, is_dialer=True), limit_s)
+
+    def welcome(self, token: str, limit_s: float) -> None:
+        """Does the acceptor's part of the handshake. Raises as :func:`ft.net.handshake.accept`."""
+        party = Party(token, PURPOSE, is_dialer=False)
+        theirs, _ = accept(self._socket, party, limit_s)
+        self._send([party.seal(theirs)])
 
     def send(self, header: dict[str, Any], *bodies: bytes) -> None:
         text = json.dumps(header, separators=(",", ":")).encode()

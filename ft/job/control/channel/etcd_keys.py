@@ -9,18 +9,19 @@ Below ``PREFIX``, which only this life of this run uses::
     box/NODE/beat         the agent's newest heartbeat
     box/NODE/taken        the number of its last report on record
 
-Each value carries a digest over its key and itself, made with the run's token. What has none is not there.
+Each value carries a proof (:func:`ft.net.handshake.proof`) over its key and itself. A value without one is ignored.
 """
 
-import hashlib
-import hmac
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
+from ft.net.handshake import PROOF_BYTES, is_equal, proof
+
 _DIGITS = 16
-_HEX = hashlib.sha256().digest_size * 2
+_HEX = PROOF_BYTES * 2
+_PURPOSE = "ft-etcd-2"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Keys:
         self.prefix = prefix + "/"
         self.down, self.boxes = f"{prefix}/down/", f"{prefix}/box/"
         self.head, self.alive, self.orders = self.down + "head", self.down + "alive", self.down + "order/"
-        self._token = token.encode()
+        self._token = token
 
     def order(self, number: int) -> str:
         return f"{self.orders}{number:0{_DIGITS}}"
@@ -89,12 +90,12 @@ class Keys:
 
     def sign(self, key: str, text: str) -> str:
         """The value for ``key`` that says ``text``."""
-        return hmac.new(self._token, f"{key}\n{text}".encode(), hashlib.sha256).hexdigest() + text
+        return proof(self._token, _PURPOSE, "value", key, text).hex() + text
 
     def read(self, key: str, value: str | None) -> str | None:
         """What a member of the run has said with ``value``; None: none has."""
         text = (value or "")[_HEX:]
-        is_own = hmac.compare_digest(self.sign(key, text).encode(), (value or "").encode())
+        is_own = is_equal(self.sign(key, text).encode(), (value or "").encode())
         return text if is_own else None
 
     def read_head(self, value: str | None) -> Head | None:
@@ -108,7 +109,7 @@ class Keys:
 
 def digest(token: str) -> str:
     """Tells boards of different runs with the same name apart."""
-    return hashlib.sha256(f"board {token}".encode()).hexdigest()[:8]
+    return proof(token, _PURPOSE, "path").hex()[:8]
 
 
 def pack(count: int, text: str) -> str:

@@ -3,25 +3,15 @@ handshake.
 """
 
 import errno
-import secrets
 import socket
 import threading
 from dataclasses import replace
 
 from ft.base.errors import ReplaceNodeError
+from ft.net.handshake import GREETING_BYTES
 from ft.net.streams import Network
 from ft.systems.hsdp.ring.control import BREAK, Control, Message
-from ft.systems.hsdp.ring.hello import (
-    ANSWER_BYTES,
-    GREETING_BYTES,
-    NONCE_BYTES,
-    TAKEN,
-    WHY,
-    Hello,
-    is_greeting,
-    read_answer,
-    write_hello,
-)
+from ft.systems.hsdp.ring.hello import ANSWER_BYTES, TAKEN, WHY, Hello, party, read_answer, write_hello
 from ft.systems.hsdp.ring.outcome import Broken
 from ft.systems.hsdp.ring.poller import READ, Poller
 
@@ -32,8 +22,9 @@ _LOCAL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
 class _Call:
     """One connection during its handshake."""
 
-    def __init__(self, connection: socket.socket, hello: Hello):
-        self.connection, self.hello = connection, replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
+    def __init__(self, connection: socket.socket, hello: Hello, token: str):
+        self.connection, self.hello = connection, hello
+        self.party, self.theirs = party(token, is_dialer=True), b""
         self.said, self.wanted = bytearray(), GREETING_BYTES
         self.is_taken = False
 
@@ -42,12 +33,10 @@ class Dialer:
     """Makes the connections of one quorum to the right neighbour; used by the driver's thread.
 
     Args:
-        poller: poller of the ring's thread.
-        network: network that carries the connections.
-        address: address of the neighbour.
-        index: index of the neighbour among the members.
-        hello: hello message; stream and nonce are filled in for each connection.
-        token: token of the run.
+        address: of the neighbour.
+        index: the neighbour's among the members.
+        hello: what is said, but for the stream.
+        token: of the run.
     """
 
     def __init__(self, poller: Poller, network: Network, address: str, index: int, hello: Hello, token: str):
@@ -75,7 +64,7 @@ class Dialer:
             if isinstance(connection, OSError):
                 raise self._failed(connection)
             connection.setblocking(False)
-            call = _Call(connection, replace(self._hello, stream=len(self._calls)))
+            call = _Call(connection, replace(self._hello, stream=len(self._calls)), self._token)
             self._calls.append(call)
             self._poller.watch(connection.fileno(), READ, lambda call=call: self._hear(call))
 
@@ -129,6 +118,8 @@ class Dialer:
         if not said:
             raise Broken(f"{self._name()} hung up: it is no member of this run, or has just ended", self._index)
         call.said += said
+        if call.wanted == GREETING_BYTES and not call.party.may_begin(call.said):
+            raise Broken(f"{self._name()} talks something else: another process has that port", self._index)
         if len(call.said) < call.wanted:
             return
         if call.wanted == GREETING_BYTES:
@@ -137,16 +128,15 @@ class Dialer:
             self._understand(call)
 
     def _introduce(self, call: _Call) -> None:
-        if not is_greeting(call.said):
-            raise Broken(f"{self._name()} talks something else: another process has that port", self._index)
         try:
-            call.connection.send(write_hello(call.hello, self._token, bytes(call.said)))
+            call.theirs = call.party.read_greeting(bytes(call.said))
+            call.connection.send(write_hello(call.party, call.theirs, call.hello))
         except OSError as error:
             raise self._failed(error) from error
         call.said, call.wanted = bytearray(), ANSWER_BYTES
 
     def _understand(self, call: _Call) -> None:
-        answer = read_answer(bytes(call.said), self._token, call.hello.nonce)
+        answer = read_answer(call.party, call.theirs, bytes(call.said))
         if answer is None:
             raise Broken(f"{self._name()} is no member of this run", self._index)
         if answer.verdict != TAKEN:

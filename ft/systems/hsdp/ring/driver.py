@@ -209,7 +209,7 @@ class Driver:
         left, right = (members.me - 1) % count, (members.me + 1) % count
         links = self._links = Links(self._poller)
         self._door.expect(Expected(members.number, agreed, left, streams))
-        said = hello.Hello(members.number, agreed, members.me, 0, b"")
+        said = hello.Hello(members.number, agreed, members.me, 0)
         dialer = Dialer(self._poller, self._network, members.addresses[right], right, said, self._token)
         dialer.start(streams, self._limit)
         until = time.monotonic() + self._limit

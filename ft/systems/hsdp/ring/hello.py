@@ -1,25 +1,22 @@
-"""Handshake of a ring connection: mutual authentication by HMAC; the token itself never crosses the wire.
+"""What is said when a connection of a ring is made: the handshake of :mod:`ft.net.handshake` with these messages.
 
-    acceptor: MAGIC, a nonce
-    dialer:   MAGIC, number of the quorum, digest of what the ring agrees on, own index, stream, a nonce; proof over all
-    acceptor: accepted or why not, the number it is at, whom it blames; proof over the dialer's nonce and this
+    dialer:   number of the quorum, what the ring agrees on, own index, which stream
+    acceptor: taken or why not, the number it is at, whom it blames
 
 Before a peer has proved that it knows the run's token, nothing else is accepted from it or sent to it.
 """
 
 import hashlib
-import hmac
 import json
-import secrets
 import struct
 from dataclasses import dataclass
 
-MAGIC = b"ft-ring1"
-NONCE_BYTES = 16
-GREETING_BYTES = len(MAGIC) + NONCE_BYTES
-_BODY, _VERDICT = struct.Struct("!8sQ16sHH16s"), struct.Struct("!BQh")
-_PROOF_BYTES = hashlib.sha256().digest_size
-HELLO_BYTES, ANSWER_BYTES = _BODY.size + _PROOF_BYTES, _VERDICT.size + _PROOF_BYTES
+from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party, Stranger
+
+PURPOSE = "ft-ring-2"
+_BODY, _VERDICT = struct.Struct("!Q16sHH"), struct.Struct("!BQh")
+HELLO_BYTES = GREETING_BYTES + _BODY.size + PROOF_BYTES
+ANSWER_BYTES = _VERDICT.size + PROOF_BYTES
 
 TAKEN, STALE, OTHER_MEMBERS, GIVEN_UP = range(4)
 WHY = {
@@ -45,7 +42,6 @@ class Hello:
     agreement: bytes
     sender: int
     stream: int
-    nonce: bytes
 
 
 def agreement(members: list[str], *options: int) -> bytes:
@@ -53,26 +49,24 @@ def agreement(members: list[str], *options: int) -> bytes:
     return hashlib.sha256(json.dumps([members, options]).encode()).digest()[:16]
 
 
-def greeting() -> bytes:
-    return MAGIC + secrets.token_bytes(NONCE_BYTES)
+def party(token: str, is_dialer: bool) -> Party:
+    return Party(token, PURPOSE, is_dialer)
 
 
-def is_greeting(said: bytes) -> bool:
-    return len(said) == GREETING_BYTES and said.startswith(MAGIC)
+def write_hello(dialer: Party, theirs: bytes, hello: Hello) -> bytes:
+    """The dialer's part; ``theirs``: the acceptor's challenge."""
+    body = _BODY.pack(hello.number, hello.agreement, hello.sender, hello.stream)
+    return dialer.greeting() + dialer.seal(theirs, body)
 
 
-def write_hello(hello: Hello, token: str, greeted: bytes) -> bytes:
-    body = _BODY.pack(MAGIC, hello.number, hello.agreement, hello.sender, hello.stream, hello.nonce)
-    return body + _proof(token, b"hello", greeted, body)
-
-
-def read_hello(said: bytes, token: str, greeted: bytes) -> Hello | None:
-    """Decode a hello; return None if it is not from a member of this run."""
-    body, proof = said[: _BODY.size], said[_BODY.size :]
-    if len(said) != HELLO_BYTES or not hmac.compare_digest(proof, _proof(token, b"hello", greeted, body)):
+def read_hello(acceptor: Party, said: bytes) -> tuple[Hello, bytes] | None:
+    """What a dialer has said, and its challenge. None: that was no member of this run."""
+    try:
+        theirs = acceptor.read_greeting(said[:GREETING_BYTES])
+    except Stranger:
         return None
-    magic, *fields = _BODY.unpack(body)
-    return Hello(*fields) if magic == MAGIC else None
+    body = acceptor.open(theirs, said[GREETING_BYTES:]) if len(said) == HELLO_BYTES else None
+    return None if body is None else (Hello(*_BODY.unpack(body)), theirs)
 
 
 @dataclass(frozen=True)
@@ -90,19 +84,16 @@ class Answer:
     suspect: int | None = None
 
 
-def write_answer(answer: Answer, token: str, nonce: bytes) -> bytes:
+def write_answer(acceptor: Party, theirs: bytes, answer: Answer) -> bytes:
+    """The acceptor's part; ``theirs``: the dialer's challenge."""
     body = _VERDICT.pack(answer.verdict, answer.number, -1 if answer.suspect is None else answer.suspect)
-    return body + _proof(token, b"answer", nonce, body)
+    return acceptor.seal(theirs, body)
 
 
-def read_answer(said: bytes, token: str, nonce: bytes) -> Answer | None:
-    """Decode an answer; return None if it is not from a member of this run."""
-    body, proof = said[: _VERDICT.size], said[_VERDICT.size :]
-    if len(said) != ANSWER_BYTES or not hmac.compare_digest(proof, _proof(token, b"answer", nonce, body)):
+def read_answer(dialer: Party, theirs: bytes, said: bytes) -> Answer | None:
+    """None: that was no member of this run."""
+    body = dialer.open(theirs, said) if len(said) == ANSWER_BYTES else None
+    if body is None:
         return None
     verdict, number, suspect = _VERDICT.unpack(body)
     return Answer(verdict, number, None if suspect < 0 else suspect)
-
-
-def _proof(token: str, *said: bytes) -> bytes:
-    return hmac.new(token.encode(), b"|".join(said), hashlib.sha256).digest()

@@ -9,6 +9,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
+from ft.net.handshake import Party
 from ft.systems.hsdp.ring.control import BREAK, Control, Message
 from ft.systems.hsdp.ring.hello import (
     GIVEN_UP,
@@ -18,7 +19,7 @@ from ft.systems.hsdp.ring.hello import (
     TAKEN,
     Answer,
     Hello,
-    greeting,
+    party,
     read_hello,
     write_answer,
 )
@@ -32,10 +33,11 @@ _DEAF_S = 0.2
 @dataclass
 class _Newcomer:
     connection: socket.socket
-    greeted: bytes
+    party: Party
     since: float
     said: bytearray = field(default_factory=bytearray)
     hello: Hello | None = None
+    theirs: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,10 @@ class Listener:
         if len(self._newcomers) >= _MAX_NEWCOMERS:
             self._drop(next((each for each in self._newcomers if each.hello is None), self._newcomers[0]))
         connection.setblocking(False)
-        newcomer = _Newcomer(connection, greeting(), time.monotonic())
+        newcomer = _Newcomer(connection, party(self._token, is_dialer=False), time.monotonic())
         self._newcomers.append(newcomer)
         self._poller.watch(connection.fileno(), READ, lambda: self._hear(newcomer))
-        self._say(newcomer, newcomer.greeted)
+        self._say(newcomer, newcomer.party.greeting())
 
     def _hear(self, newcomer: _Newcomer) -> None:
         try:
@@ -130,7 +132,9 @@ class Listener:
         if not said or len(newcomer.said) > HELLO_BYTES:
             self._drop(newcomer)
         elif len(newcomer.said) == HELLO_BYTES:
-            newcomer.hello = read_hello(bytes(newcomer.said), self._token, newcomer.greeted)
+            heard = read_hello(newcomer.party, bytes(newcomer.said))
+            if heard is not None:
+                newcomer.hello, newcomer.theirs = heard
             self._judge(newcomer)
 
     def _judge_all(self) -> None:
@@ -152,12 +156,12 @@ class Listener:
         elif hello.stream in self.taken or hello.stream >= expected.streams:
             self._drop(newcomer)
         else:
-            self._say(newcomer, write_answer(Answer(TAKEN, expected.number), self._token, hello.nonce))
+            self._say(newcomer, write_answer(newcomer.party, newcomer.theirs, Answer(TAKEN, expected.number)))
             self._forget(newcomer)
             self.taken[hello.stream] = newcomer.connection
 
     def _refuse(self, newcomer: _Newcomer, answer: Answer) -> None:
-        self._say(newcomer, write_answer(answer, self._token, newcomer.hello.nonce))
+        self._say(newcomer, write_answer(newcomer.party, newcomer.theirs, answer))
         self._drop(newcomer)
 
     def _say(self, newcomer: _Newcomer, what: bytes) -> None:

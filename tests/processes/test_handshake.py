@@ -1,0 +1,268 @@
+"""The handshake of connections: who knows the token is let in, whatever else is said to either end."""
+
+import itertools
+import random
+import socket
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from ft.net import handshake
+from ft.net.handshake import CHALLENGE_BYTES, GREETING_BYTES, PROOF_BYTES, Party, Refused, Stranger, accept, dial
+
+TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 5.0
+
+
+def ends(token: str = TOKEN, purpose: str = PURPOSE) -> tuple[Party, Party]:
+    """A dialer, and an acceptor that knows the token."""
+    return Party(token, purpose, is_dialer=True), Party(TOKEN, PURPOSE, is_dialer=False)
+
+
+@pytest.fixture
+def pair():
+    near, far = socket.socketpair()
+    with near, far:
+        yield near, far
+
+
+class Accepting(threading.Thread):
+    """The acceptor's part in a thread; ``outcome`` is the dialer's message, or what was raised."""
+
+    def __init__(self, connection: socket.socket, limit_s: float = LIMIT_S, party: Party | None = None):
+        super().__init__(daemon=True)
+        self._connection, self._limit_s = connection, limit_s
+        self._party = party or Party(TOKEN, PURPOSE, is_dialer=False)
+        self.outcome: bytes | Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            theirs, message = accept(self._connection, self._party, self._limit_s, 4, 4)
+            self._connection.sendall(self._party.seal(theirs, b"pong"))
+            self.outcome = message
+        except Exception as error:
+            self.outcome = error
+
+    def ended(self) -> bytes | Exception | None:
+        self.join(LIMIT_S)
+        return self.outcome
+
+
+# --- proofs -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_end_is_convinced_by_the_other_alone():
+    dialer, acceptor = ends()
+    assert acceptor.check(dialer.answer(acceptor.challenge, b"m"), dialer.challenge, b"m")
+    assert dialer.check(acceptor.answer(dialer.challenge, b"m"), acceptor.challenge, b"m")
+
+
+@pytest.mark.parametrize("change", [{"token": "another"}, {"token": ""}, {"purpose": "ft-test-2"}])
+def test_a_proof_for_another_run_or_another_protocol_is_wrong(change):
+    dialer, acceptor = ends(**change)
+    assert not acceptor.check(dialer.answer(acceptor.challenge), dialer.challenge)
+    assert not dialer.check(acceptor.answer(dialer.challenge), acceptor.challenge)
+
+
+def test_a_proof_counts_for_its_message_only():
+    dialer, acceptor = ends()
+    given = dialer.answer(acceptor.challenge, b"ab", b"c")
+    others = [(), (b"ab",), (b"a", b"bc"), (b"abc",), (b"c", b"ab")]
+    assert not any(acceptor.check(given, dialer.challenge, *said) for said in others)
+
+
+def test_a_replayed_proof_is_wrong_on_the_next_connection():
+    dialer, acceptor = ends()
+    overheard = dialer.answer(acceptor.challenge)
+    _, again = ends()
+    assert not again.check(overheard, dialer.challenge)
+    reply = acceptor.answer(dialer.challenge)
+    next_dialer, _ = ends()
+    assert not next_dialer.check(reply, acceptor.challenge)
+
+
+def test_what_an_end_has_said_itself_proves_nothing_to_it():
+    for party in ends():
+        for theirs in (party.challenge, handshake.challenge()):
+            assert not party.check(party.answer(theirs), theirs)
+
+
+def test_two_dialers_or_two_acceptors_do_not_convince_each_other():
+    for role in (True, False):
+        one, other = Party(TOKEN, PURPOSE, role), Party(TOKEN, PURPOSE, role)
+        assert not one.check(other.answer(one.challenge), other.challenge)
+
+
+def test_no_part_of_a_proof_is_enough():
+    dialer, acceptor = ends()
+    given = dialer.answer(acceptor.challenge)
+    assert len(given) == PROOF_BYTES
+    for length in range(PROOF_BYTES):
+        assert not acceptor.check(given[:length], dialer.challenge)
+    for place, bit in itertools.product(range(PROOF_BYTES), range(8)):
+        changed = given[:place] + bytes([given[place] ^ 1 << bit]) + given[place + 1 :]
+        assert not acceptor.check(changed, dialer.challenge)
+    assert not acceptor.check(Party.REFUSAL, dialer.challenge)
+
+
+@pytest.mark.parametrize("length", [0, CHALLENGE_BYTES - 1, CHALLENGE_BYTES + 1])
+def test_a_challenge_of_another_size_is_not_answered(length):
+    dialer, acceptor = ends()
+    with pytest.raises(ValueError, match=f"{length} bytes"):
+        dialer.answer(bytes(length))
+    assert not acceptor.check(bytes(PROOF_BYTES), bytes(length))
+
+
+@pytest.mark.parametrize("text", [None, 7, "", "0" * 31, "0" * 30, "0" * 34, "g" * 32, "0" * 31 + "\u0663"])
+def test_a_text_that_is_no_challenge(text):
+    assert handshake.parse_challenge(text) is None
+
+
+def test_a_challenge_in_hexadecimal():
+    one = handshake.challenge()
+    assert handshake.parse_challenge(one.hex()) == one and len({handshake.challenge() for _ in range(100)}) == 100
+
+
+def test_the_token_is_not_in_the_text_of_a_party():
+    assert TOKEN not in repr(ends())
+
+
+# --- over a connection ------------------------------------------------------------------------------------------------
+
+
+def test_members_meet_and_hear_each_other(pair):
+    near, far = pair
+    far.settimeout(7.0)
+    accepting = Accepting(far)
+    assert dial(near, ends()[0], LIMIT_S, b"ping", 4) == b"pong"
+    assert accepting.ended() == b"ping"
+    assert (near.gettimeout(), far.gettimeout()) == (None, 7.0)
+
+
+def test_another_token_is_refused_by_name_at_both_ends(pair):
+    near, far = pair
+    accepting = Accepting(far)
+    with pytest.raises(Refused, match="the token is not that of this run"):
+        dial(near, ends("another")[0], LIMIT_S, b"ping", 4)
+    assert isinstance(accepting.ended(), Refused)
+
+
+def test_another_protocol_is_named(pair):
+    near, far = pair
+    accepting = Accepting(far)
+    with pytest.raises(Stranger, match="ft-test-1"):
+        dial(near, ends(purpose="ft-test-2")[0], LIMIT_S, b"ping", 4)
+    near.close()
+    assert isinstance(accepting.ended(), ConnectionError)
+
+
+def test_an_acceptor_without_the_token_is_found_out(pair):
+    near, far = pair
+
+    def pose() -> None:
+        posing = Party("a guess", PURPOSE, is_dialer=False)
+        far.sendall(posing.greeting())
+        said = far.recv(1000)
+        far.sendall(posing.seal(posing.read_greeting(said[:GREETING_BYTES]), b"pong"))
+
+    threading.Thread(target=pose, daemon=True).start()
+    with pytest.raises(Stranger, match="does not prove"):
+        dial(near, ends()[0], LIMIT_S, b"ping", 4)
+
+
+def test_a_mirror_convinces_neither_end(pair):
+    near, far = pair
+
+    def reflect() -> None:
+        greeting = Party("a guess", PURPOSE, is_dialer=False).greeting()
+        far.sendall(greeting)
+        said = far.recv(1000)
+        far.sendall(said[GREETING_BYTES:])
+
+    threading.Thread(target=reflect, daemon=True).start()
+    with pytest.raises(Stranger):
+        dial(near, ends()[0], LIMIT_S, b"ping", 4)
+    left, right = socket.socketpair()
+    with left, right:
+        accepting = Accepting(right)
+        greeting = left.recv(1000)
+        left.sendall(greeting + b"ping" + bytes(PROOF_BYTES))
+        assert isinstance(accepting.ended(), Refused)
+
+
+class Recorder:
+    """Passes on what two members say to each other; ``said``: by each of them, as it went by."""
+
+    def __init__(self, near: socket.socket, far: socket.socket):
+        self.said = {near: b"", far: b""}
+        for source, sink in ((near, far), (far, near)):
+            threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(1000):
+            self.said[source] += data
+            sink.sendall(data)
+
+
+def test_a_replayed_transcript_convinces_neither_end_and_has_no_token_in_it():
+    (near, near_tap), (far, far_tap) = socket.socketpair(), socket.socketpair()
+    with near, far, near_tap, far_tap:
+        recorder, accepting = Recorder(near_tap, far_tap), Accepting(far)
+        dial(near, ends()[0], LIMIT_S, b"ping", 4)
+        assert accepting.ended() == b"ping"
+        of_dialer, of_acceptor = recorder.said[near_tap], recorder.said[far_tap]
+    assert TOKEN.encode() not in of_dialer + of_acceptor
+    assert len(of_dialer + of_acceptor) == 2 * (GREETING_BYTES + 4 + PROOF_BYTES)
+    left, right = socket.socketpair()
+    with left, right:
+        accepting = Accepting(right)
+        left.sendall(of_dialer)
+        assert isinstance(accepting.ended(), Refused)
+    left, right = socket.socketpair()
+    with left, right, pytest.raises(Stranger):
+        left.sendall(of_acceptor)
+        dial(right, ends()[0], LIMIT_S, b"ping", 4)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 15, 16, 31, 32, 35, 36, GREETING_BYTES + 4 + PROOF_BYTES - 1])
+def test_what_is_cut_off_lets_nobody_in(cut, pair):
+    near, far = pair
+    dialer, acceptor = ends()
+    accepting = Accepting(far, party=acceptor)
+    near.sendall((dialer.greeting() + dialer.seal(acceptor.challenge, b"ping"))[:cut])
+    near.shutdown(socket.SHUT_WR)
+    assert isinstance(accepting.ended(), ConnectionError)
+
+
+def test_garbage_never_lets_anybody_in():
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    label = Party("", PURPOSE, is_dialer=True).label
+    for _ in range(200):
+        near, far = socket.socketpair()
+        with near, far:
+            accepting = Accepting(far)
+            near.sendall(rng.choice([b"", label]) + rng.randbytes(rng.randrange(200)))
+            near.shutdown(socket.SHUT_WR)
+            assert isinstance(accepting.ended(), ConnectionError | Refused)
+
+
+def test_the_limit_is_for_all_of_it_and_not_for_each_byte(pair):
+    near, far = pair
+    accepting, began = Accepting(far, limit_s=0.4), time.monotonic()
+    label = Party("", PURPOSE, is_dialer=True).label
+    with closing(near):
+        for letter in itertools.chain(label, itertools.repeat(0)):
+            if not accepting.is_alive():
+                break
+            near.sendall(bytes([letter]))
+            time.sleep(0.05)
+    assert isinstance(accepting.outcome, TimeoutError) and time.monotonic() - began < LIMIT_S
+
+
+def test_a_silent_acceptor_is_given_up(pair):
+    with pytest.raises(TimeoutError):
+        dial(pair[0], ends()[0], 0.1)
