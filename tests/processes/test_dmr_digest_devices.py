@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 TRITON = importlib.util.find_spec("triton") is not None
 
 
-@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed (it comes with builds of torch for CUDA)")
 def test_the_triton_kernel_gives_the_same_value_in_its_interpreter():
     program = """
 import sys, torch
@@ -34,7 +34,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.float64):
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=100)
 
 
-@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed (it comes with builds of torch for CUDA)")
 def test_the_triton_kernel_compiles_for_gpus_that_are_not_here():
     program = """
 import triton

@@ -189,7 +189,7 @@ def test_at_the_size_of_the_paper_scipy_finds_the_same_stack_and_the_same_cost(g
     check_layout(kept)
 
 
-@pytest.mark.skipif(not NUMBA, reason="numba is not installed")
+@pytest.mark.skipif(not NUMBA, reason="numba is not installed (pip install numba)")
 @pytest.mark.parametrize(("groups", "redundancy"), [(13, 4), (100, 7)])
 def test_compiled_and_interpreted_make_the_same_layouts(groups, redundancy):
     for seed in range(3):

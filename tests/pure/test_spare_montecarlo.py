@@ -56,7 +56,7 @@ def test_trials_are_what_the_controller_does_loss_by_loss():
         assert seen == [failures, stacks, patches]
 
 
-@pytest.mark.skipif(not NUMBA, reason="numba is not installed")
+@pytest.mark.skipif(not NUMBA, reason="numba is not installed (pip install numba)")
 @pytest.mark.parametrize(("groups", "redundancy"), [(7, 3), (60, 6), (200, 12)])
 def test_compiled_trials_are_the_same_to_the_last_count(groups, redundancy):
     print(f"seed {SEED}")
