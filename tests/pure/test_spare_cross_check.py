@@ -17,7 +17,10 @@ from ft.lab.simulate.spare.scenario import read_file, scenario
 SMALL = Path(__file__).parent.parent.parent / "examples/spare/small.toml"
 
 
-@pytest.mark.skipif(not cross_check.installed(), reason="SimGrid is not installed (pip install '.[simgrid]', which builds it)")
+NO_SIMGRID = "SimGrid is not installed (pip install '.[simgrid]', which builds it)"
+
+
+@pytest.mark.skipif(not cross_check.installed(), reason=NO_SIMGRID)
 @pytest.mark.parametrize("clocks", ["extend", "replace", "ignore"])
 def test_simgrid_sees_the_same_events_at_the_same_time(clocks, capsys):
     words = f"plan spare cross-check {SMALL} --steps 40 --seeds 1 --clocks {clocks} --json"
