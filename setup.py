@@ -52,7 +52,7 @@ setup(
         "fast": ["numba"],  # compiles SPARe's controller
         "dev": [
             *("pytest>=8", "hypothesis", "networkx", "tokenizers", "numba"),
-            *("ruff", "import-linter"),  # what tests/run.sh checks the sources with
+            *("ruff", "import-linter", "mypy"),  # what tests/run.sh checks the sources with
             *("setuptools>=68", "wheel"),
         ],
     },

@@ -6,4 +6,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 prepare_environment dev,mpi
 python -m ruff check .
 lint-imports --no-logo
+python -m mypy
 exec python -m pytest "$@"

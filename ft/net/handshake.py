@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("<Q")
 class Refused(FtError):
     """One end does not know the token of the other end's run."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__("the token is not that of this run")
 
 

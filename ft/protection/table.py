@@ -51,7 +51,8 @@ class Entry:
     def load(self) -> type["Protection"]:
         """Import the system and return its class."""
         module, name = self.home.split(":")
-        return getattr(import_module(module), name)
+        found: type[Protection] = getattr(import_module(module), name)
+        return found
 
 
 @dataclass(frozen=True)

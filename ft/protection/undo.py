@@ -52,6 +52,8 @@ class Undo:
     def back(self) -> None:
         """Restore the state that the last ``begin`` copied. Collective."""
         self.wait()
+        if self._plan is None:
+            raise RuntimeError("there is no copy to go back to: begin() was not called")
         self._subject.abandon_step()
         write_back(self._slot, self._plan.sections)
         position = self._subject.apply_envelope(unpack_meta(self._slot.meta))

@@ -5,6 +5,7 @@ journal. Everything that depends on time alone is decided when ``decide`` is cal
 that decides nothing leaves the state as it was.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from ft.job import messages as m
@@ -42,7 +43,7 @@ def next_deadline(state: State, now: float) -> float:
     return now + 3600.0 if state.phase == ENDED else deadlines.following(state, now)
 
 
-_HANDLERS = {
+_HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
     m.AgentJoined: arrivals.agent_joined,
     m.AgentBeat: arrivals.agent_beat,
     m.AgentLeaving: arrivals.agent_leaving,

@@ -69,7 +69,7 @@ def _reason_against_keeping(ranks: list[int], said: dict[int, GroupReport], repl
         return f"in an operation: {_ranks(busy)}"
     counts = {rank: said[rank].collectives for rank in ranks}
     if len(set(counts.values())) > 1:
-        ahead, behind = max(counts, key=counts.get), min(counts, key=counts.get)
+        ahead, behind = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
         return f"rank {ahead} started {counts[ahead]} collectives, rank {behind} {counts[behind]}"
     return _first_lost_message(ranks, said)
 

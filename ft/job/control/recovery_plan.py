@@ -80,10 +80,10 @@ def decide(memory: Memory, stages: Stages) -> Rung:
     """
     step, found, why = sources.choose(memory.ranks, memory.holdings, memory.dp_peers, memory.spoiled, memory.complete)
     if step is not None:
-        begun = stages.checkfree == PLUS and step in stages.rebuilt.values()
-        rung = _rebuild(step, memory, stages, again=True) if begun else None
-        if rung is not None and rung.name == REBUILD:
-            return rung
+        if stages.checkfree == PLUS and step in stages.rebuilt.values():
+            rung = _rebuild(step, memory, stages, again=True)
+            if rung.name == REBUILD:
+                return rung
         return Rung(COPIES, step, f"step {step} is the newest that every logical rank has a source of", found)
     lost = f"both copies lost: {why}"
     if not stages.checkfree:

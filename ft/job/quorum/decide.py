@@ -143,14 +143,15 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
         return None
     silent = one.heard_at + limits.silent_s
     returned = state.returned()
+    loads = state.last is not None and state.last.load
     if not returned:
-        span = limits.load_s if state.last.load else limits.stall_s
+        span = limits.load_s if loads else limits.stall_s
         return Awaited(number, min(silent, state.formed_at + span), "is at work in the last quorum")
     if one.is_aside:
         return Awaited(number, min(silent, round_.began + limits.aside_s), "is busy with something else than a step")
     if any(number in report.suspects for report in returned.values()):
         return Awaited(number, min(silent, round_.began + limits.blamed_s), "could not be reached by a ring")
-    span = limits.load_s if state.last.load else limits.member_s
+    span = limits.load_s if loads else limits.member_s
     return Awaited(number, min(silent, round_.began + span), "was in the last quorum and is slower")
 
 

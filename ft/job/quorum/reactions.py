@@ -137,7 +137,7 @@ def formed(state: State, now: float, quorum: Quorum, excluded: dict[int, str]) -
         return []
     last, waiting = state.last, [state.of(number).reported_at for number in quorum.members]
     is_same = last is not None and last.lives == quorum.lives and not last.load
-    is_retry = is_same and quorum.step == last.step
+    is_retry = is_same and last is not None and quorum.step == last.step
     state.failed = state.failed + 1 if is_retry else 0
     _account(state, now, quorum, excluded, min(waiting))
     state.last, state.formed_at = quorum, now

@@ -30,7 +30,7 @@ class Progress:
         seconds: duration of the copy, None while it runs.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._ready: dict[int, int] = {}
         self._ended = threading.Event()
         self._changed = threading.Condition()
@@ -124,7 +124,7 @@ def _batches(part: Part, tensors: Sequence[torch.Tensor], size: int) -> list[_Ba
 class Copier:
     """A background thread that fills slots. ``close`` ends it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._run, name="ft-snapshot-copy", daemon=True)

@@ -108,14 +108,14 @@ def _too_often(
     differed on no other rank; None if there is no such rank. At most ``at_most`` attempts of this iteration are
     counted."""
     together = {rank: (*before, *now[rank]) for rank, before in earlier.items()}
-    counts = {}
+    counts: dict[int, int] = {}
     for rank in sorted(rank for rank in earlier if now[rank]):
         own = _of_nobody_else(rank, together)
         before = len(earlier[rank])
         counts[rank] = sum(own[:before]) + min(sum(own[before:]), at_most)
-    rank = max(counts, key=counts.get, default=None)
-    if rank is None or counts[rank] < limits.repeats:
+    if not counts or max(counts.values()) < limits.repeats:
         return None
+    rank = max(counts, key=counts.__getitem__)
     reason = f"rank {rank} computed {counts[rank]} times wrongly within {limits.memory} iterations"
     return Outcome(EVICT, (rank,), reason)
 

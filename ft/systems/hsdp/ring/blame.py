@@ -44,11 +44,9 @@ def blame(operation: int, left: Message | None, right: Message | None) -> tuple[
         left: last answer of the left neighbour since the stall began, None if there is none.
         right: the same for the right neighbour.
     """
-    answers = ((LEFT, left), (RIGHT, right))
-    for side, answer in answers:
-        if answer is None:
-            return side, "does not answer"
-    for side, answer in answers:
+    if left is None or right is None:
+        return LEFT if left is None else RIGHT, "does not answer"
+    for side, answer in ((LEFT, left), (RIGHT, right)):
         if answer.operation < operation and not answer.busy:
             return side, f"has not come to operation {operation}, it is at {answer.operation}"
     if left.operation == operation and not left.busy:
