@@ -143,8 +143,8 @@ CONFLICTS: list[Conflict] = [
     Conflict(STAGES, REPLICAS, "a replica that has lost a stage takes it from the others, exactly"),
     Conflict(DOUBLE, REPLICAS, "the other replicas wait in the exchange for a step that is done once more"),
     Conflict(PROFILE, REPLICAS, "a profile is one run's, and replicas wait for one another"),
-    Conflict(DOUBLE, SWAPPED, "double execution follows megatron-core's own schedules, and swapped ends have another"),
-    Conflict(PROFILE, SWAPPED, "a profile follows megatron-core's own schedules, and swapped ends have another"),
+    Conflict(DOUBLE, SWAPPED, "it follows megatron-core's own schedules, and swapped ends have another"),
+    Conflict(PROFILE, SWAPPED, "it follows megatron-core's own schedules, and swapped ends have another"),
     Conflict(DOUBLE, PROFILE, "a profile measures a run without double execution"),
 ]
 
