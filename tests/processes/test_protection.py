@@ -59,7 +59,7 @@ def test_the_trainers_own_flags_are_refused_before_it_starts():
 def test_what_does_not_go_with_replicas_is_refused_before_it_starts():
     _, problems = examined("--ft-dmr piggyback", asked=Asked(1, 1, replicas=3))
     assert [problem for problem, _ in problems] == [
-        "double execution (--ft-dmr, --ft-dmr-plan) does not go with replicas (ft run --ft-hsdp-replicas R): the other "
+        "double execution (--ft-dmr, --ft-dmr-plan) does not go with replicas (--ft-hsdp-replicas): the other "
         "replicas wait in the exchange for a step that is done once more",
         "global batch 8 is not a multiple of 3 replicas x micro batch 2 x DP 1 of a replica = 6",
     ]
