@@ -52,7 +52,7 @@ ONLY_FOR = {
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """One entry of ``--inject`` as the user wrote it. Random victims and times are drawn later, when faults are planned.
+    """One entry of ``--inject`` as the user wrote it. Random victims and times are drawn later, by the fault schedule.
 
     Exactly one of ``step``, ``time``, ``every`` and ``trace`` is not None.
 

@@ -65,7 +65,7 @@ class StoreConnection:
         threading.Thread(target=_serve_clones, args=(self._gate, address, token), name="ft-gate", daemon=True).start()
 
     def break_off(self) -> None:
-        """Close the connection from another thread: a call that blocks in the store fails, and so do all later calls."""
+        """Close the connection. A call that is blocked in the store, in any thread, fails, and so do later calls."""
         self.is_broken = True
         self.close()
 

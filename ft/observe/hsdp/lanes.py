@@ -134,7 +134,7 @@ def _proven(state: str, last: str, is_told: bool) -> tuple[str, ...]:
         last: state of the replica according to the previous commit.
         is_told: a transition that an event reports falls into this step.
     """
-    if state == OFFLINE:  # A replica that is rebuilding or waits to join is also absent from quorums; it keeps its state.
+    if state == OFFLINE:  # A replica that is rebuilding or waits to join is in no quorum either; it keeps its state.
         return (ONLINE, CATCHING_UP) if last == CATCHING_UP and not is_told else (ONLINE,)
     if not is_told:
         return ()
@@ -155,7 +155,7 @@ def _lanes(replica: int, turns: Sequence[_Turn], zero: float, end: float) -> lis
         if state == _OVER or at <= since:
             return
         begin = since
-        if found and found[-1].state == state and found[-1].end == since - zero:  # the replica had left this state for a duration of zero
+        if found and found[-1].state == state and found[-1].end == since - zero:  # it was in no other state in between
             begin = found.pop().begin + zero
         found.append(Lane(replica, state, begin - zero, at - zero))
 

@@ -1,9 +1,9 @@
 """Share the last gradient norm of every pipeline stage with all ranks.
 
-CheckFree rebuilds a lost stage as the mean of its neighbours, weighted by their gradient norms (CheckFree, section 4.2).
-megatron-core computes each rank's part of the norm for gradient clipping (``megatron.patches.stage_norms`` intercepts
-it). The only addition is one all-reduce of one number per stage, which overlaps the optimizer update. The norm of a
-stage is taken over all parameters of the stage, embedding and output layer included, and over its tensor- and
+CheckFree rebuilds a lost stage as a mean of its neighbours, weighted by their gradient norms (CheckFree, section 4.2).
+For gradient clipping, megatron-core computes each rank's part of the norm; ``megatron.patches.stage_norms`` intercepts
+it. The only additional cost is one all-reduce of one number per stage, which overlaps the optimizer update. The norm of
+a stage is taken over all parameters of the stage, embedding and output layer included, and over its tensor- and
 data-parallel ranks.
 """
 

@@ -87,7 +87,7 @@ def digest(
 
 @functools.lru_cache(maxsize=8)
 def _keys(seed: int) -> tuple[np.ndarray, int]:
-    """Return the key table of a seed and its memory address. The caller must hold the table while it uses the address."""
+    """Return the key table of a seed and its memory address. The caller must keep the table alive meanwhile."""
     table = definition.table(seed)
     return table, table.ctypes.data
 

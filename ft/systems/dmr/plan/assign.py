@@ -108,9 +108,9 @@ class Plan:
         trace: the trace of the iteration; ``trace.memory.budget`` is the memory budget of the plan.
         assign: operator id -> how the operator is verified, for all operators.
         segments: AGC segments, by id.
-        predicted: prediction for this plan.
-        phases: predictions after each planning phase, as far as requested: with all operators naive, after phase 1 (P),
-            after phase 2 (AGC segments), after phase 3 (single deferred operators).
+        predicted: prediction for this plan, after the last planning phase.
+        phases: predictions for 0 to 3 planning phases, as far as requested. 0: all operators are naive. Phase 1 adds P,
+            phase 2 adds AGC segments, phase 3 adds single operators in windows.
     """
 
     trace: Trace
