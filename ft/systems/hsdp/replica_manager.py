@@ -274,8 +274,11 @@ class ReplicaManager(Layer):
         )
 
     def _on_agreed(self, agreed: Agreed) -> None:
-        """Connect the ring to the members of the quorum, and start to exchange the gradients that are complete. If this
-        replica cannot take part in the step, end the exchange instead. Runs on the agreement thread."""
+        """Connect the ring to the members of the quorum, if they have changed, and start to exchange the gradients that
+        are complete. If this replica cannot take part in the step, end the exchange instead.
+
+        Runs on the agreement thread.
+        """
         self._agreed, quorum = agreed, agreed.quorum
         if quorum is None or quorum.load or quorum.finished:
             self._exchange.give_up(agreed.problem or "no step to do")
@@ -437,8 +440,10 @@ class ReplicaManager(Layer):
         self._steps_out(agreed, "this replica has done its last step")
 
     def _leaves(self) -> None:
-        """Wait, after the last step, until the other replicas have its gradients (at most 2 s) and the final checkpoint
-        is complete. Write that checkpoint if it is this replica's turn."""
+        """Wait, after the last step, until the other replicas have its gradients, for 2 s at most.
+
+        If the run ends with a checkpoint, wait until it is complete, and write it if it is this replica's turn.
+        """
         self.session.progress.idles("done")
         if self._has_state and self._last is not None:
             self._exchange.take_leave(_LEAVE_S)

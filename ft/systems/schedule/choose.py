@@ -2,7 +2,8 @@
 
 CheckFree+ (CheckFree, section 4.3) sends half of the microbatches through the pipeline with the first two and the last
 two stages swapped. A schedule is a :class:`Program`: for each stage, the order of its units (the forward or backward of
-a microbatch) and of its messages.
+a microbatch) and of its messages. The trainer's CheckFree layer and the command ``ft plan schedule`` use this module;
+the latter also shows megatron-core's own schedules ("1f1b" and "interleaved") for comparison.
 """
 
 from collections.abc import Callable, Iterable, Iterator

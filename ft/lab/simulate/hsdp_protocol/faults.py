@@ -1,8 +1,8 @@
 """Faults in the simulation of FT-HSDP's protocol: their kinds, their relative frequencies, and their schedule.
 
 A history is one simulated run, drawn from a seed. Its ``World`` contains the replicas, their networks and the quorum
-server. A *life* is one incarnation of a replica's worker processes. A *ring* all-reduces gradients between ranks of
-different replicas that have the same number.
+server. A *life* is one incarnation of a replica's worker processes. A *ring* all-reduces gradients between the ranks
+with equal numbers in different replicas.
 """
 
 import random

@@ -27,8 +27,8 @@ USED = frozenset(
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
     }
 )
-"""Purposes (names in ``parallel_state``) of the groups that training steps of a dense model use. A group with another
-purpose is connected when it is first used, so that most of them never are.
+"""Purposes of the groups that training steps of a dense model use; mostly names from megatron-core's
+``parallel_state``. A group with another purpose is connected when it is first used, which may never happen.
 """
 
 USED_BY_EXPERTS = frozenset(

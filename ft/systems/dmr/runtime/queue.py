@@ -42,7 +42,7 @@ class Queue:
         in_windows: number of operators of the iteration that were verified in windows.
         early: number of operators that were verified before their window, because their memory was about to be
             changed, or because memory was scarce.
-        late: number of operators that were verified after the last window.
+        late: number of operators that were verified before the optimizer step, because no window was left.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Queue:
         return True
 
     def help(self, identity: str, at, kind, call: Call, out: Any, state: torch.Tensor | None) -> None:
-        """Record an operator for the AGC segments that need its outputs in their replay, but do not verify it."""
+        """Record an operator for the AGC segments whose replay needs its outputs. It is verified by other means."""
         for name in self.helpers.get(identity, ()):
             self._record(name, at, kind, call, out, state, compares=False)
 
