@@ -47,7 +47,7 @@ ONLY_FOR = {
     "value": ("corrupt-tensor",),
     **{key: (BIT_FLIP,) for key in FLIP_KEYS if key != "phase"},
 }
-"""Key -> the kinds of faults that accept it. Other keys are not restricted to certain kinds here."""
+"""Key -> the kinds of faults that accept it, for the keys that only some kinds accept."""
 
 
 @dataclass(frozen=True)

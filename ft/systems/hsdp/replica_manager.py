@@ -59,13 +59,17 @@ class ReplicaManager(Layer):
         self._agreed: Agreed | None = None
         self._last: Quorum | None = None
         self._start: dict[str, Any] | None = None
+        # For the record of a step: (lineage, position in the sample stream) before it, digest of its parameters.
         self._before: tuple[int, int | None] = (0, None)
         self._computed_with: int | None = None
         self._suspects: tuple[int, ...] = ()
+        # _is_sure: this replica computes the next step without waiting for its quorum (see ``begins``).
+        # _is_untouched: no fetch has written into the initial state of this process.
         self._is_sure = self._is_catching_up = False
         self._is_untouched = True
         self._wait_s, self._said = parts.place.wait_s, ""
         self._pause = Pause()
+        # _aside: in this step a replica may be busy with something else, or slow, so the ring gets a longer time limit.
         self._aside = True  # the first step may take long on every replica
         self._step_times = StepTimes()
         self._began = time.monotonic()

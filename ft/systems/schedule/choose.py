@@ -34,7 +34,7 @@ _SMALL = ((2, 1), (1, 1), (1, 2), (1, 3))
 periodic order of normal and swapped microbatches in which no stage is idle."""
 _MOST_TRIED = 12
 """Maximum number of weaves tried for each pair of times: those that hold the activations of the fewest microbatches.
-These are usually also the shortest."""
+These are also the shortest."""
 _OFF = (0.9, 1.1)
 
 
