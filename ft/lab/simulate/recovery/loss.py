@@ -133,7 +133,7 @@ def work_of(groups: Iterable[GroupSpec], names: Collection[str]) -> Work:
 
 
 def blocked_in(groups: Iterable[GroupSpec], lost: Collection[int]) -> dict[int, str]:
-    """Return, for each surviving rank, the name of the group in whose operation it finally blocks.
+    """Return, for each surviving rank that blocks, the name of the group in whose operation it blocks.
 
     A rank that shares a group of the forward and backward pass with a lost or blocked rank blocks in that group. All
     other ranks get as far as the gradient reduction and block there, if a member of that group is lost or blocked.
