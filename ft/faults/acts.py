@@ -1,6 +1,8 @@
-"""What a worker does to its own process: one function per kind of fault, called with the fault.
+"""Fault injection inside a worker process: one function for each kind of fault that a worker inflicts on itself.
 
-Those in ``IN_TRAINING`` raise, or hold up, whoever calls them, which has to be the training thread.
+``ft.faults.worker.Injector`` looks a function up in ``ACTS`` by the kind of a planned fault and calls it with that
+:class:`Fault`. The kinds in ``IN_TRAINING`` raise an exception in the calling thread, or block or corrupt the training
+step there, so the injector carries them out on the training thread only.
 """
 
 import ctypes
@@ -24,7 +26,8 @@ _ERRORS = {
     "user": lambda text: UserError(text, "leave the injected fault out"),
 }
 _FOR_EVER_S = 3600.0
-# Continues a stopped process after a while; ends at once, without a word, when that process dies (end of file).
+# Program of a helper process: it sends SIGCONT to a stopped process (argv[1]) after argv[2] seconds. If the stopped
+# process dies earlier, the helper reads end of file on its standard input and exits without output.
 _CONTINUE = """
 import os, select, signal, sys
 ended = select.select([0], [], [], float(sys.argv[2]))[0]
@@ -58,7 +61,10 @@ def hang(fault: Fault) -> None:
 
 
 def hold_the_interpreter(fault: Fault) -> None:
-    """``PyDLL`` calls without giving the interpreter lock away: no other thread of this process runs any Python."""
+    """Hold the interpreter lock (GIL) while sleeping, so that no other thread of this process can run Python code.
+
+    A function that is called through ``ctypes.PyDLL`` does not release the lock.
+    """
     usleep = ctypes.PyDLL(None).usleep
     left = _FOR_EVER_S if fault.seconds is None else fault.seconds
     ended = time.monotonic() + left
@@ -79,7 +85,7 @@ def lose_device(fault: Fault) -> None:
 
 
 def break_cuda(fault: Fault) -> None:
-    """An index that a kernel finds out of range: every later call of this process's CUDA context fails."""
+    """Make a CUDA kernel fail on an index that is out of range; every later call in this CUDA context then fails."""
     import torch
 
     values = torch.zeros(1, device="cuda")

@@ -1,12 +1,15 @@
-"""What a user writes: ``kill@step=20:rank=3,slow@time=30s:rank=random:for=5s``.
+"""Parser of the ``--inject`` flag, which lists faults: ``kill@step=20:rank=3,slow@time=30s:rank=random:for=5s``.
 
-KIND@KEY=VALUE[:KEY=VALUE...][,...]
-when    step=20 | time=90s | every=exponential(mean=60s) | every=weibull(shape=0.7,scale=90s) | trace=FILE
-        every=exponential(mean=20steps) | every=weibull(shape=0.7,scale=30steps)
-where   rank=3 | rank=random | node=n1 | node=random; of replicas: replica=1 | replica=random
-how     phase=backward  for=5s  factor=3  error=software  copies=peer  value=nan
-        of a bit-flip: operator=mm  phase=backward  execution=checker  bit=30  mode=stuck  nth=3  probability=0.1
-how often (with every and trace)  count=10  until=10m
+The format is ``KIND@KEY=VALUE[:KEY=VALUE...]``; several faults are separated by commas. Examples of the keys::
+
+    when       step=20 | time=90s | trace=FILE (recorded failures)
+               every=exponential(mean=60s) | every=weibull(shape=0.7,scale=90s)
+               every=exponential(mean=20steps) | every=weibull(shape=0.7,scale=30steps)
+    where      rank=3 | rank=random | node=n1 | node=random
+               in runs with replicas (FT-HSDP) also: replica=1 | replica=random
+    how        phase=backward  for=5s  factor=3  error=software  copies=peer  value=nan
+               kind bit-flip: operator=mm  phase=backward  execution=checker  bit=30  mode=stuck  nth=3  probability=0.1
+    how often  count=10  until=10m (only with every or trace)
 """
 
 import re
@@ -34,7 +37,7 @@ _LASTING = {
     "reorder-reports": 2.0,
     "delay-reports": 2.0,
 }
-"""Kinds that end by themselves -> seconds after which they do, where nothing else is asked for."""
+"""Kind of a fault that ends by itself -> its duration in seconds if the key ``for`` is not given."""
 
 ONLY_FOR = {
     "for": tuple(kind for kind in NAMES if kind in (*_LASTING, "hang", "gil", "stall")),
@@ -44,19 +47,35 @@ ONLY_FOR = {
     "value": ("corrupt-tensor",),
     **{key: (BIT_FLIP,) for key in FLIP_KEYS if key != "phase"},
 }
-"""Kinds that a key means something for; other keys mean something for every kind."""
+"""Key -> the kinds of faults that accept it, for the keys that only some kinds accept."""
 
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """One fault as it was asked for; victims and times may still be open.
+    """One entry of ``--inject`` as the user wrote it. Random victims and times are drawn later, by the fault schedule.
+
+    Exactly one of ``step``, ``time``, ``every`` and ``trace`` is not None.
 
     Attributes:
-        text: what was written, for messages. kind, phase, seconds, factor, error, copies, value: as in ``Fault``.
-        step, time, every, trace: exactly one is not None. rank, node: a victim, "random", or None.
-        count, until: most faults of a distribution or trace, and the second after which there are none.
-        flip: of a bit-flip.
-        replica: whose rank or node is meant, "random", or None: rank and node count over all replicas.
+        text: the entry as written, for messages.
+        kind: kind of the fault, as in ``Fault``.
+        step: step in which the fault happens, counted from 1.
+        time: seconds from the beginning of training to the fault.
+        every: distribution of the times between faults.
+        trace: path of a file of recorded failures.
+        rank: logical rank that is hit, "random", or None.
+        node: node that is hit, "random", or None.
+        phase: point of the step or of the recovery at which the fault happens, as in ``Fault``.
+        seconds: duration of the fault in seconds, as in ``Fault``.
+        factor: slowdown of a step, as in ``Fault``.
+        error: kind of exception, as in ``Fault``.
+        copies: which snapshots are corrupted, as in ``Fault``.
+        value: how a tensor is corrupted, as in ``Fault``.
+        count: maximum number of faults of a distribution or trace.
+        until: seconds from the beginning of training after which a distribution or trace causes no more faults.
+        replica: replica to which ``rank`` or ``node`` belongs, or "random". None: ranks and nodes are numbered over all
+            replicas.
+        flip: options of a bit flip; None for other kinds.
     """
 
     text: str
@@ -80,10 +99,10 @@ class FaultSpec:
 
 
 def parse(text: str) -> list[FaultSpec]:
-    """The faults of an ``--inject`` value.
+    """Parse the value of ``--inject`` and return its faults.
 
     Raises:
-        UserError: it says nothing, or something that no fault understands; the part is named.
+        UserError: the value is empty, or a part of it is invalid; the message names that part.
     """
     parts = [part for part in _split(text, ",") if part.strip()]
     if not parts:
@@ -92,13 +111,14 @@ def parse(text: str) -> list[FaultSpec]:
 
 
 def from_values(values: Mapping[str, Any], text: str) -> FaultSpec:
-    """A fault from its kind and keys, as texts or JSON values.
+    """Return the fault that a kind and keys describe.
 
     Args:
-        text: where they come from, for messages.
+        values: "kind" and the keys of the fault, as text or as JSON values.
+        text: origin of the values, for messages.
 
     Raises:
-        UserError: a key or value cannot be meant.
+        UserError: a key or value is invalid, or keys contradict each other.
     """
     keys = dict(values)
     kind = str(keys.pop("kind", ""))
@@ -109,7 +129,8 @@ def from_values(values: Mapping[str, Any], text: str) -> FaultSpec:
             raise UserError(f"{text!r}: there is no key named {key!r}", f"one of: {', '.join(KEYS)}")
     flip = None
     if kind == BIT_FLIP:
-        # Its phase is where operators are hit: from the beginning of its step on.
+        # For a bit flip, ``phase`` selects the operators that are hit, not a point of the step. The flip is active from
+        # the beginning of its step, so FaultSpec.phase keeps its default.
         flip = read_flip({key: keys.pop(key) for key in FLIP_KEYS if key in keys}, text)
     _check_combination(kind, keys, text)
     read = {_FIELDS.get(key, key): _read(key, value, text) for key, value in keys.items()}
@@ -132,7 +153,7 @@ def _parse_one(text: str) -> FaultSpec:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits outside parentheses."""
+    """Split ``text`` at every ``separator`` that is not inside parentheses."""
     return re.split(re.escape(separator) + r"(?![^(]*\))", text)
 
 

@@ -1,4 +1,9 @@
-"""The orders of a worker: queued for the training thread, except that a Close also takes effect at once."""
+"""Queue of the control plane's orders to a worker process.
+
+The agent of the node forwards the orders (``Open`` and ``Close`` of an epoch, ``Finish`` of the run, ...). They arrive
+on a receiver thread and wait in the queue for the training thread. A ``Close`` also interrupts the training thread.
+An epoch is a period with a fixed assignment of logical ranks to workers.
+"""
 
 import os
 import queue
@@ -17,7 +22,8 @@ class Orders:
     """The worker's queue of orders.
 
     Args:
-        on_close: called with each Close in the thread that received it, before the training thread can see it.
+        on_close: called with each ``Close``, on the thread that received it, before the order enters the queue. It
+            interrupts the operations in which the training thread may be blocked.
     """
 
     def __init__(self, on_close: Callable[[Close], None]):
@@ -25,7 +31,8 @@ class Orders:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
 
     def deliver(self, order: Any) -> None:
-        """Queue an order. None means that the agent, this process's only supervisor, is gone: exit at once."""
+        """Put an order into the queue. If ``order`` is None, the agent has died; exit, because no other process
+        supervises this one."""
         if order is None:
             sys.stderr.write("the agent of this worker is gone: ending\n")
             sys.stderr.flush()
@@ -35,10 +42,10 @@ class Orders:
         self._queue.put(order)
 
     def wait_open(self, worker: str, newer_than: int) -> tuple[int, Open]:
-        """Wait for an epoch after ``newer_than`` in which ``worker`` holds a logical rank.
+        """Wait for the opening of an epoch after ``newer_than`` in which ``worker`` holds a logical rank.
 
         Returns:
-            (its logical rank, the order).
+            (logical rank of the worker, the order).
 
         Raises:
             SystemExit: the run is over.
@@ -53,10 +60,10 @@ class Orders:
                         return int(rank), order
 
     def wait(self, kind: type, epoch: int) -> Any:
-        """Wait for an order of ``kind`` for ``epoch``.
+        """Return the next order of type ``kind`` for ``epoch``; wait for it, and discard other orders.
 
         Raises:
-            EpochClosed: the epoch ends before the order comes.
+            EpochClosed: the epoch ends before the order arrives.
         """
         while True:
             order = self._queue.get()

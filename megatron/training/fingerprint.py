@@ -1,4 +1,8 @@
-"""What decides which operators a run executes: plans that are made for one run must not be followed in another."""
+"""Fingerprint of a run: the properties that determine which operators an iteration executes, and when it waits.
+
+A DMR plan (dual modular redundancy, SpareTrain) says when each operator of an iteration is executed a second time. The
+fingerprint is stored in the plan, and a run with another fingerprint refuses the plan.
+"""
 
 import hashlib
 import json
@@ -27,8 +31,11 @@ _OTHERS = {
 
 
 def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
-    """Return what decides which operators a run executes, and where it waits, by name; "model" stands for all that has
-    no name of its own. The batch is the one after a ramp."""
+    """Return the fingerprint of a run: property -> value.
+
+    "model" is a digest of all relevant options that have no property of their own. The number of microbatches is that
+    of the final global batch size, after a batch-size ramp.
+    """
     told, training = options.as_dict(), options.training
     shape = {name: told[name] for name in _DECIDE}
     shape |= {f"{concern}.{name}": told[concern][name] for concern, names in _OTHERS.items() for name in names}

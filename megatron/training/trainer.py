@@ -1,4 +1,8 @@
-"""The trainer as protections see it (:class:`ft.protection.contract.Trainer`)."""
+"""Adapter that gives fault-tolerance systems access to a training job.
+
+It implements :class:`ft.protection.contract.Trainer`, the interface that hot-swap recovery, FT-HSDP, DMR and the other
+systems in ``ft`` use. That class documents the attributes and methods.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from megatron.training.step import rehearse
 
 
 class JobTrainer:
-    """What a job offers to the layers that protect it."""
+    """The interface of one :class:`Job` to the fault-tolerance systems that protect it. Most members delegate to it."""
 
     def __init__(self, job: Job):
         self._job, self.position = job, JobPosition(job)

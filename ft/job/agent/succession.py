@@ -1,4 +1,10 @@
-"""Decides what an agent does about a control plane that does not answer: wait, take over, or fence its own workers."""
+"""Leader failover, from an agent's point of view: decide what an agent does when the control plane does not answer.
+
+An agent is the supervisor process of one node. The control plane is one process for the run, which is started on the
+node of one of the agents; while it is active, it renews a lease. Each new control plane has a higher term number. An
+agent that gets no answer may wait, take over by starting a new control plane, or fence (kill) its own workers.
+:func:`decide` is a pure function; ``control_supervisor`` calls it.
+"""
 
 from dataclasses import dataclass
 
@@ -6,19 +12,19 @@ from ft.job.control.timeouts import Timeouts
 from ft.platform.standstill import MOST_IN_A_ROW
 
 WAIT, CLAIM, FENCE, RENEW, GIVE_UP = "wait", "claim", "fence", "renew", "give up"
-"""What an agent can do.
+"""Actions of an agent.
 
 - wait: do nothing.
-- claim: claim the next term and start a control plane.
-- fence: end this node's workers.
-- renew: the control plane that starts beside this agent makes no progress; kill it and start another one.
+- claim: claim the next term and start a control plane on this node.
+- fence: kill this node's workers.
+- renew: kill the control plane that was started on this node and does not get through its startup; start another one.
 - give up: end the run on this node.
 """
 
 
 @dataclass(frozen=True)
 class View:
-    """What an agent has observed of the control plane.
+    """Observations of an agent about the control plane.
 
     Attributes:
         silent_s: seconds since the control plane last answered this agent.
@@ -26,11 +32,13 @@ class View:
             lease, because it shares no directory with the control plane.
         serving_s: seconds for which the control plane of the current term has accepted connections, None if it does not
             yet.
-        turn: how many agents may claim the next term before this one.
-        taken_in: the control plane has answered this agent before. Otherwise no logical ranks of this node can have
-            been given to others.
-        idle_s: seconds for which the control plane that starts beside this agent has made no progress.
-        idle_starts: how many control planes in a row have been replaced for making no progress.
+        turn: number of agents that may claim the next term before this one.
+        taken_in: the control plane has answered this agent before. If not, no logical rank of this node can have been
+            assigned to another worker, so fencing is not needed.
+        idle_s: seconds for which a control plane that is starting up on this node has made no progress; 0 if none is
+            starting up here.
+        idle_starts: number of control planes in a row that were killed on this node because their startup made no
+            progress.
     """
 
     silent_s: float
@@ -45,11 +53,11 @@ class View:
 def decide(view: View, timeouts: Timeouts) -> tuple[str, str]:
     """Return (action, reason).
 
-    While the lease is being renewed, a control plane takes decisions. An agent that cannot reach it is about to be
-    declared lost, and fences itself: it ends its workers before their logical ranks are given to others.
+    While the lease is being renewed, a control plane is active. An agent that cannot reach it will be declared
+    lost, and therefore fences itself: it kills its workers before their logical ranks are assigned to other workers.
 
-    Once the lease has expired, no process takes decisions. Training goes on, and the agents try, one after the other,
-    to claim the next term; the first to succeed starts the control plane for all.
+    Once the lease has expired, no control plane is active. Training continues, and the agents try in turn to claim
+    the next term; the first agent that succeeds starts the new control plane.
     """
     if view.silent_s <= timeouts.contact_s:
         return WAIT, ""

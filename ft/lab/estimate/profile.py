@@ -1,4 +1,8 @@
-"""Build the trace that profiling a run would give: all stages of one iteration, from analytic costs."""
+"""Estimate, from analytic costs, the trace of one training iteration that profiling a run would record.
+
+The trace lists the operators of all pipeline stages and the windows, in which a stage only communicates or is idle. The
+planner of DMR (dual modular redundancy, SpareTrain) accepts it in place of a profile.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -25,10 +29,10 @@ from ft.systems.dmr.plan.trace import (
 
 
 def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:
-    """Return the pipeline: 1F1B, interleaved where stages have several chunks, without overlap of communication.
+    """Return the pipeline: 1F1B, or interleaved 1F1B if stages have several model chunks, without overlapped messages.
 
-    If all stages fit into one node they share it; otherwise messages go between nodes. A message between stages is
-    split over the tensor-parallel ranks.
+    If all stages fit into one node, messages have the speed of connections inside a node, otherwise that of connections
+    between nodes. A message between stages is split over the tensor-parallel ranks.
     """
     sent = model.sequence * layout.micro * model.hidden * BF16 / layout.tp
     same_node = layout.tp * layout.pp <= cluster.per_node
@@ -37,24 +41,24 @@ def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:
 
 
 def part_works(model: Model, layout: Layout, cluster: Cluster) -> list[PartWork]:
-    """Return the work of every part of the model, in order."""
+    """Return the work for one microbatch in each part of the model, in order. A part is a model chunk of a stage."""
     return [part_work(model, layout, cluster, part) for part in range(layout.parts)]
 
 
 def schedule(works: list[PartWork], pipeline: Pipeline) -> Timeline:
-    """Return the timeline of all stages without DMR."""
+    """Return the times at which every stage runs its units (forward and backward passes), without verification."""
     times = [(PartWork.duration_us(work.forward), PartWork.duration_us(work.backward)) for work in works]
     return simulate(pipeline, lambda unit: times[unit.chunk * pipeline.stages + unit.stage][unit.backward])
 
 
 def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None = None) -> Trace:
-    """Return the trace of an iteration.
+    """Return the estimated trace of an iteration.
 
     Args:
         model: the model.
-        layout: how the model is laid out.
+        layout: sizes of the parallel groups, microbatches and recomputation.
         cluster: the cluster.
-        budget: bytes on each GPU; None: all memory of the device.
+        budget: memory that the run may use on each GPU, in bytes; None: all memory of the device.
 
     Raises:
         UserError: the layout is impossible.
@@ -96,7 +100,7 @@ def _fingerprint(model: Model, layout: Layout, cluster: Cluster) -> dict[str, ob
 
 
 class _Builder:
-    """Collects operators, windows and tensors; a tensor's memory is freed after its last use."""
+    """Collects operators, windows and tensors of the trace. A tensor's memory counts as free after its last use."""
 
     def __init__(self, layout: Layout, cluster: Cluster):
         self.layout, self.cluster = layout, cluster
@@ -107,7 +111,7 @@ class _Builder:
         self.kept: set[str] = set()
 
     def unit(self, unit: Unit, work: PartWork, start_us: float) -> None:
-        """Add everything that a stage does in one unit, which begins at ``start_us``."""
+        """Add the operators, tensors and communication windows of one unit, which begins at ``start_us``."""
         prefix = f"s{unit.stage}c{unit.chunk}m{unit.microbatch}/"
         for i, step in enumerate(work.backward if unit.backward else work.forward):
             tensors = [prefix + name for name in (*step.inputs, *step.outputs)]
@@ -142,8 +146,8 @@ class _Builder:
     def _segment(self, place: Place, step: Placed) -> Segment | None:
         """Return the activation-checkpointing segment of an operator, or None.
 
-        A row-parallel product at the end of a segment is followed by a reduce-scatter; in DTensor both are one
-        operator.
+        A row-parallel matrix product at the end of a segment is followed by a reduce-scatter. The two count as one
+        operator, as in DTensor; the operator is then marked as one that ends in communication (``comm_tail``).
         """
         if not step.segment:
             return None

@@ -1,4 +1,8 @@
-"""A member's client connection to the store."""
+"""Client connection of a worker to the run's TCPStore, in which process groups rendezvous.
+
+The store's server (``StoreServer``) listens on two ports: the admission port, on which a client proves that it belongs
+to the run, and the port of torch's TCPStore itself, which accepts packets from admitted clients only.
+"""
 
 import contextlib
 import fcntl
@@ -25,13 +29,14 @@ _NAME_SERVER_S = 60.0
 class StoreConnection:
     """A client connection to a ``StoreServer``, whose blocking calls can be aborted from outside.
 
-    torch's client opens its own socket and cannot be given one. So it connects to a local port of this process for its
-    handshake with the store, which is forwarded. Then its descriptor is replaced, by dup2, by the socket that the
-    server has admitted: from there on it talks to the store directly. (Its ``clone`` knows only the local port; a
-    thread there forwards its traffic.)
+    torch's client opens its own socket and cannot use an existing one. Therefore it connects to a local port of this
+    process, and this class forwards torch's handshake between that connection and a socket that the server has
+    admitted. Then dup2 replaces the client's file descriptor by the admitted socket, so that the client communicates
+    with the store directly. A ``clone`` of the client knows only the local port; a thread forwards its traffic for as
+    long as it exists.
 
     Args:
-        address: ``StoreServer.address``.
+        address: ``StoreServer.address``, the admission port as host:port.
         token: the run's token.
         timeout_s: timeout of the store's blocking calls and of connecting, in seconds.
 
@@ -40,8 +45,8 @@ class StoreConnection:
         is_broken: ``break_off`` was called.
 
     Raises:
-        ConnectionError: nothing answers, or something that is not the store of a run.
-        UserError: the token is refused.
+        ConnectionError: no server answers at ``address``, or it is not the store of a run.
+        UserError: the server refuses the token.
     """
 
     def __init__(self, address: str, token: str, timeout_s: float = 30.0):
@@ -60,7 +65,7 @@ class StoreConnection:
         threading.Thread(target=_serve_clones, args=(self._gate, address, token), name="ft-gate", daemon=True).start()
 
     def break_off(self) -> None:
-        """Make a blocked call fail, and all later ones."""
+        """Close the connection. A call that is blocked in the store, in any thread, fails, and so do later calls."""
         self.is_broken = True
         self.close()
 
@@ -84,9 +89,10 @@ class StoreConnection:
         near = _accept_own(self._gate, lambda: not maker.is_alive())
         if near is not None:
             introduction = _Introduction(self._timeout_s)
-            with contextlib.suppress(OSError):  # one of the two connections has ended, which the checks below detect
+            # An OSError means that one of the two connections has ended, which the checks below detect.
+            with contextlib.suppress(OSError):
                 _carry(near, self._own, lambda: not maker.is_alive() or introduction.fails(), introduction.moved)
-            if maker.is_alive():  # no answer, or the store is gone: torch's client would retry, and finds nothing here
+            if maker.is_alive():  # The store does not answer. Closing the local end also stops the client's retries.
                 near.close()
                 raise ConnectionError(f"the store at {self._address} does not answer")
         maker.join()
@@ -118,15 +124,15 @@ class _Introduction:
 def _client(port: int) -> dist.TCPStore:
     """Create torch's client.
 
-    Between connecting and its handshake it makes a reverse name lookup, which takes 5 s and more if the name server
-    does not answer: its own timeout must be longer than that.
+    Between connecting and its handshake, the client makes a reverse name lookup, which takes 5 s and more if the name
+    server does not answer. The client's timeout must be longer than that.
     """
     limit = timedelta(seconds=_NAME_SERVER_S)
     return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def _enter(address: str, token: str, timeout_s: float) -> socket.socket:
-    """Return an admitted connection to the store itself. Raises the same errors as ``StoreConnection``."""
+    """Return a connection to the store's own port, after admission. Raises the same errors as ``StoreConnection``."""
     try:
         return _pass_door(address, token, timeout_s)
     except ConnectionError:
@@ -144,7 +150,7 @@ def _pass_door(address: str, token: str, timeout_s: float) -> socket.socket:
             inside = _ask_port(door, address, token, timeout_s, _port(own))
             own.settimeout(timeout_s)
             own.connect((door.getpeername()[0], inside))
-            door.sendall(b"\n")  # this end is in
+            door.sendall(b"\n")  # tells the admission server that this client is connected to the store
         except BaseException:
             own.close()
             raise
@@ -154,7 +160,10 @@ def _pass_door(address: str, token: str, timeout_s: float) -> socket.socket:
 
 
 def _ask_port(door: socket.socket, address: str, token: str, timeout_s: float, here: int) -> int:
-    """Returns the store's port, which lets packets in from port ``here`` now. Raises as ``StoreConnection``."""
+    """Authenticate on the admission port and return the store's port, which now accepts packets from port ``here``.
+
+    Raises the same errors as ``StoreConnection``.
+    """
     try:
         party = Party(token, PURPOSE, is_dialer=True)
         (inside,) = PORT.unpack(dial(door, party, timeout_s, PORT.pack(here), PORT.size))
@@ -169,9 +178,9 @@ def _ask_port(door: socket.socket, address: str, token: str, timeout_s: float, h
 
 
 def _accept_own(gate: socket.socket, is_over: Callable[[], bool] | None = None) -> socket.socket | None:
-    """Return the next connection that comes from this process itself; close those of other processes on the machine.
+    """Return the next connection to ``gate`` from this process itself; close connections from other processes.
 
-    Return None if no connection has come and ``is_over`` is true, which is checked while none comes.
+    While no connection arrives, call ``is_over`` repeatedly, and return None as soon as it returns True.
     """
     while True:
         if is_over is not None and not select.select([gate], [], [], _LOOK_S)[0]:
@@ -190,9 +199,13 @@ def _carry(
     is_over: Callable[[], bool] | None = None,
     moved: Callable[[bool], None] = lambda is_answer: None,
 ) -> None:
-    """Forward bytes in both directions until one end closes, or ``is_over`` is true when nothing moves.
+    """Forward bytes in both directions until one end closes, or until ``is_over`` returns True while no bytes arrive.
 
-    ``moved(is_answer)`` is called after bytes were sent to ``far`` (False) or back (True).
+    Args:
+        near: the connection of torch's client.
+        far: the connection to the store.
+        is_over: called whenever no bytes have arrived for a millisecond; None: forward until one end closes.
+        moved: called after every transfer with False if bytes were sent to ``far``, with True if back to ``near``.
     """
     while True:
         readable = select.select([near, far], [], [], None if is_over is None else _LOOK_S)[0]
@@ -220,9 +233,9 @@ def _serve_clones(gate: socket.socket, address: str, token: str) -> None:
 
 
 def _far_end(near: socket.socket) -> int:
-    """Return the descriptor of the other end of a connection within this process.
+    """Return the file descriptor of the other end of ``near``, a connection whose two ends are in this process.
 
-    Port numbers alone are not enough: a connection to another host may have the same remote port.
+    Port numbers alone do not identify it: a connection to another host may have the same remote port.
     """
     theirs, ours = near.getpeername()[1], _port(near)
     for descriptor, inode in sockets.towards(sockets.held(), ours).items():

@@ -1,4 +1,7 @@
-"""Compute the states of each replica over time (online, catching up, rebuilding, offline)."""
+"""Compute from the record of an FT-HSDP run when each replica was online, catching up, rebuilding, or offline.
+
+The sources are the event logs of the replicas and of the quorum server, and the steps that replicas committed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +22,13 @@ _ENDED = (events.FINISHED, events.STOPPED)
 
 @dataclass(frozen=True)
 class Lane:
-    """A replica in one state, from ``begin`` to ``end`` in seconds since ``origin``.
+    """A period in which a replica is in one state, from ``begin`` to ``end`` in seconds since ``origin``.
 
     The states are:
-    - ONLINE: the replica contributes.
-    - CATCHING_UP: it fetches the state from other replicas, or waits to do so.
-    - REBUILDING: its world is being built, also at the beginning of the run.
-    - OFFLINE: the workers of its next incarnation have not been started.
+    - ONLINE: the replica contributes gradients to steps.
+    - CATCHING_UP: the replica fetches the training state from other replicas, or waits to do so.
+    - REBUILDING: the replica's workers and process groups are being started, after a failure or for the first time.
+    - OFFLINE: the replica has failed, and its new workers have not been started yet.
     """
 
     replica: int
@@ -36,8 +39,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A transition of a replica to ``state`` at wall time ``at``; it applies only in the states ``when`` (empty: in
-    any).
+    """A transition of a replica to ``state`` at wall time ``at``. It is ignored if the replica is in none of the states
+    ``when`` at that time; an empty ``when`` stands for all states.
     """
 
     at: float
@@ -46,14 +49,14 @@ class _Turn:
 
 
 def origin(record: Record, steps: Sequence[Step]) -> float:
-    """Return the wall time at which the lanes start: the first thing on record."""
+    """Return the wall time at which the lanes start: the earlier of the first event and the start of the first step."""
     times = [event.wall for _, event in record.history[:1]]
     times += [step.when - step.commit.step_s for step in steps[:1]]
     return min(times, default=0.0)
 
 
 def last_moment(record: Record, steps: Sequence[Step]) -> float:
-    """Return the wall time of the last thing on record."""
+    """Return the wall time at which the lanes end: the later of the last event and the last commit."""
     times = [event.wall for _, event in record.history[-1:]]
     return max(times + [step.when for step in steps[-1:]], default=0.0)
 
@@ -63,7 +66,7 @@ def lanes(record: Record, steps: Sequence[Step], took: Sequence[float]) -> list[
 
     Args:
         record: the run's record.
-        steps: the surviving steps.
+        steps: the steps whose commits are part of the surviving state (:mod:`ft.observe.hsdp.lineage`).
         took: duration of each step in seconds.
     """
     zero, end = origin(record, steps), last_moment(record, steps)
@@ -76,7 +79,7 @@ def lanes(record: Record, steps: Sequence[Step], took: Sequence[float]) -> list[
 
 
 def _told(replica: int, record: Record, steps: Sequence[Step]) -> list[_Turn]:
-    """Return the transitions that events report."""
+    """Return the transitions of a replica that its own events and those of the quorum server report."""
     own = record.replicas.get(replica)
     found = [turn for event in (own.events if own else ()) if (turn := _of_own(event)) is not None]
     begun = steps[0].when if steps else float("inf")
@@ -107,10 +110,10 @@ def _of_server(replica: int, event: Event, begun: float) -> _Turn | None:
 
 
 def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told: Sequence[float]) -> list[_Turn]:
-    """Return the transitions that commits prove.
+    """Return the transitions of a replica that follow from its part in the committed steps.
 
-    Each is dated to the beginning of its step, or to its end where a reported transition (``told``) falls into the
-    step.
+    A transition is dated to the beginning of its step, or to the end of the step if a transition that an event reports
+    (wall times ``told``) falls into the step.
     """
     found, told, at, last = [], sorted(told), 0, _OVER
     for step, seconds in zip(steps, took, strict=True):
@@ -124,10 +127,14 @@ def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told:
 
 
 def _proven(state: str, last: str, is_told: bool) -> tuple[str, ...]:
-    """Return the states in which a commit changes a replica's state to ``state``; ``last`` is its state by the commit
-    before.
+    """Return the states that a commit may change to ``state``; an empty tuple stands for all states.
+
+    Args:
+        state: state of the replica according to this commit.
+        last: state of the replica according to the previous commit.
+        is_told: a transition that an event reports falls into this step.
     """
-    if state == OFFLINE:  # A replica that is rebuilding, or waits to join, is in no quorum either and keeps its state.
+    if state == OFFLINE:  # A replica that is rebuilding or waits to join is in no quorum either; it keeps its state.
         return (ONLINE, CATCHING_UP) if last == CATCHING_UP and not is_told else (ONLINE,)
     if not is_told:
         return ()
@@ -148,7 +155,7 @@ def _lanes(replica: int, turns: Sequence[_Turn], zero: float, end: float) -> lis
         if state == _OVER or at <= since:
             return
         begin = since
-        if found and found[-1].state == state and found[-1].end == since - zero:  # it had left this state for zero time
+        if found and found[-1].state == state and found[-1].end == since - zero:  # it was in no other state in between
             begin = found.pop().begin + zero
         found.append(Lane(replica, state, begin - zero, at - zero))
 

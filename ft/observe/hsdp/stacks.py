@@ -1,4 +1,9 @@
-"""Summarise a run with stacked shard types (SPARe): stacks per step and patch computes."""
+"""Summarise an FT-HSDP run that uses SPARe: how many data shards groups computed per step, and how many patches.
+
+In SPARe a shard type is one of the N parts of a step's data, and each group (here: replica) hosts several types. The
+stack of a step is the largest number of types that one group computes in it. A patch compute repeats the types that
+were lost with a group, on surviving groups, in the same step. ``ft.observe.hsdp.text`` prints the summary.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -8,12 +13,12 @@ from ft.show.text import count
 
 
 def has_stacks(steps: Sequence[Step]) -> bool:
-    """Whether the run trains shard types that are stacked on groups."""
+    """Return whether the run uses SPARe, that is, whether any commit records a stack."""
     return any(step.commit.stack is not None for step in steps)
 
 
 def stacks_told(steps: Sequence[Step]) -> str:
-    """Return one line with the mean and largest number of stacks and the number of patch computes."""
+    """Return one line of text: the mean and the largest stack of the steps, and the number of patch computes."""
     depths = [depth(step) for step in steps]
     patched = [step for step in steps if step.commit.patch]
     types = sum(len(step.commit.patch) for step in patched)
@@ -24,6 +29,6 @@ def stacks_told(steps: Sequence[Step]) -> str:
 
 
 def depth(step: Step) -> int:
-    """Return the largest number of shard types that one group computed in the step."""
+    """Return the stack of the step: the largest number of shard types that one group computed in it."""
     owners = step.commit.owners
     return max((owners.count(group) for group in set(owners)), default=1)

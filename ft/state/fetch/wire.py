@@ -1,20 +1,26 @@
-"""Wire protocol between a fetching rank and a source: HTTP/1.1, with one connection for a whole fetch.
+"""Wire protocol by which a rank of a returning replica fetches its state from the same rank of a healthy replica.
 
-    GET /state?step=&lineage=                        JSON: whose state, its table of tensors, its envelope
-    GET /bytes?step=&lineage=&digest=&start=&stop=   a stream of the bytes [start, stop) of the layout, see below
+The protocol is HTTP/1.1, with one connection for a whole fetch. The healthy rank is the *source*. A state is identified
+by its step and its lineage, the number of the quorum in which that step was committed. The envelope is everything but
+the tensors (counters, scheduler, RNG states), as JSON.
+
+    GET /state?step=&lineage=                        JSON: replica and rank of the state, table of tensors, envelope
+    GET /bytes?step=&lineage=&digest=&start=&stop=   a stream of the bytes [start, stop) of all tensors, laid out one
+                                                     after the other as in the table; digest: that of the table
     GET /envelope?step=&lineage=                     JSON: the envelope alone
 
     stream:  block | block | ... | end
-    block:   "FTSB" | checksum u32 | up to 1 MiB        (checksum: ft.state.snapshot.layout.checksum, of the bytes sent)
+    block:   "FTSB" | checksum u32 | up to 1 MiB        (ft.state.snapshot.layout.checksum of the bytes in the block)
     end:     "FTSE" | 0 u32 | proof, 32 bytes           all blocks were sent while the state was unchanged
              "FTSG" | 0 u32 | proof, 32 bytes           the state was withdrawn: the whole stream is invalid
 
-The handshake of :mod:`ft.net.handshake` is repeated with every request. A connection begins with a request that is
-answered 401 with the source's challenge; every request after it carries the asker's challenge, a count, and a proof
-over the count and the target. An answer carries a proof over the same, its status and its content (of a stream: over
-the checksums of its blocks). So each end knows that the other is of the run, and nothing can be replayed.
+Every request is authenticated as in :mod:`ft.net.handshake`. The source answers the first request of a connection with
+status 401 and its challenge. Every later request carries the client's challenge, a sequence number, and a proof (HMAC
+keyed with the run's token) over the sequence number and the request target. An answer carries a proof over the same
+values, its status and its content (of a stream: the checksums of its blocks). Thus each end knows that the other one
+belongs to the run, and no request or answer can be replayed.
 
-Other answers: 400 (no such request), 401 (no proof), 404, 409 (JSON with "reason": that step is not held here).
+Other answers: 400 (no such request), 401 (no valid proof), 404, 409 (JSON with "reason": that state is not held here).
 """
 
 import json
@@ -29,7 +35,7 @@ BLOCK = CHUNK
 HEAD = struct.Struct("<4sI")
 BLOCK_TAG, END_TAG, GONE_TAG = b"FTSB", b"FTSE", b"FTSG"
 PURPOSE = SCHEME = "ft-fetch-2"
-"""Of the handshake, and as the scheme of authorization in HTTP."""
+"""Name of this protocol in the handshake (``PURPOSE``) and of the HTTP authorization scheme (``SCHEME``)."""
 PROOF_HEADER = "FT-Proof"
 MAX_JSON = 64 << 20
 NOT_HELD = 409
@@ -48,7 +54,7 @@ def bytes_target(step: int, lineage: int, digest: str, start: int, stop: int) ->
 
 
 def stream_length(start: int, stop: int) -> int:
-    """Return the bytes of the stream of [start, stop), including block headers and the end."""
+    """Return the length in bytes of the stream for [start, stop), including the headers of blocks and the end."""
     blocks = -(-(stop - start) // BLOCK)
     return stop - start + (blocks + 1) * HEAD.size + PROOF_BYTES
 
@@ -61,7 +67,7 @@ def decode(data: bytes) -> dict[str, Any]:
     """Decode the JSON object in ``data``.
 
     Raises:
-        ValueError: it holds no JSON object, or one of another format version.
+        ValueError: ``data`` is not a JSON object, or it has another format version.
     """
     try:
         content = json.loads(data)

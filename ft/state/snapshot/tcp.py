@@ -1,5 +1,9 @@
-"""The transport over streams: a server on every worker that takes peer copies and answers who fetches; senders, one per
-peer. The streams are TCP's, or those of another :class:`ft.net.streams.Network`."""
+"""Snapshot transport over byte streams: TCP, or another :class:`ft.net.streams.Network`.
+
+Every worker runs a server, which stores the snapshots that peers send (peer copies) and serves fetches of the snapshots
+that it holds. For each peer that a worker sends snapshots to, it has one :class:`Sender`. The interface and its
+guarantees are described in :mod:`ft.state.snapshot.transport`.
+"""
 
 import contextlib
 import os
@@ -30,13 +34,16 @@ def _physical_memory() -> int:
 
 
 class SnapshotServer(Transport):
-    """Listens; ``address`` is where, in the terms of its network.
+    """One worker's end of the transport. It listens from its construction until :meth:`close`.
 
     Args:
-        network: what carries the streams; a host stands for TCP there.
-        token: shared by the workers of a run; connections that do not prove to know it are refused.
-        patience_s: longest time without progress in a transfer.
-        max_bytes: largest peer copy accepted; default: a quarter of this machine's memory.
+        network: network that provides the streams; a string is a host name, at which to listen with TCP.
+        token: secret shared by the workers of a run; connections that do not prove to know it are refused.
+        patience_s: longest time without progress in a transfer, in seconds.
+        max_bytes: largest peer copy accepted, in bytes; None: a quarter of this machine's memory.
+
+    Attributes:
+        address: address at which the server listens, in the format of its network.
     """
 
     def __init__(
@@ -173,7 +180,7 @@ class SnapshotServer(Transport):
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.1)  # out of file descriptors: those in use will be closed
+                time.sleep(0.1)  # out of file descriptors: retry when other connections have been closed
                 continue
             with self._lock:
                 refused = self._closed or len(self._connections) >= _MAX_CONNECTIONS
@@ -187,7 +194,7 @@ class SnapshotServer(Transport):
                 connection.close()
 
     def _serve(self, wire: Wire) -> None:
-        """Answers one connection until it ends; strangers are dropped at their first wrong byte."""
+        """Serve one connection until it ends. A peer without the token, or with an invalid frame, is disconnected."""
         try:
             wire.welcome(self._token, _HELLO_S)
             while True:
@@ -196,7 +203,7 @@ class SnapshotServer(Transport):
                 wire.be_patient(self._patience)
                 self._desk.answer(wire, header)
         except (OSError, handshake.Refused, BadFrame, KeyError, TypeError, ValueError):
-            return  # the other end notices that its connection is gone, and says why it wanted one
+            return  # The peer sees that its connection is closed and reports the failure of its own operation.
         finally:
             with self._lock:
                 self._connections.discard(wire)

@@ -1,8 +1,10 @@
-"""Make the last gradient norm of every pipeline stage known to every rank.
+"""Share the last gradient norm of every pipeline stage with all ranks.
 
-Each rank's part comes from core's own global norm (``megatron.patches.stage_norms``). The only addition is one
-all-reduce of one number per stage, which overlaps the optimizer update. The norm of a stage covers everything that it
-holds, embedding and head included, and its tensor- and data-parallel ranks.
+CheckFree rebuilds a lost stage as a mean of its neighbours, weighted by their gradient norms (CheckFree, section 4.2).
+For gradient clipping, megatron-core computes each rank's part of the norm; ``megatron.patches.stage_norms`` intercepts
+it. The only additional cost is one all-reduce of one number per stage, which overlaps the optimizer update. The norm of
+a stage is taken over all parameters of the stage, embedding and output layer included, and over its tensor- and
+data-parallel ranks.
 """
 
 import math
@@ -18,11 +20,11 @@ class StageNorms:
     Args:
         stages: number of pipeline stages.
         own: this rank's stage.
-        limit: norms above it are replaced by it, as if each stage were clipped by itself (which the code of CheckFree's
-            authors weights by); None for raw norms.
+        limit: upper bound; a larger norm is replaced by it, as if each stage's gradients were clipped separately. The
+            code of CheckFree's authors uses such clipped norms as weights. None for raw norms.
 
     Attributes:
-        values: norm of each stage in the last settled step; None for each before the first one.
+        values: norm of each stage in the last step for which :meth:`settle` was called; None before the first step.
     """
 
     def __init__(self, stages: int, own: int, limit: float | None = None):
@@ -31,15 +33,15 @@ class StageNorms:
         self._under_way: list[tuple[torch.Tensor, dist.Work]] = []
 
     def begins(self) -> None:
-        """Begin an attempt at an optimizer step and drop what an earlier attempt has left."""
+        """Begin an attempt at an optimizer step. Reductions that an aborted attempt has started are dropped."""
         self._under_way = []
 
     def heard(self, part: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
         """Start the reduction of a norm that core has computed. Dense and expert gradients may have one norm each.
 
         Args:
-            part: the norm of this rank's part, which is to be combined over ``group``; None if this rank has no part.
-            group: process group of the norm.
+            part: norm of this rank's part of the gradients; None if this rank has no part.
+            group: process group over which megatron-core combines the parts.
         """
         device = torch.cuda.current_device() if part is None else part.device
         squares = torch.zeros(len(self.values), dtype=torch.float32, device=device)
@@ -48,8 +50,8 @@ class StageNorms:
         self._under_way.append((squares, dist.all_reduce(squares, group=group, async_op=True)))
 
     def settle(self) -> Sequence[float | None]:
-        """Return the norms of the step that was just done, or the previous ones if core computed no norm in it
-        (gradient overflow)."""
+        """Return the norms of the step that was just done. If megatron-core computed no norm in it (gradient overflow),
+        return the previous norms."""
         if self._under_way:
             total = [0.0] * len(self.values)
             for squares, work in self._under_way:

@@ -1,4 +1,12 @@
-"""A replica's training run: every step in a quorum, committed by all of its ranks or by none (paper, section 4.1)."""
+"""FT-HSDP around a training loop: each step runs in a quorum of replicas, and all ranks of a replica commit it or none.
+
+A replica is a full copy of the model on its own ranks. The quorum of a step consists of the healthy replicas, which
+contribute gradients, and the replicas that are behind, which fetch the state of a healthy one. The gradients are
+exchanged in a ring, between those ranks of all replicas that have the same number. Before the optimizer step the ranks
+of a replica vote; if the exchange has failed on any of them, the replica repeats the step (FT-HSDP, section 4.1).
+
+The quorum is agreed on a thread of its own (the agreement thread) while the training thread computes.
+"""
 
 import contextlib
 import time
@@ -27,12 +35,14 @@ _LEAVE_S = 2.0
 
 
 class ReplicaManager(Layer):
-    """The trainer's only interface to FT-HSDP.
+    """The trainer's only interface to FT-HSDP, on one rank. The trainer calls it at the moments of a training step.
 
     Args:
-        parts: what it works with. load: loads the last persistent checkpoint, where nobody has a state any more; False
-            if there is none: then the run begins anew. rehearse: computes a step that nothing comes of.
-        last_save: the checkpoint of the run's end.
+        parts: the components of this rank, such as its ring, its process group for votes and its state server.
+        load: loads the last persistent checkpoint, if no replica has a state any more. Returns False if there is no
+            checkpoint; the run then starts from the beginning.
+        rehearse: computes the forward and backward pass of one step and discards the result.
+        last_save: functions that write the final checkpoint of the run; None: no final checkpoint is written here.
     """
 
     def __init__(
@@ -49,14 +59,18 @@ class ReplicaManager(Layer):
         self._agreed: Agreed | None = None
         self._last: Quorum | None = None
         self._start: dict[str, Any] | None = None
+        # For the record of a step: (lineage, position in the sample stream) before it, digest of its parameters.
         self._before: tuple[int, int | None] = (0, None)
         self._computed_with: int | None = None
         self._suspects: tuple[int, ...] = ()
+        # _is_sure: this replica computes the next step without waiting for its quorum (see ``begins``).
+        # _is_untouched: no fetch has written into the initial state of this process.
         self._is_sure = self._is_catching_up = False
         self._is_untouched = True
         self._wait_s, self._said = parts.place.wait_s, ""
         self._pause = Pause()
-        self._aside = True  # the first step may take its time everywhere
+        # _aside: in this step a replica may be busy with something else, or slow, so the ring gets a longer time limit.
+        self._aside = True  # the first step may take long on every replica
         self._step_times = StepTimes()
         self._began = time.monotonic()
         self._votes = Votes(parts.votes)
@@ -65,7 +79,7 @@ class ReplicaManager(Layer):
     # --- what the trainer calls --------------------------------------------------------------------------------------
 
     def run_with_recovery(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work``, again after every step that has to be done anew, to its end."""
+        """Run ``work``, the training loop, to its end and return its result. Call it again after every failed step."""
         session = self.session
         session.link.send(WorkerResumed(session.worker, session.epoch, self._position.step))
         session.progress.begins(self._position.step)
@@ -95,10 +109,18 @@ class ReplicaManager(Layer):
                 return None
 
     def begins(self) -> bool:
-        """A step begins. True: this replica computes it; False: it catches up in it (:meth:`catching_up`).
+        """Begin a step: ask for its quorum, and return whether this replica computes the step.
+
+        If this replica has committed the previous step as a healthy member, it does not wait for the quorum; it starts
+        to compute at once, as if the quorum were unchanged. Otherwise it waits. If the quorum finds that no replica has
+        a state, this replica loads a checkpoint and asks again.
+
+        Returns:
+            True: the replica computes the step. False: it is behind, and catches up in this step (:meth:`catching_up`).
 
         Raises:
-            RunIsOver: there is no step to do any more.
+            RunIsOver: the other replicas have finished the run.
+            SystemExit: there is no quorum for this replica.
         """
         self.at("between")
         self._began = time.monotonic()
@@ -128,28 +150,36 @@ class ReplicaManager(Layer):
         self._exchange.work = self._work
 
     def catching_up(self) -> None:
-        """First half of a catch-up step: the state is under way; the trainer exchanges zeros meanwhile."""
+        """Begin a catch-up step: start to fetch the state. The trainer then contributes zero gradients meanwhile."""
         self._is_untouched = False
         self._catch_up.begin(self._agreed, keeps_state=self._has_state)
         self._at_return("restore")
 
     def caught_up(self) -> None:
-        """Second half: with the zeros exchanged, the state is put in place, before the update.
+        """End a catch-up step, after the zero gradients and before the update: wait for the fetched state and apply it.
 
         Raises:
-            Retry: it cannot be had on all ranks.
+            Retry: not all ranks of the replica could fetch their state.
         """
-        self._parts.server.withdraw()  # an older state, which is overwritten now
+        self._parts.server.withdraw()  # this replica's older state, which is about to be overwritten
         with self.session.progress.at("aside", "fetch"):
             self._catch_up.end()
         self._has_state, self._start = True, self._parts.state.whole()[1]
 
     def share(self, samples: int) -> int:
-        """This replica's part of a global batch, in this attempt at its step."""
+        """Return how many of the ``samples`` of the global batch this replica computes in this attempt at the step."""
         return self._work.share(samples)
 
     def reduce(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
-        """[loss sum, tokens] of all replicas, from those of this one's microbatches; on last stages only."""
+        """Sum the loss over all replicas. On pipeline stages other than the last, return ``reported`` unchanged.
+
+        Args:
+            reported: for each microbatch of this replica, a tensor [loss sum, number of tokens].
+
+        Returns:
+            A list of one tensor [loss sum, number of tokens]: the sum over the replicas that compute the step. If the
+                exchange fails, the tensor holds the values of this replica alone, and the step is repeated.
+        """
         if not self._parts.is_last_stage:
             return reported
         total = torch.stack(reported).sum(dim=0) if reported else torch.zeros(2, device=self._parts.device)
@@ -159,7 +189,13 @@ class ReplicaManager(Layer):
         return [total]
 
     def saves(self, step: int, *, is_due: bool, ends: bool) -> bool:
-        """Whether this replica writes the checkpoint of ``step``: one does, another one each time."""
+        """Return whether this replica writes the checkpoint of ``step``. The healthy replicas take turns.
+
+        Args:
+            step: number of the step.
+            is_due: a checkpoint is to be written after this step.
+            ends: the run ends with this step; the first healthy replica then writes.
+        """
         if not is_due:
             return False
         self._aside = True
@@ -171,24 +207,29 @@ class ReplicaManager(Layer):
         return is_mine
 
     def at(self, phase: str) -> None:
-        """A point of the step under way where faults can be injected; costs nothing when none is planned."""
+        """Inject the faults that are planned for this phase of the current step. Free of cost if none is planned.
+
+        Evaluating and saving are not part of a step, so peers are told to wait longer for this replica.
+        """
         if phase in ("evaluate", "save"):
             self.session.progress.aside(phase)
             self._goes_aside()
         self._parts.injector.at(phase, self._position.step + 1)
 
     def _goes_aside(self) -> None:
-        """What comes now is no step: the others may wait for this replica longer than for a slow one."""
+        """Announce that this replica is busy with something other than a step, so that peers wait longer for it."""
         self._aside = True
         if self._parts.client is not None:
             self._parts.client.aside()
 
     def _at_return(self, phase: str) -> None:
-        """A point of a replica's return, on those that come back as on those that they come back to."""
+        """Inject the faults that are planned for this phase of a replica's return. The returning replica and the
+        healthy replicas call it."""
         self._parts.injector.at(phase, self._agreed.quorum.step + 1)
 
     def committed(self) -> None:
-        """The step that the trainer's position now counts is done with all that belongs to it."""
+        """End a committed step, after the trainer has evaluated and saved: offer the new state to replicas that are
+        behind, and write the record of the step."""
         quorum, position, step = self._agreed.quorum, self._position, self._position.step
         if quorum.behind:
             self._at_return("resume")
@@ -217,10 +258,11 @@ class ReplicaManager(Layer):
         self._offer()
 
     def _warm_up(self) -> None:
-        """Before anybody waits for this replica: the first step of a process takes longer than others (section 5)."""
+        """Compute a step and discard it, before this replica joins a quorum. The first step of a process takes longer
+        than later ones, and the other replicas would have to wait (FT-HSDP, section 5)."""
         self._exchange.begin()
         self._exchange.give_up("this is a rehearsal")
-        with self.session.progress.at("aside", "rehearsal"), contextlib.suppress(UserError):  # of data that are used up
+        with self.session.progress.at("aside", "rehearsal"), contextlib.suppress(UserError):  # no data left
             self._rehearse()
         self._parts.subject.abandon_step()
 
@@ -236,7 +278,11 @@ class ReplicaManager(Layer):
         )
 
     def _on_agreed(self, agreed: Agreed) -> None:
-        """In the agreement's thread: the ring becomes that of the quorum, and what waits for it goes."""
+        """Connect the ring to the members of the quorum, if they have changed, and start to exchange the gradients that
+        are complete. If this replica cannot take part in the step, end the exchange instead.
+
+        Runs on the agreement thread.
+        """
         self._agreed, quorum = agreed, agreed.quorum
         if quorum is None or quorum.load or quorum.finished:
             self._exchange.give_up(agreed.problem or "no step to do")
@@ -255,8 +301,11 @@ class ReplicaManager(Layer):
             self._exchange.open(1.0 if self._parts.per_token else self._work.scale(quorum))
 
     def _steps_out(self, agreed: Agreed, reason: str) -> None:
-        """In the agreement's thread: of a quorum that this replica does nothing in. The others are told so by the ring
-        of that quorum: at a door that knows of none yet they would wait."""
+        """Leave a quorum without contributing. Runs on the agreement thread.
+
+        The ring is connected first, so that peers see this replica close the connection; otherwise they would wait for
+        it to join.
+        """
         self._agreed, quorum = agreed, agreed.quorum
         if quorum is not None and not quorum.load and not quorum.finished:
             self._connect(agreed)
@@ -271,7 +320,11 @@ class ReplicaManager(Layer):
     # --- the update ---------------------------------------------------------------------------------------------------
 
     def update(self, step: Callable[[], Any]) -> Any:
-        """Vote before the optimizer's step; take it with the learning rate for the replicas that contribute."""
+        """Vote, and then run the optimizer ``step`` with the learning rate scaled for the number of healthy replicas.
+
+        Raises:
+            Retry: a rank of this replica does not have all gradients; the step is repeated.
+        """
         self._vote()
         quorum = self._agreed.quorum
         at = None if self._is_catching_up else self._position.began_at(self._parts.batch)
@@ -286,18 +339,22 @@ class ReplicaManager(Layer):
         return outcome
 
     def _publish(self) -> None:
-        """The model of a state that was fetched, where no optimizer step has made it: that holds main copies only.
-        Not before the gradients of the step are exchanged: core counts the model as gathered until they are."""
+        """Copy the optimizer's main parameters of a fetched state to the model, if no optimizer step does it.
+
+        Must not be called before the gradients of the step are exchanged: until then megatron-core assumes that the
+        model's parameters are already gathered.
+        """
         self._parts.subject.publish_parameters()
 
     def _digest(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> int | None:
         return digest(tensors(), self._parts.votes) if self._place.digests else None
 
     def _vote(self) -> None:
-        """All ranks of the replica have all gradients, and their state, or none goes on.
+        """Let the ranks of this replica agree that all of them have all gradients of the step, then withdraw the
+        offered state, because the optimizer is about to change it.
 
         Raises:
-            Retry: on all ranks alike.
+            Retry: a rank does not have all gradients. Raised on all ranks.
         """
         if self._agreed.quorum is not None and self._agreed.quorum.behind and not self._is_catching_up:
             self._at_return("restore")
@@ -311,7 +368,8 @@ class ReplicaManager(Layer):
         self.at("optimizer")
 
     def _end_offer(self) -> None:
-        """The state is about to change. Who is fetching it is waited for, longer each time that was not enough."""
+        """Stop offering the state, because the optimizer is about to change it. If a replica is fetching the state,
+        wait for it, for a limited time; if that was too short, the next wait is twice as long."""
         is_wanted, was_cut = bool(self._agreed.quorum.behind), False
         if is_wanted:
             self._goes_aside()
@@ -320,15 +378,20 @@ class ReplicaManager(Layer):
         else:
             self._parts.server.withdraw()
         self._wait_s = fetch_wait(self._wait_s, self._place.wait_s, is_wanted=is_wanted, was_cut=was_cut)
-        self._aside = is_wanted  # others of the ring may be waiting longer
+        self._aside = is_wanted  # in the next step, other members of the ring may still be waiting for a fetch
 
     def _offer(self) -> None:
-        """The state of the last committed step: for those behind, and for this replica's own next attempt."""
+        """Offer the state of the last committed step to replicas that are behind, and remember its non-tensor part,
+        from which another attempt at the next step starts."""
         tensors, self._start = self._parts.state.whole()
         self._parts.server.offer(self._position.step, self._position.lineage, tensors, self._start)
 
     def _begin_anew(self, retry: Retry) -> None:
-        """Nothing of the step is left, on this rank as on the others of the replica."""
+        """Discard the failed attempt at a step and restore the state before it. Called on all ranks of the replica.
+
+        Raises:
+            SystemExit: attempts have failed for so long (1800 s) that only a restart from a checkpoint can help.
+        """
         self._is_sure = False
         quorum = self._agreed.quorum
         self._suspects = self._votes.suspects(self._exchange.suspect, () if quorum is None else quorum.members)
@@ -348,14 +411,14 @@ class ReplicaManager(Layer):
                 self._offer()
         with self.session.progress.at("aside", "another attempt") if self._work.pause_s else contextlib.nullcontext():
             in_vain_s = self._pause.take(self._work.pause_s)
-        if in_vain_s is not None:  # what there is to begin from is a checkpoint
+        if in_vain_s is not None:  # the restarted workers load a checkpoint
             raise SystemExit(f"{self._said}, for {in_vain_s:.0f} s")
         self.session.progress.begins(self._position.step)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _on_close(self, epoch: int, reason: str) -> None:
-        """A worker of this replica is lost: the others hear of it at once, by quorum and by broken rings."""
+        """Leave the quorum and the ring, because a worker of this replica was lost. Other replicas notice at once."""
         if self._parts.client is not None:
             self._parts.client.leave(reason)
         self._exchange.give_up(reason)
@@ -369,7 +432,10 @@ class ReplicaManager(Layer):
             last.write()
 
     def _meet_at_end(self) -> Quorum | None:
-        """Those that are left. Who trains on meets this replica's broken ring, and asks again."""
+        """Return the quorum of the replicas that are left after the last step; None if there is none.
+
+        A replica that is still training finds this replica's ring closed, and asks for another quorum.
+        """
         self._parts.agreement.ask(self._report(), self._on_end)
         with self.session.progress.at("aside", "the last checkpoint"):
             return self._parts.agreement.wait().quorum
@@ -378,7 +444,10 @@ class ReplicaManager(Layer):
         self._steps_out(agreed, "this replica has done its last step")
 
     def _leaves(self) -> None:
-        """With the last step done: not before the others have it, and its checkpoint is there."""
+        """Wait, after the last step, until the other replicas have its gradients, for 2 s at most.
+
+        If the run ends with a checkpoint, wait until it is complete, and write it if it is this replica's turn.
+        """
         self.session.progress.idles("done")
         if self._has_state and self._last is not None:
             self._exchange.take_leave(_LEAVE_S)

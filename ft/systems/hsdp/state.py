@@ -1,4 +1,4 @@
-"""State of a rank in the form in which replicas transfer it: tensors by name, and everything else as JSON."""
+"""Training state of a rank in the form in which FT-HSDP replicas transfer it: tensors by name, the rest as JSON."""
 
 import base64
 from typing import Any
@@ -11,11 +11,13 @@ from ft.state.snapshot.state import OWNED, REPLICATED, RankState
 
 
 class ReplicaState:
-    """Live state of this rank, equal on the same rank of every replica of a quorum.
+    """The live training state of this rank. After a committed step, the same rank of every other replica has an equal
+    state.
 
     Args:
         subject: model, optimizer and scheduler.
-        position: the trainer's position, including the samples of all replicas.
+        position: the trainer's position (step, data position), including the number of samples that each replica has
+            taken.
     """
 
     def __init__(self, subject: TrainingState, position: Position):
@@ -26,8 +28,8 @@ class ReplicaState:
         return _named(self._subject.state(self._position.get()))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that forward passes use; they are derived from the optimizer's and no part of the
-        state.
+        """Return the model parameters by name, as forward passes use them. They are not part of the transferred state,
+        because they are derived from the optimizer's main parameters.
         """
         chunks = enumerate(self._subject.chunks)
         return {f"chunk{at}/{name}": param.detach() for at, chunk in chunks for name, param in chunk.named_parameters()}
@@ -41,7 +43,7 @@ class ReplicaState:
         return _named(state), {"envelope": state.envelope, "blobs": blobs}
 
     def apply(self, envelope: dict[str, Any]) -> None:
-        """Restore an envelope that :meth:`whole` has returned; to be called on all ranks of the replica alike.
+        """Restore an envelope that :meth:`whole` has returned. Must be called on all ranks of the replica.
 
         Raises:
             UserError: the envelope belongs to another model or optimizer.

@@ -1,4 +1,10 @@
-"""Plan a schedule of a kind, with its program, cost and validity, or the cheapest valid one of several kinds."""
+"""Choose a pipeline schedule for CheckFree+: plan schedules of each kind, check them, and take the cheapest valid one.
+
+CheckFree+ (CheckFree, section 4.3) sends half of the microbatches through the pipeline with the first two and the last
+two stages swapped. A schedule is a :class:`Program`: for each stage, the order of its units (the forward or backward of
+a microbatch) and of its messages. The trainer's CheckFree layer and the command ``ft plan schedule`` use this module;
+the latter also shows megatron-core's own schedules ("1f1b" and "interleaved") for comparison.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,35 +21,38 @@ from ft.systems.schedule.units import Unit
 from ft.systems.schedule.weave import orders, weaves
 
 SWAPPING = ("two-pass", "half-half", "alternate", "woven")
-"""Kinds that CheckFree+ can train with, if they pass the check."""
+"""Kinds of schedules that swap half of the microbatches; CheckFree+ can use them if they pass the check. They are
+described in :mod:`ft.systems.schedule.kinds`, "woven" in :mod:`ft.systems.schedule.weave`."""
 KINDS = ("1f1b", "interleaved", *SWAPPING)
 BEST = "best"
 
 _GRIDS = ((2, 1), (1, 1), (2, 3), (1, 2), (1, 3))
-"""Forward and backward times in whole numbers with which messages are placed. The true times only decide between the
-resulting programs."""
+"""(forward time, backward time) in whole numbers. Messages are placed in a schedule as if units took these times, since
+stages then finish units at the same moments more often. The true times only decide between the resulting programs."""
 _SMALL = ((2, 1), (1, 1), (1, 2), (1, 3))
-"""Those of them with short periods, for which all weaves are found quickly."""
+"""The times of ``_GRIDS`` for which the search for weaves is fast. A weave (:mod:`ft.systems.schedule.weave`) is a
+periodic order of normal and swapped microbatches in which no stage is idle."""
 _MOST_TRIED = 12
-"""Number of weaves tried for each grid: those that hold the fewest microbatches, also the shortest ones."""
+"""Maximum number of weaves tried for each pair of times: those that hold the activations of the fewest microbatches.
+These are also the shortest."""
 _OFF = (0.9, 1.1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The requested shape of a pipeline.
+    """The requested shape of a pipeline. All times are in one arbitrary unit.
 
     Args:
-        stages: P.
-        microbatches: M, of one iteration.
-        f: time of a stage's forward of one microbatch, all chunks together. All times are in one arbitrary unit.
-        b: time of a stage's backward of one microbatch, all chunks together.
+        stages: number of pipeline stages.
+        microbatches: number of microbatches of one iteration.
+        f: time of a stage's forward pass of one microbatch, all chunks together.
+        b: time of a stage's backward pass of one microbatch, all chunks together.
         comm: time of a message.
-        chunks: model chunks per stage, for interleaved.
+        chunks: number of model chunks per stage; used by the interleaved schedule only.
         most_in_flight: number of microbatches whose activations a stage may hold at once; None for no limit.
 
     Raises:
-        UserError: there is no such pipeline.
+        UserError: a number is not positive, or a time is negative.
     """
 
     stages: int
@@ -63,7 +72,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Planned:
-    """A schedule with its cost. ``chunks``: model chunks per stage. ``findings``: results of the check."""
+    """A planned schedule.
+
+    Attributes:
+        kind: one of KINDS.
+        shape: the shape of the pipeline.
+        chunks: number of model chunks per stage.
+        program: units and messages of each stage.
+        ran: result of simulating the program, with its duration.
+        findings: results of checking the program.
+    """
 
     kind: str
     shape: Shape
@@ -78,23 +96,28 @@ class Planned:
 
     @property
     def bubble(self) -> float | None:
-        """Return the share of the iteration in which a stage runs no unit, equal on all; None on deadlock."""
+        """Return the fraction of the iteration in which a stage runs no unit; None on deadlock. It is the same on all
+        stages, because all have the same amount of work."""
         if self.ran.stuck:
             return None
         return 1 - self.shape.microbatches * (self.shape.f + self.shape.b) / self.ran.end
 
     @property
     def in_flight(self) -> list[float]:
-        """Return for each stage the maximum number of microbatches whose activations it holds; a chunk counts as its
-        share of one."""
+        """Return for each stage the maximum number of microbatches whose activations it holds at once. With n chunks
+        per stage, the activations of one chunk count as 1/n microbatch."""
         return [held / self.chunks for held in in_flight(self.program)]
 
 
 def plan(kind: str, shape: Shape) -> Planned:
-    """Return the cheapest program of a kind, checked. It is invalid if the kind has no valid program.
+    """Return the cheapest schedule of a kind together with the results of its check, which it may fail.
+
+    Args:
+        kind: one of KINDS, or BEST for the best of all kinds that swap.
+        shape: the shape of the pipeline.
 
     Raises:
-        UserError: there is no schedule of this kind and shape, or for ``best`` no valid one.
+        UserError: there is no schedule of this kind and shape, or with BEST, no schedule passes the check.
     """
     if kind == BEST:
         return best(compared(shape))
@@ -107,7 +130,10 @@ def plan(kind: str, shape: Shape) -> Planned:
 
 
 class _Weighed(NamedTuple):
-    """A program and its cost. Costs compare first by excessive memory and deadlock, then by time, then by memory."""
+    """A program, its cost and its simulation.
+
+    ``cost`` is (more in flight than allowed, deadlock, duration, most microbatches in flight); smaller is better.
+    """
 
     cost: tuple
     program: Program
@@ -122,22 +148,26 @@ def _weigh(shape: Shape, chunks: int, program: Program) -> _Weighed:
 
 
 def _off(shape: Shape, chunks: int, weighed: _Weighed) -> tuple[float, int]:
-    """Return the total duration with backwards a tenth shorter and a tenth longer than given, then the sum of what
-    stages hold."""
+    """Return a secondary cost, for programs of equal cost: how well a program does if the given times are inexact.
+
+    Returns:
+        (sum of the durations with backward passes 10 % shorter and 10 % longer than given, sum over stages of the
+        microbatches in flight).
+    """
     ends = (run(weighed.program, _duration(shape.f / chunks, b * shape.b / chunks), shape.comm).end for b in _OFF)
     return round(sum(ends), 9), sum(in_flight(weighed.program))
 
 
 def compared(shape: Shape) -> list[Planned]:
-    """Return a plan of every kind that CheckFree+ could use, in the order of ``SWAPPING``."""
+    """Return a planned schedule for every kind in ``SWAPPING``, in this order."""
     return [plan(kind, shape) for kind in SWAPPING]
 
 
 def best(planned: Iterable[Planned]) -> Planned:
-    """Return the shortest valid schedule; of equals, the one that holds the fewest microbatches.
+    """Return the shortest valid schedule; among equally short ones, the one with the fewest microbatches in flight.
 
     Raises:
-        UserError: none is valid.
+        UserError: no schedule is valid.
     """
     valid = [each for each in planned if each.valid]
     if not valid:
@@ -170,10 +200,11 @@ def _programs(kind: str, shape: Shape) -> Iterator[Program]:
 
 
 def _woven(shape: Shape) -> Iterator[Program]:
-    """Yield programs for orders of several grids, each with the messages placed by the times of its grid and by the
-    true times.
+    """Yield the candidate programs of kind "woven".
 
-    A batch precedes nearly every unit, so the time of a message is treated as part of the unit's.
+    Weaves are searched for several pairs of whole-number times. Messages are then placed in the order of each weave
+    twice: as if units took these times, and as if they took the true times. In a weave, nearly every unit is preceded
+    by a message, so the true time of a unit includes the time of a message.
     """
     true = (shape.f + shape.comm, shape.b + shape.comm)
     routes = kinds.half_swapped(shape.stages, shape.microbatches)

@@ -1,17 +1,19 @@
-"""The file of an executable schedule: JSON that a runner can follow without knowing how the schedule was found.
+"""File format of a pipeline schedule: JSON with everything that a runner needs to execute the schedule.
 
-``steps`` has a list for each physical stage, to be executed in order:
+A *way* is the sequence of stages that a microbatch passes through. Its name is "normal" or "swapped"; in the latter the
+first two and the last two stages are swapped (CheckFree+; CheckFree, section 4.3). ``ways`` maps each name to the list
+of stages. ``swapped`` lists the microbatches that take the swapped way.
 
-- ``{"do": "forward" | "backward", "microbatch": 3, "way": "swapped", "position": 1}``: run the unit. At position 0 of a
-  way the input comes from the embedding, at the last position the output goes to the head. ``chunk`` is present if
-  stages have several chunks.
-- ``{"do": "transfer", "ops": [...]}``: one ``batch_isend_irecv`` of all ops in their order, to be waited for before the
-  next step. An op is ``{"op": "send" | "receive", "peer": 2, "microbatch": 3, "what": "activation" | "gradient"}``. It
-  may be some steps after the unit that produced the result, and some before the unit that needs it; the result is kept
-  in between.
+``steps`` contains one list for each physical stage. The stage executes its steps in order:
+
+- ``{"do": "forward" | "backward", "microbatch": 3, "way": "swapped", "position": 1}``: run the forward or backward pass
+  of the microbatch. ``position`` is the index of this stage in the way. At position 0 the input comes from the
+  embedding; at the last position the output goes to the output layer. ``chunk`` is present if stages have several
+  model chunks.
+- ``{"do": "transfer", "ops": [...]}``: call ``batch_isend_irecv`` once with all ops in their order, and wait for them.
+  An op is ``{"op": "send" | "receive", "peer": 2, "microbatch": 3, "what": "activation" | "gradient"}``. Steps may lie
+  between an op and the pass that produces or needs its tensor, so the runner has to keep the tensor meanwhile.
 - ``{"do": "flush"}``: wait for all stages.
-
-``ways`` has each way's stages by position, ``swapped`` the microbatches that take the swapped way.
 """
 
 import json
@@ -94,7 +96,7 @@ def write(values: Mapping[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> Program:
-    """Return the program in a file; ``ft.systems.schedule.check.check`` decides whether it is valid.
+    """Return the program in a file, unchecked; ``ft.systems.schedule.check.check`` finds out whether it is valid.
 
     Raises:
         UserError: the file is not a schedule.
@@ -107,7 +109,7 @@ def read(path: Path) -> Program:
 
 
 def from_values(values: Mapping[str, Any]) -> Program:
-    """Return the program that ``as_values`` has converted.
+    """Return the program from the JSON values that ``as_values`` has returned.
 
     Raises:
         ValueError: the format, the version or a step is unknown.

@@ -1,10 +1,11 @@
-"""Keep what this rank has computed of a step's gradient: the sum over the shard types that its group has computed so
-far.
+"""Keep the gradients that this rank has computed in a step, so that they survive a failed gradient exchange (SPARe).
 
-The ring all-reduce adds in place, so that after a failed exchange its input is lost. A copy of the gradients that are
-reduced inside the group (with the distributed optimizer: of this rank's shard) is therefore kept until the step is
-committed. A step in which a group is lost is then repeated without computing anything twice: only the types of the lost
-group are computed, and added.
+In SPARe a step's data are divided into shards, called shard types, and each group (a replica of the model) computes
+several types. The gradients are reduced inside the group first and then between the groups, by a ring all-reduce that
+adds in place: if the exchange fails, its input is lost. Therefore a copy of the gradients (with the distributed
+optimizer: of this rank's shard of them) is taken before the exchange and kept until the step is committed. If a group
+is lost, the step is repeated in another attempt, which computes only the types of the lost group and adds them to the
+copy; nothing is computed twice.
 """
 
 import threading
@@ -18,17 +19,20 @@ Reduced = Callable[[], None] | None
 
 @dataclass(frozen=True)
 class _Entry:
-    """The tensors of a bucket group. ``reduced`` waits for their reduction inside the group."""
+    """The gradient tensors of a bucket group (of megatron-core's DDP).
+
+    ``reduced`` waits until the tensors are reduced inside the group; None if there is nothing to wait for.
+    """
 
     parts: list[torch.Tensor]
     reduced: Reduced
 
 
 class Ledger:
-    """The gradients of one rank in one step.
+    """The gradients of one rank in one step, over all attempts at the step.
 
     Attributes:
-        types: shard types whose gradients are included.
+        types: shard types whose gradients earlier attempts have included.
     """
 
     def __init__(self):
@@ -43,25 +47,35 @@ class Ledger:
 
     @property
     def all_types(self) -> tuple[int, ...]:
-        """Return the included types together with those of the current attempt."""
+        """Return the shard types of earlier attempts together with those of the current attempt."""
         return (*self.types, *self._adding)
 
     def clear(self) -> None:
-        """Drop everything: a new step begins, or what was kept is no longer usable."""
+        """Drop all gradients, because a new step begins or the gradients are no longer usable."""
         self.types, self._adding, self._sums, self._tokens = (), (), None, None
         self._open.clear()
 
     def begin(self, types: Sequence[int], weight: float) -> None:
-        """Begin an attempt that computes ``types`` in addition. ``weight``: factor of its gradients."""
+        """Begin an attempt that computes further shard types.
+
+        Args:
+            types: the shard types that this attempt computes.
+            weight: factor by which the gradients of this attempt are multiplied.
+        """
         self._adding, self._weight = tuple(types), weight
         self._open.clear()
 
     def entering(self, place: int, parts: list[torch.Tensor], reduced: Reduced) -> Callable[[], None]:
-        """Register the tensors ``parts`` of bucket group ``place``, which are complete in this attempt.
+        """Register the gradients of a bucket group when the current attempt has computed them.
+
+        Args:
+            place: number of the bucket group.
+            parts: its gradient tensors.
+            reduced: waits until ``parts`` are reduced inside the group; None if there is nothing to wait for.
 
         Returns:
-            A function to be called before they are exchanged; after it, ``parts`` hold the whole contribution of this
-                rank.
+            A function that adds the gradients of earlier attempts to ``parts`` and copies the sum. It must be called
+            before ``parts`` are exchanged between the groups.
         """
         self._open[place] = _Entry(parts, reduced)
         return lambda: self._take(place)
@@ -78,13 +92,13 @@ class Ledger:
         self._tokens = tokens.clone()
 
     def take_all(self) -> None:
-        """Include what was registered but not exchanged. Must be called before core divides the gradients or reduces
-        them over model-parallel ranks."""
+        """Include all gradients that were registered but not exchanged. Must be called before megatron-core divides
+        the gradients or reduces them over model-parallel ranks."""
         for place in list(self._open):
             self._take(place)
 
     def settle(self) -> None:
-        """End the attempt: its types are now included."""
+        """End the attempt: its shard types now count as included."""
         self.types, self._adding = (*self.types, *self._adding), ()
 
     def _take(self, place: int) -> None:

@@ -1,4 +1,8 @@
-"""Monte Carlo simulation: groups fail one after the other in random order until the first wipe-out."""
+"""Monte Carlo simulation of SPARe: how many group failures a placement of shard types survives.
+
+A step's data are divided into shard types, and each group of ranks hosts several types. In each trial, groups fail one
+after the other in random order until the wipe-out, the failure after which some type has no surviving host.
+"""
 
 import math
 from dataclasses import dataclass
@@ -16,10 +20,12 @@ class Outcome:
 
     Attributes:
         trials: number of trials.
-        failures_mean: mean number of failures per trial, including the fatal one.
-        failures_sem: its standard error; None with one trial.
-        stack_mean: mean over the trials of the mean S before each of their failures.
-        patch_rate: share of all non-fatal failures that needed a patch compute; None if all were fatal.
+        failures_mean: mean number of failures per trial, including the one that causes the wipe-out.
+        failures_sem: standard error of ``failures_mean``; None with one trial.
+        stack_mean: mean all-reduce stack S (the number of types that each group computes per step) before a failure,
+            averaged over the failures of a trial and then over the trials.
+        patch_rate: fraction of the failures before the wipe-out that needed a patch compute, in which surviving groups
+            compute types that were lost in the current step; None if there were no such failures.
     """
 
     trials: int
@@ -30,14 +36,14 @@ class Outcome:
 
 
 def run_trials(placement: Placement, trials: int, seed: int, accelerate: bool | None = None) -> Outcome:
-    """Run the controller through ``trials`` trials.
+    """Run ``trials`` trials, in which the reordering controller (SPARe, algorithm 2) handles each failure.
 
     Args:
         placement: the placement of shard types.
         trials: number of trials.
-        seed: seed of the orders in which groups fail; with one seed, a longer run begins with the trials of a shorter
-            one.
-        accelerate: as for ``Controller``; results do not depend on it.
+        seed: seed of the orders in which groups fail. With the same seed, the first trials are the same for any number
+            of trials.
+        accelerate: whether to compile the controller with numba; None: if numba is installed. The results are the same.
 
     Raises:
         UserError: ``trials`` is less than 1, or the seed is negative.
@@ -59,8 +65,11 @@ def run_trials(placement: Placement, trials: int, seed: int, accelerate: bool | 
 
 
 def played(placement: Placement, trials: int, seed: int, accelerate: bool | None = None) -> np.ndarray:
-    """Return for each trial the number of failures including the fatal one, the sum of S before each, and the number of
-    patch computes, as int64 [trials, 3]."""
+    """Run the trials and return the counts of each trial, as int64 [trials, 3].
+
+    The columns are the number of failures including the one that causes the wipe-out, the sum of the stacks S before
+    each failure, and the number of patch computes. The arguments are those of :func:`run_trials`.
+    """
     chosen = engine(accelerate)
     made, first = state_of(placement, chosen), initial(placement, chosen)
     one, counts = chosen.numbers([0]), chosen.numbers([0, 0, 0])

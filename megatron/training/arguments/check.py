@@ -1,7 +1,8 @@
-"""Finds combinations of flags that cannot work, before any process group is made.
+"""Check the command-line flags for combinations that cannot work, before any process group is created.
 
-Each ``_check_*`` is a pure function of the options and the layout that yields (problem, fix) pairs; problems contain
-the numbers. What megatron-core's own configuration rejects beyond these is reported by ``config.transformer_config``.
+Each ``_check_*`` is a pure function of the options and the parallel layout. It yields (problem, fix) pairs of texts; a
+problem names the numbers that do not fit together. Combinations that only megatron-core's own configuration rejects are
+reported by ``config.transformer_config``.
 """
 
 from collections.abc import Iterator
@@ -18,20 +19,21 @@ REQUIRED = {
 }
 
 NEED_TE_TO_RECOMPUTE = ("layernorm", "moe_act", "mla_up_proj")
-"""Components whose recomputation megatron-core implements with Transformer Engine's checkpointing."""
+"""Modules whose activation recomputation megatron-core implements only with Transformer Engine."""
 
 
 def check(options, world_size: int, *, has_te: bool, replicas: int = 0) -> Layout:
-    """The layout of ``options`` on ``world_size`` ranks.
+    """Check the options, and return the parallel layout of ``world_size`` ranks.
 
     Args:
         options: ``megatron.training.arguments.Options``; defaults that depend on other flags are filled in.
         world_size: number of ranks of the job.
-        has_te: Transformer Engine can be imported.
-        replicas: of the model, which train apart from each other (FT-HSDP); 0: there are none.
+        has_te: whether Transformer Engine can be imported.
+        replicas: number of replicas of the model in an FT-HSDP run, each of which has its own process groups; 0 in
+            other runs.
 
     Raises:
-        UserError: names every problem found, each with its fix.
+        UserError: the options cannot work; the message names every problem, each with its fix.
     """
     grid, found = examine(options, world_size, has_te=has_te, replicas=replicas)
     if found:
@@ -42,15 +44,17 @@ def check(options, world_size: int, *, has_te: bool, replicas: int = 0) -> Layou
 def examine(
     options, world_size: int, *, has_te: bool, replicas: int = 0, shapes_are_known: bool = True
 ) -> tuple[Layout | None, list[Problem]]:
-    """Check as ``check`` does, but return the problems. The layout is None if there is none.
+    """Check the options as ``check`` does, but return (layout, problems) instead of raising an error.
 
-    If sizes are missing or wrong, what depends on them cannot be checked; then only the other flags are.
+    If sizes are missing or do not fit ``world_size``, no layout can be computed. The layout is then None, and only the
+    flags that do not depend on it are checked.
 
     Args:
         options: as for ``check``.
         world_size: as for ``check``.
         has_te: as for ``check``.
-        shapes_are_known: False: the sizes in ``options`` are not the intended ones.
+        replicas: as for ``check``.
+        shapes_are_known: whether ``options`` has the sizes that the run will have; if not, they are not checked.
     """
     found = list(_check_required(options))
     found += _check_world(options, world_size) if shapes_are_known else ()
@@ -313,7 +317,9 @@ def _check_needs_te(options, grid: Layout) -> Iterator[Problem]:
 
 
 def _check_operators(options, grid: Layout) -> Iterator[Problem]:
-    """Every operator has to go through torch's dispatcher where second executions follow it there."""
+    """Refuse kernels of Transformer Engine with DMR, which executes every operator a second time: it intercepts
+    operators in torch's dispatcher, which these kernels bypass.
+    """
     if not options.fault_tolerance.follows_operators:
         return
     for flag in _wants_te(options, grid):

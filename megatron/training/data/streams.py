@@ -1,4 +1,7 @@
-"""Datasets that are read in the order of a stream (``ft.protection.contract.Stream``), and in endless passes."""
+"""Views of a dataset for runs in which each replica of the model reads only its part of the samples.
+
+A stream (``ft.protection.contract.Stream``) maps the positions 0, 1, 2, ... of one replica to indices in the dataset.
+"""
 
 import torch
 
@@ -9,7 +12,7 @@ _ENDLESS = 1 << 62
 
 
 class StreamView(torch.utils.data.Dataset):
-    """The samples of ``base`` in the order of ``stream``, as many of them as ``base`` has."""
+    """The samples of ``base`` that belong to ``stream``, in the order of the stream."""
 
     def __init__(self, base, stream: Stream):
         self.base, self.stream = base, stream
@@ -17,7 +20,7 @@ class StreamView(torch.utils.data.Dataset):
     def follow(self, stream: Stream) -> None:
         """Switch to another stream.
 
-        Call ``seek`` on the loaders afterwards, because their read-ahead is from the old stream.
+        Call ``seek`` on the data loaders afterwards, because they have prefetched samples of the old stream.
         """
         self.stream = stream
 
@@ -31,9 +34,13 @@ class StreamView(torch.utils.data.Dataset):
 
 
 class Cyclic(torch.utils.data.Dataset):
-    """Endless passes through ``one_pass``, each in its own order, as --dataloader-type cyclic reads them.
+    """An endless sequence of passes over ``one_pass``, each in its own random order (--dataloader-type cyclic).
 
-    The order is that of the whole run, below the streams: a position is the same sample for every replica.
+    The sequence is the same in all replicas. A ``StreamView`` of it selects the samples of one replica.
+
+    Args:
+        one_pass: the dataset.
+        seed: seed of the random orders.
     """
 
     def __init__(self, one_pass, seed: int):

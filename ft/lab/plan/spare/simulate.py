@@ -1,4 +1,7 @@
-"""Implement ``ft plan spare simulate``: simulate training under failures step by step."""
+"""The command ``ft plan spare simulate``: simulate a training job under failures, step by step.
+
+It compares SPARe (each group of ranks can compute the data shards of lost groups), replication, and checkpoints alone.
+"""
 
 import argparse
 import json
@@ -40,12 +43,17 @@ def add_parser(questions) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser, names) -> None:
-    """Add the flags of these :data:`FIELDS`, grouped by the sections of a scenario file."""
+    """Add one flag for each of ``names`` (keys of :data:`FIELDS`), grouped by the sections of a scenario file."""
     fields.add_flags(parser, {name: FIELDS[name] for name in names}, _TITLES)
 
 
 def asked_for(given: argparse.Namespace, names, file: str | None = None) -> list[Scenario]:
-    """Return the scenarios, one for each of ``--groups``, from the file (if there is one) and the flags ``names``.
+    """Return one scenario for each number of groups in ``--groups``.
+
+    Args:
+        given: the parsed command line.
+        names: names of the flags to use. A flag takes precedence over the file.
+        file: path of a scenario file, or None.
 
     Raises:
         UserError: a scenario is invalid.
@@ -64,10 +72,10 @@ def _groups(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the result of every case.
+    """Simulate every scenario and print the results.
 
     Raises:
-        UserError: the scenario is invalid, or a redundancy cannot be placed.
+        UserError: a scenario is invalid, or there is no placement of shards on the groups with a given redundancy.
     """
     found = [(asked, list(study(asked))) for asked in asked_for(arguments, FIELDS, arguments.scenario)]
     if arguments.json:

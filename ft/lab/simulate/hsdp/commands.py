@@ -1,4 +1,8 @@
-"""The ``ft simulate hsdp`` subcommand."""
+"""The command ``ft simulate hsdp``: estimate the effective training time of FT-HSDP on a cluster with failures.
+
+It compares the stalls that FT-HSDP publishes with those of this implementation. A stall is the time that the other
+replicas wait, beyond a normal step, when a replica fails or returns.
+"""
 
 import argparse
 import json
@@ -68,7 +72,7 @@ _SHAPE = "of the Weibull distribution of failures that come in bursts (default: 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison, and plot it if requested.
+    """Print the comparison of the stalls, as text or JSON, and plot it if requested.
 
     Raises:
         UserError: the arguments contradict each other, or the plot cannot be written.

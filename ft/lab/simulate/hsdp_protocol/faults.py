@@ -1,4 +1,9 @@
-"""Fault injection: the kinds of faults, their probabilities, and their schedule in a history."""
+"""Faults in the simulation of FT-HSDP's protocol: their kinds, their relative frequencies, and their schedule.
+
+A history is one simulated run, drawn from a seed. Its ``World`` contains the replicas, their networks and the quorum
+server. A *life* is one incarnation of a replica's worker processes. A *ring* all-reduces gradients between the ranks
+with equal numbers in different replicas.
+"""
 
 import random
 from collections.abc import Callable
@@ -19,11 +24,10 @@ class Kind:
     Attributes:
         name: name for ``--kinds`` and the report.
         weight: relative frequency.
-        strike: injects the fault into a world; returns for how many virtual seconds it lasts, None if there is no
-            target.
-        blocks: training may stop as long as the fault lasts. A fault of the network between replicas does not block
-            training, unless a minimum above one replica is set: the quorum then has to find out by trial which replica
-            to leave out.
+        strike: injects the fault into a world; returns its duration in virtual seconds, or None if nothing can be hit.
+        blocks: training may stop for the duration of the fault. A fault of the network between replicas does not stop
+            training, unless the quorum needs a minimum of more than one replica: the quorum server then has to find out
+            by trial which replica to exclude.
     """
 
     name: str
@@ -102,7 +106,10 @@ def _cut_two(world: "World") -> float | None:
 
 
 def _change_sides(world: "World") -> float | None:
-    """Let one replica train alone while the server cannot hear the others; cut it off when the others return."""
+    """Cut off all replicas but one from the quorum server, then cut off that one when the others return.
+
+    The one replica trains alone until the others are connected again.
+    """
     alone, seconds = world.rng.randrange(world.shape.replicas), world.rng.uniform(1.0, 2.5)
     for other in range(world.shape.replicas):
         if other != alone:
@@ -136,8 +143,8 @@ def _end_server(world: "World") -> float | None:
 
 
 def _pause_server(world: "World") -> float | None:
-    """Pause the quorum server. With probability one half a second server is started, and the paused one wakes up beside
-    it.
+    """Pause the quorum server. With probability 0.5, start another server meanwhile, so that two servers exist when the
+    paused one resumes.
     """
     server, seconds = world.standing, world.rng.uniform(0.2, 3.0)
     if not server.is_alive:
@@ -170,8 +177,8 @@ def _slow(world: "World") -> float | None:
 
 
 def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
-    """Return a fault that applies ``act`` to a rank that reaches the given moment, chosen among the next few to reach
-    it.
+    """Return a ``strike`` function that waits for a rank to reach a moment of the protocol, and then applies ``act`` to
+    it. It skips a random number of ranks, at most ``most``, that reach the moment first.
     """
 
     def strike(world: "World") -> float | None:
@@ -192,7 +199,7 @@ def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
 
 
 def _kill_other(rank: "Rank") -> None:
-    """Kill another member of the ring that this rank has completed, so that members may see different outcomes."""
+    """Kill another member of the ring that ``rank`` has just completed. Its members may then see different outcomes."""
     others = [life for life in rank.world.lives() if life is not rank.life]
     if others:
         kill(rank.world.rng.choice(others).ranks[rank.index], "killed at the end of a ring")
@@ -236,7 +243,13 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 class Schedule:
-    """The faults of one history; some come in bursts."""
+    """The faults of one history, at random times; some of them follow the previous fault within 0.3 s.
+
+    Args:
+        rng: source of randomness.
+        most: maximum number of faults.
+        names: kinds of faults to draw from; None: all kinds.
+    """
 
     def __init__(self, rng: random.Random, most: int, names: tuple[str, ...] | None):
         kinds = [kind for kind in KINDS if names is None or kind.name in names]

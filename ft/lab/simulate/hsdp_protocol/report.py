@@ -1,4 +1,4 @@
-"""Summarize many histories as text."""
+"""Report of the simulation of FT-HSDP's protocol: totals over many histories (simulated runs), as text."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,16 +14,17 @@ class Summary:
 
     Attributes:
         histories: number of histories.
-        struck: number of faults by kind.
-        virtual_s: virtual seconds.
-        steps: committed steps.
-        quorums: quorums formed.
-        redone: committed steps that were executed again.
-        returns: steps committed by replicas that were behind.
-        deaths: deaths of the quorum server.
-        loads: loads of a checkpoint because all state was lost.
-        pauses: cause -> longest pause of each history, in seconds.
-        failed: seed -> violation.
+        struck: number of injected faults, by kind.
+        virtual_s: simulated time in seconds.
+        steps: number of committed steps.
+        quorums: number of quorums formed.
+        redone: number of committed steps that were executed again.
+        returns: number of commits by replicas that were behind and fetched the state of the others in that step.
+        deaths: number of deaths of the quorum server.
+        loads: number of times that a checkpoint was loaded because no replica had a state any more.
+        pauses: kind of fault, or "none" -> for each history, the longest time between two commits that it caused,
+            beyond a step, in simulated seconds.
+        failed: seed of a history -> the protocol property that it violated.
     """
 
     histories: int = 0

@@ -1,4 +1,8 @@
-"""Simulated quorum server: the production decision and reactions, and a model of the process around them."""
+"""Simulated quorum server of FT-HSDP: the production code for decisions, in a model of the server's process.
+
+``ft.job.quorum.decide`` forms the quorums, and ``ft.job.quorum.reactions`` updates the server's state on every message;
+both are the production functions. Connections, pauses and deaths are simulated in virtual time.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Server:
-    """One term of the quorum server; it follows ``ft.job.quorum.server.Server`` step by step.
+    """A simulated quorum server process. Its methods correspond to those of ``ft.job.quorum.server.Server``.
 
     Attributes:
-        awake_at: its process is paused until then.
-        furthest: step of the last quorum that it formed.
+        awake_at: virtual time until which the process is paused.
+        furthest: step of the last quorum that the server formed.
     """
 
     def __init__(self, world: "World", term: int, options: Options):
@@ -105,7 +109,7 @@ class Server:
     # --- outgoing messages -------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Run the server's loop at this interval, regardless of incoming messages."""
+        """Run the server's loop once per heartbeat interval, even if no message arrives."""
         if self.is_alive:
             self.world.time.after(self.state.options.limits.beat_s, self._tick)
             self._when_awake(lambda: None)

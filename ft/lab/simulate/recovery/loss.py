@@ -1,4 +1,7 @@
-"""The loss of ranks: which groups the production planner decides to rebuild, and how much work that is."""
+"""Simulate the loss of ranks in hot-swap recovery: which process groups have to be rebuilt, and how much work it is.
+
+The reports of the surviving ranks are generated; the production planner (``ft.job.control.rebuilds``) then decides.
+"""
 
 import json
 import time
@@ -24,7 +27,9 @@ USED = frozenset(
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
     }
 )
-"""Purposes of the groups that training steps of a dense model use. All others are connected at first use, if ever."""
+"""Purposes of the groups that training steps of a dense model use; mostly names from megatron-core's
+``parallel_state``. A group with another purpose is connected when it is first used, which may never happen.
+"""
 
 USED_BY_EXPERTS = frozenset(
     {"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"}
@@ -38,8 +43,8 @@ _WITHIN_A_REPLICA = (
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
     "PIPELINE_MODEL_PARALLEL_GROUP",
 )
-"""Groups of the forward and backward pass, in the order in which a rank blocks in them, all before the gradient
-reduction.
+"""Groups of the forward and backward pass, in the order in which a rank blocks in them. All of them come before the
+gradient reduction.
 """
 
 _GRADIENTS = "DATA_PARALLEL_GROUP_WITH_CP"
@@ -50,8 +55,8 @@ class Decision:
     """The control plane's rebuild plan, and what computing it cost on this machine.
 
     Attributes:
-        plan: the plan of the production code.
-        seconds: time that the planner took.
+        plan: the plan that the production code returned.
+        seconds: seconds that the planner took.
         report_bytes: size of one survivor's report on the wire, in bytes.
         survivors: number of survivors that send a report.
         read_s: seconds to parse one report; the control plane parses them one after the other.
@@ -94,9 +99,9 @@ def decide(groups: Sequence[GroupSpec], lost: Collection[int], *, stuck: bool, e
     Args:
         groups: all process groups of the layout.
         lost: the logical ranks that are lost.
-        stuck: True: every survivor is blocked in an operation, waiting for a lost rank or for a rank that is blocked
-            itself, as after a hang. False: no survivor is in an operation, which gives the smallest possible plan. An
-            epoch that is closed at once lies in between: some survivors are in operations that would have completed.
+        stuck: True: every survivor is blocked in an operation, waiting for a lost rank or for another blocked rank, as
+            after a hang. False: no survivor is in an operation, which gives the smallest possible plan. A loss that is
+            detected immediately lies in between: some survivors are in operations that would have completed.
         experts: whether the model is a mixture of experts.
     """
     reports = _reports(groups, frozenset(lost), stuck, USED | USED_BY_EXPERTS if experts else USED)
@@ -128,10 +133,10 @@ def work_of(groups: Iterable[GroupSpec], names: Collection[str]) -> Work:
 
 
 def blocked_in(groups: Iterable[GroupSpec], lost: Collection[int]) -> dict[int, str]:
-    """Return, for each surviving rank, the name of the group in which it ends up waiting.
+    """Return, for each surviving rank that blocks, the name of the group in whose operation it blocks.
 
-    A rank that shares a group of the forward and backward pass with a lost rank blocks in that group; a rank that
-    shares one with a blocked rank blocks there; all others get as far as the gradient reduction.
+    A rank that shares a group of the forward and backward pass with a lost or blocked rank blocks in that group. All
+    other ranks get as far as the gradient reduction and block there, if a member of that group is lost or blocked.
     """
     groups = [group for group in groups if len(group.ranks) > 1]
     waiting: dict[int, str] = {}
@@ -156,7 +161,7 @@ def _spread(groups: list[GroupSpec], waiting: dict[int, str], standing: set[int]
 def _reports(
     groups: Sequence[GroupSpec], lost: frozenset[int], stuck: bool, used: frozenset[str]
 ) -> dict[int, list[GroupReport]]:
-    """Return what every worker would report, including the replacements of the lost ranks."""
+    """Return the reports that all workers would send, including the workers that replace the lost ranks."""
     waiting = blocked_in(groups, lost) if stuck else {}
     reports: dict[int, list[GroupReport]] = {rank: [] for group in groups for rank in group.ranks}
     for group in groups:

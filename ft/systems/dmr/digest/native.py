@@ -1,4 +1,7 @@
-"""The digest from the C library that ``setup.py`` builds where there is a C compiler."""
+"""Compute a tensor's digest (the hash of ``ft.systems.dmr.digest.definition``) on the CPU, by a library in C.
+
+``setup.py`` builds the library if there is a C compiler. Without it, plain torch computes the same digests, slower.
+"""
 
 import ctypes
 import functools
@@ -18,7 +21,7 @@ _FAILURES = {1: "no memory for the numbers of its blocks", 2: "it is longer than
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the library beside this file, or None if it was not built, which is reported once on stderr."""
+    """Return the library in this folder; if it was not built, print a warning on stderr, once, and return None."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(NAME + suffix)
         if path.exists():
@@ -53,15 +56,15 @@ def digest(
     threads: int | None = None,
     width: int | None = None,
 ) -> None:
-    """Write the digest of ``tensor``, on the CPU, into ``out``, int64 [2].
+    """Write the digest of a CPU tensor into ``out``.
 
     Args:
-        tensor: the tensor.
-        seed: seed of the keys.
-        out: receives the digest.
-        using: the library; None for the installed one, which has to exist.
-        threads: maximum number of threads, each of which gets at least 2 MiB; None for torch's number.
-        width: the vector instructions, as ``ft_widest`` names them; None for the widest available.
+        tensor: the tensor, on the CPU.
+        seed: seed of the hash keys.
+        out: receives the digest; int64 [2].
+        using: the library; None for the one in this folder, which has to exist.
+        threads: maximum number of threads, each of which gets at least 2 MiB; None for torch's number of threads.
+        width: vector instructions to use: 512 (AVX-512), 2 (AVX2) or 0 (none); None for the widest available.
 
     Raises:
         MemoryError: the library could not allocate memory, or the tensor is longer than 16 TiB.
@@ -84,7 +87,7 @@ def digest(
 
 @functools.lru_cache(maxsize=8)
 def _keys(seed: int) -> tuple[np.ndarray, int]:
-    """Return the table of a seed and its address. The caller must keep the table alive while it uses the address."""
+    """Return the key table of a seed and its memory address. The caller must keep the table alive meanwhile."""
     table = definition.table(seed)
     return table, table.ctypes.data
 

@@ -1,4 +1,10 @@
-"""The contents of a plan: how each operator is verified, and the predicted costs."""
+"""Data classes of a DMR plan: how each operator of an iteration is verified, and the predicted costs.
+
+DMR (dual modular redundancy, SpareTrain) executes every operator twice and compares the results. The planner decides
+for each operator when the second execution takes place. A *window* is a time in which a stage communicates or is idle.
+An *AGC segment* (activation-gradient checkpointing, SpareTrain, Method 2) is a sequence of operators that is executed
+again as a whole, so that only the tensors at its boundary have to be kept until then.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,13 +14,18 @@ from ft.systems.dmr.plan.trace import INTER, Trace, Window
 PIGGYBACK, NAIVE, UNCHECKED = "P", "naive", "unchecked"
 D_INTER, D_INTRA = "D_inter", "D_intra"
 SETS = (PIGGYBACK, D_INTER, D_INTRA, NAIVE, UNCHECKED)
-"""P: compared with its recomputation. D_inter, D_intra: executed again in a window. naive: executed again immediately.
-unchecked: not verified, because the operator does not give the same bits twice; a plan lists these operators and claims
-nothing for them."""
+"""Ways to verify an operator:
+
+- P: compare it with its execution in activation recomputation, which takes place anyway.
+- D_inter: execute it again later, in a window between two units (a unit is the forward or backward of a microbatch).
+- D_intra: execute it again later, in a window inside a unit.
+- naive: execute it again immediately.
+- unchecked: do not verify it, because it does not give the same bits twice. A plan lists these operators.
+"""
 
 
 def deferred_set(window: Window) -> str:
-    """Return D_inter for windows between units (p2p, dp, bubbles), D_intra for windows inside a unit (tp, ep)."""
+    """Return D_inter for a window between units (kind p2p, dp or bubble), D_intra for one inside a unit (tp or ep)."""
     return D_INTER if window.kind in INTER else D_INTRA
 
 
@@ -24,8 +35,9 @@ class Assignment:
 
     Args:
         set: one of SETS.
-        window: (D sets) the window in which it is executed again.
-        agc_segment: (D sets) the AGC segment with which it is replayed in that window.
+        window: for D_inter and D_intra: id of the window in which the operator is executed again; otherwise None.
+        agc_segment: for D_inter and D_intra: id of the AGC segment with which the operator is executed again; None if
+            it is executed again by itself.
     """
 
     set: str
@@ -35,17 +47,16 @@ class Assignment:
 
 @dataclass(frozen=True)
 class AgcSegment:
-    """Operators of one transformer block that are replayed as a unit from their boundary tensors.
+    """Operators of one transformer block that are executed again (replayed) as a whole from their boundary tensors.
 
     Args:
         id: id of the segment.
         ops: ids of the operators, in order of execution.
         window: id of the window in which they are replayed.
-        keeps: ids of the tensors that are kept until then.
-        load_us: duration of the replay in microseconds: executing, comparing, and regenerating if ``regenerated_us`` is
-            not 0.
-        regenerated_us: the part of it that executes the block's recomputation once more, for inner activations that are
-            not kept.
+        keeps: ids of the tensors that are kept until the replay.
+        load_us: duration of the replay in microseconds, including comparisons and ``regenerated_us``.
+        regenerated_us: microseconds of the replay that are spent on recomputing inner activations that are not kept; 0
+            if they are kept.
     """
 
     id: str
@@ -64,7 +75,7 @@ class Predicted:
         t_none: duration without DMR.
         t_naive: duration with every operator executed again immediately.
         t_plan: duration with the plan.
-        exposed_us: verification time that no window hides, summed over stages.
+        exposed_us: verification time outside of windows, which lengthens the iteration; summed over stages.
         peak_bytes: largest memory use of any stage, in bytes.
     """
 
@@ -94,11 +105,12 @@ class Plan:
     """A trace with every operator assigned.
 
     Args:
-        trace: what was planned; its memory has the plan's budget.
+        trace: the trace of the iteration; ``trace.memory.budget`` is the memory budget of the plan.
         assign: operator id -> how the operator is verified, for all operators.
         segments: AGC segments, by id.
-        predicted: prediction with all three phases.
-        phases: predictions by number of phases: (naive alone, 1, 1+2, 1+2+3), as far as they were requested.
+        predicted: prediction for this plan, after the last planning phase.
+        phases: predictions for 0 to 3 planning phases, as far as requested. 0: all operators are naive. Phase 1 adds P,
+            phase 2 adds AGC segments, phase 3 adds single operators in windows.
     """
 
     trace: Trace

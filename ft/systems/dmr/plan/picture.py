@@ -1,4 +1,8 @@
-"""Draw a plan: work, windows and verification of each stage over time, and memory against the budget."""
+"""Draw a DMR plan as a picture: the work of each pipeline stage over time, and its memory against the budget.
+
+DMR (SpareTrain) executes operators a second time to verify them. The picture shows how much of this verification the
+plan puts into windows, the times in which a stage communicates or is idle.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +68,8 @@ def _lanes(axes, plan: Plan, stages: Sequence[int]) -> None:
 
 
 def _work(ops: Sequence[Operator]) -> list[tuple[float, float, str]]:
-    """Return (begin, end, phase) of bars, each for operators that follow one another without a gap."""
+    """Merge operators of the same phase that follow one another without a gap; return (begin, end, phase) of each bar,
+    in microseconds."""
     bars: list[tuple[float, float, str]] = []
     for op in sorted(ops, key=lambda op: op.start_us):
         if bars and bars[-1][2] == op.place.phase and op.start_us - bars[-1][1] < 1e-3:

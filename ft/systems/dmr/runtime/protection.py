@@ -1,4 +1,8 @@
-"""Run an iteration, compare the redundant executions, and repeat the iteration if anything differed on any rank."""
+"""DMR (dual modular redundancy, SpareTrain) around a training iteration: verify it, and repeat it if it was wrong.
+
+Every operator is executed twice and the results are compared. If they differ on any rank, all ranks restore the state
+before the iteration and repeat it.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -20,23 +24,23 @@ class CorruptionError(FtError):
 
 
 class UnstableError(CorruptionError, UserError):
-    """A ``CorruptionError`` in which several ranks differ by the same operator. Flags of the run can fix this; another
-    device cannot."""
+    """A ``CorruptionError`` that is blamed on an operator, because its two executions differed on several ranks. The
+    user can exclude the operator by flags; replacing a device does not help."""
 
 
 class SuspectError(ReplaceNodeError):
-    """This rank computes wrongly repeatedly, so its node has to be replaced."""
+    """This rank has computed wrong results repeatedly, so its node has to be replaced."""
 
 
 class InterruptedStepError(RecoverableError):
-    """An iteration ended with an exception that wrong numbers may have caused."""
+    """An iteration ended with an exception that corrupted values may have caused."""
 
 
 _OF_WRONG_NUMBERS = (IndexError, ValueError)
 
 
 class Witness(Protocol):
-    """Receives what was found, to report it."""
+    """Receives the findings of a :class:`Protection` and reports them, for example in the event log."""
 
     can_evict: bool
     """Whether a standby may replace a suspect rank."""
@@ -48,17 +52,23 @@ class Witness(Protocol):
         """Report that an attempt went right after earlier attempts had gone wrong."""
 
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
-        """Report how the operators of this rank's first iteration were verified."""
+        """Report how the operators of this rank's first iteration were verified.
+
+        Args:
+            step: the iteration.
+            strategy: name of the strategy.
+            counts: number of operators by way of verification.
+        """
 
 
 class Protection:
     """The DMR protection of one rank, for the whole run.
 
     Args:
-        engine: follows and verifies the operators of an iteration.
-        undo: keeps the state before an iteration.
-        witness: reports what was found.
-        limits: when a fault counts as permanent.
+        engine: executes the operators of an iteration twice and compares the results.
+        undo: keeps a copy of the state before an iteration, and restores it.
+        witness: reports the findings.
+        limits: number of wrong attempts from which on a fault counts as permanent.
         strategy: name of the strategy by which operators are verified.
     """
 
@@ -99,9 +109,12 @@ class Protection:
             self._undo.back()
 
     def _attempt(self, step: int, work: Callable[[], Result]) -> Result:
-        """Run ``work`` once. A wrong index or size may end an iteration with an exception before it is compared: where
-        that is likely, raise a recoverable error, so that hot-swap repeats the step in place and replaces the worker
-        only if the error persists."""
+        """Run ``work`` once.
+
+        A corrupted index or size may raise an exception before the corrupted operator is verified. If that is likely,
+        raise a recoverable error, so that hot-swap recovery repeats the step with the same workers and replaces a
+        worker only if the error persists.
+        """
         try:
             return work()
         except FtError:
@@ -114,8 +127,11 @@ class Protection:
             raise InterruptedStepError(f"step {step} ended with {type(error).__name__}: {error}") from error
 
     def _agree(self, flag: torch.Tensor, step: int) -> tuple[Reports, dict[int, suspects.Wrong]]:
-        """Return what all ranks have found, and the earlier wrong attempts of each rank; both empty if no rank has
-        found anything, which costs one all-reduce of the flag and one synchronisation with the device. Collective."""
+        """Return the mismatches of all ranks in this attempt, and each rank's wrong attempts in earlier iterations.
+
+        Both are empty if no rank has found a mismatch; this case costs one all-reduce of ``flag`` and one
+        synchronisation with the device. Collective.
+        """
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():
             return {}, {}
@@ -152,4 +168,4 @@ class Protection:
 
 
 _MOST_TOLD = 50
-"""Number of mismatches that one rank reports; an early error makes many later results wrong."""
+"""Maximum number of mismatches that one rank reports; an early error makes many later results wrong."""

@@ -1,4 +1,10 @@
-"""The D-DMR queue of one rank: operators and AGC segments that wait for a window, and when they are verified."""
+"""Queue of deferred verifications on one rank (D-DMR; SpareTrain, Methods 2 to 4).
+
+DMR verifies an operator by executing it a second time. D-DMR defers that to a *window*, in which the rank communicates
+or is idle. The end of a *dynamic window* is not known when it opens; it verifies whatever has waited longest. An *AGC
+segment* (activation-gradient checkpointing) is a sequence of operators that is replayed as a whole from the tensors at
+its boundary. A DMR plan assigns operators and segments to windows.
+"""
 
 import math
 import time
@@ -17,24 +23,26 @@ Call = tuple[Any, Sequence[Any], dict[str, Any]]
 
 
 class Queue:
-    """The queue of deferred verifications (D-DMR).
+    """The queue of deferred verifications of one rank. The DMR engine fills it and calls it when windows open.
 
     Args:
         findings: receives the mismatches.
         segments: AGC segments of the plan, by id.
-        helpers: operator id -> AGC segments that replay the operator only to produce its outputs.
-        headroom: memory that deferred verifications may keep, in bytes, including what the plan has reserved.
-        dynamic_us: expected durations in microseconds of the dynamic windows of an iteration, in order; later windows
-            have no expected end.
+        helpers: operator id -> AGC segments that replay the operator without comparing it, because they need its
+            outputs.
+        headroom: memory that deferred verifications may keep, in bytes, including the memory reserved by the plan.
+        dynamic_us: expected durations, in microseconds, of the dynamic windows of an iteration, in order. If there are
+            more dynamic windows, the duration of the others is taken to be unlimited.
         lasting: addresses of storages that are never freed (parameters).
 
     Attributes:
         disturb: corrupts the results of second executions in fault-injection experiments; None otherwise.
-        most_bytes: largest amount of memory kept at one time so far, in bytes; memory that several single operators
-            need, or several operators of one segment, counts once.
-        in_windows: number of operators that were verified in windows.
-        early: number that were verified before their window, because their memory was about to be changed or is scarce.
-        late: number for which no window was left.
+        most_bytes: largest amount of memory kept at one time so far, in bytes. Memory that several single operators
+            share, or several operators of one segment, counts once.
+        in_windows: number of operators of the iteration that were verified in windows.
+        early: number of operators that were verified before their window, because their memory was about to be
+            changed, or because memory was scarce.
+        late: number of operators that were verified before the optimizer step, because no window was left.
     """
 
     def __init__(
@@ -58,7 +66,7 @@ class Queue:
         self.in_windows = self.early = self.late = 0
 
     def restart(self) -> None:
-        """Begin an iteration and drop what an interrupted iteration left behind."""
+        """Begin an iteration. Verifications that an interrupted iteration has left in the queue are dropped."""
         self._waiting.drop()
         self._dynamic = online.Waiting()
         self._replays, self._over, self._replay_bytes, self._opened = {}, set(), 0, 0
@@ -68,7 +76,19 @@ class Queue:
         return bool(len(self._waiting) or self._replays)
 
     def put(self, at, kind, call: Call, out: Any, state: torch.Tensor | None, decision: Decision) -> bool:
-        """Defer the verification of an executed operator; return False if it has to be verified immediately."""
+        """Defer the verification of an operator that has just been executed.
+
+        Args:
+            at: identity of the operator in the iteration.
+            kind: properties of the operator.
+            call: function, positional arguments and keyword arguments.
+            out: the result.
+            state: state of the random generator before the execution; None if the operator draws no random numbers.
+            decision: when the operator is to be verified.
+
+        Returns:
+            False if the operator has to be verified immediately, because its segment has been replayed already.
+        """
         if decision.replay is not None:
             return self._record(decision.replay, at, kind, call, out, state)
         if decision.due is not None:
@@ -83,12 +103,12 @@ class Queue:
         return True
 
     def help(self, identity: str, at, kind, call: Call, out: Any, state: torch.Tensor | None) -> None:
-        """Record an operator, verified by other means, for the AGC segments that replay it for its outputs."""
+        """Record an operator for the AGC segments whose replay needs its outputs. It is verified by other means."""
         for name in self.helpers.get(identity, ()):
             self._record(name, at, kind, call, out, state, compares=False)
 
     def before_change(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Verify what reads the memory of ``tensors``, which is about to be written in place."""
+        """Verify all deferred operators that use the memory of ``tensors``, which is about to be written in place."""
         tensors = list(tensors)
         self.early += self._waiting.before_change(tensors)
         if self._replays:
@@ -97,14 +117,22 @@ class Queue:
                 self.early += self._finish(name)
 
     def window(self, executed: int) -> None:
-        """Verify what is due in a window that opens after ``executed`` planned operators of the iteration."""
+        """Verify all operators and segments that are due in a window.
+
+        Args:
+            executed: number of planned operators of the iteration that precede the window.
+        """
         self.in_windows += self._waiting.take_due(executed)
         due = [name for name, one in self._replays.items() if one.is_whole and one.due <= executed]
         for name in due:
             self.in_windows += self._finish(name)
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Verify the oldest deferred operators until a window of unknown length closes (SpareTrain, Method 4)."""
+        """Verify the oldest deferred operators until a window of unknown length closes (SpareTrain, Method 4).
+
+        Args:
+            is_over: returns whether the window has closed.
+        """
         number, self._opened = self._opened, self._opened + 1
         lasts = self._dynamic_us[number] if number < len(self._dynamic_us) else math.inf
         began = time.perf_counter()
@@ -115,7 +143,7 @@ class Queue:
             self.in_windows += self._waiting.take_these([int(chosen.op)])
 
     def drain(self) -> None:
-        """Verify everything that is still deferred, because the optimizer is about to change what it reads."""
+        """Verify everything that is still deferred, because the optimizer is about to change the parameters."""
         self.late += self._waiting.take(lambda one: True)
         for name in list(self._replays):
             self.late += self._finish(name)
@@ -150,8 +178,11 @@ class Queue:
         self.most_bytes = max(self.most_bytes, self._waiting.nbytes + self._replay_bytes)
 
     def _relieve(self) -> None:
-        """Verify deferred operators early until memory suffices: planned operators have their memory reserved in the
-        plan, the others share the rest of the headroom."""
+        """Verify deferred operators of dynamic windows early until memory suffices.
+
+        The memory of operators and segments that the plan assigns to a window is reserved in the plan. The operators
+        that wait for a dynamic window share the rest of ``headroom``.
+        """
         planned = max(self._waiting.nbytes - self._dynamic.held, 0.0) + self._replay_bytes
         pressed = self._dynamic.press(max(self._headroom - planned, 0.0))
         self.early += self._waiting.take_these([int(one.op) for one in pressed])
