@@ -1,4 +1,4 @@
-"""What decides which operators a run executes: plans that are made for one run must not be followed in another."""
+"""The fingerprint of the operators that a run executes: a plan made for one run must not be applied to another."""
 
 import hashlib
 import json
@@ -27,8 +27,8 @@ _OTHERS = {
 
 
 def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
-    """Return what decides which operators a run executes, and where it waits, by name; "model" stands for all that has
-    no name of its own. The batch is the one after a ramp."""
+    """Return the settings that decide which operators a run executes and where it waits, by name. "model" is a digest
+    of all settings without a name of their own. The batch size is the one after a ramp."""
     told, training = options.as_dict(), options.training
     shape = {name: told[name] for name in _DECIDE}
     shape |= {f"{concern}.{name}": told[concern][name] for concern, names in _OTHERS.items() for name in names}

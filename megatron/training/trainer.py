@@ -1,4 +1,4 @@
-"""The trainer as protections see it (:class:`ft.protection.contract.Trainer`)."""
+"""The adapter between a training job and its protections (:class:`ft.protection.contract.Trainer`)."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron.training.step import rehearse
 
 
 class JobTrainer:
-    """What a job offers to the layers that protect it."""
+    """The state and operations of a job that the layers protecting it can use."""
 
     def __init__(self, job: Job):
         self._job, self.position = job, JobPosition(job)

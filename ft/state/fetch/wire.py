@@ -9,10 +9,10 @@
     end:     "FTSE" | 0 u32 | proof, 32 bytes           all blocks were sent while the state was unchanged
              "FTSG" | 0 u32 | proof, 32 bytes           the state was withdrawn: the whole stream is invalid
 
-The handshake of :mod:`ft.net.handshake` is repeated with every request. A connection begins with a request that is
-answered 401 with the source's challenge; every request after it carries the asker's challenge, a count, and a proof
-over the count and the target. An answer carries a proof over the same, its status and its content (of a stream: over
-the checksums of its blocks). So each end knows that the other is of the run, and nothing can be replayed.
+The handshake of :mod:`ft.net.handshake` is repeated with every request. The first request on a connection is answered
+with 401 and the source's challenge. Every later request carries the client's challenge, a count, and a proof over the
+count and the target. An answer carries a proof over the same, its status and its content (for a stream: over the
+checksums of its blocks). So each end knows that the other belongs to the run, and nothing can be replayed.
 
 Other answers: 400 (no such request), 401 (no proof), 404, 409 (JSON with "reason": that step is not held here).
 """
@@ -29,7 +29,7 @@ BLOCK = CHUNK
 HEAD = struct.Struct("<4sI")
 BLOCK_TAG, END_TAG, GONE_TAG = b"FTSB", b"FTSE", b"FTSG"
 PURPOSE = SCHEME = "ft-fetch-2"
-"""Of the handshake, and as the scheme of authorization in HTTP."""
+"""Name of the protocol in the handshake, and of the authorization scheme in HTTP."""
 PROOF_HEADER = "FT-Proof"
 MAX_JSON = 64 << 20
 NOT_HELD = 409
@@ -48,7 +48,7 @@ def bytes_target(step: int, lineage: int, digest: str, start: int, stop: int) ->
 
 
 def stream_length(start: int, stop: int) -> int:
-    """Return the bytes of the stream of [start, stop), including block headers and the end."""
+    """Return the length of the stream of [start, stop) in bytes, including block headers and the end."""
     blocks = -(-(stop - start) // BLOCK)
     return stop - start + (blocks + 1) * HEAD.size + PROOF_BYTES
 
@@ -61,7 +61,7 @@ def decode(data: bytes) -> dict[str, Any]:
     """Decode the JSON object in ``data``.
 
     Raises:
-        ValueError: it holds no JSON object, or one of another format version.
+        ValueError: it is not a JSON object, or has another format version.
     """
     try:
         content = json.loads(data)

@@ -1,5 +1,5 @@
-"""The transport over streams: a server on every worker that takes peer copies and answers who fetches; senders, one per
-peer. The streams are TCP's, or those of another :class:`ft.net.streams.Network`."""
+"""The snapshot transport over stream connections: each worker runs a server that stores peer copies and serves fetches,
+and one sender for each peer. The streams are TCP's, or those of another :class:`ft.net.streams.Network`."""
 
 import contextlib
 import os
@@ -30,13 +30,13 @@ def _physical_memory() -> int:
 
 
 class SnapshotServer(Transport):
-    """Listens; ``address`` is where, in the terms of its network.
+    """The transport of one worker. ``address`` is where its server listens, in the form that its network uses.
 
     Args:
-        network: what carries the streams; a host stands for TCP there.
-        token: shared by the workers of a run; connections that do not prove to know it are refused.
-        patience_s: longest time without progress in a transfer.
-        max_bytes: largest peer copy accepted; default: a quarter of this machine's memory.
+        network: the network that carries the streams, or a host name, which stands for TCP on that host.
+        token: secret that the workers of a run share; connections that do not prove to know it are refused.
+        patience_s: maximum seconds without progress in a transfer.
+        max_bytes: size of the largest peer copy to accept, in bytes; default: a quarter of this machine's memory.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class SnapshotServer(Transport):
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.1)  # out of file descriptors: those in use will be closed
+                time.sleep(0.1)  # out of file descriptors: wait until connections in use are closed
                 continue
             with self._lock:
                 refused = self._closed or len(self._connections) >= _MAX_CONNECTIONS
@@ -187,7 +187,7 @@ class SnapshotServer(Transport):
                 connection.close()
 
     def _serve(self, wire: Wire) -> None:
-        """Answers one connection until it ends; strangers are dropped at their first wrong byte."""
+        """Answer the requests of one connection until it ends; close it at the first byte that fits no handshake."""
         try:
             wire.welcome(self._token, _HELLO_S)
             while True:
@@ -196,7 +196,7 @@ class SnapshotServer(Transport):
                 wire.be_patient(self._patience)
                 self._desk.answer(wire, header)
         except (OSError, handshake.Refused, BadFrame, KeyError, TypeError, ValueError):
-            return  # the other end notices that its connection is gone, and says why it wanted one
+            return  # the other end finds its connection closed, and reports what it was for
         finally:
             with self._lock:
                 self._connections.discard(wire)

@@ -1,4 +1,5 @@
-"""A replica's training run: every step in a quorum, committed by all of its ranks or by none (paper, section 4.1)."""
+"""The training run of one FT-HSDP replica: each step belongs to a quorum; all ranks of the replica commit it, or none
+does (FT-HSDP, section 4.1)."""
 
 import contextlib
 import time
@@ -27,12 +28,14 @@ _LEAVE_S = 2.0
 
 
 class ReplicaManager(Layer):
-    """The trainer's only interface to FT-HSDP.
+    """The layer through which the trainer uses FT-HSDP.
 
     Args:
-        parts: what it works with. load: loads the last persistent checkpoint, where nobody has a state any more; False
-            if there is none: then the run begins anew. rehearse: computes a step that nothing comes of.
-        last_save: the checkpoint of the run's end.
+        parts: the objects that it works with on this rank.
+        load: loads the newest persistent checkpoint, when no replica has a state any more; returns False if there is
+            none: then the run starts from the beginning.
+        rehearse: computes a step and discards the results.
+        last_save: the checkpoint at the end of the run.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class ReplicaManager(Layer):
         self._is_untouched = True
         self._wait_s, self._said = parts.place.wait_s, ""
         self._pause = Pause()
-        self._aside = True  # the first step may take its time everywhere
+        self._aside = True  # the first step may take longer on every replica
         self._step_times = StepTimes()
         self._began = time.monotonic()
         self._votes = Votes(parts.votes)
@@ -65,7 +68,7 @@ class ReplicaManager(Layer):
     # --- what the trainer calls --------------------------------------------------------------------------------------
 
     def run_with_recovery(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work``, again after every step that has to be done anew, to its end."""
+        """Run ``work`` to its end; call it again after every step that has to be repeated."""
         session = self.session
         session.link.send(WorkerResumed(session.worker, session.epoch, self._position.step))
         session.progress.begins(self._position.step)
@@ -95,10 +98,10 @@ class ReplicaManager(Layer):
                 return None
 
     def begins(self) -> bool:
-        """A step begins. True: this replica computes it; False: it catches up in it (:meth:`catching_up`).
+        """Start a step. Return True if this replica computes it, False if it catches up in it (:meth:`catching_up`).
 
         Raises:
-            RunIsOver: there is no step to do any more.
+            RunIsOver: there is no step left to do.
         """
         self.at("between")
         self._began = time.monotonic()
@@ -128,16 +131,16 @@ class ReplicaManager(Layer):
         self._exchange.work = self._work
 
     def catching_up(self) -> None:
-        """First half of a catch-up step: the state is under way; the trainer exchanges zeros meanwhile."""
+        """Start to fetch the state, in the first half of a catch-up step; the trainer exchanges zeros meanwhile."""
         self._is_untouched = False
         self._catch_up.begin(self._agreed, keeps_state=self._has_state)
         self._at_return("restore")
 
     def caught_up(self) -> None:
-        """Second half: with the zeros exchanged, the state is put in place, before the update.
+        """Put the fetched state in place, after the zeros are exchanged and before the update.
 
         Raises:
-            Retry: it cannot be had on all ranks.
+            Retry: not all ranks of the replica can get the state.
         """
         self._parts.server.withdraw()  # an older state, which is overwritten now
         with self.session.progress.at("aside", "fetch"):
@@ -145,11 +148,11 @@ class ReplicaManager(Layer):
         self._has_state, self._start = True, self._parts.state.whole()[1]
 
     def share(self, samples: int) -> int:
-        """This replica's part of a global batch, in this attempt at its step."""
+        """Return this replica's share of a global batch, in the current attempt at its step."""
         return self._work.share(samples)
 
     def reduce(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
-        """[loss sum, tokens] of all replicas, from those of this one's microbatches; on last stages only."""
+        """Sum [loss sum, tokens] of this replica's microbatches over all replicas. Only on last pipeline stages."""
         if not self._parts.is_last_stage:
             return reported
         total = torch.stack(reported).sum(dim=0) if reported else torch.zeros(2, device=self._parts.device)
@@ -159,7 +162,7 @@ class ReplicaManager(Layer):
         return [total]
 
     def saves(self, step: int, *, is_due: bool, ends: bool) -> bool:
-        """Whether this replica writes the checkpoint of ``step``: one does, another one each time."""
+        """Return whether this replica writes the checkpoint of ``step``; the replicas take turns."""
         if not is_due:
             return False
         self._aside = True
@@ -171,24 +174,24 @@ class ReplicaManager(Layer):
         return is_mine
 
     def at(self, phase: str) -> None:
-        """A point of the step under way where faults can be injected; costs nothing when none is planned."""
+        """Inject the faults that are planned at this point of the step; costs nothing if there are none."""
         if phase in ("evaluate", "save"):
             self.session.progress.aside(phase)
             self._goes_aside()
         self._parts.injector.at(phase, self._position.step + 1)
 
     def _goes_aside(self) -> None:
-        """What comes now is no step: the others may wait for this replica longer than for a slow one."""
+        """Announce work outside of steps, so that the others wait for this replica longer than for a slow step."""
         self._aside = True
         if self._parts.client is not None:
             self._parts.client.aside()
 
     def _at_return(self, phase: str) -> None:
-        """A point of a replica's return, on those that come back as on those that they come back to."""
+        """Inject the faults planned at this point of a replica's return; on returning and on serving replicas."""
         self._parts.injector.at(phase, self._agreed.quorum.step + 1)
 
     def committed(self) -> None:
-        """The step that the trainer's position now counts is done with all that belongs to it."""
+        """Handle the end of a step, when the trainer's position counts it and all its work is done."""
         quorum, position, step = self._agreed.quorum, self._position, self._position.step
         if quorum.behind:
             self._at_return("resume")
@@ -217,10 +220,10 @@ class ReplicaManager(Layer):
         self._offer()
 
     def _warm_up(self) -> None:
-        """Before anybody waits for this replica: the first step of a process takes longer than others (section 5)."""
+        """Run a step before others wait for this replica: a process's first step takes longer (FT-HSDP, section 5)."""
         self._exchange.begin()
         self._exchange.give_up("this is a rehearsal")
-        with self.session.progress.at("aside", "rehearsal"), contextlib.suppress(UserError):  # of data that are used up
+        with self.session.progress.at("aside", "rehearsal"), contextlib.suppress(UserError):  # if the data is used up
             self._rehearse()
         self._parts.subject.abandon_step()
 
@@ -236,7 +239,7 @@ class ReplicaManager(Layer):
         )
 
     def _on_agreed(self, agreed: Agreed) -> None:
-        """In the agreement's thread: the ring becomes that of the quorum, and what waits for it goes."""
+        """Switch the ring to the new quorum, and let pending exchanges start. Runs on the agreement thread."""
         self._agreed, quorum = agreed, agreed.quorum
         if quorum is None or quorum.load or quorum.finished:
             self._exchange.give_up(agreed.problem or "no step to do")
@@ -255,8 +258,8 @@ class ReplicaManager(Layer):
             self._exchange.open(1.0 if self._parts.per_token else self._work.scale(quorum))
 
     def _steps_out(self, agreed: Agreed, reason: str) -> None:
-        """In the agreement's thread: of a quorum that this replica does nothing in. The others are told so by the ring
-        of that quorum: at a door that knows of none yet they would wait."""
+        """Leave a quorum without contributing. Runs on the agreement thread. Reconnects the ring first, so that peers
+        see this replica close the connection instead of waiting for it to join."""
         self._agreed, quorum = agreed, agreed.quorum
         if quorum is not None and not quorum.load and not quorum.finished:
             self._connect(agreed)
@@ -271,7 +274,7 @@ class ReplicaManager(Layer):
     # --- the update ---------------------------------------------------------------------------------------------------
 
     def update(self, step: Callable[[], Any]) -> Any:
-        """Vote before the optimizer's step; take it with the learning rate for the replicas that contribute."""
+        """Vote, then run the optimizer's step with the learning rate for the replicas that contribute."""
         self._vote()
         quorum = self._agreed.quorum
         at = None if self._is_catching_up else self._position.began_at(self._parts.batch)
@@ -286,18 +289,18 @@ class ReplicaManager(Layer):
         return outcome
 
     def _publish(self) -> None:
-        """The model of a state that was fetched, where no optimizer step has made it: that holds main copies only.
-        Not before the gradients of the step are exchanged: core counts the model as gathered until they are."""
+        """Copy a fetched state to the model parameters, if no optimizer step does it: the state has only main
+        parameters. Call it after the gradient exchange of the step: until then core considers the model gathered."""
         self._parts.subject.publish_parameters()
 
     def _digest(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> int | None:
         return digest(tensors(), self._parts.votes) if self._place.digests else None
 
     def _vote(self) -> None:
-        """All ranks of the replica have all gradients, and their state, or none goes on.
+        """Vote on the step: continue only if all ranks of the replica have all gradients, and their state.
 
         Raises:
-            Retry: on all ranks alike.
+            Retry: on all ranks of the replica.
         """
         if self._agreed.quorum is not None and self._agreed.quorum.behind and not self._is_catching_up:
             self._at_return("restore")
@@ -311,7 +314,7 @@ class ReplicaManager(Layer):
         self.at("optimizer")
 
     def _end_offer(self) -> None:
-        """The state is about to change. Who is fetching it is waited for, longer each time that was not enough."""
+        """Withdraw the offered state before it changes. Wait for replicas that fetch it; longer after a cut fetch."""
         is_wanted, was_cut = bool(self._agreed.quorum.behind), False
         if is_wanted:
             self._goes_aside()
@@ -320,15 +323,15 @@ class ReplicaManager(Layer):
         else:
             self._parts.server.withdraw()
         self._wait_s = fetch_wait(self._wait_s, self._place.wait_s, is_wanted=is_wanted, was_cut=was_cut)
-        self._aside = is_wanted  # others of the ring may be waiting longer
+        self._aside = is_wanted  # other replicas of the ring may wait longer
 
     def _offer(self) -> None:
-        """The state of the last committed step: for those behind, and for this replica's own next attempt."""
+        """Offer the state of the last committed step, to replicas that are behind and for this replica's own retry."""
         tensors, self._start = self._parts.state.whole()
         self._parts.server.offer(self._position.step, self._position.lineage, tensors, self._start)
 
     def _begin_anew(self, retry: Retry) -> None:
-        """Nothing of the step is left, on this rank as on the others of the replica."""
+        """Discard the failed step, on all ranks of the replica, and return to the state from before it."""
         self._is_sure = False
         quorum = self._agreed.quorum
         self._suspects = self._votes.suspects(self._exchange.suspect, () if quorum is None else quorum.members)
@@ -348,14 +351,14 @@ class ReplicaManager(Layer):
                 self._offer()
         with self.session.progress.at("aside", "another attempt") if self._work.pause_s else contextlib.nullcontext():
             in_vain_s = self._pause.take(self._work.pause_s)
-        if in_vain_s is not None:  # what there is to begin from is a checkpoint
+        if in_vain_s is not None:  # give up: a restarted run can begin from a checkpoint
             raise SystemExit(f"{self._said}, for {in_vain_s:.0f} s")
         self.session.progress.begins(self._position.step)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _on_close(self, epoch: int, reason: str) -> None:
-        """A worker of this replica is lost: the others hear of it at once, by quorum and by broken rings."""
+        """Handle the loss of a worker of this replica: inform the others at once, through quorum server and ring."""
         if self._parts.client is not None:
             self._parts.client.leave(reason)
         self._exchange.give_up(reason)
@@ -369,7 +372,8 @@ class ReplicaManager(Layer):
             last.write()
 
     def _meet_at_end(self) -> Quorum | None:
-        """Those that are left. Who trains on meets this replica's broken ring, and asks again."""
+        """Return the quorum of the replicas that have ended. A replica that still trains finds its ring connection to
+        this replica closed, and asks for a new quorum."""
         self._parts.agreement.ask(self._report(), self._on_end)
         with self.session.progress.at("aside", "the last checkpoint"):
             return self._parts.agreement.wait().quorum
@@ -378,7 +382,7 @@ class ReplicaManager(Layer):
         self._steps_out(agreed, "this replica has done its last step")
 
     def _leaves(self) -> None:
-        """With the last step done: not before the others have it, and its checkpoint is there."""
+        """Leave the run after the last step, once the others have its gradients and its checkpoint exists."""
         self.session.progress.idles("done")
         if self._has_state and self._last is not None:
             self._exchange.take_leave(_LEAVE_S)

@@ -1,4 +1,4 @@
-"""Datasets that are read in the order of a stream (``ft.protection.contract.Stream``), and in endless passes."""
+"""Datasets that are read in the order of a stream (``ft.protection.contract.Stream``), or in endless passes."""
 
 import torch
 
@@ -9,7 +9,7 @@ _ENDLESS = 1 << 62
 
 
 class StreamView(torch.utils.data.Dataset):
-    """The samples of ``base`` in the order of ``stream``, as many of them as ``base`` has."""
+    """The samples of ``base`` in the order of ``stream``, up to the end of ``base``."""
 
     def __init__(self, base, stream: Stream):
         self.base, self.stream = base, stream
@@ -31,9 +31,9 @@ class StreamView(torch.utils.data.Dataset):
 
 
 class Cyclic(torch.utils.data.Dataset):
-    """Endless passes through ``one_pass``, each in its own order, as --dataloader-type cyclic reads them.
+    """Endless passes through ``one_pass``, each in its own order, for --dataloader-type cyclic.
 
-    The order is that of the whole run, below the streams: a position is the same sample for every replica.
+    The order is that of the whole run, and streams select from it: a position is the same sample for every replica.
     """
 
     def __init__(self, one_pass, seed: int):
