@@ -140,4 +140,3 @@ class Protections:
         stack = Stack(layers)
         stack.protect(trainer.optimizer)
         return stack
-

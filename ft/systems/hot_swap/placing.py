@@ -74,7 +74,7 @@ class Placing:
         return {rank: {"node": seat.node, **seat.domains} for rank, seat in self._session.seats.items()}
 
     def _problems(self, holders: Holders) -> list[str]:
-        """Return the placement's problems. On a single node it is empty unless ``strict``: there the risk is obvious."""
+        """Return the placement's problems. On a single node there are none unless ``strict``: the risk is obvious."""
         if self._session.rank != 0 or (self._training_nodes == 1 and not self._strict):
             return []
         subject = self._subject

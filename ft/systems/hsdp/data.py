@@ -24,6 +24,7 @@ class Share:
         deal: the assignment of samples to replicas.
         positions: replica -> number of samples that it has taken from its stream.
     """
+
     replica: int
     deal: Deal
     positions: Mapping[int, int]
