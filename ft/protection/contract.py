@@ -41,11 +41,11 @@ class Stream(Protocol):
         """Return the dataset index of sample number ``position`` of the stream."""
 
     def within(self, length: int) -> int:
-        """Return how many of the first ``length`` samples of a dataset belong to the stream."""
+        """Return how many of the samples of a dataset of ``length`` samples are in the stream."""
 
 
 class DataShare(Protocol):
-    """The part of the training data that this process group reads.
+    """The part of the training data that the ranks of this world read.
 
     Attributes:
         stream: the samples of the part, in order.
@@ -180,7 +180,7 @@ class Layer:
         return work()
 
     def share(self, samples: int) -> int:
-        """Return how many of the step's ``samples`` this rank's group computes."""
+        """Return how many of the step's ``samples`` the ranks of this world compute."""
         return samples
 
     def reduce(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -259,7 +259,7 @@ class Protection:
         return None
 
     def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> DataShare | None:
-        """Return the part of the training data that this process group reads; None: all of it.
+        """Return the part of the training data that the ranks of this world read; None: all of it.
 
         Args:
             extra: as in :class:`Trainer`, after a checkpoint was loaded, if there is one.

@@ -164,7 +164,7 @@ class CheckFreeRebuilder:
 
     @property
     def _has_twin(self) -> bool:
-        """Whether a neighbour stage has a copy of this stage's embedding or head: then learning rates must be equal."""
+        """Return whether a neighbour stage has a copy of embedding or head: then their learning rates must be equal."""
         return self._doubles is not None and self._doubles.twin is not None
 
     def _ends(self) -> dict[str, torch.Tensor]:

@@ -372,7 +372,7 @@ class ReplicaManager(Layer):
             last.write()
 
     def _meet_at_end(self) -> Quorum | None:
-        """Return the quorum of the replicas that have ended. A replica that still trains finds its ring connection to
+        """Return the quorum of the replicas that are left. A replica that still trains finds its ring connection to
         this replica closed, and asks for a new quorum."""
         self._parts.agreement.ask(self._report(), self._on_end)
         with self.session.progress.at("aside", "the last checkpoint"):
