@@ -1,6 +1,6 @@
-"""Fixtures for every test: `ranks` runs a function on forked ranks (see tests/helpers/harness).
+"""Fixtures for all tests: `ranks` runs a function on forked ranks (see tests/helpers/harness).
 
-At the end of a test session everything that was skipped is listed, one line a reason.
+At the end of a test session all skipped tests are listed, one line for each reason.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ pytest_plugins = ["hot_swap_fixtures", "snapshot_fixtures"]
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Says what was not tested, and why; the reasons tell how to have it."""
+    """List what was not tested, and why; the reasons name what has to be installed."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     if reasons:
         terminalreporter.section("not tested on this machine")
@@ -30,6 +30,6 @@ def _warm_ranks(tmp_path_factory):
 
 @pytest.fixture
 def ranks(_warm_ranks):
-    """Runs a function of the test module on N ranks; nothing of them outlives the test."""
+    """Run a function of the test module on N ranks; none of their processes outlives the test."""
     yield _warm_ranks
     _warm_ranks.close_forgotten()

@@ -1,6 +1,6 @@
-"""The run's token: a process that knows it is a member of the run.
+"""The run's token: a shared secret that authenticates a process as a member of the run.
 
-At the beginning of each connection both ends prove that they know it (``ft.net.handshake``); it never crosses a wire.
+At the start of each connection both ends prove that they know it (``ft.net.handshake``). It never crosses the wire.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ _PERIOD_S = 0.05
 
 
 def make(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the token: from the environment, from the run's directory, or a new one, written there for the others.
+    """Return the token: from the environment, from the run's directory, or a new one that is written there.
 
-    Only the user can read the file. Agents without a common directory need FT_TOKEN in their environment.
+    Only the user can read the file. Agents without a shared directory need FT_TOKEN in their environment.
     """
     if given := environment.get(VARIABLE):
         return given
@@ -29,7 +29,7 @@ def make(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
     draft.touch(0o600)
     draft.write_text(secrets.token_hex(32))
     with contextlib.suppress(FileExistsError):
-        os.link(draft, path)  # the file appears whole, and only once
+        os.link(draft, path)  # atomic: the file appears complete, and only the first agent creates it
     draft.unlink()
     return path.read_text()
 

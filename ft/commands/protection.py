@@ -1,7 +1,7 @@
-"""What protects a run, as far as its command line tells, and what it asks for that could never act.
+"""Which protection a run has according to its command line, and which of its flags could have no effect.
 
-Of the fork's trainer the flags tell. A script of another kind joins the run by itself (``ft.attach``, ``ft.protect``),
-or never does, which is found when it has ended (:mod:`ft.job.control.run_ends`).
+For the fork's trainer, the trainer's flags decide. Another script joins the run by itself (``ft.attach``,
+``ft.protect``) or never does, which is detected when the script has ended (:mod:`ft.job.control.run_ends`).
 """
 
 import importlib.util
@@ -28,11 +28,13 @@ _TRAINER = CHECKOUT / "pretrain_gpt.py"
 
 @dataclass(frozen=True)
 class Asked:
-    """What ``ft run`` was asked for.
+    """The options that ``ft run`` was started with.
 
     Attributes:
-        world_size: logical ranks, of one replica where there are replicas. nodes: that train. flags: given ones that
-            need a protected run, as they were written. replicas: 0: none.
+        world_size: number of logical ranks, of one replica if there are replicas.
+        nodes: number of nodes that train.
+        flags: given flags that need a protected run, as they were written.
+        replicas: number of replicas; 0: none.
     """
 
     world_size: int
@@ -43,14 +45,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Protection:
-    """What protects the run: one of the kinds above. ``copies``: of each worker's state, beyond its own."""
+    """What protects the run. ``by``: one of the constants above. ``copies``: copies of each state beyond its own."""
 
     by: str
     copies: int = 0
 
 
 def is_trainer(script: "Script") -> bool:
-    """Whether every worker runs the fork's own ``pretrain_gpt.py``, or a copy of it."""
+    """Return whether every worker runs the fork's own ``pretrain_gpt.py``, or a copy of it."""
     path = Path(script.target)
     if script.is_module:
         found = importlib.util.find_spec(script.target) if script.target == _TRAINER.stem else None
@@ -62,17 +64,20 @@ def is_trainer(script: "Script") -> bool:
 
 
 def trainers_flags() -> list[str]:
-    """The flags of the fork's trainer."""
+    """Return the flags of the fork's trainer."""
     from megatron.training.arguments import all_flags
 
     return all_flags()
 
 
 def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ()) -> tuple[Protection, list[Problem]]:
-    """What protects the run, and what is wrong with the trainer's flags and with those of ``asked`` that need it.
+    """Return what protects the run, and the problems of the trainer's flags and of those in ``asked`` that need
+    protection.
 
     Args:
-        asked: None: not known, for its flags are wrong themselves. faults: all that are planned.
+        script: the script that workers run.
+        asked: options of ``ft run``; None: unknown, because its flags are invalid.
+        faults: all planned faults.
     """
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
@@ -94,7 +99,7 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
 
 
 def announcement(protection: Protection, nodes: int) -> str:
-    """What protects the run, in one or two sentences for its beginning."""
+    """Describe what protects the run, in one or two sentences that are printed at its start."""
     if protection.by == NOTHING:
         return "nothing protects this run: if a worker dies, it ends (--ft-hot-swap behind pretrain_gpt.py protects it)"
     if protection.by == UNKNOWN:
@@ -112,7 +117,7 @@ def announcement(protection: Protection, nodes: int) -> str:
 
 
 def has_joined(nodes: int) -> str:
-    """What is said once a script that nothing was known of has joined the run."""
+    """Return the message for a script of unknown protection that has joined the run."""
     return f"the script has joined the run: protected by hot-swap from here on{_where(nodes)}"
 
 
@@ -121,7 +126,7 @@ def _where(nodes: int) -> str:
 
 
 def _belongs_before(problem: str) -> Problem | None:
-    """Returns the refusal for a flag of ``ft run`` that was given to the trainer, or None for any other problem."""
+    """Return the refusal of a flag of ``ft run`` that was given to the trainer; None for any other problem."""
     flag = problem.removeprefix("unknown flag ")
     if flag == problem or flag not in launchers_flags():
         return None
@@ -137,7 +142,7 @@ def _never_act(flags: Sequence[str]) -> list[Problem]:
 
 
 def _cannot_act(fault: Fault, options: "Options") -> list[Problem]:
-    """Why ``fault`` finds nothing to break in a protected run of the trainer."""
+    """Return the reasons why ``fault`` cannot have an effect in a protected run of the trainer."""
     row, last = row_of(fault), options.training.train_iters
     found = []
     if row.needs == DMR and options.fault_tolerance.ft_dmr is None and options.fault_tolerance.ft_dmr_plan is None:

@@ -1,18 +1,18 @@
-"""The handshake with which connections between the processes of a run begin.
+"""The challenge-response handshake that starts every connection between the processes of a run.
 
 Each end proves that it knows the run's token. The token itself never crosses the wire::
 
     acceptor: label | challenge
     dialer:   label | challenge | message | proof
-    acceptor: message | proof                        or zeros: the dialer has another token
+    acceptor: message | proof                        or zeros, if the dialer has another token
 
 The label names the protocol and its version. A challenge is a random number that is used once. A proof is an
-HMAC-SHA256, keyed with the token, of the protocol, the role of the end that gives it, both challenges and the message.
-Therefore a proof is of no use on another connection, in the other direction, or for another protocol. Messages have
-a fixed size, which the protocol defines.
+HMAC-SHA256, keyed with the token, of the protocol, the role of the end that computes it, both challenges and the
+message. Therefore a proof is of no use on another connection, in the other direction, or for another protocol. Messages
+have a fixed size, which the protocol defines.
 
-Two ways to use it: ``dial`` and ``accept`` do all of it over a blocking socket; a protocol with its own framing or its
-own event loop exchanges challenges and proofs itself, and computes them with ``Party``.
+There are two ways to use the handshake. ``dial`` and ``accept`` run all of it over a blocking socket. A protocol with
+its own framing or event loop exchanges challenges and proofs itself, and computes them with ``Party``.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Refused(FtError):
-    """One end does not know the token of the other end's run."""
+    """One end does not know the token that the other end's run uses."""
 
     def __init__(self) -> None:
         super().__init__("the token is not that of this run")
 
 
 class Stranger(ConnectionError):
-    """The other end is no member of a run: it talks another protocol, or gives no proof."""
+    """The other end is not a member of a run: it uses another protocol, or gives no proof."""
 
 
 def proof(token: str, *words: bytes | str | int) -> bytes:
-    """Returns the HMAC of ``words``, which only a process that knows the token can compute.
+    """Return the HMAC of ``words``, which only a process that knows the token can compute.
 
-    The lengths of the words count: ("ab", "c") and ("a", "bc") have different proofs.
+    The lengths of the words are included: ("ab", "c") and ("a", "bc") have different proofs.
     """
     digest = hmac.new(token.encode(), digestmod=hashlib.sha256)
     for word in words:
@@ -59,7 +59,7 @@ def proof(token: str, *words: bytes | str | int) -> bytes:
 
 
 def is_equal(given: bytes, expected: bytes) -> bool:
-    """Compares two proofs in a time that does not depend on where they differ."""
+    """Compare two proofs in a time that does not depend on where they differ."""
     return hmac.compare_digest(given, expected)
 
 
@@ -68,7 +68,7 @@ def challenge() -> bytes:
 
 
 def parse_challenge(text: object) -> bytes | None:
-    """Returns the challenge that ``text`` is the hexadecimal form of, or None when it is none."""
+    """Return the challenge whose hexadecimal form is ``text``; None if ``text`` encodes no challenge."""
     try:
         data = bytes.fromhex(text) if isinstance(text, str) else b""
     except ValueError:
@@ -83,10 +83,10 @@ class Party:
     Args:
         token: the run's token.
         purpose: name and version of the protocol; at most 16 ASCII characters.
-        is_dialer: whether this end made the connection.
+        is_dialer: whether this end opened the connection.
 
     Attributes:
-        challenge: what the other end must answer; a new one for each connection.
+        challenge: random bytes that the other end must cover in its proof; new for each connection.
     """
 
     REFUSAL: ClassVar[bytes] = bytes(PROOF_BYTES)
@@ -101,26 +101,26 @@ class Party:
         return self.purpose.encode().ljust(_LABEL_BYTES, b"\0")
 
     def answer(self, theirs: bytes, *said: bytes | str | int) -> bytes:
-        """Returns this end's proof.
+        """Return this end's proof.
 
         Args:
             theirs: the other end's challenge.
-            said: what this end says with it; the other end checks the proof against the same words.
+            said: the content that this end sends; the other end checks the proof against the same content.
 
         Raises:
-            ValueError: ``theirs`` is no challenge.
+            ValueError: ``theirs`` does not have the size of a challenge.
         """
         if len(theirs) != CHALLENGE_BYTES:
             raise ValueError(f"a challenge of {len(theirs)} bytes; it has {CHALLENGE_BYTES}")
         return self._prove(self.is_dialer, theirs, self.challenge, said)
 
     def check(self, given: bytes, theirs: bytes, *said: bytes | str | int) -> bool:
-        """Tells whether ``given`` is the other end's proof.
+        """Return whether ``given`` is the other end's valid proof.
 
         Args:
-            given: what the other end calls its proof.
+            given: the proof that the other end has sent.
             theirs: the other end's challenge.
-            said: what the other end says with it.
+            said: the content that the other end has sent.
         """
         expected = self._prove(not self.is_dialer, self.challenge, theirs, said)
         return len(theirs) == CHALLENGE_BYTES and is_equal(given, expected)
@@ -129,25 +129,25 @@ class Party:
         return self.label + self.challenge
 
     def may_begin(self, data: bytes) -> bool:
-        """Tells whether the other end can belong to this protocol, by the first bytes that it has sent."""
+        """Return whether ``data``, the first bytes from the other end, can start a greeting of this protocol."""
         return data[:_LABEL_BYTES] == self.label[: len(data)]
 
     def read_greeting(self, data: bytes) -> bytes:
-        """Returns the challenge in a greeting.
+        """Return the challenge in a greeting.
 
         Raises:
-            Stranger: it is no greeting of this protocol.
+            Stranger: ``data`` is not a greeting of this protocol.
         """
         if len(data) != GREETING_BYTES or not self.may_begin(data):
             raise Stranger(f"the other end begins with {data[:_LABEL_BYTES]!r} instead of {self.purpose!r}")
         return data[_LABEL_BYTES:]
 
     def seal(self, theirs: bytes, message: bytes = b"") -> bytes:
-        """Returns ``message`` and behind it this end's proof."""
+        """Return ``message`` followed by this end's proof."""
         return message + self.answer(theirs, message)
 
     def open(self, theirs: bytes, sealed: bytes) -> bytes | None:
-        """Returns the message that the other end has sealed, or None when its proof is wrong."""
+        """Return the message that the other end has sealed; None if its proof is wrong."""
         message, given = sealed[:-PROOF_BYTES], sealed[-PROOF_BYTES:]
         return message if self.check(given, theirs, message) else None
 
@@ -162,13 +162,13 @@ def dial(
     message: bytes = b"",
     reply_bytes: int = 0,
 ) -> bytes:
-    """Does the dialer's part.
+    """Run the dialer's part of the handshake.
 
     Args:
-        connection: just made; its timeout is as before afterwards.
+        connection: a new connection; its timeout is restored afterwards.
         party: the dialer.
-        limit_s: for all of the handshake.
-        message: what is said to the acceptor.
+        limit_s: maximum seconds for the whole handshake.
+        message: content to send to the acceptor.
         reply_bytes: size of the acceptor's message.
 
     Returns:
@@ -177,7 +177,7 @@ def dial(
     Raises:
         Refused: the acceptor belongs to another run.
         Stranger: the acceptor belongs to no run.
-        OSError: the connection is lost; TimeoutError when the time is up.
+        OSError: the connection is lost; TimeoutError if the time is up.
     """
     with _Deadline(connection, limit_s) as stream:
         theirs = stream.take_greeting(party)
@@ -198,22 +198,23 @@ def accept(
     message_bytes: int = 0,
     reply_bytes: int = 0,
 ) -> tuple[bytes, bytes]:
-    """Does the acceptor's part, except for its last message: the caller sends ``party.seal(theirs, reply)``.
+    """Run the acceptor's part of the handshake, except for its last message: the caller sends
+    ``party.seal(theirs, reply)``.
 
     Args:
-        connection: just accepted; its timeout is as before afterwards.
+        connection: a new accepted connection; its timeout is restored afterwards.
         party: the acceptor.
-        limit_s: for all of the handshake.
+        limit_s: maximum seconds for the whole handshake.
         message_bytes: size of the dialer's message.
-        reply_bytes: size of the reply, zeros of which tell a dialer with another token that it is refused.
+        reply_bytes: size of the reply. A dialer with another token gets that many zeros, and zeros as the proof.
 
     Returns:
         The dialer's challenge (``theirs``) and its message.
 
     Raises:
-        Refused: the dialer gives no proof that it belongs to this run.
-        Stranger: the dialer talks another protocol.
-        OSError: the connection is lost; TimeoutError when the time is up.
+        Refused: the dialer does not prove that it belongs to this run.
+        Stranger: the dialer uses another protocol.
+        OSError: the connection is lost; TimeoutError if the time is up.
     """
     with _Deadline(connection, limit_s) as stream:
         stream.send(party.greeting())
@@ -226,7 +227,7 @@ def accept(
 
 
 class _Deadline:
-    """Blocking reads and writes on a connection, all of which end at one moment."""
+    """Blocking reads and writes on a connection that share one deadline."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
         self._connection, self._until = connection, time.monotonic() + limit_s
@@ -243,7 +244,7 @@ class _Deadline:
         self._connection.sendall(data)
 
     def take_greeting(self, party: Party) -> bytes:
-        """Returns the challenge in the other end's greeting; raises Stranger at the first byte that fits none."""
+        """Return the challenge in the other end's greeting; raise Stranger at the first byte that does not fit."""
         data = b""
         while party.may_begin(data) and len(data) < GREETING_BYTES:
             data += self._take(GREETING_BYTES - len(data))

@@ -1,1 +1,1 @@
-"""The contract between a trainer and what protects it; see :mod:`ft.protection.contract`."""
+"""The interface between a trainer and the systems that protect its run; see :mod:`ft.protection.contract`."""

@@ -1,9 +1,10 @@
-"""The contract between a trainer and the systems that protect a run.
+"""The interface between a trainer and the systems that protect its run against faults.
 
-A trainer builds a :class:`Protection` for each system that was asked for (:mod:`ft.protection.table`), before it makes
-any process group. It asks them what they need while it builds model and data. When both exist, it gives itself to them
-as a :class:`Trainer` and gets a :class:`Layer` from each: an object that is called at the moments of a training step.
-:class:`ft.protection.stack.Stack` composes layers, so that a trainer talks to one object, whatever protects the run.
+Before a trainer creates any process group, it creates a :class:`Protection` for each system that the run asks for
+(:mod:`ft.protection.table`). It asks these objects what they need while it builds the model and the data. When both
+exist, it passes itself to each protection as a :class:`Trainer` and gets a :class:`Layer` back: an object whose methods
+are called at fixed points of a training step. :class:`ft.protection.stack.Stack` composes the layers, so that the
+trainer calls a single object, whatever systems protect the run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +20,13 @@ from ft.worker.session import Session
 
 
 class Update(Protocol):
-    """What a training step has come to.
+    """The outcome of a training step.
 
     Attributes:
-        loss: the mean over the tokens of the step; NaN on all pipeline stages but the last.
-        grad_norm: the 2-norm of all gradients before clipping, the same on every rank; None where it is not computed.
-        applied: whether the optimizer has changed the parameters. A layer may set it to False: the step counts, its
-            samples are used up, and the parameters are those before it.
+        loss: mean loss over the tokens of the step; NaN on all pipeline stages but the last.
+        grad_norm: 2-norm of all gradients before clipping, the same on every rank; None where it is not computed.
+        applied: whether the optimizer has changed the parameters. A layer may set it to False: then the step counts and
+            its samples are used up, but the parameters are those from before the step.
     """
 
     loss: float
@@ -34,20 +35,21 @@ class Update(Protocol):
 
 
 class Stream(Protocol):
-    """The order in which samples of a dataset are read, in part or whole."""
+    """The order in which all samples of a dataset, or a part of them, are read."""
 
     def index(self, position: int) -> int:
-        """Return the index in the dataset of the stream's sample number ``position``."""
+        """Return the dataset index of sample number ``position`` of the stream."""
 
     def within(self, length: int) -> int:
-        """Return how many samples of a dataset of ``length`` samples the stream has."""
+        """Return how many of the samples of a dataset of ``length`` samples are in the stream."""
 
 
 class DataShare(Protocol):
-    """The part of the training data that is read here.
+    """The part of the training data that the ranks of this world read.
 
     Attributes:
-        stream: its samples, in order. position: number of the sample to begin with.
+        stream: the samples of the part, in order.
+        position: number of the sample in the stream to start with.
     """
 
     stream: Stream
@@ -58,10 +60,12 @@ class DataShare(Protocol):
 
 
 class ModelEnds(Protocol):
-    """Which pipeline stages have the embedding and the output layer, where that is not the first and the last alone.
+    """Which pipeline stages have the embedding and the output layer, where these are not only the first and the last.
 
     Attributes:
-        embeds, heads: this stage has the embedding, the output layer. is_double: its copy is not the only one.
+        embeds: whether this stage has the embedding.
+        heads: whether this stage has the output layer.
+        is_double: whether another stage has a copy of this stage's embedding or output layer.
     """
 
     embeds: bool
@@ -69,24 +73,30 @@ class ModelEnds(Protocol):
     is_double: bool
 
     def built(self, chunk: torch.nn.Module) -> None:
-        """Called when this rank's model chunk is built, before it is wrapped for data parallelism. Collective."""
+        """Handle a new model chunk of this rank, before it is wrapped for data parallelism. Collective."""
 
     def connected(self, chunk: torch.nn.Module) -> None:
-        """Called when the wrapped chunk has the callbacks of megatron-core's schedules."""
+        """Handle the wrapped chunk, after the callbacks for megatron-core's schedules are set on it."""
 
 
 class Trainer(Protocol):
-    """What a trainer offers to layers: the state that is protected, and what it can do for them.
+    """What a trainer offers to layers: the state to protect, and operations on the run.
 
     Attributes:
-        chunks: ``DistributedDataParallel`` model chunks of this rank. optimizer: megatron-core's.
-        scheduler: of the learning rate. position: everything else that changes from step to step.
-        loaders: of the training data, one for each model chunk, None for chunks that see no tokens.
-        extra: JSON values that are kept with the position and in checkpoints; layers write their own keys into it.
-        step: committed steps. samples: training samples that these have taken, of all data-parallel ranks.
-        steps: committed steps at the end of the run. batch: samples of a step, at the end of a batch-size ramp.
-        batch_now: samples of the next step. seed: of the run. clip_grad: bound of the gradient norm, 0: none.
-        save_interval: steps between two checkpoints; None: only the last step's is written, or none.
+        chunks: ``DistributedDataParallel`` model chunks of this rank.
+        optimizer: megatron-core's optimizer.
+        scheduler: learning-rate scheduler.
+        position: all other state that changes from step to step.
+        loaders: training data loaders, one for each model chunk; None for chunks that read no tokens.
+        extra: JSON values that are stored with the position and in checkpoints; layers add keys of their own.
+        step: number of committed steps.
+        samples: number of training samples that the committed steps have used, over all data-parallel ranks.
+        steps: number of committed steps at which the run ends.
+        batch: global batch size in samples, at the end of a batch-size ramp.
+        batch_now: global batch size of the next step, in samples.
+        seed: random seed of the run.
+        clip_grad: upper bound of the gradient norm; 0: no clipping.
+        save_interval: steps between two checkpoints; None: at most the last step's checkpoint is written.
         saves: whether the run writes checkpoints at all.
     """
 
@@ -107,99 +117,99 @@ class Trainer(Protocol):
     saves: bool
 
     def microbatches(self, samples: int) -> int:
-        """Return the number of forward passes on this rank that ``samples`` samples take."""
+        """Return how many forward passes (microbatches) this rank runs for ``samples`` samples."""
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Return what decides which operators the run executes, by name; equal for equal runs."""
+        """Return the settings that decide which operators the run executes, by name; equal for equal runs."""
 
     def reseed(self, step: int) -> None:
-        """Seed the generators of this rank for its place in the grid at ``step``."""
+        """Seed this rank's random number generators for its position in the parallel grid and for ``step``."""
 
     def rehearse(self, samples: int) -> None:
-        """Compute forward and backward of ``samples`` samples; nothing comes of them."""
+        """Run forward and backward on ``samples`` samples and discard the results."""
 
     def skip(self, samples: int) -> None:
-        """Read on after the next ``samples`` training samples, counted over all data-parallel ranks."""
+        """Skip the next ``samples`` training samples, counted over all data-parallel ranks."""
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the folder of the newest complete checkpoint of the run; None where there is none."""
+        """Return the folder of the newest complete checkpoint of the run; None if there is none."""
 
     def is_saved(self, step: int) -> bool:
-        """Return whether there is a complete checkpoint of ``step``, as far as can be seen."""
+        """Return whether this rank can see a complete checkpoint of ``step``."""
 
     def load(self) -> bool:
-        """Load the newest checkpoint, if there is one; return whether there is. Collective."""
+        """Load the newest checkpoint, if there is one; return whether one was loaded. Collective."""
 
     def save(self) -> None:
-        """Save a checkpoint; return when it is complete. Collective."""
+        """Save a checkpoint and return when it is complete. Collective."""
 
     def rewind(self) -> None:
-        """Forget what was logged of steps after the committed one."""
+        """Drop what was logged for steps after the committed step."""
 
     def end(self, reason: str) -> None:
-        """End the run after the step under way; called on all ranks alike."""
+        """End the run after the current step. Called on all ranks."""
 
 
 class Layer:
-    """One protection around a training loop. Each method is a moment; those that are not overridden do nothing.
+    """One protection around a training loop. The trainer calls each method at a fixed point; the defaults do nothing.
 
-    The order of the moments: ``run_with_recovery`` once; in it for each step ``begins``, ``compute`` (around forward,
-    backward and update: ``share``, ``reduce``, ``update``), perhaps ``at("evaluate")``, ``saves`` and ``at("save")``,
-    and ``committed``.
+    The order of the calls: ``run_with_recovery`` once; inside it for each step ``begins``, ``compute`` (around forward,
+    backward and update: ``share``, ``reduce``, ``update``), if due ``at("evaluate")``, ``saves`` and ``at("save")``,
+    and finally ``committed``.
     """
 
     def run_with_recovery(self, work: Callable[[], Any]) -> Any:
-        """Run the training loop and return its result. ``work`` goes on from where the position says, so a layer that
-        has restored a state calls it again."""
+        """Run the training loop and return its result. ``work`` continues from the current position, so a layer that
+        has restored a state calls ``work`` again."""
         return work()
 
     def begins(self) -> bool:
-        """A step begins. Return False where this rank takes the outcome over from others: then the trainer calls
-        ``catching_up``, exchanges gradients that are zero, calls ``caught_up`` and makes the update."""
+        """Start a step. Return False if this rank takes the result of the step from others: then the trainer calls
+        ``catching_up``, exchanges zero gradients, calls ``caught_up`` and runs the optimizer update."""
         return True
 
     def catching_up(self) -> None:
-        """The state of others is to be fetched, while gradients that are zero are exchanged."""
+        """Start to fetch the state of others, while zero gradients are exchanged."""
 
     def caught_up(self) -> None:
-        """The zeros are exchanged: put the fetched state in place, before the update."""
+        """Put the fetched state in place, after the exchange of zeros and before the update."""
 
     def compute(self, work: Callable[[], Update]) -> Update:
-        """Run ``work``, one whole step up to and including its update, and return what it has come to. A layer may
-        run it again after it has restored the state before it."""
+        """Run ``work``, one whole step including its update, and return its outcome. A layer may restore the state from
+        before the step and run ``work`` again."""
         return work()
 
     def share(self, samples: int) -> int:
-        """Return how many of the step's ``samples`` are computed here."""
+        """Return how many of the step's ``samples`` the ranks of this world compute."""
         return samples
 
     def reduce(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the step's [loss sum, number of tokens] tensors over everybody that has computed a part of it."""
+        """Return the step's [loss sum, number of tokens] tensors, summed over all that have computed a part of it."""
         return reported
 
     def update(self, step: Callable[[], Any]) -> Any:
-        """All gradients are ready: run the optimizer's ``step`` and return its outcome. Before it nothing of the
-        state has changed. Layers are entered from the innermost outwards."""
+        """Run the optimizer's ``step`` and return its result, when all gradients are ready. Before this call no state
+        has changed. The layers are called from the innermost outwards: the outermost wraps the optimizer."""
         return step()
 
     def saves(self, step: int, *, is_due: bool, ends: bool) -> bool:
-        """Return whether this rank takes part in writing the checkpoint of ``step``. ``ends``: the run ends with it."""
+        """Return whether this rank takes part in the checkpoint of ``step``. ``ends``: it is the run's last step."""
         return is_due
 
     def at(self, phase: str) -> None:
-        """The trainer does something beside steps: "evaluate" or "save"."""
+        """Handle work of the trainer outside of steps. ``phase``: "evaluate" or "save"."""
 
     def committed(self) -> None:
-        """The step that the position now counts is done, with all that belongs to it."""
+        """Handle the end of a step, when the position counts it and all work that belongs to it is done."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run was asked for.
+    """The options that a run was started with.
 
     Attributes:
-        flags: an object with an attribute for each flag: ``ft_hot_swap`` for ``--ft-hot-swap``.
-        environment: of the process, as ``ft run`` has set it.
+        flags: an object with an attribute for each flag, such as ``ft_hot_swap`` for ``--ft-hot-swap``.
+        environment: the environment variables of the process, as ``ft run`` has set them.
     """
 
     flags: Any
@@ -207,15 +217,16 @@ class Asked:
 
 
 class Protection:
-    """What one system does for a run, from its start to the first step. Made before there is any process group.
+    """What one system does for a run, from its start to the first step. Created before any process group exists.
 
     Attributes:
         features: patches of megatron-core that the system needs (``megatron.patches.manifest``).
-        joins_run: the process is a worker of ``ft run`` and takes its place from it.
-        follows_operators: every operator has to be visible to torch's dispatcher; wrong numbers are its business.
-        is_given_state: this rank is given its state by others: nothing is loaded. Known once a session exists.
-        draws_weights: the model's weights are drawn although the state is given.
-        replicates_ends: the first two stages have the embedding, the last two the output layer.
+        joins_run: the process is a worker of ``ft run``, which assigns its logical rank.
+        follows_operators: the system intercepts every operator through torch's dispatcher, and itself handles NaN and
+            other wrong values.
+        is_given_state: this rank receives its state from others and loads nothing. Set once a session exists.
+        draws_weights: the model's weights are initialized randomly although the state is given.
+        replicates_ends: the first two stages have the embedding, and the last two have the output layer.
     """
 
     features: frozenset[str] = frozenset()
@@ -230,29 +241,34 @@ class Protection:
 
     @staticmethod
     def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
-        """Yield (problem, fix) for flags of this system, and of others, that cannot work. Called in every run.
+        """Yield (problem, fix) for flags of this system, alone or with other flags, that cannot work. Called in every
+        run.
 
         Args:
-            options: the trainer's. grid: sizes of the parallel groups. replicas: of the model (FT-HSDP), 0: none.
+            options: the trainer's options.
+            grid: sizes of the parallel groups.
+            replicas: number of replicas of the model (FT-HSDP); 0: the run has none.
         """
         yield from ()
 
     def connected(self, session: Session | None) -> None:
-        """The process groups exist. ``session``: this worker's place in a run of ``ft run``, None outside of one."""
+        """Handle the creation of the process groups. ``session``: this worker's place in ``ft run``, None outside."""
 
     def ends(self) -> ModelEnds | None:
         """Return which stages have embedding and output layer; None: the first and the last. Collective."""
         return None
 
     def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> DataShare | None:
-        """Return the part of the training data that is read here; None: all of it.
+        """Return the part of the training data that the ranks of this world read; None: all of it.
 
         Args:
-            extra, step, samples: as of :class:`Trainer`, after a checkpoint was loaded, or not.
-            block: samples that all ranks here take in one microbatch.
+            extra: as in :class:`Trainer`, after a checkpoint was loaded, if there is one.
+            step: as in :class:`Trainer`.
+            samples: as in :class:`Trainer`.
+            block: samples that all data-parallel ranks together take in one microbatch.
         """
         return None
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
-        """Return the system's layer, when model and data exist. ``inner``: the layers inside of it, outermost first."""
+        """Return the system's layer, once model and data exist. ``inner``: the layers inside it, outermost first."""
         raise NotImplementedError

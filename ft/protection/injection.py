@@ -1,4 +1,4 @@
-"""Injected faults in a training process: which are planned for this rank, and where in a step they happen."""
+"""Fault injection in a training process: which faults are planned for this rank, and where in a step they occur."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ _TOP_MANTISSA_BIT[torch.float16] = (torch.int16, 1 << 9)
 
 
 def make_injector(session: Session, actions: Actions) -> Injector:
-    """The faults that are planned for this worker's logical rank and have not happened."""
+    """Return an injector of the faults that are planned for this worker's logical rank and have not occurred yet."""
 
     def announce(fault: Fault) -> None:
         where = fault.phase if fault.step is not None else "time"
@@ -27,7 +27,7 @@ def make_injector(session: Session, actions: Actions) -> Injector:
 
 
 def plant_phases(injector: Injector, subject: TrainingState, step: Callable[[], int]) -> None:
-    """Puts the points inside forward, backward and gradient reduction in place, where a fault is planned there."""
+    """Install the injection points inside forward, backward and gradient reduction, where a fault is planned there."""
     plant(injector, subject.chunks, step)
     if not injector.has("reduce"):
         return
@@ -41,7 +41,7 @@ def plant_phases(injector: Injector, subject: TrainingState, step: Callable[[], 
 
 @torch.no_grad()
 def corrupt_tensor(subject: TrainingState, fault: Fault) -> None:
-    """Changes one element in the middle of the largest weight of the model's middle."""
+    """Change one element in the middle of the largest weight of the module in the middle of the model."""
     module = middle_module(subject.chunks[0])
     weight = max(module.parameters(), key=torch.numel).data.view(-1)
     place = weight[weight.numel() // 2 : weight.numel() // 2 + 1]

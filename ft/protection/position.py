@@ -1,28 +1,29 @@
-"""Where a training loop stands, beside model and optimizer."""
+"""The state of a training loop beside the model and the optimizer."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
 class Position(Protocol):
-    """The trainer's own state: number of the last committed step, data position, whatever else it must not lose."""
+    """The trainer's own state: number of the last committed step, data position, and all else that must be restored."""
 
     def get(self) -> dict[str, Any]:
-        """The position as JSON values; ``"step"`` is the number of committed steps."""
+        """Return the position as JSON values; ``"step"`` is the number of committed steps."""
 
     def set(self, position: dict[str, Any]) -> None:
-        """Goes back, or on a worker that has just joined forward, to ``position``.
+        """Move the trainer to ``position``: backward, or forward on a worker that has just joined.
 
-        It is called on all workers alike, when groups work again, so it may be collective.
+        Called on all workers once the process groups work again, so it may be collective.
         """
 
 
 @dataclass
 class StepCounter:
-    """The position of a loop whose data depend on the number of the step alone.
+    """The position of a loop whose data depends only on the number of the step.
 
     Attributes:
-        step: committed steps. extra: JSON values that go with it.
+        step: number of committed steps.
+        extra: JSON values that are stored with the step.
     """
 
     step: int = 0

@@ -1,4 +1,4 @@
-"""All protections of a run as one object: what the trainer asks, each layer answers in its turn."""
+"""The composition of all protections of a run into one object that the trainer calls."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
@@ -13,13 +13,13 @@ from megatron.patches import instances
 
 
 class Stack(Layer):
-    """Layers, the outermost first. Without any, a trainer runs as if it knew nothing of protections."""
+    """The layers of a run, the outermost first. Without layers, a trainer runs as if there were no protections."""
 
     def __init__(self, layers: Sequence[Layer] = ()):
         self.layers = tuple(layers)
 
     def protect(self, optimizer: Any) -> None:
-        """Have every call of ``optimizer.step`` go through :meth:`update`; without layers nothing is replaced."""
+        """Route every call of ``optimizer.step`` through :meth:`update`; without layers nothing is replaced."""
         if self.layers:
             instances.around(optimizer, "step", self._protected_step)
 
@@ -32,7 +32,7 @@ class Stack(Layer):
         return work()
 
     def begins(self) -> bool:
-        answers = [layer.begins() for layer in self.layers]  # each layer hears of it, whatever the others say
+        answers = [layer.begins() for layer in self.layers]  # a list, so that every layer is called
         return all(answers)
 
     def catching_up(self) -> None:
@@ -72,7 +72,7 @@ class Stack(Layer):
 
 
 class Protections:
-    """The systems that a run was asked for, the outermost first."""
+    """The protections that a run asks for, the outermost first."""
 
     def __init__(self, protections: Sequence[Protection] = ()):
         self._protections = tuple(protections)
@@ -80,7 +80,7 @@ class Protections:
 
     @classmethod
     def of(cls, flags: Any, environment: Mapping[str, str]) -> "Protections":
-        """Return those that the trainer's ``flags`` and the environment of ``ft run`` ask for."""
+        """Return the protections that the trainer's ``flags`` and the environment of ``ft run`` ask for."""
         asked = Asked(flags, environment)
         return cls([entry.load()(asked) for entry in asked_for(flags, environment)])
 
@@ -89,55 +89,54 @@ class Protections:
 
     @property
     def features(self) -> frozenset[str]:
-        """Patches of megatron-core that are needed."""
+        """Return the patches of megatron-core that any protection needs."""
         return frozenset().union(*(each.features for each in self._protections))
 
     @property
     def joins_run(self) -> bool:
-        """Whether the process takes its place from ``ft run``."""
+        """Return whether ``ft run`` assigns this process its logical rank."""
         return any(each.joins_run for each in self._protections)
 
     @property
     def replicates_ends(self) -> bool:
-        """Whether the first two stages have the embedding, and the last two the output layer."""
+        """Return whether the first two stages have the embedding, and the last two have the output layer."""
         return any(each.replicates_ends for each in self._protections)
 
     @property
     def follows_operators(self) -> bool:
-        """Whether wrong numbers are found by a layer, which sees every operator."""
+        """Return whether a layer intercepts every operator, and finds wrong values itself."""
         return any(each.follows_operators for each in self._protections)
 
     def connected(self, session: Session | None) -> None:
-        """The process groups exist."""
+        """Pass ``session`` to all protections, once the process groups exist."""
         self.session = session
         for each in self._protections:
             each.connected(session)
 
     @property
     def is_given_state(self) -> bool:
-        """Whether others give this rank its state, so that it loads nothing."""
+        """Return whether this rank receives its state from others, so that it loads nothing."""
         return any(each.is_given_state for each in self._protections)
 
     @property
     def draws_weights(self) -> bool:
-        """Whether the model is built with weights of its own."""
+        """Return whether the model is built with randomly initialized weights."""
         return not self.is_given_state or any(each.draws_weights for each in self._protections)
 
     def ends(self) -> ModelEnds | None:
-        """Which stages have embedding and output layer; None: the first and the last. Collective."""
+        """Return which stages have embedding and output layer; None: the first and the last. Collective."""
         return next((found for each in self._protections if (found := each.ends()) is not None), None)
 
     def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> DataShare | None:
-        """The part of the training data that is read here; None: all of it. See :meth:`Protection.share`."""
+        """Return the part of the training data to read; None: all of it. See :meth:`Protection.share`."""
         shares = (each.share(extra, step, samples, block) for each in self._protections)
         return next((found for found in shares if found is not None), None)
 
     def stack(self, trainer: Trainer) -> Stack:
-        """Build the layers, the innermost first, and have the optimizer's step go through them."""
+        """Build the layers, the innermost first, and route the optimizer's step through them."""
         layers: list[Layer] = []
         for each in reversed(self._protections):
             layers.insert(0, each.layer(trainer, tuple(layers)))
         stack = Stack(layers)
         stack.protect(trainer.optimizer)
         return stack
-

@@ -1,7 +1,7 @@
-"""Which protections there are, in which order they wrap a training step, and which do not go together, and why.
+"""The table of all protections: the order in which they wrap a training step, and which exclude each other, and why.
 
-This is data: ``ft protections`` prints it, the trainer and ``ft run`` read it before anything is started, and
-``docs/protections.md`` is made of it.
+The table is data. ``ft protections`` prints it, the trainer and ``ft run`` read it before they start anything, and
+``docs/protections.md`` is generated from it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,15 +20,17 @@ class Entry:
     """One protection.
 
     Attributes:
-        name: what messages and reports call it. does: what it gives, in a few words. paper: where it is from.
+        name: its name in messages and reports.
+        does: what it provides, in a few words.
+        paper: the paper that describes it.
         home: "module:class" of its :class:`ft.protection.contract.Protection`.
-        checks: module with ``check(options, grid, replicas)``, which says what is wrong with its flags; importable
-            without torch. "": it has no flags to check.
-        flags: flags of the trainer, any of which asks for it, as attribute names.
-        variables: variables of the environment, any of which asks for it; ``ft run`` sets them. Without flags and
-            variables a protection is in every run, as one that a script of a user's own registers.
-        asked_by: how a user asks for it.
-        needs: names of the protections that it is part of.
+        checks: module with a function ``check(options, grid, replicas)`` that yields the problems of its flags;
+            importable without torch. "": there are no flags to check.
+        flags: attribute names of the trainer's flags, any of which asks for the protection.
+        variables: environment variables, any of which asks for the protection; ``ft run`` sets them. A protection
+            without flags and variables is in every run, such as one that a user's script registers.
+        asked_by: how a user asks for it, for messages.
+        needs: names of the protections that it requires.
     """
 
     name: str
@@ -42,14 +44,14 @@ class Entry:
     needs: tuple[str, ...] = ()
 
     def is_asked(self, flags: Any, environment: Mapping[str, str]) -> bool:
-        """Return whether the trainer's ``flags`` or the environment ask for it."""
+        """Return whether the trainer's ``flags`` or the environment ask for this protection."""
         if not self.flags and not self.variables:
             return True
         wanted = any(getattr(flags, name, None) not in (None, False) for name in self.flags)
         return wanted or any(environment.get(name, "") != "" for name in self.variables)
 
     def load(self) -> type["Protection"]:
-        """Import the system and return its class."""
+        """Import the system's module and return its protection class."""
         module, name = self.home.split(":")
         found: type[Protection] = getattr(import_module(module), name)
         return found
@@ -57,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two protections that cannot protect the same run. ``why``: a sentence. ``fix``: what to do."""
+    """Two protections that exclude each other. ``why``: the reason, as a sentence. ``fix``: what a user can do."""
 
     one: str
     other: str
@@ -150,23 +152,24 @@ CONFLICTS: list[Conflict] = [
 
 
 def register(entry: Entry, *conflicts: Conflict) -> None:
-    """Add a protection of one's own as the innermost layer, before the trainer starts."""
+    """Add a user-defined protection as the innermost layer. Call it before the trainer starts."""
     TABLE.append(entry)
     CONFLICTS.extend(conflicts)
 
 
 def asked_for(flags: Any, environment: Mapping[str, str]) -> list[Entry]:
-    """Return the protections that are asked for, the outermost first."""
+    """Return the protections that the run asks for, the outermost first."""
     return [entry for entry in TABLE if entry.is_asked(flags, environment)]
 
 
 def problems(options: Any, grid: Any, replicas: int, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield (problem, fix) for protections that do not go together, and for flags of theirs that cannot work.
+    """Yield (problem, fix) for protections that exclude each other, and for flags of protections that cannot work.
 
     Args:
-        options: the trainer's, with the flags of protections in ``fault_tolerance``.
-        grid: sizes of the trainer's parallel groups. replicas: of the model, 0: it has none.
-        environment: as ``ft run`` sets it for workers.
+        options: the trainer's options, with the flags of protections in ``fault_tolerance``.
+        grid: sizes of the trainer's parallel groups.
+        replicas: number of replicas of the model; 0: the run has none.
+        environment: the environment variables that ``ft run`` sets for workers.
     """
     if replicas:
         environment = {**environment, "FT_HSDP_REPLICA": environment.get("FT_HSDP_REPLICA", "0")}
@@ -181,7 +184,7 @@ def problems(options: Any, grid: Any, replicas: int, environment: Mapping[str, s
 
 
 def text() -> str:
-    """The table for a terminal, and for ``docs/protections.md``."""
+    """Return the table as text for a terminal and for ``docs/protections.md``."""
     lines = ["| | protection | asked for by | needs | what it does | paper |", "|---|---|---|---|---|---|"]
     for number, entry in enumerate(TABLE, 1):
         needs = ", ".join(entry.needs)

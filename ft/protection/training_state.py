@@ -1,4 +1,4 @@
-"""What is protected: megatron-core's model chunks, optimizer and schedule of one rank."""
+"""The state that is protected: megatron-core's model chunks, optimizer and learning-rate schedule of one rank."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,19 +13,20 @@ from megatron.patches import instances, releases, step_state
 
 
 class TrainingState:
-    """The live objects of one rank; they survive every recovery.
+    """The live objects of one rank. They survive every recovery.
 
     Args:
-        chunks: ``DistributedDataParallel`` model chunks. optimizer: of core. scheduler: anything with
-            ``state_dict`` and ``load_state_dict``, or None.
+        chunks: ``DistributedDataParallel`` model chunks.
+        optimizer: megatron-core's optimizer.
+        scheduler: an object with ``state_dict`` and ``load_state_dict``, or None.
 
     Raises:
-        UserError: the optimizer's step is one that a worker which joins later cannot take part in.
+        UserError: a worker that joins later could not take part in the optimizer's step.
 
     Attributes:
-        shards: names of the logical shards that this rank alone owns.
-        dp_peers: logical ranks that hold the same part of the model, in ring order, this one among them.
-        dp_groups: those of all ranks.
+        shards: names of the logical shards that only this rank owns.
+        dp_peers: logical ranks that hold the same part of the model, including this rank, in ring order.
+        dp_groups: the ``dp_peers`` lists of all ranks.
     """
 
     def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None):
@@ -39,7 +40,7 @@ class TrainingState:
         self._capture = capture.Capture(self.chunks, optimizer, scheduler, alone=len(self.dp_peers) == 1)
 
     def before_update(self, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called before each optimizer step: the last moment at which nothing has changed."""
+        """Have ``callback`` called before each optimizer step, the last point at which no state has changed."""
 
         def step_after_callback(step, *args, **kwargs):
             callback()
@@ -49,24 +50,24 @@ class TrainingState:
 
     @property
     def copies_are_complete(self) -> bool:
-        """Whether a peer copy of this rank's snapshot holds all of its state."""
+        """Return whether a peer copy of this rank's snapshot holds all of its state."""
         return self._capture.copies_are_complete
 
     def state(self, position: dict[str, Any]) -> RankState:
-        """The live tensors with today's envelope; copies nothing but the generators' states."""
+        """Return the live tensors with a new envelope. Only the states of the random generators are copied."""
         return self._capture.state(position)
 
     def apply_envelope(self, restored: RankState) -> dict[str, Any]:
-        """Puts everything beside the tensors back; returns the trainer's position."""
+        """Restore all state other than the tensors; return the trainer's position."""
         return self._capture.apply(restored)
 
     def adopt(self, envelope: dict[str, Any]) -> dict[str, Any]:
-        """Goes on where another pipeline stage stands, with an optimizer that begins anew; returns the position."""
+        """Continue at the step of another pipeline stage, with a fresh optimizer state; return the position."""
         return self._capture.adopt(envelope)
 
     def abandon_step(self) -> None:
         step_state.abandon_step(self.chunks, self.optimizer)
 
     def publish_parameters(self) -> None:
-        """Collective: model parameters from the optimizer's main copies, on every rank."""
+        """Copy the optimizer's main parameters to the model parameters on every rank. Collective."""
         step_state.publish_parameters(self.chunks, self.optimizer)

@@ -1,7 +1,7 @@
-"""Replacing a method of one object, or a callback of its configuration: the only place where that is done.
+"""Replacement of methods and callbacks on instances: the only module that does so.
 
-Which attributes of which objects are replaced, and by what, is listed in :data:`SEAMS`; ``python -m megatron.patches``
-prints it. Unlike the symbols of the manifest they are replaced on instances, so nothing of it outlives them.
+:data:`SEAMS` lists which attributes of which objects are replaced, and by what; ``python -m megatron.patches`` prints
+it. Unlike the symbols of the manifest, they are replaced on instances, so that no replacement outlives its object.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ SEAMS = {
         "(ft.systems.checkfree.plus.install)"
     ),
 }
-"""Attribute -> what goes around it."""
+"""Attribute -> what is wrapped around it."""
 
 
 def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -24,10 +24,10 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     Args:
         owner: an optimizer or a model's configuration.
         name: "step" or "finalize_model_grads_func".
-        wrapper: gets the function that was there, which may itself be a replaced one.
+        wrapper: gets the original function, which may itself be a wrapper, and its arguments.
 
     Raises:
-        KeyError: no such seam is listed.
+        KeyError: :data:`SEAMS` lists no such attribute.
     """
     if not any(seam.endswith(f".{name}") for seam in SEAMS):
         raise KeyError(f"{name} is no seam that megatron.patches.instances lists")

@@ -1,7 +1,7 @@
-"""Differences between releases of megatron-core in what this project calls: one function for each difference.
+"""Compatibility layer for differences between megatron-core releases: one function for each difference.
 
-All other code is written as if there were one release. Each function names the release that brought the difference;
-``python -m megatron.patches`` reads branches on ``CORE`` to find out which call belongs to which release.
+All other code is written as if there were a single release. Each function names the release that introduced the
+difference; ``python -m megatron.patches`` reads the branches on ``CORE`` to find which call belongs to which release.
 """
 
 from pathlib import Path
@@ -23,8 +23,8 @@ CORE = (package_info.MAJOR, package_info.MINOR)
 def batch_of_this_context_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     """Return the part of a batch ([micro batch, sequence, ...] each) that this context-parallel rank computes.
 
-    From 0.18 on, core asks whether the context-parallel groups change from batch to batch (here they never do), and
-    uses the whole world if it is given no group.
+    From 0.18 on, core takes an argument for context-parallel groups that change from batch to batch (here they never
+    do), and uses the whole world if no group is passed.
     """
     group = parallel_state.get_context_parallel_group()
     if CORE >= (0, 18):
@@ -68,11 +68,12 @@ def load_strategy(path: Path):
 
 
 def forget_answers_agreed_on_once(optimizer) -> None:
-    """Make ``optimizer`` compute again what all ranks agree on once per process (see ``once.py``); no collective.
+    """Make ``optimizer`` ask again for values that all ranks agree on once per process (see ``once.py``). Not
+    collective.
 
-    From 0.19 on, an optimizer asks with an all-reduce whether any rank has parameters whose norm is computed
-    separately, and caches the answer. After a recovery all ranks have to ask again, because a worker that has just
-    joined does.
+    From 0.19 on, an optimizer determines with an all-reduce whether any rank has parameters whose norm is computed
+    separately, and caches the result. After a recovery all ranks have to repeat this all-reduce, because a worker that
+    has just joined runs it.
     """
     for part in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
         if hasattr(part, "_has_grad_norm_group_cache"):
@@ -80,10 +81,10 @@ def forget_answers_agreed_on_once(optimizer) -> None:
 
 
 def refuse_captured_update(optimizer) -> None:
-    """Reject an optimizer step that is to become a CUDA graph (core's ``--optimizer-cuda-graph``, from 0.17 on).
+    """Reject an optimizer step that is captured as a CUDA graph (core's ``--optimizer-cuda-graph``, from 0.17 on).
 
-    Such a step is counted and captured once per process, between two barriers: a worker that joins later would wait in
-    them alone.
+    Such a step is counted and captured once per process, between two barriers: a worker that joins later would wait
+    alone at these barriers.
 
     Raises:
         UserError: ``optimizer.step`` is such a step.

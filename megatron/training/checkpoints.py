@@ -1,4 +1,4 @@
-"""Saving a job's checkpoints, and loading the one that it goes on from."""
+"""Saving a job's checkpoints, and loading the checkpoint that it resumes from."""
 
 import sys
 
@@ -11,14 +11,14 @@ from megatron.training.job import Job
 
 
 def save(job: Job, *, blocking: bool = False) -> None:
-    """``blocking``: returns when it is over, also with --async-save."""
+    """Save a checkpoint. ``blocking``: return only when it is complete, also with --async-save."""
     with job.trainee.whole_params():
         job.checkpointer.save(job.state, job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
     job.checkpointer.maybe_finalize(blocking=blocking)
 
 
 def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, state: TrainState) -> bool:
-    """Loads the checkpoint to go on from into ``trainee`` and ``state``; whether there is one."""
+    """Load the checkpoint to resume from into ``trainee`` and ``state``; return whether there is one."""
     loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, options.training.seed)
     if loaded is not None:
         say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
@@ -26,7 +26,7 @@ def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, s
 
 
 def say(text: str, *, over_bar: bool = False) -> None:
-    """Prints on rank 0; ``over_bar``: on the line that the last rank's progress bar occupies."""
+    """Print ``text`` on rank 0. ``over_bar``: overwrite the line of the last rank's progress bar."""
     if dist.get_rank() == 0:
         clear = "\r\033[K" if over_bar and sys.stdout.isatty() else ""
         print(clear + text, flush=True)

@@ -1,4 +1,4 @@
-"""What a run consists of on one rank."""
+"""The objects that a run consists of on one rank."""
 
 from dataclasses import dataclass, field
 
@@ -14,12 +14,12 @@ from megatron.training.model import Trainee
 
 @dataclass
 class Job:
-    """Everything the loop works with. Loaders are None where there is nothing to train, validate or test on.
+    """Everything the training loop works with. Loaders are None where there is no data to train, validate or test on.
 
     Attributes:
-        ending: why the run ends after the step it stands at, None while it goes on.
-        protection: what the run was asked to be protected by, layer by layer.
-        verified: a layer finds wrong numbers, so losses and gradients that are not finite are its business first.
+        ending: reason why the run ends after the current step; None while it continues.
+        protection: the layers of the protections that the run asks for.
+        verified: whether a layer finds wrong values; then non-finite losses and gradients are left to it first.
     """
 
     options: Options
@@ -39,5 +39,5 @@ class Job:
     verified: bool = False
 
     def microbatches(self, samples: int) -> int:
-        """Forwards per data-parallel rank that ``samples`` samples take."""
+        """Return the number of forward passes on each data-parallel rank for ``samples`` samples."""
         return samples // (self.options.training.micro_batch_size * self.layout.dp)

@@ -1,4 +1,4 @@
-"""One rank of a job: joins the others, trains, and ends so that the first cause of a failure is shown once."""
+"""Launch of one rank of a job: it joins the others, trains, and ends so that a failure's first cause is shown once."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from megatron.training.pretrain import pretrain
 
 
 def launch(options: Options) -> int:
-    """Runs ``pretrain`` inside the process groups that the launcher's environment describes; returns the exit code."""
+    """Run ``pretrain`` inside the process groups that the launcher's environment describes; return the exit code."""
     place = None
     try:
         place = launch_from(os.environ)
@@ -31,14 +31,14 @@ def launch(options: Options) -> int:
         layout = check(options, place.world_size, has_te=has_te, replicas=replicas_of(os.environ))
         protections = Protections.of(options.fault_tolerance, os.environ)
         transformer_config(options, layout)
-    except UserError as error:  # a function of flags and world size: every rank comes to the same, one speaks
+    except UserError as error:  # depends on flags and world size only: every rank gets the same error, one prints it
         if place is None or place.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     try:
         if options.kernels.deterministic_mode:
             determinism.enforce()
-    except UserError as error:  # a function of the node's environment: one rank of each node speaks
+    except UserError as error:  # depends on the node's environment: one rank of each node prints it
         if place.local_rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -53,18 +53,18 @@ def launch(options: Options) -> int:
 
 
 def replicas_of(environment: Mapping[str, str]) -> int:
-    """How many replicas of the model the run has, as ``ft run`` tells its workers; 0: it has none."""
+    """Return the number of replicas of the model, which ``ft run`` sets for its workers; 0: there are none."""
     return int(environment.get("FT_HSDP_REPLICAS", "0"))
 
 
 def write_nothing(options: Options) -> None:
-    """A run that is profiled is not the run: it leaves no trace in its checkpoints, metrics and logs."""
+    """Switch off checkpoints, metrics and logs, so that a profiling run leaves no trace in those of the real run."""
     options.checkpoint.save = None
     options.logging.metrics_file = options.logging.tensorboard_dir = None
 
 
 def launch_worker(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:
-    """A worker of ``ft run``; its faults are the control plane's business, which also ends the others."""
+    """Run one worker of ``ft run``. The control plane handles its faults, and also ends the other workers."""
     from ft.worker.session import attach
 
     settings = options.given()
@@ -87,7 +87,7 @@ def launch_worker(options: Options, layout: Layout, place: Launch, protections: 
 
 
 def resume_own_checkpoints(options: CheckpointOptions) -> None:
-    """After a warm restart: from the run's own newest checkpoint if it has one, whatever the run first began with."""
+    """Load the run's own newest checkpoint after a warm restart, if it has one, whatever the run first started from."""
     folder = Path(options.save) if options.save else None
     if folder is not None and folder.is_dir() and naming.newest_complete(verify.scan(folder)) is not None:
         options.load, options.ckpt_step = options.save, None
@@ -95,7 +95,7 @@ def resume_own_checkpoints(options: CheckpointOptions) -> None:
 
 
 def launch_plain(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:
-    """One rank of torchrun, srun or mpirun: when one fails, all end."""
+    """Run one rank of a torchrun, srun or mpirun job. If one rank fails, all end."""
     try:
         init_process_group(options.parallel, place)
     except UserError as error:
@@ -104,13 +104,13 @@ def launch_plain(options: Options, layout: Layout, place: Launch, protections: P
     try:
         protections.connected(None)
         pretrain(options, layout, protections)
-    except KeyboardInterrupt:  # Ctrl-C reaches every rank by itself
+    except KeyboardInterrupt:  # the terminal sends Ctrl-C to every rank
         os._exit(128 + signal.SIGINT)
     except Exception as error:
         code = report(error, place.rank) if notice.claim() else 1
         sys.stderr.flush()
-        os._exit(code)  # the other ranks may be inside a collective with this one: nothing can be taken down in order
+        os._exit(code)  # the other ranks may be inside a collective with this rank: an orderly shutdown would hang
     notice.close()
-    dist.barrier()  # whoever hosts the store must not leave while another rank still watches it
+    dist.barrier()  # the rank that hosts the store must not leave while another rank still watches it
     destroy()
     return 0

@@ -1,4 +1,4 @@
-"""Makes a run's microbatch loaders: for each part of the data, one loader for each model chunk that sees tokens."""
+"""Construction of a run's microbatch loaders: for each part of the data, one for each model chunk that reads tokens."""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from megatron.training.data.streams import Cyclic, StreamView
 from megatron.training.data.tokenizer import Tokenizer
 
 Loaders = list[MicrobatchLoader | None]
-"""A loader for each model chunk of this rank, None for chunks that see no tokens."""
+"""A loader for each model chunk of this rank; None for chunks that read no tokens."""
 
 
 def make_loaders(
@@ -26,13 +26,18 @@ def make_loaders(
     state: TrainState,
     share: DataShare | None = None,
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
-    """Return loaders of the train, validation and test parts, each at the position in ``state``. Collective.
+    """Return loaders of the train, validation and test parts, each at its position in ``state``. Collective.
 
     Args:
-        share: the part of the training data that is read here, from its position on; None: all of it.
+        options: options of the run.
+        layout: sizes of the parallel groups.
+        tokenizer: tokenizer of the run.
+        chunks: model chunks of this rank.
+        state: consumed samples of each part.
+        share: the part of the training data to read, from its position on; None: all of it.
 
     Returns:
-        None for a part that does not exist, on every rank alike.
+        (train, validation, test); None for a part that does not exist, on all ranks.
     """
     readers = [sees_tokens(chunk) for chunk in chunks]
     parts = build_datasets(
@@ -59,17 +64,17 @@ def make_loaders(
 
 
 def sees_tokens(chunk: torch.nn.Module) -> bool:
-    """Return whether the chunk embeds tokens, or compares its output with them."""
+    """Return whether the chunk embeds tokens, or computes the loss from them."""
     return get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
 
 
 def _stream_view(dataset, share: DataShare, cyclic_seed: int | None) -> StreamView:
-    """The samples of ``share``; with a seed, of endless passes. The order of passes is that of the whole run."""
+    """Return the samples of ``share``; with a seed, of endless passes. All replicas use the same order of passes."""
     return StreamView(dataset if cyclic_seed is None else Cyclic(dataset, cyclic_seed), share.stream)
 
 
 def wanted_samples(options: Options, share: DataShare | None = None) -> tuple[int, int, int]:
-    """How many samples the run takes of the train, validation and test parts."""
+    """Return how many samples the run reads of the train, validation and test parts."""
     t, e = options.training, options.evaluation
     steps = train_steps(t)
     evaluations = 0 if not e.eval_iters else 1 + (steps // e.eval_interval if e.eval_interval else 0)

@@ -12,7 +12,7 @@ from megatron.training.step import train_step
 
 
 def train(job: Job) -> None:
-    """Trains to the end of the run, or until ``job.ending`` says why it ends earlier."""
+    """Train to the end of the run, or until ``job.ending`` holds a reason to end earlier."""
     options, state, last = job.options, job.state, train_steps(job.options.training)
     while state.step < last and job.ending is None:
         report = train_step(job)
@@ -46,7 +46,7 @@ def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
 
 
 def garbage_is_due(options: Options, step: int, evaluated: bool) -> bool:
-    """With --manual-gc all ranks collect at the same steps, so that no rank waits for another one's collector."""
+    """Return whether to collect garbage. With --manual-gc all ranks do so at the same steps, so that none waits."""
     t = options.training
     if not t.manual_gc:
         return False

@@ -1,4 +1,4 @@
-"""The GPT of megatron-core inside data parallelism, with its optimizer and schedule: what is being trained."""
+"""The trained objects: megatron-core's GPT model inside data parallelism, with its optimizer and schedule."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from megatron.training.optimizer import build_optimizer, build_scheduler
 
 @dataclass
 class Trainee:
-    """What is being trained: model chunks of this rank (one, or one per virtual stage), optimizer, schedule."""
+    """The model chunks of this rank (one, or one for each virtual stage), their optimizer and schedule."""
 
     config: TransformerConfig
     chunks: list[DistributedDataParallel]
@@ -31,7 +31,7 @@ class Trainee:
 
     @contextmanager
     def whole_params(self):
-        """Within, every rank has every parameter, and no forward hook gathers any (--overlap-param-gather).
+        """Give every rank every parameter inside the context, without forward hooks (--overlap-param-gather).
 
         Evaluation and checkpoints need it; between steps the newest parameters exist only in their owners' shards.
         """
@@ -60,12 +60,16 @@ def build(
     ends: ModelEnds | None = None,
     verified: bool = False,
 ) -> Trainee:
-    """Builds model, optimizer and schedule on this rank; the process groups must exist.
+    """Build model, optimizer and schedule on this rank. The process groups must exist.
 
     Args:
-        initialize: draw weights; without it they are whatever memory holds, for who is about to be given others.
+        options: options of the run.
+        layout: sizes of the parallel groups.
+        padded_vocab_size: vocabulary size, padded for tensor parallelism.
+        initialize: whether to initialize the weights; without it they keep whatever the memory holds, which suits a
+            rank that receives its weights from others.
         ends: which stages have embedding and output layer; None: the first and the last.
-        verified: wrong numbers are found by somebody else, so gradients are not looked at.
+        verified: whether a protection finds wrong values; then gradients are not checked for NaN here.
     """
     config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize, ends=ends)
     if ends is not None:
@@ -86,17 +90,21 @@ def build_model(
     initialize: bool = True,
     ends: ModelEnds | None = None,
 ) -> tuple[TransformerConfig, list[torch.nn.Module]]:
-    """The model chunks of this rank, on its device and in the training precision.
+    """Return the configuration and the model chunks of this rank, on its device and in the training precision.
 
     Args:
-        ends: whether this stage has embedding and output layer; None: as the first or the last stage has.
+        options: options of the run.
+        layout: sizes of the parallel groups.
+        padded_vocab_size: vocabulary size, padded for tensor parallelism.
+        initialize: as in :func:`build`.
+        ends: whether this stage has embedding and output layer; None: the first and the last stage have.
     """
     config = transformer_config(options, layout)
     if ends is not None and ends.embeds and ends.is_double and not options.model.untie_embeddings_and_output_weights:
-        config.embedding_init_method = _zero  # core sums up all copies of a tied weight to make them equal
+        config.embedding_init_method = _zero  # core sums all copies of a tied weight to make them equal
     if not initialize:
-        # Not perform_initialization: what it leaves out marks the tensor-parallel parameters too, and without the marks
-        # core counts their gradients wrongly into the norm.
+        # Not perform_initialization=False: this also skips the marks on tensor-parallel parameters, and without these
+        # marks core counts their gradients wrongly in the norm.
         config.init_method = config.output_layer_init_method = config.embedding_init_method = _leave_as_it_is
     chunks = _gpt_chunks(options, layout, config, padded_vocab_size, ends)
     for chunk in chunks:
@@ -167,7 +175,7 @@ def _in_data_parallel(
 ) -> list[DistributedDataParallel]:
     p, t = options.parallel, options.training
     parameters = sum(param.numel() for chunk in chunks for param in chunk.parameters())
-    scales_loss = options.precision.fp16 and options.precision.loss_scale is None  # NaN is then an expected answer
+    scales_loss = options.precision.fp16 and options.precision.loss_scale is None  # then NaN is an expected result
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=p.overlap_grad_reduce,
@@ -191,7 +199,7 @@ def _in_data_parallel(
 
 
 def _connect(options: Options, config: TransformerConfig, chunks: list[DistributedDataParallel], optimizer) -> None:
-    """Gives megatron-core's schedules the callbacks they ask the configuration for."""
+    """Set the callbacks that megatron-core's schedules look up in the configuration."""
 
     def one_or_all(functions):
         return functions[0] if len(functions) == 1 else functions

@@ -1,4 +1,4 @@
-"""A whole run on one rank, from options to the last checkpoint."""
+"""A whole training run on one rank, from its options to the last checkpoint."""
 
 import gc
 import time
@@ -26,15 +26,15 @@ from megatron.training.trainer import JobTrainer
 
 
 def pretrain(options: Options, layout: Layout, protections: Protections | None = None) -> TrainState:
-    """Trains as ``options`` say, inside an initialised process group of ``layout.world_size`` ranks.
+    """Run the training that ``options`` describe, inside an initialized process group of ``layout.world_size`` ranks.
 
     Args:
-        options: the run's, checked.
+        options: options of the run, checked.
         layout: sizes of the parallel groups.
-        protections: what the run is protected by; None: by nothing.
+        protections: systems that protect the run; None: no protection.
 
     Returns:
-        where the run stands at its end: step and consumed samples.
+        the train state at the end of the run: step and consumed samples.
     """
     started = time.monotonic()
     protections = protections or Protections()
@@ -51,14 +51,14 @@ def pretrain(options: Options, layout: Layout, protections: Protections | None =
 
 
 def assemble(options: Options, layout: Layout, started: float, protections: Protections | None = None) -> Job:
-    """Builds all that a run needs and loads the checkpoint it goes on from, if there is one.
+    """Build everything that a run needs, and load the checkpoint that it resumes from, if there is one.
 
     Args:
-        options: the run's, checked.
+        options: options of the run, checked.
         layout: sizes of the parallel groups.
         started: ``time.monotonic()`` from which --exit-duration-in-mins counts.
-        protections: what the run is protected by; None: by nothing. Where they give this rank its state, nothing is
-            loaded or announced.
+        protections: systems that protect the run; None: no protection. If they provide this rank's state, no checkpoint
+            is loaded and no startup summary is printed.
     """
     protections = protections or Protections()
     is_given_state = protections.is_given_state
@@ -109,7 +109,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
 
 
 def run(job: Job) -> None:
-    """Trains and evaluates; with --skip-train it only evaluates."""
+    """Train and evaluate; with --skip-train only evaluate."""
     if job.options.evaluation.skip_train:
         if job.valid_loaders:
             validate(job)
@@ -123,7 +123,7 @@ def run(job: Job) -> None:
 
 
 def run_info(options: Options, tokenizer: Tokenizer) -> dict:
-    """What a checkpoint says about the run that wrote it."""
+    """Return what a checkpoint records about the run that wrote it."""
     stored = options.as_dict()
     shape = {**stored["model"], **stored["moe"], "vocab_size": tokenizer.vocab_size}
     for name in ("attention_dropout", "hidden_dropout", "init_method_std", "max_position_embeddings"):
@@ -134,7 +134,8 @@ def run_info(options: Options, tokenizer: Tokenizer) -> dict:
 
 
 def remember_choices(options: Options, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Writes what was left to be found out into ``options``, so that a checkpoint's options suffice to load it."""
+    """Write values that were determined at startup into ``options``, so that a checkpoint's options suffice to load
+    it."""
     options.tokenizer.tokenizer_type = tokenizer.kind
     options.tokenizer.vocab_size = tokenizer.vocab_size
     options.tokenizer.padded_vocab_size = vocab_size

@@ -1,4 +1,4 @@
-"""One training step and the figures it yields."""
+"""One training step and its metrics."""
 
 import time
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from megatron.training.logging.runlog import StepReport
 
 @dataclass
 class Update:
-    """What the optimizer step of one training step did. ``loss`` is NaN on all but the last pipeline stage."""
+    """The outcome of one training step's optimizer update. ``loss`` is NaN on all but the last pipeline stage."""
 
     samples: int
     lr: float
@@ -33,7 +33,7 @@ class Update:
 
 
 def train_step(job: Job) -> StepReport:
-    """Forward and backward of every microbatch, optimizer step, schedule; advances ``job.state``."""
+    """Run forward and backward of every microbatch and the optimizer step; advance schedule and ``job.state``."""
     started = time.perf_counter()
     update = _computed(job) if job.protection.begins() else _catch_up(job)
     job.state.step += 1
@@ -42,10 +42,10 @@ def train_step(job: Job) -> StepReport:
 
 
 def run_schedule(job: Job, loaders: Loaders, samples: int, *, forward_only: bool) -> list[torch.Tensor]:
-    """Runs ``samples`` samples through megatron-core's schedule.
+    """Run ``samples`` samples through megatron-core's pipeline schedule.
 
     Returns:
-        on the last stage [loss sum, tokens] for each microbatch, elsewhere nothing.
+        on the last stage [loss sum, tokens] for each microbatch, on other stages an empty list.
     """
     chunks, interleaved = job.trainee.chunks, job.layout.vpp is not None
     return get_forward_backward_func()(
@@ -60,7 +60,7 @@ def run_schedule(job: Job, loaders: Loaders, samples: int, *, forward_only: bool
 
 
 def mean_loss(reported: list[torch.Tensor]) -> float:
-    """Mean over the tokens of all data-parallel ranks; NaN on all but the last pipeline stage."""
+    """Return the mean over the tokens of all data-parallel ranks; NaN on all but the last pipeline stage."""
     if not reported:
         return float("nan")
     total = torch.stack(reported).sum(dim=0)
@@ -69,8 +69,8 @@ def mean_loss(reported: list[torch.Tensor]) -> float:
 
 
 def _computed(job: Job) -> Update:
-    """The update of a step that is computed here. Where operators are verified, a loss that is not finite is looked at
-    only when they are: before, it may be a wrong result."""
+    """Compute a step on this rank. If operators are verified, a non-finite loss is checked only after verification,
+    because before it may be the result of a hardware error."""
     update = job.protection.compute(lambda: _update(job))
     if job.verified and job.options.training.check_for_nan_in_loss_and_grad:
         refuse_non_finite(update.loss if parallel_state.is_pipeline_last_stage() else 0.0)
@@ -86,8 +86,8 @@ def _update(job: Job) -> Update:
 
 
 def _catch_up(job: Job) -> Update:
-    """The step of a rank that takes its state over from others: it exchanges zeros while the state is fetched, and then
-    makes the update that they make."""
+    """Run the step of a rank that takes its state from others: exchange zeros while the state is fetched, then run the
+    same update as the others."""
     _zero_gradients(job)
     job.protection.catching_up()
     reported = job.protection.reduce(_give_nothing(job))
@@ -96,7 +96,7 @@ def _catch_up(job: Job) -> Update:
 
 
 def _give_nothing(job: Job) -> list[torch.Tensor]:
-    """The exchange of a step of which nothing is computed here: gradients are zero."""
+    """Take part in the gradient exchange with zero gradients, without computing anything of the step."""
     config = job.trainee.config
     step_state.expect_no_backward(job.trainee.chunks)
     tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -105,7 +105,7 @@ def _give_nothing(job: Job) -> list[torch.Tensor]:
 
 
 def rehearse(job: Job, samples: int) -> None:
-    """Forward and backward of a step that nothing comes of: what the first of a process costs more is paid for."""
+    """Run forward and backward and discard the results, so that the first real step does not pay one-time costs."""
     _zero_gradients(job)
     run_schedule(job, job.train_loaders, samples, forward_only=False)
 
@@ -117,7 +117,7 @@ def _zero_gradients(job: Job) -> None:
 
 
 def _apply(job: Job, samples: int, reported: list[torch.Tensor]) -> Update:
-    """The optimizer step. ``reported``: [loss sum, tokens] of all microbatches, on the last stage."""
+    """Run the optimizer step. ``reported``: [loss sum, tokens] of all microbatches, on the last stage."""
     trainee = job.trainee
     job.exits.ask()
     lr = get_canonical_lr_for_logging(trainee.optimizer.param_groups) or 0.0
@@ -155,7 +155,7 @@ def _params_norm(job: Job) -> float:
 
 
 def _load_balancing_loss(job: Job, samples: int) -> float | None:
-    """Mean auxiliary loss of the MoE layers over the step, where one is trained with."""
+    """Return the mean auxiliary loss of the MoE layers over the step; None if the run has no such loss."""
     moe = job.options.moe
     if moe.num_experts is None or not moe.moe_aux_loss_coeff or "aux_loss" not in moe.moe_router_load_balancing_type:
         return None

@@ -1,4 +1,4 @@
-"""Commands as a user starts them, ``ft run`` above all: each has a deadline and leaves nothing behind."""
+"""Commands, mainly ``ft run``, started as a user starts them: each has a deadline and must leave no process behind."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ DEADLINE_S = 60
 
 
 class Command:
-    """A command in a session of its own, begun in ``folder``, and whatever it starts."""
+    """A command that runs in its own session in ``folder``, with all processes that it starts."""
 
     def __init__(self, folder: Path, words: list[str], **environ: str):
         self.mark, self.output, self.folder = uuid.uuid4().hex, folder / f"{uuid.uuid4().hex[:6]}.out", folder
@@ -35,7 +35,7 @@ class Command:
         return self.output.read_text()
 
     def wait_for(self, true, what: str):
-        """Waits until ``true()`` is; returns that."""
+        """Wait until ``true()`` is true; return its value."""
         deadline = time.monotonic() + DEADLINE_S
         while not (found := true()):
             assert self.process.poll() is None, f"ended before {what}:\n{self.text()}"
@@ -48,7 +48,7 @@ class Command:
         self.wait_for(lambda: log.exists() and text in log.read_text(), f"{text!r} in {worker}.log")
 
     def left(self) -> list[int]:
-        """The living processes that it has started, however far they got away."""
+        """Return the living processes that the command has started, also those that have left its session."""
         found = []
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             try:
@@ -60,7 +60,7 @@ class Command:
         return found
 
     def named(self, name: str) -> list[int]:
-        """The processes of it that call themselves ``name``."""
+        """Return the command's processes whose process name is ``name``."""
         names = {}
         for pid in self.left():
             with contextlib.suppress(OSError):
@@ -68,12 +68,12 @@ class Command:
         return [pid for pid, found in names.items() if found == name]
 
     def pid_of(self, name: str) -> int:
-        """The one process of it that calls itself ``name``."""
+        """Return the command's only process whose process name is ``name``."""
         (pid,) = self.named(name)
         return pid
 
     def close(self) -> None:
-        """Nothing may be left a moment after the end; whatever is, is killed and complained about."""
+        """Fail if the command or a process of it still runs shortly after its end; kill what is left."""
         deadline = time.monotonic() + 5
         while (left := self.left()) and self.process.poll() is not None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -85,7 +85,7 @@ class Command:
 
 
 class Job(Command):
-    """One ``ft run``; ``command`` is everything behind ``ft run``; ``entry``: how Python starts ``ft``."""
+    """One ``ft run``. ``command``: all words after ``ft run``. ``entry``: how Python starts ``ft``."""
 
     def __init__(self, folder: Path, command: list, entry: tuple[str, ...] = ("-m", "ft"), **environ: str):
         super().__init__(folder, [sys.executable, *entry, "run", *map(str, command)], **environ)

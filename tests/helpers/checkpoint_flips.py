@@ -1,4 +1,4 @@
-"""Bits flipped in checkpoints, as if they had been saved so: their checksums are right."""
+"""Bit flips in checkpoints that pass verification: the checksums match the flipped data."""
 
 import io
 from pathlib import Path
@@ -10,19 +10,19 @@ from megatron.training.checkpointing import naming, verify
 
 
 def places(checkpoint: Path) -> dict:
-    """Where everything lies: (key, offsets) -> file, start and length."""
+    """Return where each shard is stored: (key, offsets) -> (file, start, length)."""
     found = FileSystemReader(checkpoint).read_metadata().storage_data
     return {(i.fqn, tuple(i.offset or ())): (s.relative_path, s.offset, s.length) for i, s in found.items()}
 
 
 def tensor(checkpoint: Path, name: str, offsets: tuple) -> torch.Tensor:
-    """One shard."""
+    """Load one shard."""
     file, start, length = places(checkpoint)[name, offsets]
     return torch.load(io.BytesIO((checkpoint / file).read_bytes()[start : start + length]))
 
 
 def put(checkpoint: Path, name: str, offsets: tuple, value) -> int:
-    """Puts ``value``, as long as what it replaces, into a checkpoint; returns the rank that would have written it."""
+    """Replace a shard by ``value`` of the same stored length; return the rank that would have written it."""
     file, start, length = places(checkpoint)[name, offsets]
     made = io.BytesIO()
     torch.save(value, made)
@@ -36,7 +36,7 @@ def put(checkpoint: Path, name: str, offsets: tuple, value) -> int:
 
 
 def flip(checkpoint: Path, name: str, offsets: tuple, element: int, bit: int) -> int:
-    """Flips one bit of one element of a shard; returns the rank that would have written it."""
+    """Flip one bit of one element of a shard; return the rank that would have written it."""
     shard = tensor(checkpoint, name, offsets)
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.itemsize]
     bits = shard.view(-1).view(integers)
@@ -46,7 +46,7 @@ def flip(checkpoint: Path, name: str, offsets: tuple, element: int, bit: int) ->
 
 
 def resign(checkpoint: Path, **changes) -> None:
-    """Makes the manifest right again; ``changes``: to its fields."""
+    """Update the checksums in the manifest. ``changes``: new values of its fields."""
     manifest = verify.read_manifest(checkpoint)
     manifest.files = {name: verify.checksum(checkpoint / name) for name in manifest.files}
     for name, value in changes.items():

@@ -1,4 +1,4 @@
-"""Hand-made histories for the control plane: who says what, when; and what it orders in return."""
+"""Hand-written histories for the control plane: reports of agents and workers, and the orders that answer them."""
 
 import json
 from dataclasses import replace
@@ -14,10 +14,10 @@ LIMITS = Timeouts()
 
 
 class World:
-    """A run in which the test plays agents and workers.
+    """A run in which the test plays the agents and workers.
 
-    Logical ranks 2k and 2k+1 are data-parallel peers that hold each other's copies; with ``dp=False`` there are none,
-    and rank r's copy is at r+1. Decisions on news are taken on a state that has been through JSON.
+    Logical ranks 2k and 2k+1 are data-parallel peers that hold each other's copies. With ``dp=False`` there are no
+    peers, and rank r's copy is at r+1. Decisions on reports are made on a state that was serialized to JSON and back.
     """
 
     def __init__(self, world_size=4, nodes=1, standbys=1, standby_nodes=0, dp=True, **options):
@@ -36,14 +36,15 @@ class World:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def say(self, *reports):
-        """Each report in turn; returns the orders that they lead to."""
+        """Pass the reports to the control plane, one after the other; return the orders that they lead to."""
         made = []
         for report in reports:
             made += self._decide(report)
         return made
 
     def wait(self, seconds, beats=True):
-        """Time passes as in the side-car, with the agents beating (or those named); returns the orders."""
+        """Let ``seconds`` pass as the control plane does, with beats of all agents (or of those named); return the
+        orders."""
         made, end = [], self.now + seconds
         while self.now < end:
             self.now = min(end, next_deadline(self.state, self.now))
@@ -80,7 +81,7 @@ class World:
 
     @property
     def last(self):
-        """The reasons of the last decision."""
+        """Return the reasons of the last decision."""
         return self.decisions[-1].reason
 
     def events(self, name):
@@ -90,7 +91,7 @@ class World:
         return self.state.seats[rank]
 
     def holder(self, rank):
-        """Who holds a logical rank now; None if what was just said has emptied the seat."""
+        """Return the worker that holds a logical rank; None if the last reports have emptied the seat."""
         return self.state.workers.get(self.state.seats.get(rank, ""))
 
     # --- parts of histories ------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class World:
         return self
 
     def start_workers(self, ranks=None, ready=True):
-        """The workers of a fresh start; ``ranks``: node -> logical ranks."""
+        """Start the workers of a fresh run. ``ranks``: node -> logical ranks."""
         per = self.seats_per_node
         ranks = ranks or {f"n{i}": list(range(i * per, (i + 1) * per)) for i in range(self.nodes)}
         made = []
@@ -124,7 +125,7 @@ class World:
         return self.say(m.WorkerReady(name, self.node_of[name], f"{name}:1"))
 
     def start_spawned(self, orders):
-        """Carries ``Spawn`` orders out; returns the new standbys."""
+        """Execute ``Spawn`` orders; return the new standbys."""
         names = []
         for order in orders:
             if isinstance(order, m.Spawn):
@@ -132,13 +133,13 @@ class World:
         return names
 
     def run(self, step=5):
-        """From nothing to training, with the standbys ready."""
+        """Start a run and bring it to training, with the standbys ready."""
         self.join()
         self.begin(self.start_workers(), step)
         return self
 
     def begin(self, orders, step=5):
-        """A fresh epoch has been opened by ``orders``: it gets to train, and standbys come up."""
+        """Bring the fresh epoch that ``orders`` have opened to training, with the standbys ready."""
         epoch = opened(orders).epoch
         for rank in sorted(self.state.seats):
             peers = self.peers(rank)
@@ -155,7 +156,7 @@ class World:
         return [rank, rank ^ 1] if self.dp and len(self.state.seats) % 2 == 0 else [rank]
 
     def beat(self, step=5, **changes):
-        """All agents beat; ``changes``: r<rank>=Beat fields for one worker, ``all`` for every one."""
+        """Let all agents beat. ``changes``: r<rank>=Beat fields of one worker, ``all`` for every worker."""
         for node in self.standbys_of:
             here = {}
             for rank, name in self.state.seats.items():
@@ -175,13 +176,13 @@ class World:
         return self.say(m.WorkerFailed(self.worker(rank), epoch, step, [*kinds, "Exception"], message))
 
     def holdings(self, rank, step=5):
-        """What the worker of ``rank`` holds by default: its own snapshot, and that of its neighbour."""
+        """Return what the worker of ``rank`` holds by default: its own snapshot, and a copy of its neighbour's."""
         world = self.options.world_size
         other = rank ^ 1 if self.dp else (rank - 1) % world
         return m.Holdings([step], {str(other): [step]})
 
     def release(self, *ranks, epoch=None, step=5, holdings=None):
-        """The survivors among ``ranks`` (default: all who owe it) leave the closed epoch."""
+        """Let survivors among ``ranks`` (default: all that have not yet) leave the closed epoch."""
         made = []
         for rank in ranks or sorted(self.state.seats):
             worker = self.holder(rank)
@@ -226,7 +227,7 @@ class World:
         return made
 
     def recover(self, step=5):
-        """Plays everybody's part from an opened epoch to training; returns the orders."""
+        """Play all workers from an opened epoch to training; return the orders."""
         made = self.release(step=step) + self.arrive() + self.repair() + self.resume()
         for name in self.start_spawned(made):
             self.ready(name)
@@ -234,7 +235,7 @@ class World:
 
 
 def groups(world, rank):
-    """Two groups: all ranks, and the pair of data-parallel peers."""
+    """Return two groups: all ranks, and the pair of data-parallel peers."""
     everyone = sorted(world.state.seats)
     pair = sorted({rank, rank ^ 1})
     return [
@@ -248,7 +249,7 @@ def kinds(orders):
 
 
 def only(orders, kind):
-    """The one order of a kind."""
+    """Return the only order of a kind."""
     found = [order for order in orders if isinstance(order, kind)]
     assert len(found) == 1, f"{kind.__name__} in {kinds(orders)}"
     return found[0]

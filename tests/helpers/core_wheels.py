@@ -1,4 +1,4 @@
-"""The wheel of the newest megatron-core that is supported, for tests that read its sources."""
+"""The wheel of the newest supported megatron-core, for tests that read its sources."""
 
 import platform
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 
 
 def newest_wheel(request, tmp_path):
-    """The newest release before 0.20, for Python 3.12; kept in pytest's cache, skipped where neither
-    the package index nor the cache has it."""
+    """Return the newest release before 0.20, for Python 3.12, from pytest's cache or the package index. Skip the test
+    if neither has it."""
     cache = getattr(request.config, "cache", None)
     folder = Path(cache.mkdir("megatron_core_wheels")) if cache else tmp_path
     systems = [f"manylinux_2_{minor}_{platform.machine()}" for minor in (34, 31, 28, 24, 17)]

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py whose workers write down, at each committed step, what each of their groups has carried so far."""
+"""pretrain_gpt.py whose workers record, at each committed step, the traffic of each of their process groups so far."""
 
 import json
 import os

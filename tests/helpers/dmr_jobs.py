@@ -1,4 +1,4 @@
-"""A training job in the ranks of a test, whose steps can be taken again in another way."""
+"""A training job in the ranks of a test, whose steps can be undone and repeated with another kind of DMR."""
 
 import time
 from dataclasses import replace
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 
 def assemble(flags: str):
-    """A job of the trainer, with DMR's patches in place; call in an initialised process group."""
+    """Build a job of the trainer, with DMR's patches applied. Call it in an initialized process group."""
     import torch.distributed as dist
 
     from ft.protection.stack import Protections
@@ -25,7 +25,7 @@ def assemble(flags: str):
 
 
 def protection(job, way: str | Path):
-    """DMR for ``job``: "naive", "piggyback", or by a plan file; it becomes the job's."""
+    """Install DMR on ``job`` and return it. ``way``: "naive", "piggyback", or a plan file."""
     from ft.systems.dmr.runtime.install import install
     from ft.systems.dmr.runtime.settings import Settings
     from megatron.training.fingerprint import fingerprint
@@ -40,7 +40,7 @@ def protection(job, way: str | Path):
 
 
 def follow(job, session) -> None:
-    """Has every step of ``job`` go through ``session``: double execution, or its profiler."""
+    """Route every step of ``job`` through ``session``: double execution, or its profiler."""
     from ft.protection.stack import Stack
     from ft.systems.dmr.layer import FollowedStep
     from megatron.training.trainer import JobTrainer
@@ -50,8 +50,9 @@ def follow(job, session) -> None:
 
 
 def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
-    """Profiles steps of ``job``, which are taken back, and plans as if putting aside were free: of models this small
-    little would wait else. Collective; ends what DMR the job has. Returns the plan file."""
+    """Profile steps of ``job``, which are undone, and write a plan; return its file. Collective; ends the job's DMR.
+
+    The plan is made as if deferring an operator cost nothing: otherwise models this small would defer few operators."""
     import torch.distributed as dist
 
     from ft.systems.dmr.plan.file import write_plan
@@ -76,7 +77,7 @@ def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
 
 
 class Again:
-    """Takes a step of a job, tells what it has left behind, and goes back."""
+    """Runs a step of a job, returns its results, and restores the state from before it."""
 
     def __init__(self, job):
         from ft.protection.training_state import TrainingState
@@ -88,7 +89,8 @@ class Again:
         self._undo = Undo(self._subject, self._position)
 
     def step(self) -> SimpleNamespace:
-        """``loss``, ``grad_norm``, and ``state``: a digest of parameters, optimizer, generators, schedule, buffers."""
+        """Return ``loss``, ``grad_norm``, and ``state``: a digest of parameters, optimizer, generators, schedule and
+        buffers."""
         from megatron.training.step import train_step
 
         self._undo.begin()

@@ -1,4 +1,4 @@
-"""Tensors for the tests of the digest, and their digests from plain torch."""
+"""Tensors for the tests of the digest, and their digests computed with plain torch."""
 
 import torch
 
@@ -9,7 +9,7 @@ LENGTHS = [0, 1, 2, 3, 5, 31, 32, 33, 4095, 4096, 4097, 16384, 16385, 70001]
 
 
 def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """``count`` elements of random bits, NaN, infinities and subnormals among them."""
+    """Return ``count`` elements of random bits, which include NaN, infinities and subnormals."""
     octets = torch.randint(
         256, (count * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )

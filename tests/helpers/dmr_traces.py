@@ -1,4 +1,4 @@
-"""Traces for tests: random ones of any shape, and a small pipeline of transformer blocks."""
+"""Traces for tests of the DMR planner: random ones, and a small pipeline of transformer blocks."""
 
 import random
 from dataclasses import replace
@@ -24,7 +24,8 @@ PRINT = dict.fromkeys(FINGERPRINT, "x")
 
 
 def random_trace(seed: int, most: int = 30, dynamic: bool = False) -> Trace:
-    """One stage, operators and windows in turn; some recomputed, some that change tensors, draw numbers, or differ."""
+    """Return a trace of one stage with alternating operators and windows; some operators are recomputed, change
+    tensors, draw random numbers, or are not reproducible."""
     rng = random.Random(seed)
     tensors = {"w": Tensor("w", 64.0)}
     ops, windows, now, previous = [], [], 0.0, "w"
@@ -59,7 +60,8 @@ def random_trace(seed: int, most: int = 30, dynamic: bool = False) -> Trace:
 def pipeline_trace(
     pipeline: Pipeline, layers: int = 2, size: float = 100.0, tp_us: float = 4.0, moe: bool = False
 ) -> Trace:
-    """A pipeline of blocks of four operators (10, 20, 5, 15 us), recomputed, backward twice as long, tp windows."""
+    """Return the trace of a pipeline with recomputation and tensor-parallel windows. Each block has four operators of
+    10, 20, 5 and 15 us; the backward pass takes twice as long."""
     times = (10.0, 20.0, 5.0, 15.0)
     once = sum(times)
     timeline = simulate(pipeline, lambda unit: layers * (3 * once + 2 * tp_us if unit.backward else once + tp_us))
@@ -115,14 +117,14 @@ def _in_use(timeline, stage: int, size: float) -> tuple[tuple[float, float], ...
 
 
 def wider(trace: Trace, rng: random.Random) -> Trace:
-    """The same trace with one window longer: all that comes after it comes later."""
+    """Return the trace with one window lengthened: everything after the window is later by the same time."""
     at = rng.randrange(len(trace.windows))
     begin, more = trace.windows[at].start_us, rng.uniform(0, 40)
 
     def later(when: float) -> float:
         return when + more if when > begin else when
 
-    # What begins when the window does comes after it, the window itself excepted: windows are listed before operators.
+    # What starts at the same time as the window comes after it, except itself: windows are listed before operators.
     ops = [
         replace(op, start_us=op.start_us + more if op.start_us >= begin and op.t_us else later(op.start_us))
         for op in trace.ops

@@ -1,4 +1,4 @@
-"""etcd servers of a test's own, on free ports of this machine, that can be killed, stopped and started again."""
+"""etcd servers for tests, on free ports of this machine; they can be killed, stopped and started again."""
 
 import http.client
 import json
@@ -18,7 +18,7 @@ _UP_S = 30.0
 
 @pytest.fixture
 def etcd(tmp_path):
-    """``etcd(members)`` starts servers; they end with the test."""
+    """Yield a function ``etcd(members)`` that starts servers; they end with the test."""
     if shutil.which("etcd") is None:
         pytest.skip("etcd is not installed (Debian: etcd-server)")
     started: list[Servers] = []
@@ -33,10 +33,10 @@ def etcd(tmp_path):
 
 
 class Servers:
-    """One etcd of several members, numbered from 0.
+    """An etcd cluster of several members, numbered from 0.
 
     Attributes:
-        ports: where clients find each.
+        ports: client port of each member.
     """
 
     def __init__(self, folder: Path, members: int):
@@ -56,7 +56,7 @@ class Servers:
         return "etcd://" + ",".join(f"127.0.0.1:{port}" for port in self.ports)
 
     def start(self, member: int) -> None:
-        """Starts a member, or starts it again with the data it had."""
+        """Start a member, or start it again with its data."""
         peers = {f"m{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(self._peers)}
         client, peer = f"http://127.0.0.1:{self.ports[member]}", peers[f"m{member}"]
         command = ["etcd", "--name", f"m{member}", "--data-dir", str(self._folder / f"m{member}"), *_FAST.split()]
@@ -67,7 +67,7 @@ class Servers:
             self._processes[member] = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
 
     def wait(self) -> None:
-        """Until every running member serves, with a leader."""
+        """Wait until every running member serves requests and has a leader."""
         deadline = time.monotonic() + _UP_S
         for member in self._processes:
             while self.ask(member, "kv/range", {"key": "eA=="}).get("header") is None:
@@ -95,7 +95,7 @@ class Servers:
         raise AssertionError("etcd has no leader")
 
     def ask(self, member: int, path: str, body: dict) -> dict:
-        """One call to one member; {} if it does not answer."""
+        """Send one request to one member; return {} if it does not answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.ports[member], timeout=5)
         try:
             connection.request("POST", f"/v3/{path}", json.dumps(body))

@@ -1,11 +1,11 @@
-"""Which fault kinds of the table are tested in which run, and where the others are tested."""
+"""Which fault kinds of the table are tested in which run, and where the remaining kinds are tested."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """One run. ``faults``: (row of the table, when); ``save``: a checkpoint every so many steps, 0: none."""
+    """One run. ``faults``: (row of the table, time of the fault). ``save``: steps between checkpoints, 0: none."""
 
     steps: int
     faults: tuple[tuple[str, str], ...]
@@ -87,4 +87,4 @@ ELSEWHERE = {
     "bit-flip:mode=stuck": "tests/end_to_end/test_dmr_injection.py",
     "cuda-fault": "test_what_a_lost_cuda_context_says_is_what_the_table_says, here: needs a GPU",
 }
-"""Where the other rows of the table are tested."""
+"""Where the remaining rows of the table are tested."""

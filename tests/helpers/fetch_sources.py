@@ -1,4 +1,4 @@
-"""What tests of the catch-up are made of: states, sources in processes of their own, and a man in the middle."""
+"""Parts for tests of the catch-up: states, sources in processes of their own, and a proxy that alters traffic."""
 
 import contextlib
 import multiprocessing
@@ -19,7 +19,7 @@ WAIT_S = 30.0
 
 
 def state(seed: int, mib: float = 1.0) -> dict[str, torch.Tensor]:
-    """Tensors of many types and shapes, the largest of ``mib`` MiB."""
+    """Return tensors of many types and shapes, the largest of ``mib`` MiB."""
     numbers = torch.Generator().manual_seed(seed)
     return {
         "weight": torch.randn(max(1, int(mib * (1 << 18))), generator=numbers),
@@ -41,7 +41,7 @@ def blank(like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit."""
+    """Return whether two states are equal bit for bit."""
     pairs = [(one[name].reshape(-1), other[name].reshape(-1)) for name in one]
     return one.keys() == other.keys() and all(
         torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) for mine, theirs in pairs
@@ -51,7 +51,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 class Process:
     """A source in a process of its own, which serves ``live`` as the state of STEP until it is ended.
 
-    A fork, which has the tensors already and does nothing with them but send their bytes.
+    The process is a fork, which already has the tensors and only sends their bytes.
     """
 
     def __init__(self, live: dict[str, torch.Tensor]):
@@ -82,11 +82,12 @@ def _serve(live: dict[str, torch.Tensor], to_test) -> None:
 
 
 class Proxy:
-    """Stands before the source at ``target``.
+    """A TCP proxy in front of the source at ``target``.
 
     Args:
-        answer: (bytes on their way to the one who fetches, how many have gone before) -> what goes in their place;
-            None: nothing more, the connection is closed.
+        target: "host:port" of the source.
+        answer: (bytes on their way to the client, number of bytes before them) -> bytes to send instead; None: send
+            nothing more and close the connection.
     """
 
     def __init__(self, target: str, answer: Callable[[bytes, int], bytes | None]):
@@ -134,7 +135,7 @@ class Proxy:
 
 
 def once_past(nbytes: int, act: Callable[[], None]) -> Callable[[bytes, int], bytes]:
-    """For a :class:`Proxy`: ``act`` when that many bytes have passed."""
+    """Return an ``answer`` for a :class:`Proxy` that calls ``act`` once ``nbytes`` bytes have passed."""
     done = threading.Event()
 
     def answer(data: bytes, before: int) -> bytes:

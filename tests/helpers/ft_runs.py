@@ -1,4 +1,4 @@
-"""Runs of `ft run` in processes of their own, for the end-to-end tests of the fault path."""
+"""Runs of `ft run` in separate processes, for end-to-end tests of recovery from faults."""
 
 import json
 import os
@@ -52,7 +52,7 @@ class Finished:
 
 
 class Running:
-    """An `ft run` under way; `wait` ends it one way or the other and checks that no process of it is left."""
+    """An `ft run` in progress. `wait` ends it in any case, and checks that none of its processes is left."""
 
     def __init__(self, folder: Path, script: str, flags: str, *, nproc: int = 4, standby: int = 1, options: str = ""):
         self.folder = folder
@@ -73,7 +73,7 @@ class Running:
         return self._log.read_text(errors="replace")
 
     def wait_for(self, true, limit_s: float = 60.0) -> None:
-        """Waits until `true()`; fails with all logs when the run ends or the time is up before."""
+        """Wait until `true()`; fail with all logs if the run ends or the time is up before."""
         deadline = time.monotonic() + limit_s
         while not true():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -81,7 +81,7 @@ class Running:
             time.sleep(0.02)
 
     def step(self) -> int:
-        """The newest step in the metrics file, 0 before there is one."""
+        """Return the newest step in the metrics file, 0 before there is one."""
         try:
             return json.loads((self.folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         except (OSError, ValueError, IndexError, KeyError):
@@ -109,17 +109,17 @@ class Running:
 
 
 def ft_run(folder: Path, flags: str, *, script: str = "pretrain_gpt.py", limit_s: float = LIMIT_S, **how) -> Finished:
-    """A run from start to end."""
+    """Run `ft run` from start to end."""
     return Running(folder, script, flags, **how).wait(limit_s)
 
 
 def flags(corpus: str, extra: str = "", steps: int = 12) -> str:
-    """A tiny protected run's flags."""
+    """Return the flags of a tiny run with hot-swap."""
     return f"{runs.BASE} --train-iters {steps} --data-path {corpus} --ft-hot-swap {extra}"
 
 
 def leftovers(folder: Path, patience_s: float = 3.0) -> list[psutil.Process]:
-    """Processes that still belong to the run after `patience_s`."""
+    """Return the processes that still belong to the run after `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while (found := _of_run(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -127,7 +127,7 @@ def leftovers(folder: Path, patience_s: float = 3.0) -> list[psutil.Process]:
 
 
 def _of_run(folder: Path) -> list[psutil.Process]:
-    """The agent by its command line, everyone else by the log that it writes."""
+    """Return the run's processes: the agent is found by its command line, the others by the log that they write."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""A worker for the tests of process groups: follows epochs by keys in a TCPStore."""
+"""A worker for tests of process groups: it follows epochs through keys in a TCPStore."""
 
 import json
 import os
@@ -20,7 +20,9 @@ TOKEN = "of the test"
 class Worker:
     """One logical rank.
 
-    ``failures``: what ``on_failure`` was told; it waits for the end of the epoch, ``patience`` seconds at most.
+    Attributes:
+        failures: the arguments of all calls of ``on_failure``, which waits for the end of the epoch, for at most
+            ``patience`` seconds.
     """
 
     def __init__(self, address, rank=None, size=None, epoch=0, alone=False, patience=LIMIT_S):
@@ -46,26 +48,26 @@ class Worker:
         )
 
     def close_all(self, reason="test") -> None:
-        """The control plane's part: closes the epoch on all workers."""
+        """Close the epoch on all workers, in place of the control plane."""
         self.store.set(f"close/{self.epoch}", reason)
 
     def wait_closed(self) -> None:
         assert self._closed[self.epoch].wait(LIMIT_S), "the epoch was not closed"
 
     def meet(self, what: str) -> None:
-        """A barrier outside of the groups."""
+        """Wait at a barrier that does not use the groups."""
         self.store.set(f"meet/{what}/{self.rank}", "")
         self.store.wait([f"meet/{what}/{rank}" for rank in range(self.size)])
 
     def leave(self) -> None:
-        """Reports as ``WorkerReleased`` does."""
+        """Leave the epoch, and report the groups as ``WorkerReleased`` does."""
         self.wait_closed()
         said = [asdict(report) for report in self.groups.reports()]
         self.groups.drop()
         self.store.set(f"reports/{self.epoch}/{self.rank}", json.dumps(said))
 
     def plan(self, replaced=()):
-        """What the control plane would decide for the next epoch."""
+        """Return what the control plane would decide for the next epoch."""
         reports = {}
         for rank in range(self.size):
             if rank not in replaced:
@@ -74,14 +76,14 @@ class Worker:
         return plan_rebuild(reports, set(replaced))
 
     def enter(self, plan, epoch=None) -> float:
-        """The next epoch, up to the moment when operations are allowed."""
+        """Enter the next epoch and rebuild groups, until operations are allowed; return the seconds of the rebuild."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         seconds = self.groups.rebuild(plan.rebuild, plan.defer, f"groups/{self.epoch}", self.epoch)
         self.groups.reopen(self.epoch)
         return seconds
 
     def renew(self, replaced=()) -> object:
-        """From a closed epoch to the next open one."""
+        """Go from a closed epoch to the next open one."""
         self.leave()
         plan = self.plan(replaced)
         self.enter(plan)
@@ -93,7 +95,7 @@ class Worker:
             try:
                 reason = store.get(f"close/{epoch}").decode()
             except RuntimeError:
-                return  # the test is over, the store is gone
+                return  # the test has ended, and the store with it
             self.closed_at = time.monotonic()
             if self.groups is not None:
                 self.groups.close(epoch, reason)

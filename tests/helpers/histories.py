@@ -1,4 +1,4 @@
-"""Runs that never were: event lists made by hand, for the tests of the report."""
+"""Synthetic runs for tests of the report: hand-written event lists."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ START = 1_700_000_000.0
 
 
 class History:
-    """Collects events; `at` is seconds since the start of the run, stamped as by one host."""
+    """Collects events. `at` is in seconds since the start of the run, with the timestamps of a single host."""
 
     def __init__(self, world_size: int = 4):
         self.events: list[Event] = []
@@ -40,7 +40,7 @@ class History:
         self.say(at, events.EPOCH_CLOSED, epoch=self.epoch, reason="a fault")
 
     def open(self, at: float, **joiners: str) -> None:
-        """The next epoch; `r3="n0.w9"` seats a joiner on logical rank 3."""
+        """Open the next epoch; `r3="n0.w9"` seats a joiner on logical rank 3."""
         taken = {rank[1:]: worker for rank, worker in joiners.items()}
         self.seats.update(taken)
         self.epoch += 1
@@ -48,7 +48,7 @@ class History:
         self.say(at, events.EPOCH_OPENED, epoch=self.epoch, seats=dict(self.seats), joiners=ranks, fresh=False)
 
     def repair(self, at: float, step: int) -> None:
-        """From the last release to the next step: ends 0.31 s after `at`."""
+        """Add the events from the last release to the next step, which is 0.31 s after `at`."""
         e = self.epoch
         self.say(at, events.RELEASED, epoch=e - 1)
         self.say(at + 0.04, events.REPAIR_ORDERED, epoch=e, step=step)
@@ -58,7 +58,7 @@ class History:
         self.say(at + 0.31, events.RESUMED, epoch=e, step=step)
 
     def replacement(self, at: float, rank: int, by: str, step: int) -> None:
-        """A whole recovery: injected `at`, detected 0.02 s later, over 0.4 s after it began."""
+        """Add a whole recovery: a fault injected `at`, detected 0.02 s later, recovered 0.4 s after it."""
         self.inject(at, rank)
         self.detect(at + 0.02, rank, step)
         self.close(at + 0.02)
@@ -70,7 +70,7 @@ class History:
 
 
 def write(folder: Path, history: History, steps: int = 0, step_time_s: float = 0.1) -> Path:
-    """The folder of a run with that history and so many steps."""
+    """Write the folder of a run with that history and `steps` steps."""
     folder.mkdir(parents=True, exist_ok=True)
     with EventLog(folder / "events.jsonl") as log:
         for event in history.events:

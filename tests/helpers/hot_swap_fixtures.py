@@ -1,4 +1,4 @@
-"""Fixtures of the hot-swap tests: a corpus, and what training on it comes to without faults."""
+"""Fixtures of the hot-swap tests: a corpus, and the losses of fault-free training on it."""
 
 import pytest
 import small_runs as runs
@@ -17,7 +17,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def reference(ranks, corpus, tmp_path_factory):
-    """Losses of a run without faults and without fault tolerance."""
+    """Return a function that computes the losses of a run without faults and without fault tolerance."""
 
     def losses(nproc: int, extra: str, steps: int) -> list[float]:
         if (corpus, nproc, extra, steps) not in _KNOWN:

@@ -1,4 +1,4 @@
-"""Folders of FT-HSDP runs that never were: replicas die, return, disagree; written by the code that real ones use."""
+"""Folders of synthetic FT-HSDP runs, in which replicas die, return and disagree; written with the code of real runs."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ SEQ = 64
 
 @dataclass(frozen=True)
 class Held:
-    """What a replica has in memory."""
+    """The state that a replica has in memory."""
 
     step: int
     lineage: int
@@ -28,11 +28,12 @@ class Held:
 
 @dataclass
 class Run:
-    """A run in the making; `now` is seconds since its start.
+    """A run in the making. `now` is in seconds since its start.
 
     Attributes:
-        state: replica -> what it has, None while it has nothing. alive: in the next quorum. trained: samples, in the
-            order of training, of the state that a commit leads to: (step, quorum) -> list.
+        state: replica -> its state, None while it has none.
+        alive: replicas that will be in the next quorum.
+        trained: (step, quorum) of a commit -> the samples of the state that it leads to, in the order of training.
     """
 
     folder: Path
@@ -54,7 +55,7 @@ class Run:
         self.begin(Held(0, 0, Deal(self.replicas, self.block), dict.fromkeys(range(self.replicas), 0)))
 
     def begin(self, held: Held) -> None:
-        """All replicas start, with that state."""
+        """Start all replicas with that state."""
         self.replicas, self.alive = held.deal.replicas, set(range(held.deal.replicas))
         self.state = dict.fromkeys(self.alive, held)
         for replica in self.alive:
@@ -66,7 +67,7 @@ class Run:
             self.server(events.REPLICA_ONLINE, replica=replica, life=0, step=held.step)
 
     def again(self, key: tuple[int, int], replicas: int) -> None:
-        """The whole run ends and goes on from the checkpoint of a commit, with so many replicas."""
+        """End the whole run and resume from the checkpoint of a commit, with `replicas` replicas."""
         held = self.held[key]
         deal, positions = held.deal.after(held.positions, held.step, replicas, self.block)
         self.trained[held.step, 0] = self.trained[key]
@@ -74,9 +75,10 @@ class Run:
         self.begin(Held(held.step, 0, deal, positions))
 
     def step(self, by: set[int] | None = None, took: float | None = None, **changes) -> tuple[int, int]:
-        """A step in a new quorum of all that are alive, committed `by` those (default: all); returns (step, quorum).
+        """Run a step in a new quorum of all living replicas, committed by the replicas `by` (default: all); return
+        (step, quorum).
 
-        `changes` go into every line: a record that is wrong.
+        `changes` are applied to every record, to make it wrong.
         """
         self.number += 1
         furthest = max((held.step, held.lineage) for r, held in self.state.items() if r in self.alive and held)
@@ -167,7 +169,7 @@ class Run:
 
 
 def eventful(folder: Path, seed: int, steps: int = 60) -> tuple[Run, tuple[int, int]]:
-    """A run with deaths, returns, steps that some commit and others not, and perhaps another number of replicas.
+    """Return a run with deaths, returns, partly committed steps, and perhaps a change of the number of replicas.
 
     Returns:
         (the run, the key of its last surviving commit).
@@ -180,7 +182,7 @@ def eventful(folder: Path, seed: int, steps: int = 60) -> tuple[Run, tuple[int, 
         chance = rng.random()
         if chance < 0.12 and len(run.alive) > 1:
             run.dies(rng.choice(sorted(run.alive)))
-            if not any(run.state[r] for r in run.alive):  # only those that fetch are left: the run begins anew
+            if not any(run.state[r] for r in run.alive):  # only replicas that fetch are left: the run resumes
                 run.again(last, run.replicas)
         elif chance < 0.3 and (away := sorted(set(range(run.replicas)) - run.alive)):
             run.builds(away[0])
@@ -191,7 +193,7 @@ def eventful(folder: Path, seed: int, steps: int = 60) -> tuple[Run, tuple[int, 
         elif chance < 0.46 and len(run.alive) > 1:
             some = set(rng.sample(sorted(run.alive), rng.randint(1, len(run.alive) - 1)))
             last = run.step(by=some)
-            if rng.random() < 0.5:  # and nobody that has it lives on
+            if rng.random() < 0.5:  # and no replica that committed the step survives
                 for replica in some:
                     run.dies(replica)
                 if not any(run.state[r] for r in run.alive):

@@ -1,4 +1,4 @@
-"""The networks that snapshots go over, for tests that run over each: TCP, and MPI between two relays under mpirun."""
+"""The networks that carry snapshots, for tests that use each: TCP, and MPI between two relays under mpirun."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 
 
 def need_mpi() -> str:
-    """mpirun's path; skips the test where there is no Open MPI with mpi4py."""
+    """Return mpirun's path; skip the test if there is no Open MPI with mpi4py."""
     if MPIRUN is None:
         pytest.skip("Open MPI is not installed: pip install .[mpi]")
     pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install .[mpi]")
@@ -30,12 +30,12 @@ def need_mpi() -> str:
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The beginning of a command line that starts ``ranks`` processes."""
+    """Return the start of a command line that runs ``ranks`` processes."""
     return [need_mpi(), *AS_ROOT, "--oversubscribe", "--with-ft", "ulfm", "-n", str(ranks)]
 
 
 class Relays:
-    """Relays of several nodes on this machine, without agents."""
+    """MPI relays of several nodes on this machine, without agents."""
 
     def __init__(self, ranks: int):
         self.folder = Path(tempfile.mkdtemp(prefix="ft-mpi-"))
@@ -83,7 +83,7 @@ class Relays:
 
 
 class Networks:
-    """Gives every worker its place: worker i is on node i."""
+    """Assigns workers to nodes: worker i is on node i."""
 
     def __init__(self, relays: Relays | None = None):
         self._relays, self._host = relays, TcpNetwork("127.0.0.1")
@@ -92,7 +92,7 @@ class Networks:
         return self._host if self._relays is None else self._relays.network(worker % self._relays.ranks)
 
     def text(self, worker: int) -> str:
-        """What a process needs to be there too: see ``from_text``."""
+        """Return a text from which another process makes the worker's network with ``from_text``."""
         return "tcp" if self._relays is None else f"{self._relays.folder}/{worker % self._relays.ranks}"
 
 

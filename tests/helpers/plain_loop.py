@@ -1,6 +1,6 @@
-"""A training loop on plain megatron-core that knows nothing of `megatron.training`: what ours is held against.
+"""A training loop on plain megatron-core, without `megatron.training`: the reference for this project's trainer.
 
-It is written the way a megatron-core user without Megatron-LM's trainer writes one; only the CPU platform is shared.
+It is written as a megatron-core user without Megatron-LM's trainer would write it; only the CPU platform is shared.
 """
 
 import time
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 @dataclass
 class Setting:
-    """The model and the grid, in megatron-core's own terms."""
+    """The model and the parallel grid, in megatron-core's terms."""
 
     prefix: str
     steps: int = 4
@@ -35,7 +35,7 @@ class Setting:
 
 
 def train(setting: Setting) -> dict:
-    """Trains; returns losses, gradient norms and step times (s). Losses are NaN on all but the last stage."""
+    """Train; return losses, gradient norms and step times (s). Losses are NaN on all but the last stage."""
     trainer = PlainTrainer(setting)
     for _ in range(setting.steps):
         trainer.step()
@@ -176,7 +176,7 @@ class PlainTrainer:
         return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
 
     def _batches(self, dataset):
-        """Sample i of a step goes to data-parallel rank (i // micro batch) mod DP, in the order of the dataset."""
+        """Yield microbatches in dataset order: sample i of a step is for data-parallel rank (i // micro batch) % DP."""
         from megatron.core import parallel_state
 
         s = self.setting

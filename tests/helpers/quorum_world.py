@@ -1,4 +1,4 @@
-"""The quorum's decision code in virtual time: replicas played by a test."""
+"""The quorum server's decision code in virtual time, with replicas played by a test."""
 
 from ft.job.quorum import Limits, Report, reactions
 from ft.job.quorum.decide import decide
@@ -6,7 +6,7 @@ from ft.job.quorum.state import Options, State
 
 
 class World:
-    """The server without its I/O. ``now``: its clock; ``given``: replica -> the quorum it was given last."""
+    """The quorum server without I/O. ``now``: its clock. ``given``: replica -> the last quorum that it got."""
 
     def __init__(self, replicas=3, term=0, now=0.0, **options):
         limits = Limits(**options.pop("limits", {}))
@@ -25,7 +25,7 @@ class World:
         return self.decide()
 
     def decide(self):
-        """As the server does; returns the last decision that is not just to wait, or else that."""
+        """Decide as the server does; return the last decision other than to wait, if there is one."""
         result = None
         while True:
             self.notes += reactions.time_passed(self.state, self.now)
@@ -46,7 +46,7 @@ class World:
                 self.notes += reactions.formed(self.state, self.now, decision.quorum, dict(decision.excluded))
 
     def wait(self, seconds, beating=True):
-        """Time passes, in pieces of a beat; those who are here go on beating."""
+        """Let time pass in intervals of a heartbeat; replicas that are present send heartbeats."""
         result, end = None, self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 0.25)
@@ -59,13 +59,13 @@ class World:
         return result
 
     def start(self, step_s=0.1):
-        """All replicas are there, have initialised, and are in the quorum of step 0; returns it."""
+        """Start all replicas and put them into the quorum of step 0; return it."""
         for replica in range(self.options.replicas):
             self.hello(replica)
         return [self.report(replica, 0, 0, step_s=step_s) for replica in range(self.options.replicas)][-1].quorum
 
     def commits(self, quorum, *replicas, step_s=0.1, **values):
-        """These have committed the quorum's step, and ask for the next."""
+        """Let these replicas commit the quorum's step and ask for the next one."""
         for replica in replicas:
             decision = self.report(
                 replica, quorum.step + 1, quorum.number, life=quorum.lives[replica], step_s=step_s, **values
@@ -73,7 +73,7 @@ class World:
         return decision
 
     def retries(self, quorum, replica, *suspects, step_s=0.1):
-        """This one has not carried it through, and has the state it had."""
+        """Let this replica report a failed step: it still has the state from before."""
         return self.report(
             replica, quorum.step, quorum.lineage, life=quorum.lives[replica], suspects=suspects, step_s=step_s
         )

@@ -1,7 +1,7 @@
-"""The commands of the Markdown documents.
+"""Extraction of the commands in the Markdown documents.
 
-An indented block of a document holds commands, a line each. Output, code and drawings stand in fenced blocks. In the
-text, a span in backticks that begins as a command does is one.
+Each line of an indented block of a document is a command. Output, code and drawings are in fenced blocks. In running
+text, a span in backticks that starts like a command is a command.
 """
 
 import re
@@ -28,9 +28,9 @@ class Documented:
 
 
 def documented() -> list[Documented]:
-    """The commands of all documents, each once, in their order.
+    """Return the commands of all documents in order, each once.
 
-    A span in the text that another command begins with, such as `ft plan`, is the name of that command and is left out.
+    A span in the text that is the start of another command, such as `ft plan`, is that command's name and is left out.
     """
     shown, named = {}, {}
     for document in DOCUMENTS:
@@ -44,14 +44,14 @@ def documented() -> list[Documented]:
 
 
 def of_blocks(text: str) -> list[str]:
-    """Each line of an indented block is a command."""
+    """Return the commands in indented blocks: each line is one."""
     blocks = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
     lines = [_without_comment(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line]
 
 
 def of_sentences(text: str) -> list[str]:
-    """A Python script of this repository is started by Python; a name alone is no command."""
+    """Return the commands in running text, with Python scripts of this repository; a name alone is not a command."""
     text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
     spans = [_without_comment(span).split() for span in re.findall(r"`([^`]+)`", text)]
     commands = []
@@ -64,7 +64,7 @@ def of_sentences(text: str) -> list[str]:
 
 
 def without_fences(text: str) -> str:
-    """A document without its output, code and drawings."""
+    """Return a document without its output, code and drawings."""
     return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""What the Markdown documents refer to: files, headings, and names of the code."""
+"""References in the Markdown documents: to files, to headings, and to names in the code."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from readme_commands import DOCUMENTS, without_fences
 
 
 def paths() -> list[tuple[str, str]]:
-    """Which document names or shows which file or folder of the repository, or one beside the document."""
+    """Return (document, path) of each file or folder of the repository that a document names or links to."""
     found = []
     for document in DOCUMENTS:
         text = (ROOT / document).read_text()
@@ -25,7 +25,7 @@ def is_there(path: str) -> bool:
 
 
 def missing_headings() -> list[tuple[str, str]]:
-    """(document, link) of each link to a heading that its target does not have."""
+    """Return (document, link) of each link to a heading that its target does not have."""
     missing = []
     for document in DOCUMENTS:
         for path, heading in _links(document, (ROOT / document).read_text()):
@@ -35,7 +35,7 @@ def missing_headings() -> list[tuple[str, str]]:
 
 
 def missing_names() -> list[tuple[str, str]]:
-    """(document, name) of each dotted name in backticks, of this project's code, that the sources do not define."""
+    """Return (document, name) of each dotted name of this project in backticks that the sources do not define."""
     missing = []
     for document in DOCUMENTS:
         text = without_fences((ROOT / document).read_text())
@@ -45,7 +45,7 @@ def missing_names() -> list[tuple[str, str]]:
 
 
 def is_defined(name: str) -> bool:
-    """Whether a dotted name is a module of the sources, or what a module defines at its top or in a class."""
+    """Return whether a dotted name is a module of the sources, or is defined at a module's top level or in a class."""
     words = name.split(".")
     for length in range(len(words), 0, -1):
         place = ROOT.joinpath(*words[:length])
@@ -61,7 +61,7 @@ def _defines(file: Path, words: tuple[str, ...]) -> bool:
     body, (first, *rest) = ast.parse(text).body, words
     found = [node for node in body if first in _names_of(node)]
     if not found:
-        return not rest and file.name == "__init__.py" and f'"{first}": ' in text  # loaded when it is asked for
+        return not rest and file.name == "__init__.py" and f'"{first}": ' in text  # loaded on first access
     members = [member for node in found for member in getattr(node, "body", [])]
     return not rest or any(rest == [name] for member in members for name in _names_of(member))
 
@@ -74,7 +74,7 @@ def _names_of(node: ast.stmt) -> list[str]:
 
 
 def _links(document: str, text: str) -> list[tuple[str, str]]:
-    """(path from the repository's top or "", heading or "") of each link of a document that stays in the repository."""
+    """Return (path from the repository's root or "", heading or "") of each link that stays in the repository."""
     found = re.findall(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]+))?\)", text)
     beside = (ROOT / document).parent
     return [(str((beside / path).resolve().relative_to(ROOT.resolve())) if path else "", to) for path, to in found]
@@ -82,6 +82,6 @@ def _links(document: str, text: str) -> list[tuple[str, str]]:
 
 @cache
 def _headings(document: str) -> set[str]:
-    """Anchors of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub generates them."""
     titles = re.findall(r"^#+ (.+)$", without_fences((ROOT / document).read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""How the tests run each command of the documents: the table of `test_readme.py`."""
+"""How the tests run each command of the documents: the table that `test_readme.py` uses."""
 
 import re
 from collections.abc import Iterable
@@ -16,15 +16,21 @@ MENTION = "it is named, not shown; another command has it in full"
 
 @dataclass(frozen=True)
 class Walk:
-    """How to run the commands that fit a pattern, or why they are not run here.
+    """How to run the commands that match a pattern, or why they are not run here.
 
     Attributes:
-        name: of the test. pattern: of whole commands; * stands for anything.
-        swaps: what stands in a command -> what is run instead; each has to occur.
-        says: words of what it prints. makes: files that it makes.
-        after: names of what has to have run before. before: shell commands that make the place ready.
-        code: how it ends. long: whether it runs with -m long only. limit_s: it is killed after that.
-        only_help: with --help in the place of what follows the script. not_run: why it does not run here.
+        name: name of the test.
+        pattern: pattern for whole commands; * stands for any text.
+        swaps: text in a command -> text to run instead; each has to occur.
+        says: words that the output has to contain.
+        makes: files that the command has to create.
+        after: names of the entries that have to run before.
+        before: shell commands that prepare the folder.
+        code: expected exit code.
+        long: whether it runs only with -m long.
+        limit_s: seconds after which the command is killed.
+        only_help: run the script with --help instead of its arguments.
+        not_run: why it does not run here.
     """
 
     name: str
@@ -44,7 +50,7 @@ class Walk:
         return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), command) is not None
 
     def scaled(self, command: str) -> str:
-        """What is run for a command."""
+        """Return the command to run instead of a documented one."""
         if self.only_help:
             return " ".join([*command.split()[:2], "--help"])
         for shown, run in self.swaps.items():
@@ -54,20 +60,20 @@ class Walk:
 
 
 def training(name: str, pattern: str, nproc: str, swaps: dict[str, str], says: tuple[str, ...], **how) -> Walk:
-    """A run of the trainer: so many processes, and a tiny model on the corpus."""
+    """Return an entry for a run of the trainer: with ``nproc`` processes, and a tiny model on the corpus."""
     flags = next((shown for shown in ("<Megatron flags>", "<flags>") if shown in pattern), "")
     swaps = {**nproc_swap(nproc), **({flags: MEGATRON} if flags else {}), **swaps}
     return Walk(name, pattern, swaps, says, after=("preprocess", *how.pop("after", ())), **how)
 
 
 def nproc_swap(nproc: str) -> dict[str, str]:
-    """From "6 -> 3": its flag as shown, and as run."""
+    """Return the swap of --nproc-per-node for "6 -> 3": 6 as documented, 3 as run."""
     shown, run = (f"--nproc-per-node {number}" for number in nproc.split(" -> "))
     return {shown: run}
 
 
 def only_help(name: str, pattern: str, **how) -> Walk:
-    """A measurement that takes too long: only its options are shown."""
+    """Return an entry for a measurement that takes too long: it runs with --help."""
     return Walk(name, pattern, says=("usage:", "--help"), only_help=True, long=True, **how)
 
 
@@ -373,11 +379,11 @@ TABLE: tuple[Walk, ...] = (
 
 
 def entry_for(command: str) -> Walk | None:
-    """The first that fits."""
+    """Return the first entry that matches."""
     return next((walk for walk in TABLE if walk.fits(command)), None)
 
 
 def unused(commands: Iterable[str]) -> list[str]:
-    """Names of the entries that are for no command."""
+    """Return the names of the entries that match no command."""
     used = {walk.name for command in commands if (walk := entry_for(command))}
     return [walk.name for walk in TABLE if walk.name not in used]

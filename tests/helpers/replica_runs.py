@@ -1,4 +1,4 @@
-"""Runs of `ft run --ft-hsdp-replicas` with the real trainer, and how they are judged: of tests and the campaign."""
+"""Runs of `ft run --ft-hsdp-replicas` with the real trainer, and their verification; for tests and the campaign."""
 
 import json
 import os
@@ -21,7 +21,7 @@ LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class Proof:
-    """What the records of a run, ended or not, prove."""
+    """What the records of a run prove, whether it has ended or not."""
 
     folder: Path
     lines: dict[int, list[Commit]]
@@ -39,7 +39,7 @@ class Proof:
         return [step.number for step in self.lineage.steps]
 
     def unequal(self) -> list[str]:
-        """Replicas that committed a step in one quorum and are not bit for bit equal, or do not say."""
+        """List replicas that committed a step in one quorum but are not equal bit for bit, or have no digest."""
         by: dict[tuple[int, int], dict[int, int | None]] = {}
         for replica, lines in self.lines.items():
             for commit in lines:
@@ -51,10 +51,12 @@ class Proof:
         ]
 
     def problems(self, steps: int, most_superseded: float) -> list[str]:
-        """All that is wrong with a run that was to train ``steps`` steps.
+        """List all that is wrong with a run that should train ``steps`` steps.
 
         Args:
-            most_superseded: commits that may have been done anew: one for each failure. Infinite: not judged here.
+            steps: number of steps.
+            most_superseded: maximum number of commits that were done again: one for each failure. Infinite: not
+                checked.
         """
         found = self.unequal()
         if self.steps != list(range(1, steps + 1)):
@@ -68,7 +70,7 @@ class Proof:
 
 
 def proof(folder: Path) -> Proof:
-    """What is on record in a run's folder."""
+    """Read the records in a run's folder."""
     folders = {int(path.name.rpartition("-")[2]): path for path in folder.glob("replica-*")}
     return Proof(folder, {replica: commits.read(path) for replica, path in sorted(folders.items())})
 
@@ -92,12 +94,12 @@ class Done(Finished):
         return [step["loss"] for step in self.metrics_of(replica)]
 
     def logs_of(self, replica: int) -> str:
-        """All that its workers have said."""
+        """Return the logs of all workers of a replica."""
         logs = self.folder / f"replica-{replica}" / "logs"
         return "".join(log.read_text() for log in sorted(logs.glob("*.w*.log")))
 
     def injected(self) -> list[events.Event]:
-        """Faults that happened, in order of time."""
+        """Return the faults that occurred, in order of time."""
         found = record.load(self.folder)
         return [event for _, event in found.history if event.name == events.FAULT_INJECTED]
 
@@ -109,7 +111,7 @@ class Done(Finished):
 
 
 class Replicas(Running):
-    """A run of replicas under way."""
+    """A run of replicas in progress."""
 
     def __init__(
         self,
@@ -137,22 +139,22 @@ class Replicas(Running):
         return Done(done.code, done.output, done.folder)
 
     def step(self) -> int:
-        """The newest step that any replica has committed."""
+        """Return the newest step that any replica has committed."""
         return max((lines[-1].step for lines in proof(self.folder).lines.values() if lines), default=0)
 
     def server(self) -> int:
-        """Process id of the quorum server."""
+        """Return the process id of the quorum server."""
         return json.loads((self.folder / "quorum.json").read_text())["pid"]
 
 
 def flags(corpus: str, extra: str = "", steps: int = 12, batch: int = 12) -> str:
-    """A tiny run's flags. ``batch``: the global one."""
+    """Return the flags of a tiny run. ``batch``: global batch size."""
     base = small_runs.BASE.replace("--global-batch-size 8", f"--global-batch-size {batch}")
     return f"{base} --train-iters {steps} --data-path {corpus} {extra}"
 
 
 def train(folder: Path, flags: str, *, limit_s: float = LIMIT_S, **how) -> Done:
-    """A run from start to end."""
+    """Run replicas from start to end."""
     return Replicas(folder, flags, **how).wait(limit_s)
 
 

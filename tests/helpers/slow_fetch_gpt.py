@@ -1,4 +1,4 @@
-"""pretrain_gpt.py where every fetch of a state takes longer than a step, and who rehearses a step says so."""
+"""pretrain_gpt.py in which every fetch of a state takes longer than a step, and workers print when they rehearse."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ _send_bytes, _run = Handler._send_bytes, pretrain_gpt.run
 
 
 def slowly(self, offer, *piece) -> None:
-    """Of a state of which nothing has been sent yet."""
+    """Delay a fetch whose first byte has not been sent yet."""
     if self._visit is not None and not self._visit[1].sent:
         time.sleep(FETCH_S)
     _send_bytes(self, offer, *piece)

@@ -1,4 +1,4 @@
-"""Runs of the trainer inside forked ranks: what the end-to-end tests share."""
+"""Runs of the trainer inside forked ranks, shared by the end-to-end tests."""
 
 import json
 import sysconfig
@@ -14,7 +14,7 @@ BASE = (
 
 
 def make_corpus(folder: Path, name: str = "corpus", documents: int = 60) -> str:
-    """An indexed dataset of some of the standard library's sources; returns its prefix."""
+    """Write an indexed dataset of sources of the standard library; return its prefix."""
     from megatron.training.arguments.data import TokenizerOptions
     from megatron.training.data.preprocess import PreprocessOptions, preprocess
 
@@ -25,7 +25,7 @@ def make_corpus(folder: Path, name: str = "corpus", documents: int = 60) -> str:
 
 
 def run(flags: str) -> dict:
-    """Trains in an initialised process group; returns where the run stands."""
+    """Train in an initialized process group; return the train state at the end."""
     import torch.distributed as dist
 
     from megatron.training.arguments import check, parse
@@ -38,7 +38,7 @@ def run(flags: str) -> dict:
 
 
 def launch(flags: str) -> int:
-    """The whole rank, process group and error handling included; returns the exit code."""
+    """Run a whole rank, including process group and error handling; return the exit code."""
     from megatron.training.arguments import parse
     from megatron.training.launch import launch
 
@@ -54,7 +54,7 @@ def losses(path: Path) -> list[float]:
 
 
 def slow_launch(flags: str) -> int:
-    """``launch`` with a step that lasts until a signal has come, and then a minute longer."""
+    """Run ``launch`` with a step that lasts until a signal has arrived, and then one minute longer."""
     import time
 
     from megatron.training import loop
@@ -71,7 +71,7 @@ def slow_launch(flags: str) -> int:
 
 
 def launch_with_flip(flags: str, rank: int, step: int, bit: int) -> int:
-    """``launch``; at the end of ``step`` one bit of a master weight in ``rank``'s own optimizer shard flips."""
+    """Run ``launch``; at the end of ``step`` flip one bit of a master weight in ``rank``'s own optimizer shard."""
     import torch
     import torch.distributed as dist
 

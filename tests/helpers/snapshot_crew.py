@@ -1,4 +1,4 @@
-"""Workers of one process that keep snapshots for each other, and a proxy that spoils what passes between them."""
+"""Workers of one process that hold snapshots for each other, and a proxy that alters the traffic between them."""
 
 import contextlib
 import socket
@@ -14,14 +14,14 @@ MIB = 1 << 20
 
 
 def state(step: int, mib: float = 2.5, replicated: int = 100) -> RankState:
-    """Tensors and envelope that tell the step."""
+    """Return a state whose tensors and envelope depend on the step."""
     owned = {"big": torch.full((int(mib * MIB / 4),), float(step)), "step": torch.tensor(float(step))}
     rest = {"shared": torch.arange(replicated) + step} if replicated else {}
     return RankState(owned, rest, {"extra": {"at": step}}, {"rng": b"%d" % step})
 
 
 def set_to(live: RankState, step: int) -> RankState:
-    """``live`` as it is after ``step``; the tensors are the same objects."""
+    """Change ``live`` to the state after ``step``; the tensors remain the same objects."""
     for mine, other in zip(live.sections().values(), state(step).sections().values(), strict=True):
         for name, tensor in mine.items():
             tensor.copy_(other[name].flatten()[0] if name != "shared" else other[name])
@@ -34,7 +34,7 @@ def is_at(live: RankState, step: int) -> bool:
 
 
 class Crew:
-    """Workers of one process: servers, snapshots, live states; ``wire_of`` of one is where others reach it."""
+    """Workers of one process: their servers, snapshots and live states."""
 
     def __init__(self, networks: Networks, world: int, copies: int = 1, patience_s: float = 10, timeout_s: float = 10):
         self.world, self.networks = world, networks
@@ -64,7 +64,7 @@ class Crew:
 
 
 class Proxy:
-    """Stands between a worker and its peer; ``spoil(connections, total, data)`` returns what passes, None to cut."""
+    """A proxy between a worker and its peer. ``spoil(connections, total, data)`` returns what to pass; None: cut."""
 
     def __init__(self, network, target: str, spoil):
         self._network = network
@@ -115,7 +115,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def crews(networks: Networks):
-    """Makes crews on ``networks``, closes them, and sees that no thread is left."""
+    """Yield a function that makes crews on ``networks``; close them, and check that no thread is left."""
     made, before = [], threading.active_count()
 
     def make(*args, **kwargs):

@@ -14,12 +14,12 @@ def _relays():
 
 @pytest.fixture(params=KINDS)
 def networks(request):
-    """What snapshots go over."""
+    """Return the networks that carry the snapshots."""
     return Networks(request.getfixturevalue("_relays") if request.param == "mpi" else None)
 
 
 @pytest.fixture
 def crew(networks):
-    """Makes workers that keep snapshots for each other; nothing of them outlives the test."""
+    """Yield a function that makes workers which hold snapshots for each other; none outlives the test."""
     with crews(networks) as make:
         yield make

@@ -1,13 +1,14 @@
-"""The controller's problems solved by means of their own: NetworkX's network simplex, for the tests to compare with."""
+"""The problems of SPARe's controller, solved by NetworkX's network simplex as a reference for the tests."""
 
 import networkx as nx
 import numpy as np
 
 
 def least_cost(orders: np.ndarray, alive: np.ndarray, stack: int, free: int | None = None) -> int | None:
-    """How many types have to move so that the survivors collect all in their first ``stack`` positions; None: cannot.
+    """Return the least number of types to move so that the survivors compute all types in their first ``stack``
+    positions; None: impossible.
 
-    One unit of flow from each type through a group that holds it, at most ``stack`` through a group.
+    One unit of flow goes from each type through a group that holds it, and at most ``stack`` units through a group.
     """
     types = len(orders)
     graph = nx.DiGraph()
@@ -26,5 +27,5 @@ def least_cost(orders: np.ndarray, alive: np.ndarray, stack: int, free: int | No
 
 
 def least_stack(orders: np.ndarray, alive: np.ndarray) -> int | None:
-    """The least stack with which the survivors collect all types, however reordered; None: a type is lost."""
+    """Return the least stack with which the survivors compute all types in any order; None: a type is lost."""
     return next((s for s in range(1, orders.shape[1] + 1) if least_cost(orders, alive, s) is not None), None)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """Failures up to the first wipe-out and the mean all-reduce stack, by formula and by the paper's Monte Carlo."""
+    """Failures up to the first wipe-out and mean all-reduce stack, by formula and by the paper's Monte Carlo."""
 
     groups: int
     redundancy: int

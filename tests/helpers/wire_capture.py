@@ -1,7 +1,7 @@
-"""Records every packet that processes of this machine send to each other, and finds secrets in it.
+"""Recording of all packets between processes of this machine, and a search for secrets in them.
 
-Packets are taken from the loopback interface with a raw socket, which needs root. What goes through Unix sockets stays
-on its node and is not recorded.
+Packets are read from the loopback interface with a raw socket, which needs root. Traffic through Unix sockets stays on
+its node and is not recorded.
 """
 
 import base64
@@ -23,14 +23,14 @@ _LENGTH = struct.Struct("<I")
 _TCP = 6
 
 Flow = tuple[bytes, bytes]
-"""Sender and receiver: address and port of each."""
+"""Sender and receiver: the address and port of each."""
 
 
 class Recording:
-    """Everything on the loopback interface from now until ``end``, kept in ``file``.
+    """All packets on the loopback interface from now until ``end``, stored in ``file``.
 
     Attributes:
-        lost: packets that came faster than they could be recorded.
+        lost: number of packets that arrived faster than they could be recorded.
     """
 
     def __init__(self, file: Path):
@@ -64,7 +64,7 @@ class Recording:
                 file.write(room[:length])
 
     def streams(self) -> dict[Flow, bytes]:
-        """What each sender has sent to each receiver, in its order, without headers and repetitions."""
+        """Return what each sender has sent to each receiver, in order, without headers and retransmissions."""
         pieces: dict[Flow, list[bytes]] = defaultdict(list)
         expected: dict[Flow, int] = {}
         for packet in self._packets():
@@ -75,11 +75,11 @@ class Recording:
                 continue
             (sequence,) = struct.unpack_from("!I", rest, 4)
             data = rest[(rest[12] >> 4) * 4 :]
-            if rest[13] & 2:  # SYN: a new connection, of the same ports perhaps
+            if rest[13] & 2:  # SYN: a new connection, perhaps with the same ports
                 expected[flow] = (sequence + 1) % (1 << 32)
                 continue
             known = (expected.get(flow, sequence) - sequence) % (1 << 32)
-            if known >= 1 << 31:  # a gap before it
+            if known >= 1 << 31:  # there is a gap before this packet
                 known = 0
             if data[known:]:
                 pieces[flow].append(data[known:])
@@ -93,7 +93,7 @@ class Recording:
 
 
 def need_root() -> None:
-    """Skips the test where packets cannot be recorded."""
+    """Skip the test if packets cannot be recorded."""
     if not hasattr(socket, "AF_PACKET"):
         pytest.skip("no AF_PACKET: packets are recorded on Linux only")
     try:
@@ -103,7 +103,7 @@ def need_root() -> None:
 
 
 def forms(token: str) -> dict[str, bytes]:
-    """What the token can look like on a wire, by the name of the form."""
+    """Return the encodings of the token that could appear in traffic, by name of the encoding."""
     found = {}
     secrets = {"text": token.encode()}
     with contextlib.suppress(ValueError):
@@ -112,14 +112,14 @@ def forms(token: str) -> dict[str, bytes]:
         found[name] = secret
         found[f"hex of {name}"], found[f"HEX of {name}"] = secret.hex().encode(), secret.hex().upper().encode()
         for alphabet in (base64.b64encode, base64.urlsafe_b64encode):
-            for shift in range(3):  # where it begins among the three bytes that are encoded together
+            for shift in range(3):  # its offset in a group of three bytes that are encoded together
                 text = alphabet(bytes(shift) + secret).rstrip(b"=")
                 found[f"{alphabet.__name__} of {name}, from {shift}"] = text[-(-8 * shift // 6) : -1]
     return found
 
 
 def found_in(streams: dict[Flow, bytes], wanted: dict[str, bytes]) -> dict[str, list[str]]:
-    """Which of the ``wanted`` are in the streams, each with its surroundings."""
+    """Return which of the ``wanted`` byte strings occur in the streams, each with its surroundings."""
     found = defaultdict(list)
     for name, secret in wanted.items():
         for data in streams.values():
@@ -133,7 +133,7 @@ def _listening() -> socket.socket:
     own = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
     try:
         own.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
-        # Every packet passes twice, on its way out and on its way in; the second is taken.
+        # The loopback interface delivers every packet twice, outgoing and incoming; only the incoming one is recorded.
         program = [(0x30, 0, 0, 0xFFFFF000 + 4), (0x15, 0, 1, _OUTGOING), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)]
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
         own.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code)))
@@ -145,7 +145,7 @@ def _listening() -> socket.socket:
 
 
 def _payload_of_ip(packet: bytes) -> tuple[int, tuple[bytes, bytes], bytes]:
-    """(protocol, (sender, receiver), what follows the head) of an IP packet."""
+    """Return (protocol, (sender, receiver), payload) of an IP packet."""
     if packet[0] >> 4 == 6:
         return packet[6], (packet[8:24], packet[24:40]), packet[40:]
     head = (packet[0] & 15) * 4

@@ -91,11 +91,11 @@ def follow(agent: boards.AgentChannel, came: SimpleQueue) -> None:
     try:
         agent.follow(lambda number, order: came.put(time.perf_counter()), 0)
     except ConnectionError:
-        return  # closed
+        return  # the channel was closed
 
 
 def timed(send, came: SimpleQueue, numbers: range) -> list[float]:
-    """Seconds from the call of ``send`` until something has come, for each number."""
+    """Return the seconds from the call of ``send`` until a message has arrived, for each number."""
     found = []
     for number in numbers:
         began = time.perf_counter()

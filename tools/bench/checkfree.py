@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> None:
     place = launch_from(os.environ)
     options, layout = options_of(arguments, "--ft-checkfree", place.world_size)
     init_process_group(options.parallel, place)
-    init_model_parallel(options.parallel, layout, ends_are_double=True)  # of untied weights nothing follows from it
+    init_model_parallel(options.parallel, layout, ends_are_double=True)  # has no effect for untied weights
     plain = assemble(options, layout, time.monotonic())
     kept = keeper(plain, settings_of(options.fault_tolerance, JobTrainer(plain)))
     swapped, _ = options_of(arguments, "--ft-checkfree-plus", place.world_size)
@@ -84,7 +84,7 @@ def options_of(arguments: argparse.Namespace, way: str, world_size: int):
 
 
 def keeper(job, settings):
-    """What keeps the norms of ``job``, without a control plane to talk to."""
+    """Return the object that records the norms of ``job``, without a control plane."""
     import torch.distributed as dist
 
     from ft.protection.training_state import TrainingState
@@ -96,7 +96,7 @@ def keeper(job, settings):
 
 
 def alternate(arguments: argparse.Namespace, plain, plus, kept) -> dict[str, list[float]]:
-    """Side -> seconds of each step that counts."""
+    """Return side -> seconds of each measured step."""
     import torch.distributed as dist
 
     from megatron.patches import stage_norms, swapped_pipeline

@@ -46,7 +46,7 @@ def corpus_in(folder: Path) -> str:
 
 
 def plan(rounds: int) -> tuple[list[str], int]:
-    """(faults, seconds until the last one is over)."""
+    """Return (faults, seconds until the last one is over)."""
     faults, at = [f"kill-control@time={COLD_S}s"], WARM_S
     for turn in range(rounds):
         faults += [f"kill-control@time={at}s", f"kill@time={at + SPACING_S}s:rank={turn % 4}"]
@@ -88,12 +88,12 @@ def result(folder: Path) -> dict:
 
 
 def walls(history: list[events.Event], kind: str) -> list[float]:
-    """When faults of this kind were injected."""
+    """Return the wall times at which faults of this kind were injected."""
     return [event.wall for event in history if event.name == events.FAULT_INJECTED and event.detail["kind"] == kind]
 
 
 def until(history: list[events.Event], name: str, moments: list[float]) -> list[int]:
-    """Milliseconds from each moment to the next event of this name."""
+    """Return the milliseconds from each moment to the next event of this name."""
     found = [event.wall for event in history if event.name == name]
     return [round(1e3 * (min(wall for wall in found if wall > moment) - moment)) for moment in moments]
 

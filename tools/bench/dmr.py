@@ -71,7 +71,7 @@ def _budget(asked: str, profile: Path) -> str:
 
 
 def flags(arguments: argparse.Namespace, folder: Path) -> str:
-    """The trainer's."""
+    """Return the trainer's flags."""
     import small_runs as runs
 
     return (
@@ -117,7 +117,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def protections(arguments: argparse.Namespace, job) -> dict:
-    """Side -> (what has its operators executed twice, its engine)."""
+    """Return side -> (the layer that executes operators twice, its engine)."""
     from ft.protection.stack import Stack
     from ft.systems.dmr.layer import FollowedStep
     from ft.systems.dmr.runtime.install import install
@@ -141,7 +141,7 @@ def protections(arguments: argparse.Namespace, job) -> dict:
 
 
 def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
-    """Side -> seconds of each step that counts."""
+    """Return side -> seconds of each measured step."""
     import torch.distributed as dist
 
     from megatron.training.step import train_step
@@ -170,7 +170,7 @@ def take_side(job, side) -> None:
 
 
 def peaks(job, sides: dict) -> dict[str, int]:
-    """Side -> the most bytes in use during a step: what lasts, and what torch's allocator gives out beyond that."""
+    """Return side -> the most bytes in use during a step: lasting tensors, and allocations beyond these."""
     from ft.systems.dmr.profile.install import lasting
     from ft.systems.dmr.profile.storages import Storages
     from megatron.training.step import train_step
@@ -184,7 +184,7 @@ def peaks(job, sides: dict) -> dict[str, int]:
 
 
 def most_allocated(work) -> int:
-    """The most bytes that were allocated on the CPU at a time while ``work`` ran, beyond those before it."""
+    """Return the most bytes that were allocated on the CPU at a time while ``work`` ran, beyond those before it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:

@@ -78,13 +78,13 @@ def _sides(tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 
 def _calls(side: Callable[[], object], arguments: argparse.Namespace) -> int:
-    """How many calls fill a turn; the first ones warm up."""
+    """Return the number of calls that fill a turn; the first calls warm up."""
     _timed(side, 3, arguments.device)
     return max(1, int(arguments.seconds / _timed(side, 3, arguments.device)))
 
 
 def _timed(side: Callable[[], object], calls: int, device: str) -> float:
-    """Seconds of one of ``calls`` calls."""
+    """Return the mean seconds of one of ``calls`` calls."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(calls):

@@ -62,7 +62,7 @@ def least(cells: list[dict], low: int, high: int) -> float | None:
 
 
 def in_processes(count: int, folder: Path, arguments: argparse.Namespace) -> dict:
-    """What rank 0 of ``count`` forked ranks has measured."""
+    """Return what rank 0 of ``count`` forked ranks has measured."""
     pids = []
     for rank in range(count):
         pid = os.fork()
@@ -97,7 +97,7 @@ def measure(rank: int, count: int, folder: Path, arguments: argparse.Namespace) 
 
 
 def ring_of(rank: int, count: int, kind: str, arguments: argparse.Namespace) -> Ring:
-    """This rank's, of all ranks."""
+    """Return this rank's ring, over all ranks."""
     options = RingOptions(arguments.chunk_kib << 10, arguments.chunks, kind not in LIKE_GLOO, arguments.streams)
     ring = Ring("127.0.0.1", "bench", options)
     addresses: list[str] = [""] * count
@@ -107,7 +107,7 @@ def ring_of(rank: int, count: int, kind: str, arguments: argparse.Namespace) -> 
 
 
 class Computing:
-    """Work for the caller's thread, about as long as an all-reduce of the size it is measured beside."""
+    """Work for the caller's thread that takes about as long as the all-reduce that runs meanwhile."""
 
     def __init__(self):
         self._matrix = torch.randn(MATRIX, MATRIX)
@@ -118,7 +118,7 @@ class Computing:
 
 
 def cell(ring: Ring, count: int, mib: int, name: str, beside: Callable[[], None] = lambda: None) -> dict:
-    """One size and type: the two in turn, so that both meet the same machine."""
+    """Measure one size and type, alternating FTAR and gloo, so that both see the same load of the machine."""
     tensor = torch.empty((mib << 20) // TYPES[name].itemsize, dtype=TYPES[name])
     turns = max(1, min(30, 64 // mib))
 

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def machine() -> dict:
-    """Its cores, and the mean number of processes that wanted one in the last minute, these here among them."""
+    """Return the number of cores, and the mean load of the last minute, which includes these processes."""
     return {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
 
 
@@ -122,7 +122,7 @@ def _fill(read, view: memoryview) -> None:
 
 
 def serving(source: "Source", into: dict[str, torch.Tensor], rounds: int) -> dict:
-    """The compute loop alone and with a fetch, in turns; the last of them at the lowest priority, which stays."""
+    """Measure the compute loop alone and with a fetch, alternating; finally at the lowest priority, which stays set."""
     found = {}
     for name, niceness in (("beside", 0), ("apart", 19)):
         os.nice(niceness)
@@ -135,7 +135,7 @@ def serving(source: "Source", into: dict[str, torch.Tensor], rounds: int) -> dic
 
 
 def compute_with(source: "Source", into: dict[str, torch.Tensor] | None) -> tuple[float, float]:
-    """Milliseconds per step of the loop in ``source``, and the MB per second fetched from it meanwhile."""
+    """Return milliseconds per step of the loop in ``source``, and the MB per second fetched from it meanwhile."""
     answers: list[str] = []
     source.say("compute")
     waiter = threading.Thread(target=lambda: answers.append(source.hear()))
@@ -188,7 +188,7 @@ def checksums() -> dict[str, float]:
 
 
 class Source:
-    """A process that serves the state in all three ways, and computes when told to."""
+    """Handle of a process that serves the state in all three ways, and computes on request."""
 
     def __init__(self, mib: int, folder: str):
         command = [sys.executable, __file__, "--mib", str(mib), "--serve", folder]
@@ -209,7 +209,7 @@ class Source:
 
 
 class Serving:
-    """That process."""
+    """The serving process itself."""
 
     def __init__(self, mib: int, folder: Path):
         self._state = tensors(mib)
@@ -234,7 +234,7 @@ class Serving:
 
 
 def compute(seconds: float) -> float:
-    """Mean milliseconds per step of a small network's forward and backward pass."""
+    """Return the mean milliseconds per forward and backward pass of a small network."""
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
     data, until, steps = torch.randn(256, 256), time.perf_counter() + seconds, 0
     began = time.perf_counter()

@@ -38,13 +38,13 @@ from ft.systems.hsdp import commits  # noqa: E402
 
 START_S, RETURN_S, END_S = 90.0, 60.0, 30.0
 STATED = {"stall_ms": {"defaults": 5100, "tuned": 1000}, "back_in_quorum_ms": [6000, 9000]}
-"""Of torchft, by the design document, on another machine."""
+"""Figures of torchft that the design document states, from another machine."""
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What was done: when (wall time), and to which replica."""
+    """An injected fault: its wall time and its replica."""
 
     at: float
     replica: int
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--torchft-faults", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="run folder that is kept")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # cleans up on SIGTERM
     load = [round(one, 1) for one in os.getloadavg()]
     with tempfile.TemporaryDirectory() as folder:
         import small_runs as runs
@@ -96,7 +96,7 @@ def own_torchft() -> str | None:
 
 
 class Run:
-    """A run under way."""
+    """A run in progress."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, corpus: str):
         import small_runs as runs
@@ -119,7 +119,7 @@ class Run:
             )
 
     def strike(self, replica: int) -> Fault:
-        """Breaks a worker of ``replica`` once all train together, and waits until they do again."""
+        """Break a worker of ``replica`` once all replicas train together, and wait until they do so again."""
         self._wait(START_S, self._is_settled)
         pid = self._worker(replica)
         fault = Fault(time.time(), replica)
@@ -136,7 +136,7 @@ class Run:
             self._job.wait(END_S)
 
     def _is_settled(self, after: float = 0.0) -> bool:
-        """All replicas have contributed to the last steps, those of a while after ``after``, and go on."""
+        """Return whether all replicas contributed to the last steps, which came after ``after``, and still train."""
         wanted = self._arguments.settled_steps
         for replica in range(self._arguments.replicas):
             last = commits.read(self.folder / f"replica-{replica}")[-wanted:]
@@ -147,7 +147,7 @@ class Run:
         return True
 
     def _worker(self, replica: int) -> int:
-        """Process of the last rank of ``replica``."""
+        """Return the process id of the last rank of ``replica``."""
         own = events.read(self.folder / f"replica-{replica}" / "events.jsonl")
         opened = [event for event in own if event.name == events.EPOCH_OPENED][-1]
         name = opened.detail["seats"][str(self._arguments.ranks - 1)]
@@ -168,7 +168,7 @@ class Run:
 
 
 def result(arguments: argparse.Namespace, folder: Path, faults: list[Fault]) -> dict:
-    """Medians over all faults but the first."""
+    """Return medians over all faults but the first."""
     read = record.load(folder)
     told_of = story.tell(read)
     counted = faults[1:]
@@ -199,7 +199,7 @@ def result(arguments: argparse.Namespace, folder: Path, faults: list[Fault]) -> 
 
 
 def incident(told_of: story.Story, kind: str, fault: Fault, end: float):
-    """What the report says of the failure, or of the return."""
+    """Return the report's incident for the failure, or for the return."""
     found = [one for one in told_of.of_kind(kind) if fault.replica in one.replicas and fault.at - 1.0 < one.end < end]
     if not found:
         raise SystemExit(f"the report knows of no {kind} of replica {fault.replica} at {fault.at}: {told_of.incidents}")
@@ -207,7 +207,7 @@ def incident(told_of: story.Story, kind: str, fault: Fault, end: float):
 
 
 def calm_ratio(told_of: story.Story, count: int) -> float:
-    """Median of the longest of ``count`` steps in a row over a normal one, where nothing happened: the noise here."""
+    """Return the noise: the median ratio of the longest of ``count`` undisturbed steps in a row to a normal step."""
     disturbed = {number for one in told_of.incidents for number in range(one.first - 1, one.last + 2)}
     ratios = [took / normal for took, normal in zip(told_of.pace.took, told_of.pace.normal, strict=True)]
     calm = [
@@ -219,7 +219,7 @@ def calm_ratio(told_of: story.Story, count: int) -> float:
 
 
 def moments(read: record.Record, fault: Fault, end: float) -> dict[str, float]:
-    """Seconds from the fault to each moment of the replica's return, as far as events tell."""
+    """Return the seconds from the fault to each phase of the replica's return that events record."""
     own = [event for event in read.replicas[fault.replica].events if fault.at <= event.wall < end]
     whole = [event for event in read.events if fault.at <= event.wall < end]
     found = {}
@@ -243,13 +243,13 @@ def moments(read: record.Record, fault: Fault, end: float) -> dict[str, float]:
 
 
 def in_turn(phases: dict[str, list[float]]) -> dict[str, float]:
-    """Median time of each phase beyond the one before."""
+    """Return the median duration of each phase, from the end of the one before."""
     medians = sorted((statistics.median(each), name) for name, each in phases.items())
     return {b: round(1e3 * (at_b - at_a), 1) for (at_a, _), (at_b, b) in pairwise([(0.0, ""), *medians])}
 
 
 def torchft(arguments: argparse.Namespace) -> dict:
-    """torchft's figures, measured here or, where it is not there, as stated."""
+    """Return torchft's figures: measured here, or as stated if torchft is not installed."""
     peer = Path(__file__).parent / "peers" / "torchft_recovery.py"
     if arguments.torchft is None or not peer.exists():
         return {
@@ -262,13 +262,13 @@ def torchft(arguments: argparse.Namespace) -> dict:
     spec.loader.exec_module(module)
     try:
         found = module.measure(arguments.torchft, arguments.replicas, arguments.torchft_faults, arguments.kind)
-    except Exception as error:  # ours was measured; it is not to be lost with theirs
+    except Exception as error:  # keep our own results even if torchft's measurement fails
         found = {"skipped": f"torchft: {error!r}"}
     return found | ({"design_document": STATED} if "skipped" in found else {})
 
 
 def told(arguments: argparse.Namespace) -> dict:
-    """The flags, without paths of this machine."""
+    """Return the flags, without paths of this machine."""
     return {name: value for name, value in vars(arguments).items() if name not in ("keep", "torchft")}
 
 

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 class GlooExchange:
-    """Gradients on their way to the other replicas as ordinary data parallelism sends them.
+    """Exchange of gradients with the other replicas as in ordinary data parallelism, through gloo.
 
     See :class:`megatron.patches.replicas.Exchange`.
     """
@@ -79,7 +79,7 @@ class GlooExchange:
 
 
 class PlainReplica(Layer):
-    """Data parallelism over replicas that nothing happens to."""
+    """Plain data parallelism over replicas, without fault tolerance."""
 
     def __init__(self, exchange: GlooExchange, replicas: int):
         self._exchange, self._replicas = exchange, replicas
@@ -96,13 +96,13 @@ class PlainReplica(Layer):
 
 
 class Watch:
-    """How long calls take, by name."""
+    """Measures how long calls take, by name."""
 
     def __init__(self):
         self.seconds: dict[str, float] = defaultdict(float)
 
     def over(self, name: str, owner: object, method: str) -> None:
-        """Times ``owner.method`` from now on."""
+        """Measure ``owner.method`` from now on."""
         original = getattr(owner, method)
 
         def timed(*args, **kwargs):
@@ -116,7 +116,7 @@ class Watch:
 
 
 class Side:
-    """What the blocks of one side run with, put in place by ``enter``."""
+    """The objects with which the blocks of one side run; ``enter`` puts them in place."""
 
     def __init__(self, job, guard, exchange, step):
         self._job, self._guard, self._exchange, self._step = job, guard, exchange, step
@@ -191,7 +191,7 @@ def options_of(arguments: argparse.Namespace):
 
 
 def gloo_group(folder: Path, place, rank: int):
-    """A gloo group of this rank with the same rank of all replicas."""
+    """Return a gloo group of this rank with the same rank of all replicas."""
     import torch.distributed as dist
 
     options = dist.ProcessGroupGloo._Options()
@@ -201,7 +201,7 @@ def gloo_group(folder: Path, place, rank: int):
 
 
 def watched(guard, parts, gloo: GlooExchange) -> Watch:
-    """Times what a step of ours consists of beside the training itself."""
+    """Measure the parts of an FT-HSDP step other than the training itself."""
     watch = Watch()
     watch.over("begin", guard, "begins")
     watch.over("wait_for_ftar", parts.exchange, "_wait_for_all")
@@ -228,7 +228,7 @@ def watched(guard, parts, gloo: GlooExchange) -> Watch:
 
 
 def alternate(arguments, job, session, cross, sides: dict, times: dict, watch: Watch) -> None:
-    """Pairs of blocks, the first ones to warm up. ``times``: name -> (wall, CPU) seconds of a step, by block."""
+    """Run pairs of blocks, the first ones to warm up. ``times``: name -> (wall, CPU) seconds of a step, by block."""
     import torch.distributed as dist
 
     steps = arguments.block_steps
@@ -244,7 +244,7 @@ def alternate(arguments, job, session, cross, sides: dict, times: dict, watch: W
             began, cpu = time.perf_counter(), time.process_time()
             sides[name].block(steps)
             took, used = (time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps
-            if name == "gloo":  # to the replicas' eyes these steps were not
+            if name == "gloo":  # FT-HSDP did not see these steps: take them back
                 job.state.step, job.state.consumed_train_samples = before
             if number >= WARM_UP:
                 times[name].append((took, used))

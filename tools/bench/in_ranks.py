@@ -1,4 +1,4 @@
-"""Benchmarks that measure inside the ranks of one job: starting them, and getting their result."""
+"""Common part of benchmarks that measure inside the ranks of one job: starting the ranks, and getting their result."""
 
 import json
 import os
@@ -21,11 +21,15 @@ def main(
     measure: Callable[[], None],
     prepare: Callable[[Path], list[str]] = lambda folder: [],
 ) -> int:
-    """Runs ``script`` with ``argv`` on ``ranks`` processes beside a small corpus, and prints what they publish; in
-    these processes, ``measure`` instead.
+    """Run ``script`` with ``argv`` on ``ranks`` processes beside a small corpus, and print what they publish. Inside
+    these processes, call ``measure`` instead.
 
     Args:
-        prepare: called with the folder before; its words are added to ``argv``.
+        script: path of the benchmark.
+        argv: its arguments.
+        ranks: number of processes.
+        measure: the measurement, which runs in each rank.
+        prepare: called with the folder before; the words that it returns are added to ``argv``.
     """
     if _FOLDER in os.environ:
         measure()
@@ -44,15 +48,15 @@ def main(
 
 
 def launcher(ranks: int) -> list[str]:
-    """torchrun on this machine."""
+    """Return the start of a torchrun command on this machine."""
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
 
 
 def run(command: list[str], folder: Path) -> None:
-    """Runs a command to its end.
+    """Run a command to its end.
 
     Raises:
-        SystemExit: it failed; with what it said last.
+        SystemExit: it failed; the message has its last output.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", _FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -61,10 +65,10 @@ def run(command: list[str], folder: Path) -> None:
 
 
 def folder() -> Path:
-    """In a rank: where the corpus is."""
+    """Return the folder with the corpus. Call it in a rank."""
     return Path(os.environ[_FOLDER])
 
 
 def publish(found: dict) -> None:
-    """In one of the ranks: the result."""
+    """Publish the result. Call it in one of the ranks."""
     (folder() / "result.json").write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Benchmarks that measure from inside a run of replicas: one script is both the command and what its workers run."""
+"""Common part of benchmarks that measure inside a run of replicas: one script is both the command and its workers."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ LIMIT_S = 230
 
 
 def add_flags(parser: argparse.ArgumentParser, blocks: int) -> None:
-    """What all of them ask for. ``blocks``: default."""
+    """Add the flags that all of these benchmarks have. ``blocks``: default of --blocks."""
     parser.add_argument("--blocks", type=int, default=blocks, help="pairs of blocks that count")
     parser.add_argument("--block-steps", type=int, default=5, help="steps in a block")
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -26,27 +26,30 @@ def add_flags(parser: argparse.ArgumentParser, blocks: int) -> None:
 
 
 def main(script: str, argv: list[str], options: list[str], measure: Callable[[], None]) -> int:
-    """In a worker ``measure()``; else ``script`` with ``argv`` in a run of its own, whose result is printed.
+    """Call ``measure`` in a worker; otherwise run ``script`` with ``argv`` in a run of its own and print its result.
 
     Args:
-        options: of ``ft run``. measure: one worker of it calls ``publish``.
+        script: path of the benchmark.
+        argv: its arguments.
+        options: options of ``ft run``.
+        measure: the measurement; one worker of it calls ``publish``.
     """
     if "FT_AGENT" in os.environ:
         measure()
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # cleans up on SIGTERM
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(_run(script, argv, options, Path(folder))))
     return 0
 
 
 def folder() -> Path:
-    """In a worker: what is put here is gone after the run; the corpus is here."""
+    """Return the folder with the corpus, which is deleted after the run. Call it in a worker."""
     return Path(os.environ["BENCH_FOLDER"])
 
 
 def publish(result: dict) -> None:
-    """In a worker: this is the result."""
+    """Publish the result. Call it in one worker."""
     temporary = folder() / "result.part"
     temporary.write_text(json.dumps(result))
     temporary.rename(temporary.with_name("result.json"))

@@ -81,7 +81,7 @@ def quorum(replicas: int, rounds: int) -> dict:
 
 
 def board(replicas: int, rounds: int) -> dict:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its client makes a page of each connection that ends
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its client logs a page for each connection that ends
     from ft.job.control import channel as boards
     from ft.job.messages import Observed
 
@@ -134,4 +134,4 @@ if __name__ == "__main__":
     sys.stdout.flush()
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # threads may be inside torch's store: the interpreter's orderly end would abort the process
+    os._exit(code)  # threads may be inside torch's store: an orderly exit of the interpreter would abort the process

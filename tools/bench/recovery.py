@@ -30,7 +30,7 @@ from ft.base import events  # noqa: E402
 from ft.record.recoveries import PHASES, recoveries  # noqa: E402
 
 LAYOUTS = {2: (1, 1), 4: (1, 2), 8: (2, 2), 16: (2, 4)}
-"""Ranks -> (tensor, pipeline) parallel size; the rest is data parallel."""
+"""Ranks -> (tensor, pipeline) parallel size; the rest is data parallelism."""
 FIRST_FAULT, SPACING = 10, 12
 DEADLINE_S = 300
 KILL, HANG, STAGE = "kill", "hang", "stage"
@@ -72,16 +72,16 @@ def flags(arguments: argparse.Namespace, corpus: str, steps: int) -> list[str]:
 
 
 def fault(arguments: argparse.Namespace, number: int) -> str:
-    """For `--inject`: all that dies in fault ``number``."""
+    """Return fault ``number`` for `--inject`, with all workers that die in it."""
     step = FIRST_FAULT + number * SPACING
     if arguments.kind != STAGE:
         return f"{arguments.kind}@step={step}:rank={(number * 3 + 1) % arguments.ranks}"
-    stage = 1 + number % (arguments.ranks - 3)  # its copy is at the next one, and the last one lives
+    stage = 1 + number % (arguments.ranks - 3)  # the next stage holds its copy; the last stage survives
     return f"kill@step={step}:rank={stage},kill@step={step}:rank={stage + 1}"
 
 
 def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str) -> list:
-    """The recoveries of one run with one fault after the other."""
+    """Return the recoveries of one run with several faults, one after the other."""
     faults = ",".join(fault(arguments, number) for number in range(arguments.faults))
     steps = FIRST_FAULT + arguments.faults * SPACING
     ways, standbys = (["--ft-checkfree"], 2) if arguments.kind == STAGE else ([], 1)
@@ -99,7 +99,7 @@ def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str) -> list:
 
 
 def torchrun(arguments: argparse.Namespace, folder: Path, corpus: str) -> float:
-    """Seconds from a worker's SIGKILL to the beginning of the first step after torchrun's restart."""
+    """Return the seconds from a worker's SIGKILL to the start of the first step after torchrun's restart."""
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
@@ -114,7 +114,7 @@ def torchrun(arguments: argparse.Namespace, folder: Path, corpus: str) -> float:
         before = metrics.stat().st_ino
         killed = time.time()
         psutil.Process(job.pid).children()[1].send_signal(signal.SIGKILL)
-        # The restarted run cuts the file back to the checkpoint, which makes a new file, and adds its first step.
+        # The restarted run truncates the file to the checkpoint, which creates a new file, and adds its first step.
         wait_until(lambda: metrics.stat().st_ino != before and lines(metrics)[-1]["step"] > FIRST_FAULT, folder)
         return time.time() - killed - lines(metrics)[-1]["step_time_s"]
     finally:

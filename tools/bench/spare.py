@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def calls(placement: Placement, trials: int, accelerate: bool) -> list[float]:
-    """Seconds of each call, over so many trials after one that does not count."""
+    """Return the seconds of each call, over ``trials`` trials after one warm-up trial."""
     controller, rng, found = Controller(placement, accelerate), np.random.default_rng(SEED), []
     for trial in range(trials + 1):
         controller.reset()
@@ -66,7 +66,7 @@ def calls(placement: Placement, trials: int, accelerate: bool) -> list[float]:
 
 
 def table(rows: list, trials: int) -> dict[str, float]:
-    """Seconds for the Monte Carlo of these rows; rulers and compilation are out of the way first."""
+    """Measure the seconds of the Monte Carlo for these rows, after rulers are computed and code is compiled."""
     placements = [Placement(row.groups, ruler(row.groups, row.redundancy)) for row in rows]
     run_trials(placements[0], 1, SEED)
     wall, core = time.perf_counter(), time.process_time()

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(groups: int, redundancy: int, accelerate: bool, seeds: int) -> dict[str, float]:
-    """Processor seconds of whole runs, and how many groups were lost in them."""
+    """Return the processor seconds of whole runs, and the number of groups that were lost in them."""
     asked = scenario(read_file(ROOT / f"examples/spare/table1_n{groups}.toml"))
     law, period = asked.failures(), checkpoint_period(asked, "spare", redundancy)
     crew = Spare(Placement(groups, ruler(groups, redundancy)), accelerate)

@@ -77,7 +77,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def alternate(arguments, job, guard, session, cross, sides: dict, times: dict) -> dict:
-    """Pairs of blocks, the first ones to warm up. ``times``: name -> [wall, CPU] seconds of a step, by block."""
+    """Run pairs of blocks, the first ones to warm up. ``times``: name -> [wall, CPU] seconds of a step, by block."""
     from megatron.training.step import train_step
 
     for number in range(arguments.blocks + WARM_UP):
@@ -130,7 +130,7 @@ def _bytes(tensors: list) -> int:
 
 
 def _copy_ms(tensors: list) -> float:
-    """A copy of all of them, median."""
+    """Return the median milliseconds of a copy of all tensors."""
     import torch
 
     copies = [torch.empty_like(each) for each in tensors]

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    out, sys.stdout = sys.stdout, sys.stderr  # what the trainers say is not the result
+    out, sys.stdout = sys.stdout, sys.stderr  # keep the trainers' output apart from the result
     from megatron.training.logging.quiet import quieten
 
     quieten()
@@ -65,7 +65,7 @@ def measure(arguments: argparse.Namespace) -> None:
             started = time.perf_counter()
             sides[name]()
             dist.barrier()
-            if block >= 2:  # the first two warm up
+            if block >= 2:  # the first two blocks warm up
                 times[name].append((time.perf_counter() - started) / arguments.block_steps)
     if rank == 0:
         print(json.dumps(result(arguments, times)), file=out)
@@ -110,7 +110,7 @@ def our_side(arguments: argparse.Namespace, corpus: str):
     job = assemble(options, check(options, dist.get_world_size(), has_te=False), time.monotonic())
 
     def block():
-        job.ending = None  # what ended the last block
+        job.ending = None  # reset the reason that ended the last block
         train(job)
 
     return block

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def work(rank: int, texts: dict, arguments, barrier, addresses, found) -> None:
-    """One worker; rank 0 reports its times."""
+    """Run one worker; rank 0 reports its times."""
     import torch
     from networks import from_text
     from snapshot_crew import set_to, state
@@ -81,7 +81,7 @@ def work(rank: int, texts: dict, arguments, barrier, addresses, found) -> None:
             other = Source(1 - rank, 1 - rank)
 
             def fetch(kind=kind, step=step, other=other):
-                if rank == 0:  # as a newcomer, which holds nothing
+                if rank == 0:  # as a new worker, which holds no snapshot
                     snaps[kind]._stock.own.close()
                     snaps[kind].restore(live, step, other, epoch=0)
 
@@ -114,7 +114,7 @@ def compute(matrix, products: int, snaps, live, step: int, on: bool) -> None:
 
 
 def timed(barrier, action) -> float:
-    """Seconds until both workers have done it."""
+    """Return the seconds until both workers have run ``action``."""
     barrier.wait()
     began = time.perf_counter()
     action()

@@ -29,9 +29,10 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
 
 STAGES, STEPS, FIRST, REST = 4, 240, 40, 30
-"""Failures come after step ``FIRST`` and leave the last ``REST`` steps alone, over the last of which is averaged."""
+"""Failures occur after step ``FIRST``, and not in the last ``REST`` steps; the final loss is a mean over the last of
+these."""
 RATES = (0.5, 1.0, 2.0)
-"""Failures of a stage in 100 steps; parts "equal" and "ends" have the highest only."""
+"""Failures of a stage per 100 steps; parts "equal" and "ends" use the highest only."""
 STRATEGIES = ("weighted", "uniform", "copy", "random")
 SWAPPED, STRAIGHT, NO_FAILURES = "swapped", "straight", "no failures"
 MIDDLE, EQUAL, ENDS, CROSS = PARTS = ("middle", "equal", "ends", "cross")
@@ -44,12 +45,12 @@ SHAPE = (
     f"--use-distributed-optimizer --pipeline-model-parallel-size {STAGES} --ft-hot-swap"
 )
 LIMIT_S = 230.0
-"""Of one run."""
+"""Time limit of one run, in seconds."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One run. ``way``: a strategy, or how the ends are trained. ``rate``: failures of a stage in 100 steps."""
+    """One run. ``way``: a strategy, or how the ends are trained. ``rate``: failures of a stage per 100 steps."""
 
     part: str
     way: str
@@ -58,11 +59,11 @@ class Setting:
 
     @property
     def at_risk(self) -> tuple[int, ...]:
-        """Stages that may be lost."""
+        """Return the stages that may be lost."""
         return (0, STAGES - 1) if self.part == ENDS else tuple(range(1, STAGES - 1))
 
     def flags(self, corpus: str, steps: int) -> str:
-        """The trainer's."""
+        """Return the trainer's flags."""
         plus = self.part == ENDS
         strategy = self.way if self.way in STRATEGIES else STRATEGIES[0]
         how = "--ft-checkfree-plus" if plus else f"--ft-checkfree --ft-checkfree-strategy {strategy}"
@@ -70,7 +71,7 @@ class Setting:
 
 
 def settings(parts: Sequence[str], seeds: int) -> Iterator[Setting]:
-    """All runs of ``parts``, first those of the first seed."""
+    """Yield all runs of ``parts``, those of the first seed first."""
     for seed in range(seeds):
         for part in parts:
             if part == ENDS:
@@ -82,9 +83,10 @@ def settings(parts: Sequence[str], seeds: int) -> Iterator[Setting]:
 
 
 def failures(at_risk: Sequence[int], rate: float, steps: int, seed: int) -> list[tuple[int, int]]:
-    """(step, stage), in order: each stage by itself ``rate`` times in 100 steps on the average, one at a time.
+    """Return (step, stage) of each failure, in order: each stage fails independently, on average ``rate`` times in 100
+    steps.
 
-    The same whatever the strategy; a stage that would be lost together with another is so a step later.
+    The failures are the same for all strategies. Of stages that would fail at the same step, one fails a step later.
     """
     rng, found, late = random.Random(f"{seed} {rate} {list(at_risk)}"), [], []
     for step in range(min(FIRST, steps // 3), steps - min(REST, steps // 4) + 1):
@@ -113,7 +115,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_all(into: Path, parts: Sequence[str], seeds: int, steps: int, stop_after: float) -> None:
-    """Runs what is not in ``into`` yet."""
+    """Run what ``into`` does not contain yet."""
     began = time.monotonic()
     done = {key(row) for row in read(into)}
     todo = [each for each in settings(parts, seeds) if key(asdict(each) | {"steps": steps}) not in done]
@@ -134,7 +136,7 @@ def run_all(into: Path, parts: Sequence[str], seeds: int, steps: int, stop_after
 
 
 def run_one(setting: Setting, ranks: Callable, corpus: str, steps: int) -> dict:
-    """One row: the setting and what ``checkfree_convergence_job.train`` has seen on the last stage."""
+    """Return one row: the setting and what ``checkfree_convergence_job.train`` returns on the last stage."""
     from checkfree_convergence_job import train
 
     lost = failures(setting.at_risk, setting.rate, steps, setting.seed)
@@ -163,7 +165,7 @@ def add(into: Path, row: dict) -> None:
 
 
 class Ranks:
-    """Ranks forked from one warm process, for as long as the context lasts: ``ranks(function, world, ...)``."""
+    """Ranks forked from a warm process, available inside the context: ``ranks(function, world, ...)``."""
 
     def __init__(self, folder: Path):
         from harness import Ranks as Warm
@@ -175,7 +177,7 @@ class Ranks:
         return self._ranks(function, world, *args, timeout=LIMIT_S, **how)
 
     def corpus(self, into: Path) -> str:
-        """The standard library's sources as an indexed dataset; its prefix."""
+        """Write the standard library's sources as an indexed dataset; return its prefix."""
         import small_runs
 
         if not (into / "corpus.idx").exists():

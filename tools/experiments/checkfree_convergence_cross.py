@@ -1,4 +1,4 @@
-"""The cross-check of :mod:`checkfree_convergence`: killed workers against the same faults between steps."""
+"""The cross-check of :mod:`checkfree_convergence`: runs with killed workers against the same faults between steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,11 +8,11 @@ from checkfree_convergence import CROSS, EVERY, SHAPE, STAGES
 
 STEPS, KILL_AT = 80, 61
 FAULTS = {"stage 0": (0, 1, "--ft-checkfree-plus"), "stage 1": (1, 2, "--ft-checkfree")}
-"""Who is lost, who holds its copy and dies with it (and is restored from its own copy), which rung is asked for."""
+"""The lost stage, the stage that holds its copy and dies with it (and is restored from its own copy), the flag used."""
 
 
 def compare(ranks: Callable, corpus: str, folder: Path) -> Iterator[dict]:
-    """A row for each of ``FAULTS``: the losses of the replay as ``train``, of the real run as ``real``."""
+    """Yield a row for each of ``FAULTS``: the losses of the replay as ``train``, of the real run as ``real``."""
     from checkfree_convergence_job import train
     from ft_runs import ft_run
 

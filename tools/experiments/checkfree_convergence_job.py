@@ -1,6 +1,6 @@
 """One rank of a run of :mod:`checkfree_convergence`: the real trainer, whose stages lose their state between two steps.
 
-What is lost is filled with what no step survives (not-a-number), so nothing but a rebuild can go on from it.
+Lost state is filled with NaN, which no step survives, so that only a rebuild allows training to continue.
 """
 
 import time
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 PATIENCE = 40
-"""Steps after a rebuild in which it is looked whether the loss is back."""
+"""Number of steps after a rebuild during which the script checks whether the loss has recovered."""
 
 
 def train(
@@ -20,19 +20,20 @@ def train(
     straight: bool = False,
     equal: bool = False,
 ) -> dict[str, Any]:
-    """Trains on this rank, one pipeline stage, and loses and rebuilds stages in between. Collective over all ranks.
+    """Train on this rank, one pipeline stage, and lose and rebuild stages in between. Collective over all ranks.
 
     Args:
+        flags: flags of the trainer.
         lost: (committed step, stage) of each failure, in order; no two adjacent stages at the same step.
-        every: steps between two looks at the held-out samples.
-        straight: with --ft-checkfree-plus, run megatron-core's 1F1B: embedding and head are kept twice as before, and
-            no microbatch takes the ends of the pipeline in the other order.
-        equal: all stages begin with the first one's blocks.
+        every: steps between two evaluations on the held-out samples.
+        straight: with --ft-checkfree-plus, run megatron-core's 1F1B: embedding and head are still replicated, but no
+            microbatch takes the ends of the pipeline in swapped order.
+        equal: whether all stages start with the first stage's blocks.
 
     Returns:
-        ``train``: loss of every step (on the last stage), ``held_out``: (step, loss), ``rebuilt``: one mapping for each
-        failure, with held-out losses ``before`` and ``after`` it and the steps until they were ``good_after``, None
-        where the run or another failure came before that or ``PATIENCE`` ended.
+        ``train``: loss of every step (on the last stage); ``held_out``: (step, loss); ``rebuilt``: one mapping for each
+        failure, with the held-out losses ``before`` and ``after`` it, and ``good_after``: the number of steps until the
+        loss had recovered, None if the end of the run, another failure or the end of ``PATIENCE`` came before.
     """
     began = time.monotonic()
     life = Life(flags, straight, equal)
@@ -62,7 +63,7 @@ def train(
 
 
 def look_after(made: dict[str, Any], step: int, loss: float) -> dict[str, Any] | None:
-    """Whether the loss is back at what it was; None once there is no more to wait for."""
+    """Check whether the loss has recovered; return ``made``, or None once there is nothing more to wait for."""
     passed = step - made["step"]
     if loss <= made["before"]:
         made["good_after"] = passed
@@ -71,7 +72,7 @@ def look_after(made: dict[str, Any], step: int, loss: float) -> dict[str, Any] |
 
 
 class Life:
-    """The trainer on this rank, and what ft.systems.hot_swap and ft.job.control do around it at a failure."""
+    """The trainer on this rank, with what ft.systems.hot_swap and ft.job.control would do around it at a failure."""
 
     def __init__(self, flags: str, straight: bool, equal: bool):
         import torch.distributed as dist
@@ -96,7 +97,7 @@ class Life:
         self._held_out = None
 
     def step(self) -> float:
-        """Loss of one committed step; not-a-number on all stages but the last."""
+        """Run one committed step and return its loss; NaN on all stages but the last."""
         from megatron.training.step import train_step
 
         report = train_step(self.job)
@@ -104,7 +105,7 @@ class Life:
         return report.loss
 
     def look(self) -> float:
-        """Loss on always the same held-out samples, in the pipeline's own order; known to every rank."""
+        """Return the loss on a fixed set of held-out samples, in the pipeline's normal order, on every rank."""
         from megatron.training.evaluate import evaluate
 
         if self._held_out is None:
@@ -112,7 +113,7 @@ class Life:
         return evaluate(self.job, [iter(self._held_out) if self._held_out else None])
 
     def lose(self, stage: int) -> dict[str, Any]:
-        """Throws the state of ``stage`` away and has it rebuilt; says how, and how long it took on this rank."""
+        """Destroy the state of ``stage`` and have it rebuilt; return how, and how long it took on this rank."""
         import torch.distributed as dist
 
         from ft.job.messages import Neighbours, Repair
@@ -138,8 +139,8 @@ class Life:
         return {**everybody[stage][0], "seconds": round(seconds, 4)}
 
     def _destroy(self) -> None:
-        """A replaced worker has nothing of the old one. Embedding and head have a copy next door, or are none of this
-        stage's: without CheckFree+ the ends are never lost."""
+        """Destroy all state of this rank, as in a replaced worker. Embedding and head have a copy on a neighbour stage,
+        or are not on this stage: without CheckFree+ the ends are never lost."""
         import random
 
         import numpy
@@ -184,7 +185,7 @@ def _assemble(flags: str, straight: bool):
 
 
 def _keep_order(ends: Any, chunk: Any) -> None:
-    """Runs 1F1B in the place of the schedule with swapped ends."""
+    """Run 1F1B instead of the schedule with swapped ends."""
     from ft.systems.checkfree.plus.install import install
     from ft.systems.schedule.kinds import one_f_one_b
     from megatron.core import parallel_state
@@ -205,7 +206,7 @@ def _equalize(trainee: Any) -> None:
 
 
 def _batches(job: Any) -> Iterator[Any]:
-    """The first held-out microbatches, as many as one evaluation takes; none on a stage that sees no tokens."""
+    """Yield the held-out microbatches of one evaluation; none on a stage that reads no tokens."""
     options, loader = job.options, job.valid_loaders[0]
     samples = options.evaluation.eval_iters * options.training.global_batch_size
     if loader is not None:

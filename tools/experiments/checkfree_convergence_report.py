@@ -1,4 +1,4 @@
-"""Table and picture of :mod:`checkfree_convergence`."""
+"""Table and figure of the results of :mod:`checkfree_convergence`."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -23,16 +23,16 @@ from checkfree_convergence_job import PATIENCE
 RESULTS = "tools/experiments/results/checkfree_convergence.txt"
 PICTURE = "examples/checkfree/convergence.png"
 LAST, LEVEL, SMOOTH = 20, 5, 15
-"""Steps that are averaged over: the last loss; the one before a failure; the picture's."""
+"""Numbers of steps to average over: for the final loss; for the loss before a failure; for the curves of the figure."""
 GOAL = 5.0
-"""How many times less a copied first stage is to jump with swapped training (issue 8)."""
+"""Factor by which swapped training should reduce the jump of the loss when the first stage is copied (issue 8)."""
 _COLOUR = dict(zip((*STRATEGIES, NO_FAILURES), ("#2f6fb0", "#3f8f55", "#e8a33d", "#c8322b", "#1f2933"), strict=True))
 _COLOUR |= {SWAPPED: "#2f6fb0", STRAIGHT: "#c8322b"}
 _INK, _QUIET, _FAINT = "#1f2933", "#66717d", "#dfe4ea"
 
 
 def write(rows: list[dict], root: Path) -> str:
-    """Writes the results under ``root``; returns the text."""
+    """Write the results under ``root``; return the text."""
     text = table(rows)
     for path in (root / RESULTS, root / PICTURE):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,30 +45,30 @@ def write(rows: list[dict], root: Path) -> str:
 
 
 def last_loss(row: dict) -> float:
-    """Mean training loss of the last steps."""
+    """Return the mean training loss of the last steps."""
     return statistics.fmean(row["train"][-LAST:])
 
 
 def jumps(rows: Iterable[dict], stages: Sequence[int] = range(STAGES)) -> list[float]:
-    """Held-out loss right after each rebuild minus that right before it."""
+    """Return the held-out loss right after each rebuild minus the held-out loss right before it."""
     return [made["after"] - made["before"] for row in rows for made in row["rebuilt"] if made["stage"] in stages]
 
 
 def training_jump(losses: Sequence[float], step: int) -> float:
-    """Loss of the step after ``step`` minus the mean of the last ones: as ``ft report`` shows it, with the noise of
-    batches that differ."""
+    """Return the loss of the step after ``step`` minus the mean of the steps before, as ``ft report`` shows it; this
+    includes the noise of different batches."""
     return losses[step] - statistics.fmean(losses[max(0, step - LEVEL) : step])
 
 
 def made_good(rows: Iterable[dict]) -> tuple[float | None, int, int]:
-    """(median of the steps until the held-out loss was back, rebuilds of which that was seen, all rebuilds)."""
+    """Return (median of the steps until the held-out loss recovered, rebuilds with a recovery, all rebuilds)."""
     every = [made["good_after"] for row in rows for made in row["rebuilt"]]
     seen = [steps for steps in every if steps is not None]
     return (statistics.median(seen) if seen else None), len(seen), len(every)
 
 
 def ratio(rows: Sequence[dict], stage: int) -> float | None:
-    """Mean jump of ``stage`` without swapped training over that with it; None where either is not known."""
+    """Return the mean jump of ``stage`` without swapped training over the one with it; None if either is unknown."""
     straight, swapped = (
         jumps((row for row in rows if row["part"] == ENDS and row["way"] == way), [stage])
         for way in (STRAIGHT, SWAPPED)
@@ -79,7 +79,7 @@ def ratio(rows: Sequence[dict], stage: int) -> float | None:
 
 
 def _groups(rows: Sequence[dict], part: str) -> dict[tuple[float, str], list[dict]]:
-    """(rate, way) -> a row for each seed."""
+    """Return (rate, way) -> the rows of all seeds."""
     found: dict[tuple[float, str], list[dict]] = {}
     for row in rows:
         if row["part"] == part:

@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
 
 
 def launch(given: argparse.Namespace, argv: list[str], folder: Path) -> None:
-    """Runs the ranks; rank 0 writes the result."""
+    """Run the ranks; rank 0 writes the result."""
     import small_runs as runs
 
     from megatron import patches
@@ -152,14 +152,14 @@ def in_rank(given: argparse.Namespace) -> None:
 
 
 def way_of(job, case: Case) -> str | Path:
-    """How ``job`` is to be protected. Collective."""
+    """Return the kind of DMR for ``job``. Collective."""
     import dmr_jobs
 
     return dmr_jobs.plan_of(job, Path(os.environ[_FOLDER])) if case.way == PLAN else case.way
 
 
 def train(given: argparse.Namespace, case: Case, job) -> dict:
-    """Trains; alarms are what DMR says of it."""
+    """Train without faults; all mismatches that DMR reports are false alarms."""
     import dmr_jobs
     import torch.distributed as dist
 

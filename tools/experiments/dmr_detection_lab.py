@@ -1,4 +1,4 @@
-"""The laboratory of ``dmr_detection.py``: an iteration again and again from one state, with another bit flipped."""
+"""Fault injection for ``dmr_detection.py``: repeats an iteration from one state, each time with another bit flip."""
 
 import random
 import time
@@ -15,8 +15,8 @@ class Case:
     """A kind of run. ``way``: naive, piggyback, or PLAN.
 
     Attributes:
-        indices: results that are no floating-point numbers are hit, too. Of two ranks, an index that is out of range
-            would end one and leave the other waiting.
+        indices: whether results that are not floating-point numbers are flipped, too. With two ranks, an index that is
+            out of range would end one rank and leave the other waiting.
     """
 
     world: int
@@ -29,7 +29,7 @@ class Case:
 
 
 class Catalogue:
-    """What an iteration of one rank has to flip: (operator, phase, execution, floating point)."""
+    """The results in an iteration of one rank that can be flipped: (operator, phase, execution, floating point)."""
 
     def __init__(self):
         self.found: list[tuple] = []
@@ -52,8 +52,8 @@ class Catalogue:
 
 
 def one_flip(tell, number: int, seed: int, indices: bool):
-    """A falsifier of the ``number``-th result of an iteration; without ``indices``, of the first one from there on that
-    is floating-point: with windows that end when they end, not every iteration has its results in the same order."""
+    """Return a falsifier of the ``number``-th result of an iteration; without ``indices``, of the first floating-point
+    result from there on. Windows of varying length make the order of results differ between iterations."""
     from ft.faults.flip import Flip
     from ft.systems.dmr.runtime.falsify import Falsifier
 
@@ -84,7 +84,7 @@ def one_flip(tell, number: int, seed: int, indices: bool):
 
 
 def waits(way: str | Path) -> tuple[int, int]:
-    """Operators of this rank that wait for windows by a plan: by themselves, and in AGC segments."""
+    """Return how many operators of this rank wait for windows by a plan: individually, and in AGC segments."""
     from ft.systems.dmr.plan.file import read_plan
     from megatron.core import parallel_state
 
@@ -97,10 +97,10 @@ def waits(way: str | Path) -> tuple[int, int]:
 
 
 class Lab:
-    """Takes iterations of a job from one state, with one falsifier each. ``way``: as of ``dmr_jobs.protection``.
+    """Repeats iterations of a job from the same state, with one falsifier each. ``way``: as in ``dmr_jobs.protection``.
 
     Attributes:
-        waits: operators of this rank that wait by themselves, and in AGC segments.
+        waits: numbers of operators of this rank that wait for windows: individually, and in AGC segments.
     """
 
     def __init__(self, job, way: str | Path):
@@ -128,7 +128,7 @@ class Lab:
             self.falsifier.deferred(*args)
 
     def attempt(self, falsifier) -> tuple[bool, list, str | None, tuple]:
-        """(somebody has found something, what was found here, error, what is left behind)."""
+        """Return (whether any rank has found a mismatch, what this rank has found, error, resulting state)."""
         import torch.distributed as dist
 
         from megatron.training.step import _update
@@ -153,11 +153,11 @@ class Lab:
 
 
 def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = float("inf")) -> dict:
-    """``count`` flips, one after the other, and what became of each. Collective."""
+    """Inject ``count`` flips, one after the other, and return the outcome of each. Collective."""
     import torch.distributed as dist
 
     catalogue = Catalogue()
-    for _ in range(2):  # what the first iteration of a process does once is not there in later ones
+    for _ in range(2):  # the first iteration of a process has operators that later ones do not have
         catalogue.restart()
         alarmed, _, _, clean = lab.attempt(catalogue)
     coverage, told_of = lab.engine.coverage(), [None] * dist.get_world_size()
@@ -176,7 +176,7 @@ def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = fl
         falsifier = one_flip(*of) if dist.get_rank() == rank else None
         try:
             alarmed, found, error, left = lab.attempt(falsifier)
-        except Exception as caught:  # of several ranks, one is gone, and the others cannot go on
+        except Exception as caught:  # with several ranks, one has ended and the others cannot continue
             print(f"flip {number} has ended a rank: {caught}", flush=True)
             ended = 1
             break
@@ -203,7 +203,7 @@ def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = fl
 
 
 def plan(told: list[list[tuple]], case: Case, count: int, seed: int):
-    """Which result of which rank is hit, group by group in turn."""
+    """Choose which result of which rank to flip, taking turns between the groups of results."""
     draw = random.Random(f"flips {seed}")
     groups: dict[tuple, list] = defaultdict(list)
     for rank, found in enumerate(told):

@@ -1,4 +1,4 @@
-"""The table of ``dmr_detection.py``: flips by operator, and what became of them."""
+"""The result table of ``dmr_detection.py``: bit flips by operator, and their outcomes."""
 
 import json
 from collections import Counter, defaultdict
@@ -12,7 +12,7 @@ _KINDS = ("primary", "checker", "forward", "recompute", "backward", "optimizer")
 
 
 def write(folder: Path, root: Path) -> str:
-    """Writes the table of all results in ``folder`` into the repository at ``root``; returns it."""
+    """Write the table of all results in ``folder`` into the repository at ``root``; return it."""
     flips = [json.loads(path.read_text()) for path in sorted(folder.glob("flips-*.json"))]
     clean = [json.loads(path.read_text()) for path in sorted(folder.glob("clean-*.json"))]
     text = "\n".join([_head(flips), *_cases(flips), "", *_operators(_all(flips)), "", *_clean(clean)]) + "\n"

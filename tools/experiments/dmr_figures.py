@@ -32,10 +32,12 @@ READINGS = ("idle", "naive", "rates")
 
 @dataclass(frozen=True)
 class Printed:
-    """What the paper prints of a configuration, means over batches.
+    """Figures that the paper (SpareTrain) prints for a configuration, means over batches.
 
-    Args:
-        gains: over naive with 1, 2 and 3 phases, by batch; where the ablation has it.
+    Attributes:
+        overhead: overhead of planned DMR over no DMR.
+        gain: speedup over naive DMR.
+        gains: speedup over naive DMR with 1, 2 and 3 phases, by batch; where the ablation reports it.
     """
 
     overhead: float
@@ -44,7 +46,7 @@ class Printed:
 
     @property
     def naive(self) -> float:
-        """Overhead of naive DMR that the two figures imply."""
+        """Return the overhead of naive DMR that the two figures imply."""
         return (1 + self.gain) * (1 + self.overhead) - 1
 
 
@@ -60,7 +62,7 @@ PAPER = {
     "llama4-scout_94gb": Printed(0.098, 0.11),
     "llama4-scout_141gb": Printed(0.081, 0.14, ((0.047, 0.083, 0.093), (0.120, 0.099, 0.120), (0.137, 0.120, 0.165))),
 }
-"""By scenario file. The ablation's batches are 16, 32, 64."""
+"""Scenario file -> printed figures. The ablation's batches are 16, 32, 64."""
 
 HEAD = [
     "configuration",
@@ -86,7 +88,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", help="other batches than 16,32,64")
     parser.add_argument("--only", default="", help="configurations whose name holds this")
     given = parser.parse_args(argv)
-    # Traces are hundreds of thousands of objects without cycles: looking for these takes a fifth of the time.
+    # Traces are hundreds of thousands of objects without cycles; the cycle collector would take a fifth of the time.
     gc.disable()
     names = [name for name in PAPER if given.only in name]
     found = {name: _estimates(_asked(name, given)) for name in names}
@@ -104,7 +106,7 @@ def main(argv: list[str]) -> int:
 
 
 def _estimates(asked: Question) -> tuple[float, list[Estimate]]:
-    """How much slower transfers are, and the estimate of each batch."""
+    """Return the slowdown of transfers, and the estimate of each batch."""
     cluster = cluster_of(asked)
     return cluster.slowdown, [_checked(estimate(asked, layout, cluster)) for layout in asked.layouts]
 
@@ -122,10 +124,10 @@ def _asked(name: str, given: argparse.Namespace) -> Question:
 
 
 def _checked(one: Estimate) -> Estimate:
-    """The estimate without its trace, which is large.
+    """Return the estimate without its trace, which is large.
 
     Raises:
-        RuntimeError: the plan is not one.
+        RuntimeError: the plan is invalid.
     """
     plan = one.plan
     overheads = [phase.overhead for phase in plan.phases]

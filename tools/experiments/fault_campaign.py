@@ -33,17 +33,17 @@ LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 SAVE_INTERVAL = 5
 FAULTS, FIRST, SPACING = 8, 5, 7
 STEPS = FIRST + FAULTS * SPACING + 4
-LIMIT_S, SEEN_WITHIN_S = 450.0, 2.0  # a stall in a first step may last for 300 s: it could be compilation
+LIMIT_S, SEEN_WITHIN_S = 450.0, 2.0  # a stall in a first step is tolerated for 300 s: it could be compilation
 SECOND_S, TIMED = 0.3, 0.12
-"""How many of the faults get a second one in their recovery, and how many come by the clock."""
+"""Shares of the faults that get a second fault during their recovery, and that are triggered by time, not by step."""
 ROWS = [
     r for r in TABLE if r.outcome not in (STOPPED, UNNOTICED) and r.where in (WORKER, FILES, CONTROL) and not r.needs
 ]
 BRIEF = {"slow": "for=300ms", "disk-full": "for=150ms"}
-# A NaN that is put in place after the step's losses were looked at can get into a checkpoint; nothing is left then.
+# A NaN written after the step's losses were checked can get into a checkpoint; then no intact state is left.
 EARLY = ("corrupt-tensor", "stale-snapshot")
 HOLDING_UP = ("stall", "lose-frame", "out-of-step", "slow", "disk-full")
-"""Kinds that take long to notice in a recovery, or mean nothing there: no second faults."""
+"""Kinds that are detected slowly during a recovery, or have no effect there: never used as second faults."""
 
 
 def main(argv: list[str]) -> int:
@@ -87,10 +87,12 @@ def _range(text: str) -> range:
 
 
 def plan(seed: int, faults: int = FAULTS, but: tuple[str, ...] = ()) -> list[str]:
-    """The faults of one run, for ``--inject``. Over the seeds every kind comes as often as any other.
+    """Return the faults of one run, for ``--inject``. Over the seeds every kind occurs equally often.
 
     Args:
-        faults: how many; second ones in their recoveries come on top. but: kinds to leave out.
+        seed: number of the run.
+        faults: number of faults, without the second faults during their recoveries.
+        but: kinds to leave out.
     """
     rng, specs = random.Random(f"campaign {seed}"), []
     rows = [row for row in (_kind(seed * FAULTS + i) for i in range(len(ROWS))) if row.kind not in but]
@@ -108,7 +110,7 @@ def plan(seed: int, faults: int = FAULTS, but: tuple[str, ...] = ()) -> list[str
 
 
 def _kind(number: int) -> Row:
-    """Number ``number`` of an endless row of shuffled tables."""
+    """Return row ``number`` of an endless sequence of shuffled tables."""
     order = list(ROWS)
     random.Random(f"order {number // len(ROWS)}").shuffle(order)
     return order[number % len(ROWS)]
@@ -126,8 +128,9 @@ def _spec(row: Row, when: str) -> str:
 
 
 def matrix() -> list[list[str]]:
-    """A first worker is killed; in each phase of its recovery each kind of fault hits its successor, its data-parallel
-    peer, which holds the only other copy of its state, and somebody else. ``FAULTS`` pairs a run."""
+    """Return runs in which a first worker is killed, and each kind of fault hits in each phase of its recovery: its
+    successor, its data-parallel peer, which holds the only other copy of its state, or another worker. A run has
+    ``FAULTS`` such pairs."""
     rows = [row for row in ROWS if row.outcome != HARMLESS or row.where == CONTROL or row.kind.endswith("-reports")]
     rows = [row for row in rows if row.kind not in HOLDING_UP]
     cases = [
@@ -135,7 +138,7 @@ def matrix() -> list[list[str]]:
         for row, phase, victim in itertools.product(rows, RECOVERY_PHASES, (0, 1, 3))
         if not (phase == "assemble" and victim != 0) and not (phase == "leave" and victim == 0)
     ]
-    random.Random("matrix").shuffle(cases)  # kinds mixed: the same error again and again means something else
+    random.Random("matrix").shuffle(cases)  # mix the kinds: a repeated identical error is treated differently
     parts = []
     for at in range(0, len(cases), FAULTS):
         part = []
@@ -150,13 +153,17 @@ def matrix() -> list[list[str]]:
 
 
 def run_one(name: str, specs: list[str], into: Path, data: str, wanted: list[float]) -> dict:
-    """One run; what came of it and of each of its faults, as JSON values.
+    """Run one run; return its outcome and that of each of its faults, as JSON values.
 
     Args:
-        data: prefix of the corpus. wanted: the losses of as many steps without a fault.
+        name: name of the run.
+        specs: the faults.
+        into: folder of the results.
+        data: prefix of the corpus.
+        wanted: the losses of as many steps without a fault.
 
     Returns:
-        "problem" is "" if all is well, else what is wrong in a word or two.
+        "problem" is "" if the run is correct, else a short description of what is wrong.
     """
     from ft_runs import flags, ft_run
 
@@ -185,8 +192,8 @@ def run_one(name: str, specs: list[str], into: Path, data: str, wanted: list[flo
 
 
 def what_came(history, specs: list[str]) -> list[dict]:
-    """For each fault that happened: the row of the table, the outcome, seconds without training, None where there were
-    none, and how many faults that interruption had."""
+    """Return for each fault that occurred: the row of the table, the outcome, the seconds without training (None if
+    there were none), and the number of faults in that interruption."""
     planned = schedule(parse(",".join(specs)), RANKS, ["n0"], 0)
     rows = {fault.number: row_of(fault) for fault in planned}
     happened = [event for event in history if event.name == "fault_injected"]
@@ -214,7 +221,7 @@ def what_came(history, specs: list[str]) -> list[dict]:
 
 
 def _in_time(event, interruptions, row: Row):
-    """Of two faults that hit one rank, an interruption names the last; the other one was in it too."""
+    """Find the interruption of a fault. If two faults hit one rank, an interruption names only the last of them."""
     if row.outcome == HARMLESS:
         return None
     later = [r for r in interruptions if r.ended is not None and r.ended.wall > event.wall and r.detected]
@@ -233,7 +240,7 @@ def corpus(into: Path) -> str:
 
 
 def reference(into: Path, steps: int = STEPS) -> list[float]:
-    """Losses without faults."""
+    """Return the losses without faults; compute them if they are not stored in ``into``."""
     from ft_runs import flags, ft_run
 
     file = into / f"reference-{steps}.json"
@@ -246,7 +253,7 @@ def reference(into: Path, steps: int = STEPS) -> list[float]:
 
 
 def read(into: Path) -> list[dict]:
-    """The runs on record."""
+    """Return the recorded runs."""
     file = into / "runs.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 

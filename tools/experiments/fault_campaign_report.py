@@ -1,4 +1,4 @@
-"""Table, picture and times of a fault campaign's runs (:mod:`fault_campaign`)."""
+"""Table, figure and times of a fault campaign's runs (:mod:`fault_campaign`)."""
 
 import json
 import statistics
@@ -15,7 +15,7 @@ _COLOURS = {IN_PLACE: "#d98e04", REPLACED: "#c8322b", RESTARTED: "#4b3f72"}
 
 
 def write(runs: list[dict], root: Path) -> str:
-    """Writes the results under ``root``; returns the table."""
+    """Write the results under ``root``; return the table."""
     text = table(runs)
     path = root / RESULTS
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def write(runs: list[dict], root: Path) -> str:
 
 
 def command(runs: list[dict]) -> str:
-    """What makes these runs."""
+    """Return the command that produces these runs."""
     numbers: dict[str, list[int]] = {"seed": [], "matrix": []}
     for run in runs:
         kind, _, number = run["name"].partition(" ")
@@ -37,19 +37,19 @@ def command(runs: list[dict]) -> str:
 
 
 def by_row(runs: list[dict]) -> dict[str, list[dict]]:
-    """Row's name -> its faults in all runs, in the order of the table of kinds."""
+    """Return row's name -> its faults in all runs, in the order of the table of kinds."""
     faults = [fault for run in runs for fault in run["faults"]]
     found = {row.name: [f for f in faults if f["row"] == row.name] for row in TABLE}
     return {name: some for name, some in found.items() if some}
 
 
 def alone(faults: list[dict]) -> list[float]:
-    """Seconds without training of those that had an interruption to themselves."""
+    """Return the seconds without training of the faults that were the only one in their interruption."""
     return [f["seconds"] for f in faults if f["seconds"] is not None and f["together"] == 1]
 
 
 def times(runs: list[dict]) -> dict:
-    """What the page says: row's name -> count, median and worst."""
+    """Return the figures for the documentation: row's name -> count, median and maximum."""
     found: dict = {"command": command(runs), "runs": len(runs), "faults": sum(len(run["faults"]) for run in runs)}
     for name, faults in by_row(runs).items():
         seconds = alone(faults)
@@ -59,7 +59,7 @@ def times(runs: list[dict]) -> dict:
 
 
 def table(runs: list[dict]) -> str:
-    """For a terminal."""
+    """Return the table as text for a terminal."""
     faults = [fault for run in runs for fault in run["faults"]]
     inside = sum(f["where"] in RECOVERY_PHASES for f in faults)
     together = sum(f["together"] > 1 for f in faults)
@@ -94,7 +94,7 @@ def _count(runs: list[dict], problem: str) -> int:
 
 
 def picture(runs: list[dict], path: Path) -> None:
-    """Recovery times by kind, each as a dot, on a logarithmic axis; the median as a bar."""
+    """Draw recovery times by kind, each as a dot, on a logarithmic axis; the median as a bar."""
     import matplotlib
 
     matplotlib.use("Agg")

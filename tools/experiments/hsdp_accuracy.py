@@ -30,17 +30,17 @@ from ft.systems.hsdp.samples import Deal  # noqa: E402
 
 REPLICAS, BATCH, SEQ, VOCAB = 8, 2, 48, 256
 STEPS, FIRST = 400, 160
-"""Steps without failures, and those of them before the first failure (the paper: 200 of 500 billion tokens)."""
+"""Total steps, and the steps before the first failure (FT-HSDP: 200 of 500 billion tokens)."""
 SHORT, MIDDLE, LONG = 5, 25, 87
-"""Steps that a failure lasts; 87 of 240 are the 4,000 of 11,000 of the paper's longest."""
+"""Steps that a failure lasts; 87 of 240 correspond to the 4,000 of 11,000 of FT-HSDP's longest."""
 LR, LEAST_LR, WARMUP = 3e-3, 3e-4, 20
 EVERY, HELD_OUT = 40, 96
-"""Steps between two looks at the held-out samples, and how many of those there are."""
+"""Steps between two evaluations on the held-out samples, and the number of these samples."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``other``: 0, or the number of another order of the samples: how far apart are two runs without failures?"""
+    """One run. ``other``: 0, or the number of another order of the samples, to measure the noise without failures."""
 
     count: int = 0
     length: int = 0
@@ -98,7 +98,8 @@ def read(path: Path) -> list[dict]:
 
 
 def failures(setting: Setting, seed: int) -> list[tuple[int, frozenset[int]]]:
-    """(first step, who is away) of each; the same for all learning rates, and the one replica is one of the three."""
+    """Return (first step, absent replicas) of each failure. The same for all learning rates;
+    the only absent replica of one setting is one of the three of another."""
     rng = random.Random(f"{seed} {setting.count} {setting.length}")
     stretch = (STEPS - FIRST) // max(setting.count, 1)
     found = []
@@ -114,7 +115,7 @@ def healthy_at(step: int, setting: Setting, schedule: list[tuple[int, frozenset[
 
 
 class Trainer:
-    """One seed: its model, data and first part; ``run`` goes on from there."""
+    """One seed: its model, data and failure-free first part; ``run`` continues from there."""
 
     def __init__(self, seed: int):
         import torch
@@ -134,7 +135,7 @@ class Trainer:
         self.first_parts = {}
 
     def run(self, setting: Setting) -> dict:
-        """Losses of every step and of the held-out samples, each with the tokens seen before."""
+        """Return the losses of every step and of the held-out samples, each with the tokens trained on before."""
         began, torch = time.monotonic(), self.torch
         schedule, order = failures(setting, self.seed), torch.Generator().manual_seed(1000 * self.seed + setting.other)
         mixed = torch.randperm(len(self.samples), generator=order)
@@ -161,7 +162,7 @@ class Trainer:
         }
 
     def _begin(self, setting: Setting, mixed) -> None:
-        """At the end of the first part, which all settings with the same order of samples share."""
+        """Go to the end of the first part, which all settings with the same order of samples share."""
         if setting.other not in self.first_parts:
             self._restore(self.kept)
             self.positions = [0] * REPLICAS
@@ -179,7 +180,7 @@ class Trainer:
         self.positions = list(positions)
 
     def _step(self, step: int, healthy: list[int], setting: Setting, mixed) -> float:
-        """One committed step in a quorum in which ``healthy`` train."""
+        """Run one committed step in a quorum of the replicas ``healthy``."""
         torch = self.torch
         indices = []
         for replica in healthy:
@@ -215,7 +216,7 @@ class Trainer:
 
 
 def learning_rate(step: int) -> float:
-    """Warm-up, then linearly down, by step: what the paper's baseline does."""
+    """Return the learning rate of a step: warm-up, then linear decay, as in FT-HSDP's baseline."""
     if step < WARMUP:
         return LR * (step + 1) / WARMUP
     done = min(1.0, (step - WARMUP) / (STEPS - WARMUP))
@@ -223,7 +224,7 @@ def learning_rate(step: int) -> float:
 
 
 def begin_alone() -> None:
-    """megatron-core with a world of this one process, on the CPU platform."""
+    """Initialize megatron-core with a world of this process alone, on the CPU platform."""
     import torch.distributed as dist
 
     from megatron import patches
@@ -236,7 +237,7 @@ def begin_alone() -> None:
 
 
 def build_model(seed: int):
-    """A GPT of 2 layers, 64 wide."""
+    """Return a GPT model of 2 layers with hidden size 64."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -265,7 +266,7 @@ def build_model(seed: int):
 
 
 def corpus(seed: int):
-    """(samples, held-out ones), each (n, SEQ + 1) bytes of the standard library's sources."""
+    """Return (training samples, held-out samples), each (n, SEQ + 1) bytes of the standard library's sources."""
     import numpy
     import torch
 

@@ -1,4 +1,4 @@
-"""Table and picture of :mod:`hsdp_accuracy`."""
+"""Table and figure of the results of :mod:`hsdp_accuracy`."""
 
 import statistics
 from pathlib import Path
@@ -15,7 +15,7 @@ _BASE, _INK, _QUIET, _FAINT = "#1f2933", "#1f2933", "#66717d", "#dfe4ea"
 
 
 def write(rows: list[dict], root: Path) -> str:
-    """Writes the results under ``root``; returns the text."""
+    """Write the results under ``root``; return the text."""
     text, path = table(rows), root / RESULTS
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".txt").write_text(text + "\n")
@@ -31,25 +31,25 @@ def by_name(rows: list[dict]) -> dict[str, dict[int, dict]]:
 
 
 def differences(runs: dict[str, dict[int, dict]], name: str) -> list[float]:
-    """Of the last held-out loss to that of the same seed without failures."""
+    """Return the difference of the last held-out loss to that of the same seed without failures, for each seed."""
     base = runs[Setting().name]
     return [row["held_out"][-1][1] - base[seed]["held_out"][-1][1] for seed, row in sorted(runs[name].items())]
 
 
 def noise(runs: dict[str, dict[int, dict]]) -> float:
-    """How far apart two runs without failures are that see the samples in another order: standard deviation."""
+    """Return the standard deviation between runs without failures that read the samples in different orders."""
     found = [d for name in runs if name.startswith("no failures, order") for d in differences(runs, name)]
     return statistics.fmean(d * d for d in found) ** 0.5
 
 
 def worst_apart(runs: dict[str, dict[int, dict]], name: str) -> float:
-    """Mean over seeds of the largest difference of the smoothed training loss to the run without failures."""
+    """Return the largest difference of the smoothed training loss to the run without failures, a mean over seeds."""
     base = runs[Setting().name]
     return statistics.fmean(float(numpy.max(numpy.abs(_apart(row, base[seed])[1]))) for seed, row in runs[name].items())
 
 
 def _apart(row: dict, base: dict) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(tokens, smoothed training loss minus that of ``base``) after the first part."""
+    """Return (tokens, smoothed training loss minus that of ``base``) after the first part."""
     tokens, loss = _smooth(row)
     at, expected = _smooth(base)
     after = (tokens > FIRST * WHOLE) & (tokens < at[-1])
@@ -57,7 +57,7 @@ def _apart(row: dict, base: dict) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def _smooth(row: dict) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Over as many tokens as ``SMOOTH`` whole steps have, whoever took part."""
+    """Return (tokens, loss averaged over the tokens of ``SMOOTH`` whole steps, however many replicas took part)."""
     tokens = numpy.array([t for t, _ in row["train"]], dtype=float)
     weight = numpy.diff(tokens, prepend=0.0)
     total = numpy.cumsum(numpy.array([loss for _, loss in row["train"]]) * weight)

@@ -36,7 +36,7 @@ FAULTS, FIRST, SPACING = 20, 5, 14
 LIMIT_S = 220.0
 PHASES = ("between", "forward", "backward", "reduce", "optimizer")
 SERVER = "kill-server"
-"""Of the quorum: no worker can do it, so the campaign does."""
+"""Kills the quorum server: no worker can do that, so the campaign does."""
 
 WORKER = (
     *("kill", "kill", "kill", "hang", "drop", "segfault", "exit", "gil", "stall", "slow", "disk-full"),
@@ -50,18 +50,18 @@ TOGETHER = {
     "all replicas": ("kill", "kill", "kill"),
     "kill, hang": ("kill", "hang"),
 }
-"""In different replicas, in one step."""
+"""Pairs of faults that hit different replicas in the same step."""
 IN_RETURN = ("returning: restore", "returning: resume", "healthy: restore", "healthy: resume")
-"""A replica is killed; when it returns, it or another one is."""
+"""A replica is killed; when it returns, it or another replica is killed in that phase."""
 KINDS = (*WORKER, *OF_REPLICA, SERVER, SERVER, *TOGETHER, *IN_RETURN)
 HOLDING_UP = ("stall", "kill-agent", "kill-control", "disk-full")
-"""After these a replica is away for several of the steps at which others are planned: few come in a short run."""
+"""Kinds after which a replica is absent for several steps at which others are planned: few occur in a short run."""
 BRIEF = {"slow": "for=300ms", "disk-full": "for=300ms"}
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One entry of a run: ``specs`` for ``--inject``; none where the campaign itself does it. ``replicas``: victims."""
+    """One fault of a run. ``specs``: for ``--inject``; empty if the campaign injects it. ``replicas``: victims."""
 
     kind: str
     step: int
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
 
 
 def steps_of(faults: int) -> int:
-    """How long a run is that has so many."""
+    """Return the number of steps of a run with that many faults."""
     return FIRST + faults * SPACING + 5
 
 
@@ -102,7 +102,7 @@ def steps_of(faults: int) -> int:
 
 
 def plan(seed: int, faults: int = FAULTS) -> list[Planned]:
-    """The faults of one run. Over the seeds every kind comes as often as it is in ``KINDS``."""
+    """Return the faults of one run. Over the seeds every kind occurs as often as in ``KINDS``."""
     rng = random.Random(f"replicas {seed}")
     return [
         _planned(_kind(seed * FAULTS + number), FIRST + number * SPACING + rng.randrange(3), rng)
@@ -111,7 +111,7 @@ def plan(seed: int, faults: int = FAULTS) -> list[Planned]:
 
 
 def _kind(number: int) -> str:
-    """Number ``number`` of an endless row of shuffled tables."""
+    """Return kind ``number`` of an endless sequence of shuffled tables."""
     order = list(KINDS)
     random.Random(f"order {number // len(KINDS)}").shuffle(order)
     return order[number % len(KINDS)]
@@ -153,7 +153,7 @@ def _spec(kind: str, replica: int, step: int, rng: random.Random) -> str:
 
 
 def run_one(seed: int, into: Path, data: str, faults: int = FAULTS) -> dict:
-    """One run; what came of it and of each of its faults, as JSON values. "problems": all that is wrong."""
+    """Run one run; return its outcome and that of each fault, as JSON values. "problems": all that is wrong."""
     from replica_runs import Replicas, flags
 
     planned, steps = plan(seed, faults), steps_of(faults)
@@ -183,7 +183,7 @@ def run_one(seed: int, into: Path, data: str, faults: int = FAULTS) -> dict:
 
 
 def _kill_servers(run, planned: list[Planned], until: float) -> list[float]:
-    """Kills the quorum server in each of these steps; returns the wall times."""
+    """Kill the quorum server in each of the planned steps; return the wall times."""
     found = []
     for one in planned:
         while run.step() < one.step and run.process.poll() is None and time.monotonic() < until:
@@ -195,7 +195,7 @@ def _kill_servers(run, planned: list[Planned], until: float) -> list[float]:
 
 
 def judge(done, steps: int, failures: list[float]) -> list[str]:
-    """All that is wrong with a run of ``steps`` steps that has ended. ``failures``: wall times."""
+    """Return all that is wrong with a finished run of ``steps`` steps. ``failures``: their wall times."""
     loads = reloads(done)
     found = [] if done.code == 0 else [f"exit code {done.code}"]
     found += done.proof.problems(steps, math.inf) + redone(done, failures, loads)
@@ -209,9 +209,13 @@ def judge(done, steps: int, failures: list[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Load:
-    """The run goes on from a checkpoint: ``step``, in ``quorum``, is the first after it, committed at ``wall``.
+    """A resumption of the run from a checkpoint.
 
-    ``holders``: who had committed the last step before.
+    Attributes:
+        step: the first step after it.
+        quorum: the quorum of that step.
+        wall: wall time of that step's commit.
+        holders: the replicas that had committed the last step before.
     """
 
     step: int
@@ -221,7 +225,7 @@ class Load:
 
 
 def reloads(done) -> list[Load]:
-    """The states from a checkpoint that the run went on from. The first step after one may be committed twice, too."""
+    """Return the resumptions from checkpoints. The first step after one may be committed twice, too."""
     lines = sorted(_commits(done), key=lambda c: (c.quorum, c.step, c.wall))
     found = []
     for last, commit in pairwise(lines):
@@ -232,9 +236,9 @@ def reloads(done) -> list[Load]:
 
 
 def redone(done, failures: list[float], loads: list[Load]) -> list[str]:
-    """The stretches from load to load in which more steps were done anew than there were failures.
+    """List the stretches between resumptions in which more steps were repeated than there were failures.
 
-    What a load takes back of the stretch before is not done anew there: it led to the last state of that stretch.
+    Steps that a resumption takes back do not count as repeated in the stretch before: they led to its last state.
     """
     found, last = [], max((commit.quorum for commit in _commits(done)), default=0)
     begins = [(0, -math.inf), *((load.quorum, load.wall) for load in loads), (last + 1, math.inf)]
@@ -253,7 +257,7 @@ def _commits(done) -> list:
 
 
 def _has_begun_again(done, replica: int, before: float) -> bool:
-    """Its workers were started anew between its last commit before that wall time and then."""
+    """Return whether the replica's workers were restarted between its last commit before ``before`` and that time."""
     from ft.base import events
 
     walls = [commit.wall for commit in done.proof.lines[replica] if commit.wall < before and commit.before]
@@ -264,8 +268,8 @@ def _has_begun_again(done, replica: int, before: float) -> bool:
 
 
 def what_came(done, planned: list[Planned], server_kills: list[float]) -> list[dict]:
-    """For each planned entry that happened: its kind, whether its replicas were left out for a while, how much longer
-    than normal the step took that it fell into, and after how many seconds the last of its replicas was back."""
+    """Return for each planned fault that occurred: its kind, whether its replicas were left out for a while, how much
+    longer than normal the step took in which it occurred, and the seconds until the last of its replicas was back."""
     from ft.observe.hsdp.record import load
     from ft.observe.hsdp.stalls import find
 
@@ -296,7 +300,7 @@ def what_came(done, planned: list[Planned], server_kills: list[float]) -> list[d
 
 
 def _walls(done, planned: list[Planned], server_kills: list[float]) -> dict[int, float]:
-    """Number of each planned entry -> when (the first part of) it happened."""
+    """Return number of each planned fault -> wall time at which (the first part of) it occurred."""
     from ft import faults as inject
     from ft.job.replicas import faults
     from ft.job.replicas.places import Part
@@ -313,7 +317,7 @@ def _walls(done, planned: list[Planned], server_kills: list[float]) -> dict[int,
 
 
 def _back(steps, after, near, replica: int, wall: float) -> tuple[bool, float | None]:
-    """(whether the replica was left out, seconds until a step to which it contributed begins, None: it did not)."""
+    """Return (whether the replica was left out, seconds until the next step that it contributes to, None: never)."""
     gone = next((index for index in near if replica not in steps[index].commit.healthy), None)
     if gone is None:
         return False, None

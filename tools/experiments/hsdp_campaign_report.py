@@ -1,4 +1,4 @@
-"""Table and picture of the runs of :mod:`hsdp_campaign`."""
+"""Table and figure of the runs of :mod:`hsdp_campaign`."""
 
 import statistics
 from pathlib import Path
@@ -7,7 +7,7 @@ RESULTS = "tools/experiments/results/hsdp_campaign"
 
 
 def write(runs: list[dict], root: Path) -> str:
-    """Writes the results under ``root``; returns the table."""
+    """Write the results under ``root``; return the table."""
     text = table(runs)
     path = root / RESULTS
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -17,7 +17,7 @@ def write(runs: list[dict], root: Path) -> str:
 
 
 def by_kind(runs: list[dict]) -> dict[str, list[dict]]:
-    """Kind -> its faults in all runs, the most frequent first."""
+    """Return kind -> its faults in all runs, the most frequent kind first."""
     found: dict[str, list[dict]] = {}
     for run in runs:
         for fault in run["faults"]:
@@ -26,7 +26,7 @@ def by_kind(runs: list[dict]) -> dict[str, list[dict]]:
 
 
 def table(runs: list[dict]) -> str:
-    """For a terminal."""
+    """Return the table as text for a terminal."""
     seeds = [run["seed"] for run in runs]
     faults = [fault for run in runs for fault in run["faults"]]
     wrong = [run for run in runs if run["problems"]]
@@ -59,7 +59,7 @@ def _two(seconds: list[float]) -> str:
 
 
 def picture(runs: list[dict], path: Path) -> None:
-    """Stall and time until the replica is back by kind, each fault a dot, on a logarithmic axis; medians as bars."""
+    """Draw the stall and the time until the replica is back by kind: dots on a logarithmic axis, medians as bars."""
     import matplotlib
 
     matplotlib.use("Agg")

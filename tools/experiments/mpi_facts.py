@@ -1,8 +1,8 @@
-"""What Open MPI does on this machine with processes that die, stop and come later: the ground of --ft-transport mpi.
+"""Open MPI's behaviour on this machine when processes die, stop or start late, on which --ft-transport mpi relies.
 
     python tools/experiments/mpi_facts.py
 
-Each line is a question, the answer found here, and whether ft/net/mpi*.py rely on it being so.
+Each printed line is a question, the answer found here, and whether ft/net/mpi*.py rely on it.
 """
 
 import os
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def ask(what: str, settings: dict[str, str]) -> tuple[str, str]:
-    """("yes" or "no", details): what the processes have written, which is the last line of the one that knows."""
+    """Return ("yes" or "no", details), read from the last line of the process that knows the answer."""
     with tempfile.TemporaryDirectory() as folder:
         me = [sys.executable, __file__, what, folder]
         mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
@@ -72,7 +72,7 @@ def ask(what: str, settings: dict[str, str]) -> tuple[str, str]:
 
 
 def process(what: str, folder: Path) -> None:
-    """One MPI process; the victim is rank 1."""
+    """Run one MPI process; the victim is rank 1."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -119,7 +119,7 @@ def fall(what: str, folder: Path, tell) -> None:
     if what != "wake":
         os.kill(os.getpid(), signal.SIGSTOP if what == "stop" else signal.SIGKILL)
     me = os.getpid()
-    if os.fork() == 0:  # wakes the stopped one after the others have given it up, and sees what becomes of it
+    if os.fork() == 0:  # wakes the stopped process after the others have given it up, and observes what happens to it
         time.sleep(5)
         os.kill(me, signal.SIGCONT)
         time.sleep(2)

@@ -4,10 +4,10 @@
     python tools/experiments/mpi_hosts.py mpirun
 
 The hosts are network namespaces with a real Slurm (tests/helpers/slurm/cluster.py: needs root, slurm-wlm, munge;
-libpmix-dev for srun). Two nodes train, the third carries standbys; n2's power is cut in mid-run: its agent, its
-workers, its MPI process and the daemon of mpirun or Slurm are gone, and no packet comes to say so. Prints one
-JSON line: whether the run has finished, how often it was restarted, who ends up where, whether the losses are those
-of a run without faults.
+libpmix-dev for srun). Two nodes train, the third carries standbys. The power of n2 is cut during the run: its agent,
+its workers, its MPI process and the daemon of mpirun or Slurm are gone, and no packet announces it. The script prints
+one JSON line: whether the run has finished, how often it was restarted, which worker holds which rank at the end, and
+whether the losses are those of a run without faults.
 """
 
 import json
@@ -30,7 +30,7 @@ BIN = Path(sys.executable).parent
 
 
 class Hosts(Cluster):
-    """Three nodes that share no folder for PMIx, which names it after the job alone."""
+    """Three nodes with separate folders for PMIx, which names its folder after the job alone."""
 
     def _write_files(self) -> None:
         super()._write_files()
@@ -46,7 +46,7 @@ class Hosts(Cluster):
         return self._child(self._processes[node])
 
     def remote_shell(self) -> Path:
-        """What mpirun starts its daemons with, in place of ``ssh -f``: it returns at once."""
+        """Return the script with which mpirun starts its daemons, instead of ``ssh -f``: it returns at once."""
         cases = "".join(f"{node}) init={self.init(node)};;\n" for node in self.nodes)
         into = "--net --uts --mount --pid --ipc"
         script = self.folder / "remote"

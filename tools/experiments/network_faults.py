@@ -38,8 +38,8 @@ ROLES = {"control": 0, "training": 1, "standby": 2}
 
 @dataclass(frozen=True)
 class Kind:
-    """``strike(fleet, host, random)`` is the fault, until its end. ``final``: the host stays as it is then, and how
-    its agent ends, if it does, says nothing."""
+    """A kind of fault. ``strike(fleet, host, random)`` injects it and returns at its end. ``final``: the host does not
+    come back, and how its agent ends, if it does, is ignored."""
 
     name: str
     strike: Callable[[Fleet, Host, random.Random], None]
@@ -140,7 +140,7 @@ KINDS = (
 
 @dataclass
 class Outcome:
-    """What came of one case. Times in seconds after the fault, None where that did not happen."""
+    """The outcome of one case. Times are in seconds after the fault, None if the event did not occur."""
 
     end: str
     noticed_s: float | None = None
@@ -154,7 +154,7 @@ class Outcome:
 
 
 def play(kind: Kind, role: str, seed: int, corpus: str, expected: list[float], folder: Path, keep: bool) -> Outcome:
-    """One run with one fault."""
+    """Run one run with one fault."""
     with Lab(3, seed=seed) as lab, Fleet(lab, folder / "run", flags(corpus, LAYOUT, STEPS)) as fleet:
         host = lab.hosts[ROLES[role]]
         fleet.wait_for(lambda: fleet.step() >= AT_STEP and _standbys_are_ready(fleet), 60)
@@ -181,7 +181,7 @@ def _workers(fleet: Fleet, host: Host) -> Mapping[str, int]:
 
 
 def _watch(workers: Mapping[str, int], began: float, gone: list[float]) -> None:
-    """Puts into ``gone`` how long after ``began`` none of the processes was left."""
+    """Append to ``gone`` the seconds after ``began`` at which the last of the processes had ended."""
     while any(psutil.pid_exists(pid) for pid in workers.values()):
         time.sleep(0.02)
     gone.append(time.time() - began)

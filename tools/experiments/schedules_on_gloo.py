@@ -36,7 +36,7 @@ def main() -> None:
     planned = [plan(kind, Shape(given.pp, given.microbatches, f, 2 * f)) for kind in _KINDS]
     took: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for _ in range(given.repeats):
-        for each in planned:  # side by side, so that a busy moment of the machine hits all kinds
+        for each in planned:  # alternate, so that other load on the machine affects all kinds
             took[each.kind].append(_measure(each))
     rows = []
     for each in planned:
@@ -56,7 +56,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _measure(planned: Planned) -> float:
-    """Seconds from the first stage's begin to the last one's end."""
+    """Return the seconds from the start of the first stage to the end of the last one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,7 +85,7 @@ def _stage(planned: Planned, rank: int, port: int, spans) -> None:
 
 
 def _follow(program: Program, rank: int, shape: Shape) -> None:
-    """Runs one stage's steps; a value is kept under the unit that made it until it is used or sent."""
+    """Run one stage's steps. A value is stored under the unit that computed it until it is used or sent."""
     values: dict[Unit, torch.Tensor] = {}
     for step in program.stages[rank]:
         if isinstance(step, Unit):

@@ -30,7 +30,7 @@ TRIALS = 300
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command. ``seeds``: of each case; None: as the scenarios have it. ``groups``: some of ``GROUPS``."""
+    """Options of the command. ``seeds``: per case; None: as in the scenarios. ``groups``: a subset of ``GROUPS``."""
 
     seeds: int | None
     groups: tuple[int, ...]
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def simulate(options: Options) -> list[Case]:
-    """All cases of all scenarios."""
+    """Simulate all cases of all scenarios."""
     found = []
     for groups in options.groups:
         asked = scenario(read_file(ROOT / f"examples/spare/table1_n{groups}.toml"))
@@ -60,7 +60,7 @@ def simulate(options: Options) -> list[Case]:
 
 
 def montecarlo(groups: int, redundancy: int) -> Outcome:
-    """Trials of random failures to the first wipe-out."""
+    """Run Monte Carlo trials of random failures up to the first wipe-out."""
     return run_trials(Placement(groups, ruler(groups, redundancy)), TRIALS, seed=0)
 
 

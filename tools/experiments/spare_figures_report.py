@@ -1,4 +1,4 @@
-"""Table and picture of :mod:`spare_figures`."""
+"""Table and figure of the results of :mod:`spare_figures`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ TABLE_2 = {
     (1000, "replication"): (3, 3.88, 0.8441),
     (1000, "spare"): (9, 2.34, 0.9654),
 }
-"""(groups, scheme): redundancy, time-to-train over T_0, availability. The text has 8 for SPARe with N = 600."""
+"""(groups, scheme) -> redundancy, time-to-train over T_0, availability. SPARe's text has 8 for SPARe with N = 600."""
 
 _NAME = {"spare": "SPARe", "replication": "replication", "checkpoint": "checkpoints"}
 _COLOUR = {"spare": palette.LATER_WORKERS[0], "replication": palette.LATER_WORKERS[2]}
@@ -36,7 +36,7 @@ _SIZE_IN, _DPI = (12.0, 15.0), 90
 
 @dataclass(frozen=True)
 class Case:
-    """What was simulated of one redundancy, beside the formulas; ``trials``: Monte Carlo to the first wipe-out."""
+    """The simulation of one redundancy, with the formulas' values. ``trials``: Monte Carlo to the first wipe-out."""
 
     groups: int
     scheme: str
@@ -60,7 +60,7 @@ class Case:
 
 
 def write(cases: Sequence[Case], root: Path) -> str:
-    """Writes the results under ``root``; returns the text."""
+    """Write the results under ``root``; return the text."""
     text, path = as_text(cases), root / RESULTS
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".txt").write_text(text + "\n")
@@ -69,7 +69,7 @@ def write(cases: Sequence[Case], root: Path) -> str:
 
 
 def as_text(cases: Sequence[Case]) -> str:
-    """Table 2 beside what was simulated, the gains, and every case."""
+    """Return SPARe's Table 2 compared with the simulation, the gains, and every case."""
     by_case = {(case.groups, case.scheme, case.redundancy): case for case in cases}
     head = ("N", "scheme", "R", "paper", "here", "apart", "paper up", "here up", "best here")
     rows = []
@@ -108,7 +108,7 @@ def as_text(cases: Sequence[Case]) -> str:
 
 
 def best_of(cases: Sequence[Case], groups: int, scheme: str) -> Case:
-    """The case that trains fastest."""
+    """Return the case with the least time-to-train."""
     alike = [case for case in cases if (case.groups, case.scheme) == (groups, scheme)]
     return min(alike, key=lambda case: case.found["ttt_norm"].mean)
 
@@ -127,7 +127,7 @@ def _cells(case: Case) -> list[str]:
 
 
 def picture(cases: Sequence[Case], path: Path) -> None:
-    """One column for each N, one row for each of figures 4 to 8."""
+    """Draw one column for each N, and one row for each of SPARe's figures 4 to 8."""
     columns = sorted({case.groups for case in cases})
     figure = Figure(figsize=_SIZE_IN, dpi=_DPI, facecolor=palette.PAPER, layout="constrained")
     FigureCanvasAgg(figure)

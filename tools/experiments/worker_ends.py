@@ -44,14 +44,14 @@ from ft.platform import processes  # noqa: E402
 SCRIPT = str(ROOT / "pretrain_gpt.py")
 RANKS = 2
 FLAGS = "--use-distributed-optimizer --hidden-size 128 --seq-length 64 --micro-batch-size 4 --global-batch-size 16"
-"""Gradients of several MiB: a worker dies in the middle of some messages."""
+"""Gradients of several MiB, so that some messages are interrupted by the death of a worker."""
 PHASES = ("forward", "backward", "reduce", "optimizer", "transfer")
 LIMIT_S = 60.0
 
 
 class Forked:
-    """Stands for ``subprocess.Popen`` of ``python -c CODE ARGUMENTS``: the process is forked from this one and not
-    started anew, so that it finds everything imported. It ends as ``python`` does."""
+    """A replacement of ``subprocess.Popen`` for ``python -c CODE ARGUMENTS``: it forks the process from this one
+    instead of starting a new one, so that all imports are done. The process ends as ``python`` does."""
 
     def __init__(self, command, *, stdin, stdout, stderr, env=None, pass_fds=(), start_new_session=False):
         self.stdin, self.returncode = None, None
@@ -143,7 +143,7 @@ def main(argv: list[str]) -> int:
 
 
 def _corpus(folder: Path) -> str:
-    """Made in a process of its own: this one must not start threads."""
+    """Write the corpus in a separate process, because this process must not start threads; return its prefix."""
     if not (folder / "corpus.bin").exists():
         pid = os.fork()
         if pid == 0:
@@ -154,7 +154,7 @@ def _corpus(folder: Path) -> str:
 
 
 def run_one(folder: Path, fault: str, job: str) -> int:
-    """One `ft run` in a process forked from this one; returns its exit code."""
+    """Run one `ft run` in a process forked from this one; return its exit code."""
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -182,13 +182,14 @@ def run_one(folder: Path, fault: str, job: str) -> int:
 
 
 def is_clean(ends: dict[str, str]) -> bool:
-    """One was killed by the fault; a worker that is still being assembled at the end is killed by the agent."""
+    """Return whether exactly one worker was killed by the fault, and the others ended with status 0. Workers that are
+    still starting at the end are killed by the agent, and are ignored."""
     others = Counter(how for how in ends.values() if how not in ("exited with status 0", "killed by the agent"))
     return others == {"killed by SIGKILL": 1}
 
 
 def record_ends(folder: Path) -> None:
-    """From here on the agent in this process notes how each of its workers ends."""
+    """Make the agent in this process record how each of its workers ends."""
     ended = Workforce.ended
 
     def recorded(self, pid: int, code: int):
@@ -203,7 +204,7 @@ def record_ends(folder: Path) -> None:
 
 
 def record_threads(folder: Path) -> None:
-    """From here on workers forked by this process note which threads live on when their script is over, and where."""
+    """Make workers forked by this process record which threads are still alive when their script ends, and where."""
     leave = ending.leave
 
     def recorded(status: int) -> NoReturn:
@@ -220,13 +221,13 @@ def record_threads(folder: Path) -> None:
 
 
 def threads(folder: Path) -> list[str]:
-    """The threads that ``record_threads`` has noted."""
+    """Return the threads that ``record_threads`` has recorded."""
     file = folder.with_suffix(".threads")
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def statuses(folder: Path) -> dict[str, str]:
-    """How each worker of a run has ended."""
+    """Return how each worker of a run has ended."""
     return dict(json.loads(line) for line in folder.with_suffix(".ends").read_text().splitlines())
 
 

@@ -2,9 +2,9 @@
 
     frame: magic "FTQU" | length u32 | CRC-32 u32 | JSON object of that length, with a "kind"
 
-A connection begins with the handshake of :mod:`ft.net.handshake`, in frames. Until it is done a frame is small, and
-nothing in it is believed. All of it is without blocking: bytes in, frames out, so that one thread serves many
-connections.
+A connection starts with the handshake of :mod:`ft.net.handshake`, in frames. Until the handshake is done, frames are
+limited to 512 bytes and their content is not trusted. Nothing here blocks: bytes go in and frames come out, so that one
+thread serves many connections.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def unpack(body: bytes) -> dict[str, Any]:
     """Decode the message in a frame's body.
 
     Raises:
-        BadMessage: the body is no message.
+        BadMessage: the body is not a valid message.
     """
     try:
         message = json.loads(str(body, "utf-8"))
@@ -64,12 +64,12 @@ class Channel:
     Args:
         own: connected or connecting socket; it becomes non-blocking.
         token: token of the run.
-        is_host: this end accepted the connection.
+        is_host: whether this end accepted the connection.
 
     Attributes:
         socket: the socket.
-        is_known: the other end has proved that it is a member of the run.
-        wants_write: bytes wait to be sent.
+        is_known: whether the other end has proved that it is a member of the run.
+        wants_write: whether bytes are waiting to be sent.
     """
 
     def __init__(self, own: socket.socket, token: str, is_host: bool):
@@ -123,11 +123,10 @@ class Channel:
             del self._out[:sent]
 
     def read(self) -> Iterator[bytes]:
-        """Yield the bodies of complete frames, without those of the handshake. To be called when the socket is
-        readable.
+        """Yield the bodies of complete frames, without those of the handshake. Call it when the socket is readable.
 
         Raises:
-            Broken: the other end is gone, or is no member of the run.
+            Broken: the other end is gone, or is not a member of the run.
             UserError: the other end refuses this end's token.
         """
         while True:
@@ -179,7 +178,7 @@ class Channel:
             raise Broken(f"the other end does not read: {len(self._out)} bytes wait")
 
     def _shake(self, message: dict[str, Any]) -> None:
-        """One step of the handshake: challenge, answer with a challenge back, welcome with the answer to that."""
+        """Process one message of the handshake: challenge, answer with a challenge of its own, welcome with a proof."""
         kind, given = message["kind"], _bytes(message.get("answer"))
         if kind == "refused" and not self._is_host:
             raise UserError(
@@ -218,7 +217,7 @@ def parse_where(where: str) -> tuple[str, int]:
     """Split "tcp://HOST:PORT" into (host, port).
 
     Raises:
-        UserError: it is no such address.
+        UserError: ``where`` does not have that form.
     """
     host, _, port = where.removeprefix("tcp://").rpartition(":")
     if not where.startswith("tcp://") or not host or not port.isdecimal() or int(port) > 65535:
@@ -227,7 +226,7 @@ def parse_where(where: str) -> tuple[str, int]:
 
 
 def _challenge_of(message: dict[str, Any]) -> bytes:
-    """The other end's challenge. Raises Broken when the message has none of this protocol."""
+    """Return the other end's challenge. Raise Broken if the message has none of this protocol."""
     challenge = parse_challenge(message.get("nonce"))
     if challenge is None or message.get("protocol") != PURPOSE:
         raise Broken(f"protocol {str(message.get('protocol'))[:20]!r} in a handshake instead of {PURPOSE!r}")
@@ -235,7 +234,7 @@ def _challenge_of(message: dict[str, Any]) -> bytes:
 
 
 def _bytes(text: Any) -> bytes:
-    """What ``text`` is the hexadecimal form of; nothing when it is none."""
+    """Decode hexadecimal ``text``; return b"" if it is invalid."""
     try:
         return bytes.fromhex(text) if isinstance(text, str) else b""
     except ValueError:

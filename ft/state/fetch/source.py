@@ -1,4 +1,4 @@
-"""Connection of a fetching rank to one source."""
+"""The connection of a fetching rank to one source of state."""
 
 import contextlib
 import http.client
@@ -18,15 +18,15 @@ _PERIOD_S = 0.02
 
 
 class Gone(Exception):
-    """The source does not hold the state any more."""
+    """The source no longer holds the state."""
 
 
 class Lost(Exception):
-    """No process of this run answers at that address, or it does not any more."""
+    """No process of this run answers at the address, or it has stopped answering."""
 
 
 class Bad(Exception):
-    """What the source answers or sends is not the state that was asked for."""
+    """The source's answer or data is not the requested state."""
 
 
 class Damaged(Bad):
@@ -35,8 +35,12 @@ class Damaged(Bad):
 
 @dataclass(frozen=True)
 class Wanted:
-    """State that is asked for: that of the end of ``step``, committed in the quorum ``lineage``, of ``rank`` (None:
-    any).
+    """The state to fetch.
+
+    Attributes:
+        step: the state is that at the end of this committed step.
+        lineage: number of the quorum in which the step was committed.
+        rank: logical rank that must serve the state; None: any.
     """
 
     step: int
@@ -65,17 +69,17 @@ class Source:
         self._patience = patience_s
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
-        self._socket: socket.socket | None = None  # kept here, since HTTPConnection drops it after a last answer
+        self._socket: socket.socket | None = None  # kept here, since HTTPConnection drops it after the last answer
         self._response: http.client.HTTPResponse | None = None
         self._cut: str | None = None
         self._party, self._nonce, self._count = Party(token, wire.PURPOSE, is_dialer=True), b"", 0
         self._scratch: memoryview | None = None
 
     def open(self) -> None:
-        """Connect, and get the nonce that proofs are made with.
+        """Connect, and receive the source's challenge, which all proofs cover.
 
         Raises:
-            Lost: no server there speaks this protocol.
+            Lost: no server at the address uses this protocol.
         """
         with self._failures():
             self.since = time.monotonic()
@@ -84,7 +88,7 @@ class Source:
                 connection.connect()
             except http.client.InvalidURL as error:
                 raise Lost(f"{self.address!r} is no address: {error}") from error
-            connection.auto_open = 0  # no reconnecting: the nonce belongs to this connection
+            connection.auto_open = 0  # no reconnecting: the challenge belongs to this connection
             with self._lock:
                 self._connection, self._socket = connection, connection.sock
                 if self._cut is not None:
@@ -97,16 +101,16 @@ class Source:
                 raise Lost(f"answers {response.status}: no server of a state")
             self._take(response, response.length or 0, 1 << 10)
             self._nonce = challenge
-            self._socket.settimeout(None)  # from here on it is cut where it stalls, which costs no system calls
+            self._socket.settimeout(None)  # from here on ``cut`` ends a stalled connection, without system calls
             self.since = time.monotonic()
 
     def state(self, wanted: Wanted, table: Table) -> str:
-        """Return the encoded envelope of the wanted state, once the source holds it and if its tensors match ``table``.
+        """Wait until the source holds the wanted state, and return its encoded envelope if its tensors match ``table``.
 
-        The source keeps its state for this connection from now on.
+        The source keeps its state for this connection from then on.
 
         Raises:
-            Gone: the source does not hold that state any more, or not in time.
+            Gone: the source does not hold that state any more, or does not reach it in time.
             Lost: the connection failed, or the peer does not belong to the run.
             Bad: the source holds something else.
         """
@@ -131,10 +135,10 @@ class Source:
             return answer["envelope"]
 
     def receive(self, wanted: Wanted, piece: Piece, into: FlatState) -> None:
-        """Receive the bytes ``piece`` into ``into``.
+        """Receive the byte range ``piece`` into ``into``.
 
         Raises:
-            Damaged: some of it does not match its checksum; the connection remains usable.
+            Damaged: a block does not match its checksum; the connection remains usable.
             Gone: see :meth:`state`.
             Lost: see :meth:`state`.
             Bad: see :meth:`state`.
@@ -163,12 +167,12 @@ class Source:
                 raise Damaged(f"the block at byte {damaged} does not have its checksum")
 
     def cut(self, reason: str) -> None:
-        """Abort any use of the connection, which raises Lost(reason) in its thread. May be called from any thread."""
+        """Abort any use of the connection: its thread gets Lost(reason). May be called from any thread."""
         with self._lock:
             if self._cut is None:
                 self._cut = reason
             if self._socket is not None:
-                with contextlib.suppress(OSError):  # the source has closed it already
+                with contextlib.suppress(OSError):  # the source may have closed it already
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def is_connected(self) -> bool:
@@ -176,7 +180,7 @@ class Source:
             return self._socket is not None
 
     def close(self) -> None:
-        """Close the connection. To be called by the thread that uses it."""
+        """Close the connection. Only the thread that uses it may call this."""
         self.since = None
         with self._lock:
             if self._connection is not None:
@@ -185,7 +189,7 @@ class Source:
                 self._response.close()
 
     def _when_held(self, target: str, step: int) -> dict[str, Any]:
-        """Return the answer; poll as long as the source has not come to the end of ``step`` yet."""
+        """Return the answer to ``target``; poll while the source has not reached the end of ``step`` yet."""
         until = time.monotonic() + self._patience
         while True:
             with self._failures():
@@ -256,7 +260,7 @@ class Source:
         return True
 
     def _end(self, response: http.client.HTTPResponse, words: tuple, checksums: list[int], tag: bytes) -> None:
-        """Process the end of a stream; return if it confirms all that was received."""
+        """Process the end of a stream; return only if its proof confirms all received blocks."""
         if tag not in (wire.END_TAG, wire.GONE_TAG):
             raise Bad(f"sends {tag!r} in place of a block")
         given = memoryview(bytearray(wire.PROOF_BYTES))
@@ -290,5 +294,5 @@ class Source:
         except (OSError, http.client.HTTPException) as error:
             raise Lost(self._cut or f"{type(error).__name__}: {error}") from error
         except (BadTable, ValueError, KeyError, TypeError, AttributeError) as error:
-            # http.client raises AttributeError if its socket is shut down while it closes it
+            # http.client raises AttributeError if the socket is shut down while http.client closes it
             raise (Lost(self._cut) if self._cut else Bad(f"an answer that makes no sense: {error!r}")) from error

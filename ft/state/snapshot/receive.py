@@ -1,4 +1,4 @@
-"""The server's desk: what comes in over one connection goes into the stock, what is asked for comes out of it."""
+"""The request handler of a snapshot server: it stores incoming peer copies, and serves copies that are asked for."""
 
 import threading
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ _STEP_ASIDE_S = 10.0
 
 
 class Refused(Exception):
-    """A copy that is not taken in; the text goes to the sender."""
+    """A copy is not accepted; the text is sent to the sender."""
 
 
 @dataclass
 class _Arrival:
-    """A copy that is coming in."""
+    """A copy that is being received."""
 
     epoch: int
     wire: Wire
@@ -27,10 +27,10 @@ class _Arrival:
 
 
 class RequestHandler:
-    """Takes peer copies in and serves snapshots; called by the threads of connections.
+    """Receives peer copies and serves snapshots; the threads of connections call it.
 
-    For each owner one copy comes in at a time: a newer connection of the same owner takes the place of an older one,
-    whose sender is gone or has lost it.
+    For each owner one copy is received at a time. A newer connection of the same owner replaces an older one, because
+    the sender of the older one has died or has lost its connection.
     """
 
     def __init__(self, stock: CopyStore, max_bytes: int):
@@ -40,7 +40,7 @@ class RequestHandler:
         self._lock = threading.Lock()
 
     def answer(self, wire: Wire, header: dict[str, Any]) -> None:
-        """Answers one request; what follows on the connection is the next one."""
+        """Answer one request. Afterwards the next request follows on the connection."""
         kind = header["kind"]
         if kind == "put":
             self._take_in(wire, header)
@@ -50,7 +50,7 @@ class RequestHandler:
             raise ValueError(f"no such request: {kind}")
 
     def cancel(self, epoch: int) -> None:
-        """Breaks off what is coming in, and refuses ``epoch`` and before from now on."""
+        """Abort the copies that are being received, and refuse ``epoch`` and earlier epochs from now on."""
         with self._lock:
             self._closed = max(self._closed, epoch)
             arrivals = [arrival for arrival in self._arrivals.values() if arrival.epoch <= epoch]

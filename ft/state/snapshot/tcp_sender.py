@@ -1,4 +1,4 @@
-"""Delivering snapshots to one peer over a connection that is kept, and made anew when it is lost."""
+"""Delivery of snapshots to one peer, over a persistent connection that is reopened when it is lost."""
 
 import queue
 import threading
@@ -11,17 +11,17 @@ from ft.state.snapshot.transport import Cancelled, Outgoing, PeerLost
 from ft.state.snapshot.wire import BadFrame, Wire
 
 _PAUSES_S = (0.0, 0.05, 0.25)
-"""Before each try; a dropped connection is survived in place, a dead peer reported within half a second."""
+"""Seconds before each try: a dropped connection is retried, and a dead peer is reported within half a second."""
 
 _CONNECT_S = 3.0
 
 
 class _NotTaken(Exception):
-    """The peer has said why it does not take the copy; asking again does not help."""
+    """The peer has refused the copy and given a reason; a retry does not help."""
 
 
 class Sender:
-    """One peer, one thread, one transfer at a time."""
+    """Sends snapshots to one peer, from one thread, one transfer at a time."""
 
     def __init__(self, network: Network, peer: int, address: str, token: str, patience_s: float):
         self._network = network
@@ -39,17 +39,17 @@ class Sender:
         self._jobs.put((outgoing, ended, self._cancelled))
 
     def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
-        """For fault injection: the next transfer's chunks go through ``how`` (``Wire.disturb``), once."""
+        """Pass the chunks of the next transfer through ``how`` (``Wire.disturb``), once. For fault injection."""
         self._disturb = how
 
     def move(self, address: str) -> None:
-        """The peer is at ``address`` from now on."""
+        """Set the peer's address; cancel the current transfer if the address has changed."""
         if address != self._address:
             self._address = address
             self.cancel(self._epoch)
 
     def cancel(self, epoch: int) -> None:
-        """Gives up a transfer of ``epoch`` or before."""
+        """Cancel the current transfer if it belongs to ``epoch`` or an earlier one."""
         if self._epoch > epoch:
             return
         self._cancelled.set()
@@ -68,7 +68,7 @@ class Sender:
             try:
                 ended(self._deliver(outgoing, cancelled))
             finally:
-                del job, outgoing, ended, cancelled  # nothing is held while the thread waits
+                del job, outgoing, ended, cancelled  # hold no references while the thread waits
         self._drop()
 
     def _deliver(self, outgoing: Outgoing, cancelled: threading.Event) -> Exception | None:

@@ -1,10 +1,10 @@
-"""Frames on a connection between snapshot servers, which begins with the handshake of :mod:`ft.net.handshake`.
+"""The wire format of connections between snapshot servers, which start with the handshake of :mod:`ft.net.handshake`.
 
     frame:  magic "FTSN" | version u16 | 0 u16 | length u32 | checksum u32 | header: JSON object of that length
     body:   a table and an envelope of the lengths that the header announces
-    chunks: up to 1 MiB each, behind its index u32 and its checksum u32 (:func:`ft.state.snapshot.layout.checksum`)
+    chunks: up to 1 MiB each, after its index u32 and its checksum u32 (:func:`ft.state.snapshot.layout.checksum`)
 
-Nothing is believed before it is checked: a stranger's bytes cost a connection, no memory.
+Everything is checked before it is used: bytes from an unauthenticated peer cost a connection, but no memory.
 """
 
 import contextlib
@@ -27,18 +27,19 @@ _BUFFER = 4 << 20
 
 
 class BadFrame(Exception):
-    """What came is no frame of this version, or one with impossible content."""
+    """The received data is not a frame of this version, or its content is invalid."""
 
 
 class Wire:
     """One connection.
 
-    Reads and writes block until they are done; one that makes no progress for ``patience_s`` raises TimeoutError, one
-    whose other end is gone ConnectionError.
+    Reads and writes block until they are complete. They raise TimeoutError after ``patience_s`` seconds without
+    progress, and ConnectionError if the other end is gone.
 
     Attributes:
-        is_shut: it was shut down from this end. disturb: for fault injection: what is sent in place of a chunk, by its
-            index, the number of chunks and the pieces that it is sent in.
+        is_shut: whether this end has shut the connection down.
+        disturb: for fault injection: returns what is sent instead of a chunk, from the chunk's index, the number of
+            chunks and the pieces of the chunk.
     """
 
     def __init__(self, connection: socket.socket, patience_s: float):
@@ -54,18 +55,18 @@ class Wire:
         self.be_patient(patience_s)
 
     def be_patient(self, seconds: float) -> None:
-        """Sets the limit for one blocking call; 0: none. In the kernel, so that a whole chunk is one call."""
+        """Set the time limit of one blocking call; 0: none. The kernel enforces it, so a whole chunk is one call."""
         whole = int(seconds)
         limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def greet(self, token: str, limit_s: float) -> None:
-        """Does the dialer's part of the handshake. Raises as :func:`ft.net.handshake.dial`."""
+        """Run the dialer's part of the handshake. Raises as :func:`ft.net.handshake.dial` does."""
         dial(self._socket, Party(token, PURPOSE, is_dialer=True), limit_s)
 
     def welcome(self, token: str, limit_s: float) -> None:
-        """Does the acceptor's part of the handshake. Raises as :func:`ft.net.handshake.accept`."""
+        """Run the acceptor's part of the handshake. Raises as :func:`ft.net.handshake.accept` does."""
         party = Party(token, PURPOSE, is_dialer=False)
         theirs, _ = accept(self._socket, party, limit_s)
         self._send([party.seal(theirs)])
@@ -77,10 +78,10 @@ class Wire:
         self._send([_FRAME.pack(MAGIC, FORMAT, 0, len(text), checksum(text)), text, *bodies])
 
     def receive(self) -> dict[str, Any]:
-        """The next header.
+        """Receive and return the next header.
 
         Raises:
-            BadFrame: something else has come.
+            BadFrame: the received data is not a valid frame.
         """
         magic, version, _, length, expected = _FRAME.unpack(self.take(_FRAME.size, _FRAME.size))
         if magic != MAGIC:
@@ -99,18 +100,18 @@ class Wire:
         return header
 
     def take(self, length: int, limit: int = MAX_BODY) -> bytearray:
-        """The next ``length`` bytes, refused above ``limit``."""
+        """Receive and return the next ``length`` bytes; raise BadFrame if ``length`` exceeds ``limit``."""
         if not 0 <= length <= limit:
             raise BadFrame(f"{length} bytes announced; at most {limit} are allowed")
         data = bytearray()
-        while len(data) < length:  # piece by piece: memory is given for what has come, not for what was announced
+        while len(data) < length:  # piece by piece: allocate for bytes received, not for bytes announced
             piece = bytearray(min(CHUNK, length - len(data)))
             self._fill(memoryview(piece))
             data += piece
         return data
 
     def send_part(self, part: Part, ready: Callable[[int], int] | None = None) -> None:
-        """Sends ``part`` with its noted checksums; ``ready(n)`` waits for n chunks and returns how many there are."""
+        """Send ``part`` with its stored checksums; ``ready(n)`` waits for n chunks and returns how many are there."""
         available = len(part.checksums) if ready is None else 0
         for index, _ in enumerate(part.checksums):
             if index >= available:
@@ -120,9 +121,9 @@ class Wire:
                 self._send(sent)
 
     def receive_part(self, part: Part) -> int | None:
-        """Fills ``part`` and its checksums; index of the first damaged chunk, None when all are right.
+        """Receive ``part`` and its checksums; return the index of the first damaged chunk, None if all are intact.
 
-        A chunk out of its turn counts as damaged: its own checksum says nothing about its place.
+        A chunk that arrives out of order counts as damaged, because its own checksum does not cover its index.
         """
         damaged = None
         head = memoryview(bytearray(_CHUNK_HEAD.size))
@@ -136,7 +137,7 @@ class Wire:
         return damaged
 
     def shutdown(self) -> None:
-        """Wakes whoever is blocked on this connection, with ConnectionError; any thread."""
+        """Wake all threads blocked on this connection with ConnectionError. May be called from any thread."""
         self.is_shut = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Checks the requirements of CheckFree: stages with as many transformer blocks each, and with neighbours."""
+"""Checks of CheckFree's flags: stages need the same number of transformer blocks each, and two neighbours."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
 
 
 def _check_swapped(options: Any, grid: Any) -> Iterator[Problem]:
-    """What CheckFree+ needs besides: ends of the pipeline that are apart, and microbatches to swap."""
+    """Check what CheckFree+ needs in addition: pipeline ends that do not overlap, and microbatches to swap."""
     asked, training = options.fault_tolerance, options.training
     if not asked.ft_checkfree_plus:
         if asked.ft_checkfree_most_in_flight is not None:

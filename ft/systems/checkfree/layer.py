@@ -1,4 +1,4 @@
-"""CheckFree and CheckFree+ as protections of a trainer: see :mod:`ft.protection.contract`."""
+"""The protections of CheckFree and CheckFree+; see :mod:`ft.protection.contract`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,11 +19,11 @@ from megatron.core import parallel_state
 from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
 
 KEY = "checkfree"
-"""Of what is kept in the trainer's extra values: at which step each stage was last rebuilt."""
+"""Key in the trainer's extra values that holds the step at which each stage was last rebuilt."""
 
 
 class StageRebuild(Protection):
-    """A pipeline stage that is lost with all its copies is rebuilt from the stages beside it (CheckFree)."""
+    """Rebuild a pipeline stage that is lost with all its copies from its neighbour stages (CheckFree, section 4.2)."""
 
     features = frozenset({WITH_CHECKFREE})
 
@@ -34,7 +34,7 @@ class StageRebuild(Protection):
 
 
 class SwappedEnds(Protection):
-    """Half of the microbatches take the first two and the last two stages in the other order (CheckFree+)."""
+    """Swap the first two and the last two stages for half of the microbatches (CheckFree+, section 4.3)."""
 
     features = frozenset({WITH_SWAPPED_ENDS})
     replicates_ends = True
@@ -49,7 +49,7 @@ class SwappedEnds(Protection):
 
 
 class SwapsEnds(Layer):
-    """Marks a run whose first and last stages can be rebuilt. ``ends``: who has embedding and output layer twice."""
+    """Marks a run whose first and last stages can be rebuilt. ``ends``: the replicas of embedding and output layer."""
 
     def __init__(self, ends: ReplicatedEnds):
         self.ends = ends
@@ -59,7 +59,8 @@ class SwappedModelEnds:
     """A stage's part in CheckFree+ while the model is built (``ft.protection.contract.ModelEnds``). Collective.
 
     Args:
-        most_in_flight: microbatches whose activations a stage may hold; None: as many as the best schedule takes.
+        most_in_flight: bound of the microbatches whose activations a stage holds; None: no bound, the cheapest schedule
+            decides.
     """
 
     def __init__(self, most_in_flight: int | None):
@@ -68,12 +69,12 @@ class SwappedModelEnds:
         self.embeds, self.heads, self.is_double = roles.embeds, roles.heads, roles.is_double
 
     def built(self, chunk: torch.nn.Module) -> None:
-        """Make both copies of embedding and output layer equal, and mark them for core."""
+        """Make both copies of the embedding and of the output layer equal, and mark them for megatron-core."""
         self.replicated.equalize(chunk)
         self.replicated.mark(chunk)
 
     def connected(self, chunk: torch.nn.Module) -> None:
-        """Have the pipeline run the cheapest schedule of CheckFree+ that may run."""
+        """Have the pipeline run the cheapest CheckFree+ schedule within the bound."""
         install(chunk, self.replicated, self._planned)
 
     def _planned(self, microbatches: int) -> Program:
@@ -82,7 +83,7 @@ class SwappedModelEnds:
 
 
 def settings_of(flags: Any, trainer: Trainer, ends: ReplicatedEnds | None = None) -> Settings:
-    """Return how a lost pipeline stage is rebuilt. ``ends``: of CheckFree+, who has embedding and head twice."""
+    """Return the settings for rebuilding stages. ``ends``: replicas of embedding and output layer, with CheckFree+."""
     return Settings(
         flags.ft_checkfree_strategy,
         Boost(flags.ft_checkfree_lr_factor, flags.ft_checkfree_lr_decay_iters),
@@ -95,7 +96,7 @@ def settings_of(flags: Any, trainer: Trainer, ends: ReplicatedEnds | None = None
 
 
 def _rebuilt_stages(extra: dict[str, Any], stages: int) -> dict[str, int]:
-    """Return pipeline stage -> step of its last rebuild; a checkpoint of another layout says nothing of it."""
+    """Return pipeline stage -> step of its last rebuild; entries of a checkpoint of another layout are dropped."""
     kept = extra.get(KEY)
     if kept is None or kept["stages"] != stages:
         kept = extra[KEY] = {"stages": stages, "rebuilt_at": {}}

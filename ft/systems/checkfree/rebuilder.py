@@ -1,13 +1,13 @@
-"""CheckFree on one rank: what is kept for a rebuild while training runs, and both sides of a rebuild.
+"""CheckFree on one rank: what it records during training, and both sides (lender and rebuilt stage) of a rebuild.
 
-What a rebuilt stage consists of (CheckFree's paper, section 4.2; what it leaves open is as in the authors' code):
+A rebuilt stage consists of these parts (CheckFree, section 4.2; what the paper leaves open follows its authors' code):
 
-parameters          the neighbours' blocks, averaged (:mod:`ft.systems.checkfree.rebuild`); main parameters follow
+parameters          average of the neighbours' blocks (:mod:`ft.systems.checkfree.rebuild`), copied to main parameters
 moments, steps      fresh
-learning rate       times a factor, by max_lr and min_lr: core's schedule reads no lr_mult (:mod:`.rate`)
+learning rate       scaled by a factor, through max_lr and min_lr: core's schedule reads no lr_mult (:mod:`.rate`)
 schedule, scaler    the neighbour's: they are the same on all stages
 position            the neighbour's
-random numbers      seeded anew for this place and step
+random numbers      seeded anew for this place in the grid and this step
 """
 
 import math
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from ft.worker.session import Session
 
 _NARROW = ("linear_proj.weight", "linear_fc2.weight")
-"""Output projections, which Megatron draws narrower by the number of layers."""
+"""Output projections, which Megatron initializes with a deviation that shrinks with the number of layers."""
 
 
 class CheckFreeRebuilder:
-    """Of one rank; made on all alike, after model and optimizer are built and core is patched (WITH_CHECKFREE).
+    """The stage rebuilder of one rank (``ft.systems.hot_swap.rebuilder.StageRebuilder``). Create it on all ranks, after
+    model and optimizer are built and core is patched (WITH_CHECKFREE).
 
     Raises:
         UserError: the model cannot be rebuilt stage by stage.
@@ -64,45 +65,45 @@ class CheckFreeRebuilder:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What a snapshot's envelope holds of this, as JSON values."""
+        """Return what a snapshot's envelope stores of this object, as JSON values."""
         return {"norms": list(self._norms.values)}
 
     def keep(self, kept: dict[str, Any]) -> None:
-        """Goes back to what :attr:`kept` was."""
+        """Restore what :attr:`kept` has returned."""
         self._norms.begins()
         self._norms.values = list(kept["norms"])
 
     @property
     def rebuilt_at(self) -> int | None:
-        """Step at which this rank's stage was last rebuilt, None if it never was."""
+        """Return the step at which this rank's stage was last rebuilt; None if it never was."""
         return self._settings.rebuilt_at().get(str(self._stage))
 
     def beside(self, position: Any) -> "PositionWithNorms":
-        """The trainer's position with what is kept here."""
+        """Return a position that combines the trainer's with :attr:`kept`."""
         return PositionWithNorms(position, self)
 
     def begins(self, step: int) -> None:
-        """A run goes on after ``step``: a stage that was rebuilt before its checkpoint has its own learning rate."""
+        """Resume a run after ``step``: a stage that was rebuilt before its checkpoint has its own learning rate."""
         if self.rebuilt_at is not None:
             self._set_rate(step, self.rebuilt_at)
 
     def learn(self, order: Repair) -> None:
-        """The recovery is done; on every rank, once the trainer's position is set."""
+        """Record which stages were rebuilt, after a recovery. Runs on every rank, once the position is set."""
         for stage, rank in enumerate(self._pipeline):
             if rank in order.rebuilt:
                 self._settings.rebuilt_at()[str(stage)] = order.step
 
     def committed(self, step: int) -> None:
-        """``step`` is done: its norms become known, and a boosted learning rate falls as far as it was asked to."""
+        """Handle the end of ``step``: publish its norms, and lower a boosted learning rate as the settings say."""
         self._norms.settle()
         if self.rebuilt_at is not None and self._settings.boost.decay_steps and not self._has_twin:
             self._set_rate(step, self.rebuilt_at)
 
     def lend(self, order: Repair, envelope: dict[str, Any]) -> bool:
-        """Collective with those that are rebuilt: this rank's blocks go to those of them that it is a neighbour of.
+        """Send this rank's blocks to the ranks under rebuild that it is a neighbour of. Collective with these.
 
         Returns:
-            whether this rank's own state is still that of the step; with CheckFree+ some of it may begin anew.
+            whether this rank's own state is still that of the step; with CheckFree+ some of its moments may be reset.
         """
         own = self._session.rank
         begin_anew = self._begin_anew(order)
@@ -116,8 +117,8 @@ class CheckFreeRebuilder:
         return not begin_anew
 
     def _begin_anew(self, order: Repair) -> list[torch.nn.Parameter]:
-        """What this rank has as a rebuilt one has it, whose moments are fresh: only with fresh ones here both go on
-        alike. A tied weight is all four end stages'."""
+        """Return the parameters that this rank shares with a rebuilt rank. There the moments are fresh, so they must be
+        reset here too, or the copies would diverge. All four end stages share a tied weight."""
         if not self._has_twin:
             return []
         chunk = self._subject.chunks[0]
@@ -127,10 +128,10 @@ class CheckFreeRebuilder:
         return self._doubles.tied(chunk) if any(rank in order.rebuilt for rank in ends) else []
 
     def rebuild(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
-        """This rank's part of the stage from its neighbours', as of ``step``.
+        """Rebuild this rank's part of the stage from its neighbours, as of ``step``.
 
         Returns:
-            (the trainer's position, how the state came).
+            (the trainer's position, description of the sources).
 
         Raises:
             FallbackError: the neighbours' blocks cannot be used.
@@ -157,22 +158,22 @@ class CheckFreeRebuilder:
         return {**position, "checkfree": self.kept | {"norms": list(norms.values())}}, {"owned": how, "replicated": how}
 
     def _strategy(self, blocks: list) -> str:
-        """At an end of the pipeline there is one neighbour, which with CheckFree+ has learnt this stage's work."""
+        """Return the strategy: an end stage has one neighbour, which has learnt its work with CheckFree+: copy it."""
         asked = self._settings.strategy
         return rebuild.COPY if None in blocks and asked != rebuild.RANDOM else asked
 
     @property
     def _has_twin(self) -> bool:
-        """Embedding or head is kept here and next door: learning rates of the two must not differ."""
+        """Return whether a neighbour stage has a copy of embedding or head: then their learning rates must be equal."""
         return self._doubles is not None and self._doubles.twin is not None
 
     def _ends(self) -> dict[str, torch.Tensor]:
-        """What of embedding and head this stage has."""
+        """Return this stage's parameters of embedding and head."""
         return {name: param.detach() for name, param in self._doubles.params(self._subject.chunks[0])}
 
     @torch.no_grad()
     def _take_ends(self, lent: dict[int, dict[str, torch.Tensor]]) -> None:
-        """Embedding and head exactly as the stage has them that keeps the other ones."""
+        """Copy embedding and head exactly from the stage that has the other copy of them."""
         if not self._has_twin:
             return
         given = lent.get(self._doubles.twin, {})
@@ -195,9 +196,9 @@ class CheckFreeRebuilder:
         return parallel_state.get_pipeline_model_parallel_group()
 
     def _set_rate(self, step: int, rebuilt_at: int) -> None:
-        """From the schedule's own rates, which nothing scales: so repeated failures do not compound.
+        """Scale the learning rate, starting from the schedule's own unscaled rates: repeated failures do not compound.
 
-        With a twin the factor is 1, but rates are set all the same: a new worker still has those of the first step.
+        With a twin the factor is 1, but the rates are set all the same: a new worker still has those of the first step.
         """
         schedule = self._subject.scheduler
         factor = 1.0 if self._has_twin else self._settings.boost.at(step, rebuilt_at)
@@ -207,7 +208,7 @@ class CheckFreeRebuilder:
         schedule.step(increment=0)
 
     def _initialise(self, step: int):
-        """For the strategy "random": Megatron's own deviations; what all tensor-parallel ranks hold they draw alike."""
+        """Return the initializer of the strategy "random": core's deviations; replicated weights are drawn equally."""
         config = self._subject.chunks[0].config
         narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -243,7 +244,7 @@ class CheckFreeRebuilder:
 
 
 class PositionWithNorms:
-    """A trainer's position (``ft.protection.position.Position``) with what a keeper keeps beside it."""
+    """A trainer's position (``ft.protection.position.Position``) combined with what a rebuilder stores beside it."""
 
     def __init__(self, position: Any, keeper: CheckFreeRebuilder):
         self._position, self._keeper = position, keeper

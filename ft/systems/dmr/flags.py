@@ -1,4 +1,4 @@
-"""What the flags of double execution have to be."""
+"""Checks of the flags of double execution (SpareTrain)."""
 
 from collections.abc import Iterator
 from typing import Any

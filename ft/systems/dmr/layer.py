@@ -1,4 +1,4 @@
-"""Double execution and its profiler as protections of a trainer: see :mod:`ft.protection.contract`."""
+"""The protections of SpareTrain: double execution (DMR) and its profiler; see :mod:`ft.protection.contract`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from megatron.patches.manifest import WITH_DMR
 
 
 class DoubleExecution(Protection):
-    """Every operator is executed twice and compared; where results differ the step is taken once more (SpareTrain)."""
+    """Execute every operator twice, compare the results, and redo the step if they differ (SpareTrain)."""
 
     features = frozenset({WITH_DMR})
     follows_operators = True
@@ -26,7 +26,7 @@ class DoubleExecution(Protection):
         self._session = session
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
-        """Raises UserError where the plan that was asked for is none for this run."""
+        """Raise UserError if the requested plan does not fit this run."""
         flags = self.asked.flags
         plan, unstable = _path(flags.ft_dmr_plan), _path(flags.ft_dmr_unstable)
         flips = tuple(flags.ft_dmr_inject)
@@ -43,14 +43,14 @@ class DoubleExecution(Protection):
 
 
 class Profile(Protection):
-    """A few steps are measured for a plan of double execution, and the run ends."""
+    """Measure a few steps to plan double execution, then end the run."""
 
     features = frozenset({WITH_DMR})
     follows_operators = True
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
-        """Raises UserError where too few steps are left, or the batch still grows: a profile of smaller batches would
-        not be the run's."""
+        """Raise UserError if too few steps are left, or if the batch size is still ramping up: a profile of smaller
+        batches would not be valid for the run."""
         left, samples = trainer.steps - trainer.step, trainer.batch_now
         if left < ITERATIONS:
             problem = f"a profile takes {ITERATIONS} steps, and the run has {left} left"
@@ -73,7 +73,7 @@ class Profile(Protection):
 
 
 class FollowedStep(Layer):
-    """A layer that sees every operator of a step. ``engine`` follows them: it verifies, or it measures."""
+    """A layer that intercepts every operator of a step. ``session``: verifies the operators, or measures them."""
 
     def __init__(self, trainer: Trainer, session: Verification | Profiling):
         self._trainer, self.session = trainer, session

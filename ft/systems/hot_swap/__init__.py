@@ -1,5 +1,5 @@
-"""Hot-swap (DEADPOOL): a dead worker's logical rank is taken over in mid-run, from a copy of its state in memory.
+"""Hot-swap (DEADPOOL): a standby takes over a dead worker's logical rank, from a copy of its state in memory.
 
-:func:`protect.protect` gives a :class:`recovery_manager.RecoveryManager`, which repeats a training loop after every
-recovery until it ends.
+:func:`protect.protect` returns a :class:`recovery_manager.RecoveryManager`, which calls a training loop again after
+every recovery until the loop ends.
 """

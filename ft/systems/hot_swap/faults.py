@@ -1,4 +1,4 @@
-"""What an injected fault breaks in a worker that hot-swap protects: its state, its snapshots, its messages."""
+"""Injected faults in a worker that hot-swap protects: they damage its state, its snapshots or its messages."""
 
 import random
 from collections.abc import Callable
@@ -20,10 +20,14 @@ from megatron.core import parallel_state
 
 
 class Breakage:
-    """What an injected fault does to this worker's state, snapshots and messages (``ft.faults.worker.Actions``).
+    """Executes injected faults on this worker's state, snapshots and messages (``ft.faults.worker.Actions``).
 
     Args:
-        newest_checkpoint: the folder of the newest complete checkpoint of this run; None where there is none.
+        session: this worker's place in the run.
+        snapshots: this worker's snapshots.
+        subject: model, optimizer and schedule.
+        position: the trainer's own state.
+        newest_checkpoint: returns the folder of the run's newest complete checkpoint; None if there is none.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class Breakage:
         self._choice = random.Random(session.rank)
 
     def act(self, fault: Fault) -> None:
-        """Where there is nothing to break it says so in the worker's log, and nothing happens."""
+        """Execute ``fault``. If there is nothing to damage, print that to the worker's log and do nothing."""
         try:
             _ACTS[fault.kind](self, fault)
         except FallbackError as missing:
@@ -64,7 +68,7 @@ class Breakage:
         corrupt_tensor(self._subject, fault)
 
     def _leave_step(self, fault: Fault) -> None:
-        """Nobody else takes part in this one: it meets the others' next operation, and the last one here meets none."""
+        """Start a collective that no other rank starts: it mismatches the others' next one, and the last one hangs."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(torch.zeros(1), group=group, async_op=True)
 

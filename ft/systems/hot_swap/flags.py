@@ -1,4 +1,4 @@
-"""What the flags of hot-swap have to be."""
+"""Checks of the flags of hot-swap (DEADPOOL)."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Hot-swap as a protection of a trainer: see :mod:`ft.protection.contract`."""
+"""The protection of hot-swap (DEADPOOL); see :mod:`ft.protection.contract`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ft.worker.session import Session
 
 
 class HotSwap(Protection):
-    """Every step's state is copied to host memory and to peers; a standby takes a dead worker's place."""
+    """Snapshot every step to host memory and to peers, and replace a dead worker by a standby."""
 
     joins_run = True
 
@@ -34,7 +34,7 @@ class HotSwap(Protection):
 
 
 class RebuildsStages(Layer):
-    """A layer inside of hot-swap that rebuilds lost pipeline stages. ``rebuilder``: makes what does it on a worker."""
+    """A layer inside hot-swap that rebuilds lost pipeline stages. ``rebuilder``: factory of a worker's rebuilder."""
 
     def __init__(self, rebuilder: Callable[[Session, Any], StageRebuilder]):
         self.rebuilder = rebuilder

@@ -1,4 +1,4 @@
-"""Which workers hold this worker's peer copies, epoch after epoch (:mod:`ft.state.placement`)."""
+"""The workers that hold this worker's peer copies, in each epoch (:mod:`ft.state.placement`)."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,14 @@ from ft.worker.session import Session
 
 
 class Placing:
-    """Decides the same on all workers, from the seats of the epoch and what was before; logical rank 0 tells people.
+    """Places peer copies. All workers compute the same placement from the epoch's seats and the placement before;
+    logical rank 0 reports it to the user.
 
     Args:
-        k: copies of each state. strict: failure domains that cannot be respected at the start end the run.
+        session: this worker's place in the run.
+        subject: model, optimizer and schedule.
+        k: number of copies of each state.
+        strict: whether failure domains that cannot be respected at the start end the run.
     """
 
     def __init__(self, session: Session, subject: TrainingState, k: int, strict: bool = False):
@@ -24,10 +28,11 @@ class Placing:
         self._told: list[str] = []
 
     def begin(self) -> list[int]:
-        """Holders of this worker's copies at the start of a run. A joiner's are not settled before ``renew``.
+        """Return the holders of this worker's copies at the start of a run. For a worker that joins later they are
+        unknown until ``renew``.
 
         Raises:
-            UserError: ``strict``, and something is left to be wished for; on logical rank 0, whose end ends the run.
+            UserError: ``strict``, and the placement has problems. Raised on logical rank 0, whose end ends the run.
         """
         session, subject = self._session, self._subject
         about = {
@@ -50,10 +55,10 @@ class Placing:
         return holders[session.rank]
 
     def renew(self, before: Mapping[str, Sequence[int]]) -> list[int]:
-        """Holders in the session's epoch.
+        """Return the holders of this worker's copies in the session's epoch.
 
         Args:
-            before: logical rank (as a string) -> its holders up to now, as the order to repair says.
+            before: logical rank (as a string) -> its holders up to now, from the repair order.
         """
         session = self._session
         known = {int(rank): list(held) for rank, held in before.items()}
@@ -69,7 +74,7 @@ class Placing:
         return {rank: {"node": seat.node, **seat.domains} for rank, seat in self._session.seats.items()}
 
     def _problems(self, holders: Holders) -> list[str]:
-        """Whoever starts a run on one node alone knows what its loss means, and is told only when he asks."""
+        """Return the placement's problems. On a single node there are none unless ``strict``: the risk is obvious."""
         if self._session.rank != 0 or (self._training_nodes == 1 and not self._strict):
             return []
         subject = self._subject
@@ -77,7 +82,7 @@ class Placing:
         return find_problems(self._where(), subject.dp_groups, self._k, holders, incomplete)
 
     def _tell(self, holders: Holders, moved: int, problems: list[str]) -> None:
-        """One worker speaks for all, and not of what it has said before."""
+        """Report the placement, on logical rank 0; print problems only if they have changed."""
         if self._session.rank != 0:
             return
         copies = {str(owner): held for owner, held in holders.items()}

@@ -1,4 +1,4 @@
-"""Builds hot-swap's protection of one worker: what is protected, its snapshots, its planned faults."""
+"""Construction of hot-swap's protection of one worker: its state, its snapshots, its planned faults."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from ft.worker.session import Session
 
 
 def protect(session: Session, chunks: Sequence, optimizer: Any, scheduler: Any, position: Position, **options: Any):
-    """Protect a training loop of one's own. Takes what :func:`build` takes, and returns what it returns."""
+    """Protect a user's own training loop. Takes the arguments of :func:`build`, and returns its result."""
     manager = build(session, chunks, optimizer, scheduler, position, **options)
     Stack([manager]).protect(optimizer)
     return manager
@@ -35,19 +35,21 @@ def build(
     newest_checkpoint: Callable[[], Path | None] = lambda: None,
     rebuilder: Callable[[Session, TrainingState], StageRebuilder] | None = None,
 ) -> RecoveryManager:
-    """Return the layer that carries a training run through faults. Call it on all workers alike, after model and
-    optimizer are built; the optimizer's step has to go through its ``update``.
+    """Return the layer that recovers a training run from faults. Call it on all workers, after model and optimizer are
+    built; the optimizer's step has to go through the layer's ``update``.
 
     Args:
         session: this worker's place in the run.
         chunks: ``DistributedDataParallel`` model chunks.
-        optimizer: megatron-core's, of ``get_megatron_optimizer``.
-        scheduler: anything with ``state_dict`` and ``load_state_dict``, or None.
+        optimizer: megatron-core's optimizer, from ``get_megatron_optimizer``.
+        scheduler: an object with ``state_dict`` and ``load_state_dict``, or None.
         position: the trainer's own state.
-        peers: other workers that hold a copy of this worker's optimizer shard, in failure domains of their own.
-        strict: where these cannot be had at the start the run ends.
-        newest_checkpoint: the folder of the newest complete checkpoint, which injected faults may damage, or None.
-        rebuilder: makes what rebuilds a pipeline stage that is lost everywhere (CheckFree); None: none is rebuilt.
+        peers: number of other workers, in different failure domains, that hold a copy of this worker's optimizer shard.
+        strict: whether to end the run at the start if such workers cannot be found.
+        newest_checkpoint: returns the folder of the newest complete checkpoint, which injected faults may damage, or
+            None.
+        rebuilder: factory of the object that rebuilds a pipeline stage lost with all copies (CheckFree); None: no
+            stage is rebuilt.
 
     Raises:
         UserError: ``strict``, and peer copies cannot be placed as asked; or the model's stages cannot be rebuilt.

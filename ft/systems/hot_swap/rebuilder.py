@@ -1,4 +1,4 @@
-"""What hot-swap asks of a system that rebuilds pipeline stages which are lost with all their copies (CheckFree)."""
+"""The interface between hot-swap and a system that rebuilds pipeline stages lost with all their copies (CheckFree)."""
 
 from typing import Any, Protocol
 
@@ -10,26 +10,26 @@ class StageRebuilder(Protocol):
     """Rebuilds this rank's part of a lost stage, and helps neighbouring stages to rebuild theirs."""
 
     def begins(self, step: int) -> None:
-        """The run goes on after ``step``."""
+        """Handle the start of the run after ``step``."""
 
     def beside(self, position: Position) -> Position:
-        """The trainer's position, together with what the rebuilder has to keep in every snapshot."""
+        """Return the trainer's position, combined with what the rebuilder has to store in every snapshot."""
 
     def committed(self, step: int) -> None:
-        """Every rank has finished ``step``."""
+        """Handle the end of ``step`` on every rank."""
 
     def rebuild(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
-        """Makes this rank's state of ``step`` out of the neighbouring stages'. Collective with :meth:`lend`.
+        """Rebuild this rank's state of ``step`` from the neighbouring stages. Collective with :meth:`lend`.
 
         Returns:
-            (the trainer's position, how the state came).
+            (the trainer's position, description of the sources).
 
         Raises:
             FallbackError: the neighbours' state cannot be used.
         """
 
     def lend(self, order: Repair, envelope: dict[str, Any]) -> bool:
-        """Gives those that are rebuilt what they need of this rank; whether its own state is still that of the step."""
+        """Send this rank's state to neighbours under rebuild; return whether its own is still that of the step."""
 
     def learn(self, order: Repair) -> None:
-        """The recovery is done, on every rank; ``order`` says which ranks were rebuilt."""
+        """Record the end of a recovery, on every rank; ``order`` lists the ranks that were rebuilt."""

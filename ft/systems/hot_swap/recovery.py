@@ -1,9 +1,9 @@
-"""What a worker does between the end of one epoch and the first step of the next (paper, sections V-C, VI-D to VI-F).
+"""A worker's recovery from the end of an epoch to the first step of the next (DEADPOOL, sections V-C, VI-D to VI-F).
 
-    leave   out of every operation; what is held and what was under way is reported
-    enter   the next epoch's seats; who has no state of its own yet reports that it has arrived
-    repair  groups that have to be are built anew, state of the restore step is put in place
-    resume  when all are there and the invariants hold
+    leave   abort every operation; report the snapshots held and the operations that were pending
+    enter   take the seats of the next epoch; a worker without a state of its own reports that it has arrived
+    repair  rebuild the process groups that need it, and put the state of the restore step in place
+    resume  start when all workers are ready and the invariants hold
 
 An epoch that is closed in between sends the worker back to the start of this list.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def recover(guard: "RecoveryManager") -> None:
-    """Brings this worker to the first step of an open epoch."""
+    """Bring this worker to the first step of an open epoch."""
     session = guard.session
     while True:
         session.progress.idles("recovery")
@@ -49,7 +49,7 @@ def _leave(guard: "RecoveryManager") -> None:
         session.groups.drop()
         guard.at("leave")
     except Exception as error:
-        # Nothing of the epoch's is under way here that it could come of: this worker may be unfit for the next one.
+        # No operation of the epoch is pending here, so none can have caused the error: this worker may be unfit.
         session.link.send(guard.failure(error))
         raise
     left = WorkerReleased(session.worker, session.epoch, guard.step, groups, guard.snapshots.holdings())

@@ -1,4 +1,4 @@
-"""A training run that survives faults: every committed step is snapshot, every interruption ends in the next epoch."""
+"""Hot-swap's training loop: it snapshots every committed step, and recovers from every interruption in a new epoch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,9 +27,13 @@ class RecoveryManager(Layer):
     """Protects one training run on one worker.
 
     Args:
-        subject: model, optimizer and schedule. position: the trainer's own state.
-        snapshots: of this worker. injector: planned faults. placing: who holds the copies of them.
-        keeper: where a pipeline stage that is lost everywhere may be rebuilt (CheckFree), else None.
+        session: this worker's place in the run.
+        subject: model, optimizer and schedule.
+        position: the trainer's own state.
+        snapshots: snapshots of this worker, and peer copies that it holds.
+        injector: planned faults.
+        placing: placement of the peer copies.
+        keeper: rebuilds pipeline stages that are lost with all their copies (CheckFree), or None.
     """
 
     def __init__(
@@ -57,14 +61,14 @@ class RecoveryManager(Layer):
 
     @property
     def step(self) -> int:
-        """The last committed step of this worker's live state."""
+        """Return the last committed step of this worker's live state."""
         return self._position.get()["step"]
 
     def run_with_recovery(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work`` to its end, calling it again after every recovery; it goes on from where the position says.
+        """Run ``work`` to its end; call it again after every recovery, after which it continues from the position.
 
-        It returns on all workers or on none: whoever is done waits for the others, because their faults are recovered
-        with its help.
+        It returns on all workers or on none: a worker that is done waits for the others, because recovering their
+        faults needs its help.
         """
         begun = False
         while True:
@@ -82,11 +86,11 @@ class RecoveryManager(Layer):
                 recover(self)
 
     def committed(self) -> None:
-        """The step that ``position`` now counts is done with all that belongs to it; its snapshot is taken.
+        """Take the snapshot of the step that ``position`` now counts, when all work that belongs to it is done.
 
-        No worker writes over the snapshot before last until every worker's last one is safe with its peers: that is
-        what the fence, begun before the optimizer step, has established. (Waiting for one's own peers alone, as the
-        paper's section VI-A does, is not enough: a fast worker would drop the step a slow dead one needs.)
+        No worker overwrites its last but one snapshot until every worker's last snapshot has reached its peers. The
+        fence, an all-reduce started before the optimizer step, guarantees this. (To wait only for one's own peers, as
+        in DEADPOOL, section VI-A, is not enough: a fast worker would drop the step that a slow dead worker needs.)
         """
         if self._fence is not None:
             self._fence.wait()
@@ -100,17 +104,17 @@ class RecoveryManager(Layer):
         self.at("between")
 
     def at(self, phase: str) -> None:
-        """A point of the step under way where faults can be injected; costs nothing when none is planned."""
+        """Inject the faults that are planned at this point of the step; costs nothing if there are none."""
         if phase in _ASIDE:
             self.session.progress.aside(phase)
         self._injector.at(phase, self._committed + 1)
 
     def restore(self, order: Repair) -> dict[str, str]:
-        """Puts the state of the order's step in place on this worker and, collectively, the parameters on all; from the
-        next snapshot on copies go where the new seats ask for.
+        """Put the state of the order's step in place on this worker and, collectively, the parameters on all workers.
+        From the next snapshot on, copies go to the holders that the new seats require.
 
         Returns:
-            how the state came: {"owned": "own" | "copy:RANK" | "rebuilt:RANK+RANK", "replicated": ...}.
+            the sources of the state: {"owned": "own" | "copy:RANK" | "rebuilt:RANK+RANK", "replicated": ...}.
         """
         self._subject.abandon_step()
         self._place()
@@ -126,7 +130,7 @@ class RecoveryManager(Layer):
             position, sources = self._from_snapshots(order.step, order.sources[rank])
             self._subject.publish_parameters()
             if order.rebuilt:
-                self._untouched = False  # until it is over: with CheckFree+ a lender changes some of its own state
+                self._untouched = False  # during the rebuild: with CheckFree+ a lender changes some of its own state
                 as_committed = self._keeper.lend(order, self.snapshots.restored_envelope.envelope)
         self._untouched = as_committed
         self.is_empty = False
@@ -137,7 +141,7 @@ class RecoveryManager(Layer):
         return sources
 
     def _from_snapshots(self, step: int, source: Source) -> tuple[dict[str, Any], dict[str, str]]:
-        """The state of ``step`` is put in place; returns (the trainer's position, how it came)."""
+        """Put the state of ``step`` in place; return (the trainer's position, the sources of the state)."""
         keep = self._untouched and self.step == step
         sources = self.snapshots.restore(
             self._subject.state(self._position.get()), step, source, keep_tensors=keep, epoch=self.session.epoch
@@ -145,7 +149,7 @@ class RecoveryManager(Layer):
         return self._subject.apply_envelope(self.snapshots.restored_envelope), sources
 
     def resumes(self) -> None:
-        """First thing in an epoch: the state is made safe with the peers, under the epoch's seats."""
+        """Start an epoch: snapshot the state to the peers of the epoch's seats, before any step."""
         session, self._fence = self.session, None
         session.link.send(WorkerResumed(session.worker, session.epoch, self.step))
         self._injector.update(session.fired)
@@ -163,9 +167,9 @@ class RecoveryManager(Layer):
         self.snapshots.place({rank: seat.address for rank, seat in self.session.seats.items()})
 
     def _forget_moved_copies(self) -> None:
-        """Every worker's first snapshot of the epoch is safe: copies that go elsewhere now are not needed here.
+        """Drop copies whose owner now sends them elsewhere: every worker's first snapshot of the epoch is safe.
 
-        Until this point they were what protects, and what is held says so.
+        Until then, these copies protect the run and are reported as held.
         """
         if self._tidied < self.session.epoch:
             self._tidied = self.session.epoch
@@ -183,7 +187,7 @@ class RecoveryManager(Layer):
     def _before_update(self) -> None:
         with self.session.progress.at("wait", "snapshot"):
             self.snapshots.wait()
-            if self._fence is not None:  # of an attempt at this step that DMR has undone
+            if self._fence is not None:  # from an attempt at this step that DMR has undone
                 self._fence.wait()
         self._fence = dist.all_reduce(self._fence_word, group=self._fence_group, async_op=True)
         self._untouched = False
@@ -196,9 +200,9 @@ class RecoveryManager(Layer):
             session.orders.wait(Finish, session.epoch)
 
     def fails(self, error: Exception) -> None:
-        """Reports an error of this worker's own; what comes of the end of the epoch needs no report."""
+        """Report an error of this worker; errors that the end of the epoch has caused need no report."""
         report_failure(self.session, self.step, error)
 
     def failure(self, error: Exception) -> WorkerFailed:
-        """What there is to report of an error; its trace goes into the worker's log."""
+        """Return the report of an error; its traceback goes into the worker's log."""
         return failure(self.session, self.step, error)

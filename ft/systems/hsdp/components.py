@@ -1,4 +1,4 @@
-"""What a replica's guard works with on one rank, and how it is put together."""
+"""The objects that a replica manager works with on one rank, and the function that builds them."""
 
 import os
 from collections.abc import Sequence
@@ -33,12 +33,27 @@ from megatron.patches import instances, replicas
 
 @dataclass
 class Components:
-    """Everything of one rank.
+    """The objects that a :class:`ft.systems.hsdp.replica_manager.ReplicaManager` uses on one rank.
 
     Attributes:
-        ring: with the same rank of the other replicas. votes: group of this replica's ranks, for their votes alone.
-        client: of the quorum server, on the leader. save_interval: steps between checkpoints, None without.
+        session: this worker's connection to the run.
+        place: the replica's place among the replicas, and its settings.
+        subject: model, optimizer and schedule.
+        position: the trainer's position, with the positions of all replicas' streams.
+        state: the state that replicas fetch from each other.
+        ring: connections to the same rank of the other replicas.
+        exchange: exchange of gradients through the ring.
+        work: the part of each step that this replica computes.
+        server: serves the state to replicas that are behind.
+        client: client of the quorum server, on the leader (rank 0); None elsewhere.
+        agreement: agreement on a quorum among the ranks of the replica.
+        catch_up: fetches the state of another replica.
+        records: log of committed steps, on the leader.
+        injector: planned faults.
+        votes: process group of this replica's ranks, used only for their votes.
         batch: samples that a replica takes in a step.
+        save_interval: steps between checkpoints; None: no interval.
+        per_token: whether core divides gradients by the number of tokens.
     """
 
     session: Session
@@ -73,7 +88,7 @@ class Components:
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def finish(self, report: Report) -> None:
-        """The last step is done: the others need not wait for this replica any more."""
+        """Report the end of the last step, so that the others no longer wait for this replica."""
         if self.client is not None:
             self.client.ask(replace(report, finished=True))
 
@@ -98,11 +113,19 @@ def build(
     batch: int,
     save_interval: int | None = None,
 ) -> Components:
-    """The parts of one rank, after model and optimizer are built; collective inside the replica.
+    """Build the objects of one rank, after model and optimizer are built. Collective inside the replica.
 
     Args:
-        client: of the quorum server, on the leader. work: what this replica computes.
-        batch: samples that a replica takes in a step. save_interval: steps between checkpoints.
+        session: this worker's connection to the run.
+        place: the replica's place among the replicas.
+        chunks: ``DistributedDataParallel`` model chunks.
+        optimizer: megatron-core's optimizer.
+        scheduler: learning-rate scheduler.
+        position: the trainer's position.
+        client: client of the quorum server, on the leader; None elsewhere.
+        work: the part of each step that this replica computes.
+        batch: samples that a replica takes in a step.
+        save_interval: steps between checkpoints.
     """
     subject = TrainingState(chunks, optimizer, scheduler)
     state = ReplicaState(subject, position)
@@ -143,7 +166,7 @@ def build(
 
 
 def _exchange_tokens(config: Any, exchange: Exchange) -> bool:
-    """Where core divides by the number of tokens, it is that of all replicas. Returns whether it does."""
+    """Make core's division by the number of tokens use the tokens of all replicas. Return whether core divides so."""
     if not config.calculate_per_token_loss:
         return False
 

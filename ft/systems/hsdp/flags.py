@@ -1,4 +1,4 @@
-"""Checks the trainer's flags for a run with FT-HSDP replicas."""
+"""Checks of the trainer's flags for a run with FT-HSDP replicas."""
 
 from collections.abc import Iterator
 from typing import Any

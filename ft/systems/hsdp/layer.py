@@ -1,4 +1,4 @@
-"""FT-HSDP as a protection of a trainer: see :mod:`ft.protection.contract`."""
+"""The protection of FT-HSDP; see :mod:`ft.protection.contract`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,17 +19,17 @@ from megatron.patches.manifest import WITH_REPLICAS
 
 
 class DividesWork(Protocol):
-    """A layer inside of the replicas' that divides a step's samples among them in another way (SPARe)."""
+    """A layer inside FT-HSDP that divides a step's samples among the replicas in another way (SPARe)."""
 
     def follow(self, loaders: Sequence[Any], batch: int) -> Follow:
-        """Return what has the loaders read this replica's samples. ``batch``: samples of a replica in a step."""
+        """Return what makes the loaders read this replica's samples. ``batch``: samples of a replica in a step."""
 
     def work(self, place: Place, position: ReplicaPosition, trainer: Trainer, follow: Follow) -> Work:
-        """Return what the replica at ``place`` computes in each step."""
+        """Return the work of the replica at ``place`` in each step."""
 
 
 class Replicas(Protection):
-    """The model is trained by several replicas, each a world of its own; when one fails the others go on."""
+    """Train the model by several replicas, each with its own world; if one fails, the others continue (FT-HSDP)."""
 
     features = frozenset({WITH_REPLICAS})
     joins_run = draws_weights = True
@@ -79,8 +79,8 @@ class Replicas(Protection):
         )
 
         def load_last() -> bool:
-            """Load the newest checkpoint, if there is one, where no replica has a state any more."""
-            trainer.extra.pop(KEY, None)  # where the lost state stood
+            """Load the newest checkpoint, if there is one, after every replica has lost its state."""
+            trainer.extra.pop(KEY, None)  # the positions of the lost state
             is_loaded = trainer.load()
             begins = self._share(replace(place, comes_back=False), trainer.extra, trainer.step, trainer.samples)
             position.restart(begins.deal, dict(begins.positions))

@@ -1,4 +1,4 @@
-"""SPARe as a protection of a trainer: see :mod:`ft.protection.contract`. It divides the work of FT-HSDP's replicas."""
+"""The protection of SPARe, which divides the work among FT-HSDP's replicas; see :mod:`ft.protection.contract`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,19 +10,19 @@ from ft.systems.spare.stacked import StackedWork, StackLoaders, work
 
 
 class StackedShards(Protection):
-    """Each shard type is hosted by several replicas; those that are left compute what a lost one would have."""
+    """Place each shard type on several replicas; the remaining replicas compute the shards of a lost one (SPARe)."""
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         return DividesByStacks()
 
 
 class DividesByStacks(Layer):
-    """Has the replicas compute stacks of shard types (``ft.systems.hsdp.layer.DividesWork``)."""
+    """Have the replicas compute stacks of shard types (``ft.systems.hsdp.layer.DividesWork``)."""
 
     def follow(self, loaders: Sequence[Any], batch: int) -> StackLoaders:
         return StackLoaders(loaders, batch)
 
     def work(self, place: Place, position: ReplicaPosition, trainer: Trainer, follow: StackLoaders) -> StackedWork:
-        """Raises UserError where shard types cannot be placed with that redundancy."""
+        """Return the replica's work. Raise UserError if shard types cannot be placed with the given redundancy."""
         per_token = trainer.chunks[0].config.calculate_per_token_loss
         return work(place, position, lambda: trainer.extra, follow, per_token, trainer.reseed)

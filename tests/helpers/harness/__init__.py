@@ -1,6 +1,6 @@
-"""Distributed tests that pay the imports once: a warm server process forks the ranks of every test.
+"""Distributed tests that import torch only once: a warm server process forks the ranks of every test.
 
-A test asks for the fixture ``ranks`` and hands it a function of its own module::
+A test asks for the fixture ``ranks`` and passes it a function of its own module::
 
     def gather_ranks():
         ...
@@ -8,7 +8,7 @@ A test asks for the fixture ``ranks`` and hands it a function of its own module:
     def test_gather(ranks):
         assert ranks(gather_ranks, 4) == [[0, 1, 2, 3]] * 4
 
-See :class:`harness.client.Ranks` for what it promises and :class:`harness.handle.Handle` for killing ranks.
+See :class:`harness.client.Ranks` for its guarantees, and :class:`harness.handle.Handle` for killing ranks.
 """
 
 from harness.client import Ranks

@@ -1,6 +1,6 @@
-"""The fixture `ranks`: start ranks on the warm server, wait for them, and say what went wrong once.
+"""The fixture `ranks`: it starts ranks on the warm server, waits for them, and reports the first cause of a failure.
 
-Every call has a deadline, and after it no process of it is left: a test that leaves one fails.
+Every call has a deadline, and no process of the call outlives it: a test that leaves a process behind fails.
 """
 
 import os
@@ -15,7 +15,7 @@ from harness.warm import Server
 
 
 class Ranks:
-    """The fixture ``ranks``: calls run a function on N forked ranks and return its values in rank order."""
+    """The fixture ``ranks``: a call runs a function on N forked ranks and returns its values in rank order."""
 
     def __init__(self, make_folder: Callable[[], Path]):
         self._make_folder = make_folder
@@ -27,18 +27,21 @@ class Ranks:
         """Run ``function(*args, **kwargs)`` on every rank and wait.
 
         Args:
-            function: a function at the top level of a test module (it is shipped by name).
+            function: a function at the top level of a test module (ranks import it by name).
             world_size: number of ranks, one process each.
-            timeout: seconds until all of them are killed.
-            init: make a gloo process group over all ranks first. Without it the environment is as torchrun's
-                (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, a free MASTER_PORT), for code that makes its own.
-            env: environment variables to set on top of the test's; read after torch has been imported.
+            timeout: seconds after which all ranks are killed.
+            init: whether to create a gloo process group over all ranks first. Without it the environment is as
+                torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, a free MASTER_PORT), for code that creates its
+                own process group.
+            env: environment variables to set in addition to the test's; they are set after torch has been imported.
 
         Returns:
             the values, rank 0 first.
 
         Raises:
-            RankFailed, RanksHung, RanksLeftBehind: see there; nothing runs any more.
+            RankFailed: see there; as with the other exceptions, no process is left.
+            RanksHung: see there.
+            RanksLeftBehind: see there.
         """
         __tracebackhide__ = True
         handle = self.start(function, world_size, *args, init=init, env=env, collective_timeout=timeout + 60, **kwargs)
@@ -49,7 +52,8 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def start(self, function, world_size: int, *args, init=True, env=None, collective_timeout=60, **kwargs) -> Handle:
-        """As a call, but returns at once with a :class:`Handle` to kill ranks and to look at how they ended.
+        """Start ranks as a call does, but return at once with a :class:`Handle` for killing ranks and for reading how
+        they ended.
 
         `collective_timeout` is the process group's timeout in seconds.
         """
@@ -76,7 +80,7 @@ class Ranks:
         return handle
 
     def output(self, rank: int) -> str:
-        """What a rank of the latest call wrote to stdout and stderr."""
+        """Return what a rank of the latest call wrote to stdout and stderr."""
         return self._last.output(rank)
 
     def close_forgotten(self) -> None:
@@ -91,8 +95,8 @@ class Ranks:
 
 
 def _who_was_first(outcome: Outcome) -> tuple:
-    """Sorts the cause to the front: a rank that died without raising explains the exceptions of the others, among
-    exceptions the earliest counts, and ranks that the harness stopped come last."""
+    """Return a sort key that puts the cause first: a rank that died without raising explains the exceptions of others;
+    of exceptions the earliest comes first; ranks that the harness stopped come last."""
     died = outcome.error is None and not outcome.stopped
     return (not died, outcome.stopped, outcome.failed_at, outcome.rank)
 

@@ -1,4 +1,4 @@
-"""Ranks that run: waiting for them, killing them, and saying how and where they ended."""
+"""Running ranks: waiting for them, killing them, and reporting how and where they ended."""
 
 import contextlib
 import os
@@ -16,15 +16,15 @@ TAIL_LINES = 40
 
 
 class RankFailed(AssertionError):
-    """A rank raised or died; shows the first one's traceback, the others in a line each."""
+    """A rank raised an exception or died. The message has the first rank's traceback, and a line for each other."""
 
 
 class RanksHung(AssertionError):
-    """The deadline passed; shows where each rank was."""
+    """The deadline has passed. The message has the stack of each rank."""
 
 
 class RanksLeftBehind(AssertionError):
-    """The ranks ended but processes they had started were still there; those have been killed."""
+    """The ranks have ended, but processes that they had started were still running; those have been killed."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Outcome:
     """How one rank ended.
 
     Attributes:
-        exitcode: 0, the status it exited with, or minus the signal that killed it.
-        value: what the function returned, None unless it returned.
-        error: the traceback it died of, None unless it raised.
-        summary: the exception in a line, None unless it raised.
-        failed_at: when it raised, in seconds of the machine's monotonic clock.
-        stopped: the harness killed it, because another rank had failed.
+        exitcode: its exit status, or minus the signal that killed it.
+        value: what the function returned; None if it did not return.
+        error: the traceback of its exception; None if there was none.
+        summary: the exception in one line; None if there was none.
+        failed_at: time of the exception, in seconds of the machine's monotonic clock.
+        stopped: whether the harness killed it because another rank had failed.
     """
 
     rank: int
@@ -58,11 +58,11 @@ class Outcome:
 
 
 class Handle:
-    """Ranks that run. Use it as a context manager or call :meth:`close`; the fixture closes forgotten ones.
+    """Running ranks. Use it as a context manager or call :meth:`close`; the fixture closes forgotten handles.
 
     Attributes:
-        pids: the ranks' processes, in rank order. Each leads a session of its own.
-        folder: where the ranks run; its files go with pytest's temporary directory.
+        pids: process ids of the ranks, in rank order. Each leads a session of its own.
+        folder: working directory of the ranks; it is removed with pytest's temporary directory.
     """
 
     def __init__(self, server: Server, pids: list[int], folder: Path, others: Callable[[], set[int]]):
@@ -79,25 +79,25 @@ class Handle:
         self.close()
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to the process of one rank (not to its helpers); ProcessLookupError if it has ended."""
+        """Send a signal to the process of one rank (not to its helpers). Raise ProcessLookupError if it has ended."""
         if self.exitcode(rank) is not None:
             raise ProcessLookupError(f"rank {rank} has ended with {self.exitcode(rank)}")
         os.kill(self.pids[rank], signum)
 
     def exitcode(self, rank: int) -> int | None:
-        """How the rank ended (see :class:`Outcome`), None while it lives."""
+        """Return how the rank ended (see :class:`Outcome`); None while it lives."""
         self._listen(0)
         return self._exitcodes.get(rank)
 
     def output(self, rank: int) -> str:
-        """What the rank has written to stdout and stderr so far."""
+        """Return what the rank has written to stdout and stderr so far."""
         try:
             return (self.folder / f"{rank}.log").read_text(errors="replace")
         except FileNotFoundError:
             return ""
 
     def wait_for_output(self, rank: int, text: str, timeout: float = 60) -> None:
-        """Wait until the rank has printed `text`; AssertionError if it ends, RanksHung if it takes too long."""
+        """Wait until the rank has printed `text`. Raise RankFailed if it ends before, RanksHung at the timeout."""
         deadline = time.monotonic() + timeout
         while text not in self.output(rank):
             if self.exitcode(rank) is not None and text not in self.output(rank):
@@ -110,15 +110,15 @@ class Handle:
         """Wait until every rank has ended.
 
         Args:
-            timeout: seconds from now; afterwards all are killed.
-            stop_at_failure: kill the others as soon as one ends with anything but 0.
+            timeout: seconds from now; afterwards all ranks are killed.
+            stop_at_failure: whether to kill the others as soon as a rank ends with an exit code other than 0.
 
         Returns:
             one outcome per rank, in rank order. A rank that failed is an outcome, not an exception.
 
         Raises:
-            RanksHung: the deadline passed.
-            RanksLeftBehind: all ranks ended well, but not the processes they had started.
+            RanksHung: the deadline has passed.
+            RanksLeftBehind: all ranks ended with exit code 0, but processes that they had started are still running.
         """
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout
@@ -135,7 +135,7 @@ class Handle:
         return outcomes
 
     def close(self) -> list[str]:
-        """Kill whatever is left of the ranks and of the processes below them; returns what those were."""
+        """Kill what is left of the ranks and of their descendants; return a description of these processes."""
         if self.closed:
             return []
         with contextlib.suppress(RuntimeError):
@@ -143,7 +143,7 @@ class Handle:
         running = {pid for rank, pid in enumerate(self.pids) if rank not in self._exitcodes}
         self._stopped = running
         left = []
-        # A helper that is on its way out is no leak: look again before calling it one.
+        # A helper process that is just ending is not left behind: look again before reporting it.
         for pause in (0.0, 0.05, 0.2, 0.5):
             time.sleep(pause)
             found = [pid for pid in self._living() if pid not in running]
@@ -162,7 +162,7 @@ class Handle:
         return left
 
     def _living(self) -> list[int]:
-        """The ranks that live and everything below them, also what has left their sessions."""
+        """Return the living ranks and all their descendants, also those that have left their sessions."""
         below_server = set(processes.living({self._server.pid}, set(self.pids))) if self._server.pid else set()
         ours = set(processes.living(set(), set(self.pids)))
         return sorted((below_server | ours) - self._others())
@@ -211,5 +211,5 @@ class Handle:
         return (file.read_text() if file.exists() else "") or "no stack: the process does not answer signals"
 
     def tail(self, rank: int) -> str:
-        """The end of what the rank has written."""
+        """Return the last lines that the rank has written."""
         return "\n".join(self.output(rank).splitlines()[-TAIL_LINES:]) or "(nothing)"

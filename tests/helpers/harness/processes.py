@@ -1,4 +1,4 @@
-"""What Linux knows about processes: who descends from whom, who lives, and how to end them for certain."""
+"""Linux processes: finding descendants and living processes, and killing them reliably."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(signum: int) -> None:
-    """Ask for `signum` when the parent of this process dies."""
+    """Ask the kernel to send this process `signum` when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
@@ -27,7 +27,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def stat(pid: int) -> tuple[str, int, int] | None:
-    """(state letter, parent, session) of a process, None once it is gone. A zombie's state is Z."""
+    """Return (state letter, parent, session) of a process; None if it is gone. A zombie's state is Z."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -37,13 +37,13 @@ def stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return whether the process exists and is not a zombie."""
     entry = stat(pid)
     return entry is not None and entry[0] not in "ZX"
 
 
 def living(roots: set[int], sessions: set[int]) -> list[int]:
-    """The processes, zombies left out, that descend from one of `roots` or belong to one of `sessions`."""
+    """Return the processes, without zombies, that descend from one of `roots` or belong to one of `sessions`."""
     table = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     table = {pid: entry for pid, entry in table.items() if entry}
 
@@ -62,7 +62,7 @@ def living(roots: set[int], sessions: set[int]) -> list[int]:
 
 
 def describe(pid: int) -> str:
-    """A process by its pid and command line, for people."""
+    """Return the pid and the command line of a process, for messages."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except (FileNotFoundError, ProcessLookupError):
@@ -71,7 +71,7 @@ def describe(pid: int) -> str:
 
 
 def end(pids: list[int], patience: float = 5.0) -> None:
-    """SIGKILL the processes and wait until none of them runs; RuntimeError after `patience` seconds."""
+    """Kill the processes with SIGKILL and wait until none runs; raise RuntimeError after `patience` seconds."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

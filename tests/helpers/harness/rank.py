@@ -1,8 +1,8 @@
-"""What a forked rank does: set up its own session, environment and output, run the test's function, report.
+"""A forked rank: it sets up its session, environment and output, runs the test's function, and reports the result.
 
-In the directory of its call, rank i leaves ``i.log`` (stdout and stderr), ``i.stack`` (where it was when it was
-asked with SIGUSR1) and ``i.report``: a pickle of ("value", result) or
-("error", monotonic time, traceback, its exception in a line).
+In the directory of its call, rank i writes ``i.log`` (stdout and stderr), ``i.stack`` (its stack at the time of a
+SIGUSR1) and ``i.report``: a pickle of ("value", result) or
+("error", monotonic time, traceback, the exception in one line).
 """
 
 import atexit
@@ -22,7 +22,7 @@ from harness import processes
 
 
 def main(request: dict, rank: int, port: int, server: int) -> int:
-    """Run the function of `request` as rank `rank`; returns the exit code of the process."""
+    """Run the function of `request` as rank `rank`; return the exit code of the process."""
     os.setsid()
     processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != server:
@@ -40,7 +40,7 @@ def main(request: dict, rank: int, port: int, server: int) -> int:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-        # Helper processes and threads of the function end with the interpreter in a real run: end them here too.
+        # In a real run, helper processes and threads of the function end with the interpreter: end them here too.
         atexit._run_exitfuncs()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -100,7 +100,7 @@ def _run(request: dict, rank: int):
 
 
 def _find(module: str, qualname: str, path: str):
-    """The function `qualname` of the test module `module`, imported by name or else from its file."""
+    """Return the function `qualname` of the test module `module`, imported by name or else from its file."""
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -123,7 +123,7 @@ def _report(folder: Path, rank: int, report: tuple) -> None:
 
 
 def _without_harness(trace):
-    """The traceback from the first frame outside this package on, all of it if there is none."""
+    """Return the traceback from the first frame outside this package on; all of it if there is none."""
     here = os.path.dirname(__file__)
     inner = trace
     while inner is not None and os.path.dirname(inner.tb_frame.f_code.co_filename) == here:

@@ -1,7 +1,7 @@
-"""The warm server: imports torch and megatron once, then forks the ranks of every call.
+"""The warm server: it imports torch and megatron once, then forks the ranks of every call.
 
-It runs one thread and no parallel region, or its children could not use OpenMP or gloo. It reaps everything that
-descends from it, tells the test which ranks ended and how, and ends all of it when the test process goes away.
+It has one thread and runs no parallel region; otherwise its children could not use OpenMP or gloo. It reaps all its
+descendants, reports to the test which ranks ended and how, and ends all of them when the test process ends.
 Run as ``python -m harness.server FD`` by :class:`harness.warm.Server`; FD is its end of the socket pair.
 """
 
@@ -42,13 +42,13 @@ def _import_everything() -> None:
     import pkgutil
     import warnings
 
-    # What dependencies have to say about optional packages is no news in a test.
+    # Suppress the warnings of dependencies about optional packages.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch.distributed")
         importlib.import_module("megatron.patches").apply()
         for name in (
-            "torch._dynamo",  # every optimizer step asks for it
+            "torch._dynamo",  # every optimizer step imports it
             "megatron.core.models.gpt",
             "megatron.core.optimizer",
             "megatron.core.pipeline_parallel",
@@ -58,7 +58,7 @@ def _import_everything() -> None:
             importlib.import_module(name)
         training = importlib.import_module("megatron.training")
         for module in pkgutil.walk_packages(training.__path__, "megatron.training.", onerror=lambda name: None):
-            # The rank that needs a broken module meets the same error, in its own test.
+            # A rank that needs a broken module gets the same error, in its own test.
             with contextlib.suppress(Exception):
                 importlib.import_module(module.name)
     gc.collect()

@@ -1,4 +1,4 @@
-"""The test's end of the warm server: starts it, and again if it was killed, and hears which ranks have ended."""
+"""The test's side of the warm server: it starts the server, restarts a killed one, and receives the ends of ranks."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ START_LIMIT_S = 180.0
 
 
 class Server:
-    """The warm process; started at the first call, and again if it was killed."""
+    """The warm process. It is started at the first call, and again after it was killed."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -25,7 +25,7 @@ class Server:
         return self._process.pid if self._process else None
 
     def start_ranks(self, request: dict) -> list[int]:
-        """Fork the ranks of `request`; returns their pids in rank order."""
+        """Fork the ranks of `request`; return their pids in rank order."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         wire.send(self._socket, request)
@@ -36,7 +36,8 @@ class Server:
         return message[1]
 
     def listen(self, patience: float) -> None:
-        """Take in what has come, waiting `patience` seconds for the first; RuntimeError if the server is gone."""
+        """Process the messages that have arrived; wait up to `patience` seconds for the first. Raise RuntimeError if
+        the server is gone."""
         self._socket.settimeout(max(patience, 0.001))
         try:
             while True:
@@ -50,7 +51,7 @@ class Server:
             self._socket.settimeout(None)
 
     def close(self) -> None:
-        """End the server and everything below it."""
+        """End the server and all its descendants."""
         if self._process is None:
             return
         self._socket.close()

@@ -1,4 +1,4 @@
-"""Messages between a test and its server: pickles with a length before them, on a local socket pair."""
+"""Messages between a test and its server: pickles with a length prefix, on a local socket pair."""
 
 import pickle
 import socket
@@ -8,15 +8,15 @@ _LENGTH = struct.Struct("!Q")
 
 
 def send(sock: socket.socket, message: object) -> None:
-    """Send one message; OSError if the other side is gone."""
+    """Send one message. Raise OSError if the other side is gone."""
     data = pickle.dumps(message)
     sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def receive(sock: socket.socket) -> object:
-    """The next message; EOFError if the other side is gone, TimeoutError after the socket's timeout.
+    """Return the next message. Raise EOFError if the other side is gone, TimeoutError after the socket's timeout.
 
-    The timeout applies to the start of a message: one that has begun is read to its end.
+    The timeout applies to the start of a message: a message that has begun is read to its end.
     """
     head = sock.recv(1)
     timeout = sock.gettimeout()

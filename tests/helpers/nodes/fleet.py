@@ -16,7 +16,7 @@ _PORT = 29400
 
 
 class Node(Running):
-    """The agent of one host; several of them, one after the other, where the host comes back."""
+    """The agent of one host; after the host comes back, a new agent."""
 
     def __init__(self, host: Host, folder: Path, command: list[str]):
         self.host, self.folder = host, folder
@@ -33,10 +33,15 @@ class Node(Running):
 
 
 class Fleet:
-    """A run with its control plane on host 0; the last ``standby_nodes`` hosts begin without logical ranks.
+    """A run with its control plane on host 0; the last ``standby_nodes`` hosts start without logical ranks.
 
     Args:
-        options: further ones of ``ft run``.
+        lab: the hosts.
+        folder: directory of the run.
+        script_flags: flags of the training script.
+        standby_nodes: number of hosts that start without logical ranks.
+        nproc: workers on each host.
+        options: further options of ``ft run``.
     """
 
     def __init__(
@@ -54,11 +59,11 @@ class Fleet:
         return Node(host, self.folder, command)
 
     def come_back(self, host: Host) -> None:
-        """An operator starts the agent of this host again, with the same flags."""
+        """Start the agent of this host again with the same flags, as an operator would."""
         self.nodes[host.index] = self._start(host)
 
     def wait_for(self, true: Callable[[], bool], limit_s: float = 60.0, what: str = "it") -> float:
-        """Seconds until `true()`; fails with all logs when all agents have ended, or the time is up, before."""
+        """Return the seconds until `true()`; fail with all logs if all agents have ended or the time is up before."""
         began = time.monotonic()
         while not true():
             over = all(node.process.poll() is not None for node in self.nodes)
@@ -68,7 +73,7 @@ class Fleet:
         return time.monotonic() - began
 
     def wait_steps(self, count: int, limit_s: float = 60.0) -> None:
-        """Waits for `count` more steps."""
+        """Wait for `count` more steps."""
         aim = self.step() + count
         self.wait_for(lambda: self.step() >= aim, limit_s, f"step {aim}")
 
@@ -79,7 +84,7 @@ class Fleet:
         return Finished(-1, "", self.folder)
 
     def wait(self, limit_s: float = LIMIT_S, lost: tuple[int, ...] = ()) -> Finished:
-        """Waits for the end of every agent whose host is not `lost`; nothing of them is left then.
+        """Wait for the end of every agent whose host is not `lost`, and check that none of their processes is left.
 
         Returns:
             the worst exit code, and what the run has written.
@@ -106,7 +111,7 @@ class Fleet:
         return f"exit codes {codes}\n{Finished(-1, self.output(), self.folder).explain()}"
 
     def stop(self) -> None:
-        """Whatever still runs is killed."""
+        """Kill everything that still runs."""
         for node in self.nodes:
             if node.process.poll() is None:
                 node.process.send_signal(signal.SIGKILL)

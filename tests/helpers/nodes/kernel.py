@@ -1,6 +1,7 @@
-"""The few system calls that Python 3.11 has no names for; run as a program, it becomes another one on a host.
+"""The system calls that Python 3.11 does not provide; run as a program, it executes another program on a host.
 
-``python kernel.py NAMESPACE HOSTNAME PARENT COMMAND...``: NAMESPACE is a descriptor, PARENT the pid to die with.
+``python kernel.py NAMESPACE HOSTNAME PARENT COMMAND...``: NAMESPACE is a descriptor, PARENT the pid of the process
+whose death also ends the command.
 """
 
 import ctypes
@@ -20,29 +21,29 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(what: int) -> None:
-    """Raises OSError where that is not permitted."""
+    """Move this thread to new namespaces. Raise OSError if that is not permitted."""
     _check(_libc.unshare(what), "unshare")
 
 
 def enter_network(namespace: int) -> None:
-    """Puts this thread into the network namespace behind a descriptor."""
+    """Move this thread to the network namespace behind a descriptor."""
     _check(_libc.setns(namespace, NEW_NETWORK), "setns")
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process as soon as the thread that started it is gone."""
+    """Ask the kernel to kill this process with SIGKILL when the thread that started it ends."""
     _check(_libc.prctl(_DIE_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0), "prctl")
 
 
 def open_tun(name: str) -> int:
-    """A new network interface of this namespace; whole IP packets are read from and written to the descriptor."""
+    """Return a descriptor of a new network interface of this namespace, which reads and writes whole IP packets."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN | _NO_HEADER))
     return fd
 
 
 def ip(*arguments: str) -> str:
-    """Runs iproute2's ``ip``; raises CalledProcessError with what it said."""
+    """Run iproute2's ``ip`` and return its output; raise CalledProcessError with its output if it fails."""
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10).stdout
 
 

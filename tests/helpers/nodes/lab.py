@@ -1,4 +1,4 @@
-"""The laboratory: some hosts, what goes wrong between them, and no trace of it afterwards."""
+"""The laboratory: simulated hosts, faults of the hosts and of the network between them, and a cleanup without trace."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ _LOOK_S = 0.005
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be no hosts here, "" if there can."""
+    """Return why hosts cannot be made here, "" if they can."""
     try:
         with Lab(1):
             return ""
@@ -33,10 +33,10 @@ def why_not() -> str:
 
 
 class Host:
-    """One host: an address of its own, a hostname of its own, and what runs there.
+    """One simulated host, with its own address, its own hostname, and its own processes.
 
     Attributes:
-        address: IPv4, reachable from the other hosts of its lab and from nowhere else.
+        address: IPv4 address, reachable only from the other hosts of its lab.
     """
 
     def __init__(self, lab: "Lab", index: int, namespace: int):
@@ -45,12 +45,12 @@ class Host:
         self._inode = os.fstat(namespace).st_ino
 
     def start(self, command: list[str], **how: Any) -> subprocess.Popen:
-        """As ``Popen``; the process dies with the thread that has called this, if it has not ended before."""
+        """Start a process as ``Popen`` does; it is killed when the thread that has called this ends."""
         enter = [sys.executable, "-S", kernel.__file__, str(self._namespace), self.name, str(os.getpid())]
         return subprocess.Popen([*enter, *command], pass_fds=[self._namespace], **how)
 
     def run(self, *command: str, timeout_s: float = 20.0) -> str:
-        """What a command has written, started in this checkout; raises CalledProcessError where it fails."""
+        """Run a command in this checkout and return its output; raise CalledProcessError if it fails."""
         done = self.start(list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=_ROOT)
         out, _ = done.communicate(timeout=timeout_s)
         if done.returncode:
@@ -58,7 +58,7 @@ class Host:
         return out
 
     def processes(self) -> list[psutil.Process]:
-        """All that run here, whoever started them."""
+        """Return all processes on this host, whoever started them."""
         found = []
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):
@@ -67,25 +67,25 @@ class Host:
         return found
 
     def kill_all(self) -> None:
-        """Ends every process at once; the kernel still says goodbye on their connections, if the network lets it."""
-        while self._signal(signal.SIGSTOP):  # first: who sees another die must not tell of it
+        """Kill every process at once. The kernel still closes their connections, if the network lets packets out."""
+        while self._signal(signal.SIGSTOP):  # first stop all, so that no process reports the death of another
             self._signal(signal.SIGKILL)
             time.sleep(_LOOK_S)
 
     def lose_power(self) -> None:
-        """The host is gone from one moment to the next: no connection of it is ever closed."""
+        """Cut the host off and kill its processes: the other hosts see none of its connections close."""
         self.cut()
         self.kill_all()
 
     def pause(self) -> None:
-        """Time stands still here, as in a virtual machine that is moved; ``go_on`` ends that."""
+        """Stop all processes, as when a virtual machine is migrated; ``go_on`` resumes them."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> bool:
-        """Whether there was anybody to send it to."""
+        """Send a signal to all processes; return whether there were any."""
         living = [process for process in self.processes() if _lives(process)]
         for process in living:
             with contextlib.suppress(psutil.Error):
@@ -95,19 +95,19 @@ class Host:
     # --- its cable ---------------------------------------------------------------------------------------------------
 
     def cut(self, out: bool = True, into: bool = True) -> None:
-        """Packets vanish on the way, in one direction or both; nobody is told."""
+        """Drop all packets in one direction or both; neither side is notified."""
         self._impair(out, into, blocked=True)
 
     def mend(self) -> None:
-        """The cable is as new: nothing is blocked, lost, delayed or throttled."""
+        """Remove all impairments: no packet is blocked, lost, delayed or throttled."""
         self._impair(True, True, blocked=False, loss=0.0, delay_s=0.0, rate=0.0)
 
     def degrade(self, *, loss: float = 0.0, delay_s: float = 0.0, rate: float = 0.0) -> None:
-        """In both directions: the share of packets lost, seconds added to each, bytes per second (0: no limit)."""
+        """Set for both directions: the share of packets lost, seconds of delay, bytes per second (0: no limit)."""
         self._impair(True, True, loss=loss, delay_s=delay_s, rate=rate)
 
     def interface(self, up: bool) -> None:
-        """Takes the host's own interface down, of which its kernel knows, or up."""
+        """Take the host's own network interface down or up, which the host's kernel notices."""
         self.run("ip", "link", "set", INTERFACE, "up" if up else "down")
 
     def _impair(self, out: bool, into: bool, **settings: Any) -> None:
@@ -118,13 +118,15 @@ class Host:
 
 
 class Lab:
-    """``count`` hosts that reach each other; use as a context manager.
+    """``count`` hosts that can reach each other. Use it as a context manager.
 
     Args:
-        mtu: bytes of the largest packet. seed: of the packets' loss.
+        count: number of hosts.
+        mtu: size of the largest packet, in bytes.
+        seed: random seed of the packet loss.
 
     Raises:
-        RuntimeError: this machine or user has no means for it; says what is missing.
+        RuntimeError: hosts cannot be made on this machine or by this user; the message says what is missing.
     """
 
     def __init__(self, count: int, *, mtu: int = 9000, seed: int = 0):
@@ -144,7 +146,7 @@ class Lab:
         self.hosts = [Host(self, index, namespace) for index, namespace in enumerate(self._namespaces)]
 
     def impair(self, sources: Iterable[Host], targets: Iterable[Host], **settings: Any) -> None:
-        """Changes ``nodes.router.Way`` from each source to each target; in force when this returns."""
+        """Change the ``nodes.router.Way`` from each source to each target; in force when this returns."""
         order = {"from": [h.index for h in sources], "to": [h.index for h in targets], "set": settings}
         self._router.stdin.write(json.dumps(order) + "\n")
         self._router.stdin.flush()
@@ -152,7 +154,7 @@ class Lab:
             raise RuntimeError(f"the router has ended: {self._router.stderr.read()}")
 
     def part(self, one_side: Iterable[Host], both_ways: bool = True) -> None:
-        """Cuts these hosts off from all others; not ``both_ways``: they are still heard, and hear nothing."""
+        """Cut these hosts off from all others; if not ``both_ways``, they can still send, but receive nothing."""
         inside = list(one_side)
         outside = [host for host in self.hosts if host not in inside]
         self.impair(outside, inside, blocked=True)
@@ -160,7 +162,7 @@ class Lab:
             self.impair(inside, outside, blocked=True)
 
     def close(self) -> None:
-        """Ends whatever runs on the hosts, and the hosts."""
+        """End all processes on the hosts, and remove the hosts."""
         for host in self.hosts:
             host.kill_all()
         self._router.stdin.close()

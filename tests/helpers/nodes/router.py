@@ -1,8 +1,8 @@
-"""The network between the hosts: a process that owns every host's only interface and passes packets between them.
+"""The network between simulated hosts: a process that owns each host's only interface and forwards packets.
 
-Started by :mod:`nodes.lab` with the number of hosts, the MTU and a seed. Lines in (stdin): ``{"from": [hosts], "to":
-[hosts], "set": {setting: value}}``, each answered by one line; the first line out names the descriptors of the hosts'
-namespaces. With the end of stdin the process ends, and the interfaces with it.
+:mod:`nodes.lab` starts it with the number of hosts, the MTU and a seed. Its first line of output names the descriptors
+of the hosts' namespaces. Each line of input is ``{"from": [hosts], "to": [hosts], "set": {setting: value}}`` and is
+answered by one line. At the end of its input the process ends, and the interfaces with it.
 """
 
 import contextlib
@@ -26,11 +26,14 @@ _IPV4, _DESTINATION = 4, 19
 
 @dataclass(frozen=True)
 class Way:
-    """What happens to packets from one host to one other.
+    """The treatment of packets from one host to another.
 
     Attributes:
-        blocked: all are swallowed. loss: the share that is, 0 to 1. delay_s: added to every packet.
-        rate: bytes per second, 0 for no limit. queue_s: what would have to wait longer for the rate is swallowed.
+        blocked: drop all packets.
+        loss: share of packets to drop, 0 to 1.
+        delay_s: seconds added to every packet.
+        rate: bytes per second, 0 for no limit.
+        queue_s: maximum seconds that a packet waits because of ``rate``; packets that would wait longer are dropped.
     """
 
     blocked: bool = False
@@ -41,7 +44,7 @@ class Way:
 
 
 class Router:
-    """Forwards between ``interfaces``, one descriptor per host; the host's address ends in its index + 1."""
+    """Forwards packets between ``interfaces``, one descriptor per host; a host's address ends in its index + 1."""
 
     def __init__(self, interfaces: list[int], seed: int):
         self._interfaces, self._random = interfaces, random.Random(seed)
@@ -57,17 +60,17 @@ class Router:
                     self._ways[source, target] = replace(self._ways[source, target], **order["set"])
 
     def take(self, source: int) -> None:
-        """Packets that ``source`` has sent."""
+        """Forward the packets that ``source`` has sent."""
         for _ in range(_BATCH):
             try:
                 packet = os.read(self._interfaces[source], _PACKET)
-            except OSError:  # nothing more, or the interface is down
+            except OSError:  # no more packets, or the interface is down
                 return
             if packet[0] >> 4 == _IPV4 and 0 <= (target := packet[_DESTINATION] - 1) < len(self._interfaces):
                 self._pass_on(source, target, packet)
 
     def release(self) -> float:
-        """Delivers what has waited long enough; returns the seconds until the next packet has."""
+        """Deliver packets that have waited long enough; return the seconds until the next one is due."""
         now = time.monotonic()
         while self._waiting and self._waiting[0][0] <= now:
             _, _, target, packet = heapq.heappop(self._waiting)
@@ -91,12 +94,12 @@ class Router:
         heapq.heappush(self._waiting, (due + way.delay_s, self._count, target, packet))
 
     def _deliver(self, target: int, packet: bytes) -> None:
-        with contextlib.suppress(OSError):  # its interface is down, or its queue is full: lost, as on a wire
+        with contextlib.suppress(OSError):  # its interface is down, or its queue is full: the packet is lost
             os.write(self._interfaces[target], packet)
 
 
 def make_host(index: int, mtu: int) -> tuple[int, int]:
-    """(descriptor of a new namespace, descriptor of its interface); this process stays where it was."""
+    """Return (descriptor of a new namespace, descriptor of its interface); this process stays in its own namespace."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     kernel.unshare(kernel.NEW_NETWORK)
     try:

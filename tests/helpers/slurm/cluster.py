@@ -1,9 +1,9 @@
-"""A real Slurm on one machine: every node a host of its own, made of Linux namespaces.
+"""A real Slurm cluster on one machine: every node is a host of its own, made of Linux namespaces.
 
-The hosts hang on a bridge inside a network namespace that nothing outside can reach, and each has its own name,
-processes and address, so Slurm and ``ft run`` are configured as on a cluster: names that resolve, one port for all.
-``slurmd`` is process 1 of its node: killing it takes everything under it along, as a power cut would. Nothing is
-written outside the folder, and whatever happens to the caller, even SIGKILL, no process stays.
+The hosts are connected by a bridge inside a network namespace that nothing outside can reach. Each has its own name,
+processes and address, so Slurm and ``ft run`` are configured as on a cluster: names that resolve, the same port on all.
+``slurmd`` is process 1 of its node: killing it kills everything on the node, as a power cut would. Nothing is written
+outside the folder, and however the caller ends, even by SIGKILL, no process is left.
 """
 
 import os
@@ -62,7 +62,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def reason_to_skip() -> str:
-    """Why no cluster can be started here, "" if one can."""
+    """Return why no cluster can be started here, "" if one can."""
     missing = [name for name in _NEEDED if not shutil.which(name)]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: slurm-wlm munge iproute2 util-linux)"
@@ -78,18 +78,20 @@ def reason_to_skip() -> str:
 
 
 class Cluster:
-    """Nodes n1 to nN and a login host, where ``slurmctld`` runs and commands are given.
+    """Nodes n1 to nN and a login host, on which ``slurmctld`` and the user's commands run.
 
     Args:
-        nodes: how many. down_s: SlurmdTimeout: a silent node counts as down after that (in fact, 5 to 10 s later).
-        kill_wait_s: KillWait, from SIGTERM to SIGKILL. requeue_s: how long a job put back into the queue waits.
+        nodes: number of nodes.
+        down_s: SlurmdTimeout: seconds after which a silent node counts as down (in fact, 5 to 10 s later).
+        kill_wait_s: KillWait: seconds from SIGTERM to SIGKILL.
+        requeue_s: seconds that a requeued job waits.
 
     Attributes:
-        folder: for configuration, state and logs, which the nodes share as all of the file system; gone after ``stop``.
+        folder: configuration, state and logs, shared by the nodes as all of the file system is; removed by ``stop``.
     """
 
     def __init__(self, nodes: int, *, down_s: int = 3, kill_wait_s: int = 30, requeue_s: int = 5):
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: sockets' paths have a limit
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: the length of sockets' paths is limited
         self.nodes = [f"n{i + 1}" for i in range(nodes)]
         self._processes: dict[str, subprocess.Popen] = {}
         self._settings = {"down_s": down_s, "kill_wait_s": kill_wait_s, "requeue_s": requeue_s}
@@ -110,10 +112,11 @@ class Cluster:
     # --- what a user does ---------------------------------------------------------------------------------------------
 
     def command(self, *words: str, environment: dict[str, str] | None = None, cwd: Path | None = None) -> str:
-        """Runs a command on the login host and returns what it prints.
+        """Run a command on the login host and return its output.
 
         Raises:
-            AssertionError: it fails. subprocess.TimeoutExpired: it takes longer than 20 s.
+            AssertionError: it fails.
+            subprocess.TimeoutExpired: it takes longer than 20 s.
         """
         done = subprocess.run(
             [*self._on_login(), *words],
@@ -129,15 +132,15 @@ class Cluster:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What ``scontrol show job`` says: JobState, NodeList, ExitCode and so on."""
+        """Return the fields of ``scontrol show job``: JobState, NodeList, ExitCode and so on."""
         words = self.command("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for(self, true: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Polls until ``true()``.
+        """Poll until ``true()``.
 
         Raises:
-            AssertionError: it has not come about after ``limit_s``; the text ends with the daemons' last lines.
+            AssertionError: it is still false after ``limit_s`` seconds; the text ends with the daemons' last lines.
         """
         deadline = time.monotonic() + limit_s
         while not true():
@@ -146,23 +149,23 @@ class Cluster:
             time.sleep(0.1)
 
     def explain(self) -> str:
-        """The last lines of the daemons."""
+        """Return the last lines of the daemons' logs."""
         logs = [self.folder / "slurmctld.log", *sorted(self.folder.glob("slurmd.*.log")), self.folder / "daemons.out"]
         return "".join(f"--- {log.name}\n{log.read_text()[-1500:]}\n" for log in logs if log.exists())
 
     # --- what happens to a cluster ------------------------------------------------------------------------------------
 
     def cut_power(self, node: str) -> None:
-        """``slurmd`` of a node and everything under it are gone, and not one more packet comes to say so."""
+        """Kill ``slurmd`` of a node and everything under it, without any packet that would announce it."""
         self._in_network("ip", "link", "set", f"to-{node}", "down")
         self._kill(node)
 
     def start_node(self, node: str) -> None:
-        """Boots a node; again, if its power was cut."""
+        """Boot a node; also again after its power was cut."""
         address = _address(self.nodes.index(node) + 2)
         boot = (
             f"hostname {node} && ip link set lo up && mount -t tmpfs shm /dev/shm && "
-            "read plugged_in && "  # the other end of the cable has to be put in from outside
+            "read plugged_in && "  # the parent has to connect the node's network cable first
             f"ip address add {address}/24 dev eth0 && ip link set eth0 up && "
             f"exec slurmd -D -N {node} -f {self.folder}/slurm.conf"
         )
@@ -176,7 +179,7 @@ class Cluster:
         process.stdin.close()
 
     def processes(self, node: str) -> list[str]:
-        """Names of the living processes of a node but ``slurmd``, which as process 1 inherits and keeps zombies."""
+        """Return the names of a node's living processes but ``slurmd``, which as process 1 inherits zombies."""
         init = self._child(self._processes[node])
         space, found = os.readlink(f"/proc/{init}/ns/pid"), []
         for name in os.listdir("/proc"):
@@ -189,7 +192,7 @@ class Cluster:
         return found
 
     def stop(self) -> None:
-        """Ends everything and removes the folder; idempotent."""
+        """End everything and remove the folder. Idempotent."""
         for name in reversed(list(self._processes)):
             self._kill(name)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -209,7 +212,7 @@ class Cluster:
         for name, text in files.items():
             (self.folder / name).write_text(text)
         (self.folder / "state").mkdir()
-        for i in range(8):  # to be asked for; what is behind them is /dev/null
+        for i in range(8):  # device files that jobs can request; they lead to /dev/null
             os.mknod(self.folder / f"gpu{i}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
@@ -223,7 +226,7 @@ class Cluster:
             "ip link add bridge type bridge",
             f"ip address add {_address(1)}/24 dev bridge",
             "ip link set bridge up",
-            "exec sleep infinity",  # keeps the namespaces
+            "exec sleep infinity",  # keeps the namespaces alive
         ]
         unshare = ["unshare", "--net", "--uts", "--mount", "sh", "-c", " && ".join(commands)]
         keeper = self._start("network", unshare)
@@ -267,7 +270,7 @@ class Cluster:
         return process
 
     def _kill(self, name: str) -> None:
-        """Kills what was started under this name; if that is process 1 of a namespace, the others there end with it."""
+        """Kill what was started under this name; if it is process 1 of a namespace, all processes there end with it."""
         process = self._processes.pop(name)
         if process.stdin is not None:
             process.stdin.close()

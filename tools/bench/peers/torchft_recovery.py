@@ -22,16 +22,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SEQ, MICRO_BATCH, VOCAB, LAYERS, HIDDEN, HEADS = 32, 2, 512, 4, 32, 4
-"""As in tests/helpers/small_runs.py."""
+"""The same model as in tests/helpers/small_runs.py."""
 START_S, STALL_S, BACK_S = 180.0, 90.0, 120.0
 _SETTLED_STEPS = 25
 
 
 @dataclass(frozen=True)
 class Way:
-    """How torchft is set up. Seconds; None: its own default.
+    """A configuration of torchft, in seconds; None: torchft's default.
 
-    ``join_s``: how long the lighthouse waits for those that live and have not asked; 60 is its command line's default.
+    Attributes:
+        name: name of the configuration.
+        join_s: how long the lighthouse waits for living replicas that have not asked; 60 is the default of its command
+            line.
+        heartbeat_s: heartbeat timeout of the lighthouse.
+        timeout_s: timeout of torchft's manager.
     """
 
     name: str
@@ -44,12 +49,12 @@ DEFAULTS, TUNED = Way("defaults"), Way("tuned", join_s=0.1, heartbeat_s=1.0, tim
 
 
 def measure(python: str, replicas: int = 3, faults: int = 3, kind: str = "kill", way: Way = DEFAULTS) -> dict:
-    """Kills (or stops) one of ``replicas`` groups ``faults`` times; medians, seconds.
+    """Kill (or stop) one of ``replicas`` groups ``faults`` times; return medians in seconds.
 
     Returns:
-        ``{"skipped": why}`` where it cannot be done; otherwise stall_s: longest time between two steps of the others
-        after the fault beyond their usual step; back_s: until the killed one is in a quorum again; rejoin_stall_s: the
-        others' longest step beyond the usual one around that. Each with all its values.
+        ``{"skipped": why}`` if torchft cannot be run; otherwise stall_s: longest time between two steps of the others
+        after the fault, beyond their usual step; back_s: until the killed group is in a quorum again; rejoin_stall_s:
+        the others' longest step around that moment, beyond the usual step. Each with all its values.
     """
     if problem := missing(python):
         return {"skipped": problem}
@@ -69,7 +74,7 @@ def measure(python: str, replicas: int = 3, faults: int = 3, kind: str = "kill",
 
 
 def missing(python: str) -> str:
-    """Why torchft cannot be run there, "" if it can."""
+    """Return why torchft cannot be run there, "" if it can."""
     try:
         done = subprocess.run(
             [python, "-c", "import torchft.manager, megatron.core"],
@@ -85,7 +90,7 @@ def missing(python: str) -> str:
 
 
 class _Run:
-    """A lighthouse and replica groups, each in a process of its own; steps are read from the files that they write."""
+    """A lighthouse and replica groups, each in its own process. Steps are read from the files that the groups write."""
 
     def __init__(self, python: str, folder: Path, replicas: int, way: Way):
         self._python, self._folder, self._replicas, self._way = python, folder, replicas, way
@@ -117,7 +122,7 @@ class _Run:
         self._wait(BACK_S, "the lost group back", lambda: self._steps_after(victim, at, 1))
         back = next(row["wall"] for row in self._rows(victim) if row["wall"] > at and row["committed"])
         self._wait(STALL_S, "steps with it", lambda: all(self._steps_after(r, back, 5) for r in others))
-        # Where it comes back with the very step that ends the stall, that wait is the fault's alone.
+        # If the group comes back in the very step that ends the stall, that wait counts only for the fault.
         rejoin = max(self._longest(r, max(back - 2.0, self._over(r, at)), back + 10 * step_s + 1.0) for r in others)
         if kind == "kill":
             found |= {"back_s": back - at, "rejoin_stall_s": rejoin - step_s}
@@ -139,7 +144,7 @@ class _Run:
         return subprocess.Popen([self._python, "-W", "ignore", __file__, *words], env=environment, text=True, **streams)
 
     def _rows(self, replica: int) -> list[dict]:
-        """All that it has written so far; what was read before is not read again."""
+        """Return all rows that the group has written so far; read only the new ones from the file."""
         path, rows = self._folder / f"{replica}.jsonl", self._read.setdefault(replica, [])
         if path.exists():
             with path.open("rb") as file:
@@ -153,7 +158,7 @@ class _Run:
         return self._rows(replica)[-1]["wall"]
 
     def _settled(self) -> float | None:
-        """The usual step, once all have done some together; None before."""
+        """Return the usual step time once all groups have run some steps together; None before."""
         last = [self._rows(replica)[-_SETTLED_STEPS:] for replica in range(self._replicas)]
         if any(len(rows) < _SETTLED_STEPS or {row["members"] for row in rows} != {self._replicas} for rows in last):
             return None
@@ -166,12 +171,12 @@ class _Run:
         return sum(row["wall"] > at and row["committed"] for row in rows) >= number
 
     def _longest(self, replica: int, begin: float, end: float) -> float:
-        """Longest time without a committed step that overlaps these moments."""
+        """Return the longest time without a committed step that overlaps the given interval."""
         walls = [row["wall"] for row in self._rows(replica) if row["committed"]]
         return max((b - a for a, b in pairwise(walls) if b > begin and a < end), default=0.0)
 
     def _over(self, replica: int, at: float) -> float:
-        """When the longest wait that overlaps the fault's next moments ended."""
+        """Return when the longest wait that overlaps the second after the fault ended."""
         walls = [row["wall"] for row in self._rows(replica) if row["committed"]]
         waits = [(b - a, b) for a, b in pairwise(walls) if b > at and a < at + 1.0]
         return max(waits)[1] if waits else at
@@ -200,7 +205,7 @@ def lighthouse(told: dict) -> None:
 
 
 def worker(told: dict) -> None:
-    """A replica group of one rank: trains until it is killed."""
+    """Run a replica group of one rank: it trains until it is killed."""
     from datetime import timedelta
 
     import torch

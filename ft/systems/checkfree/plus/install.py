@@ -1,4 +1,4 @@
-"""Set up CheckFree+ on one rank."""
+"""Setup of CheckFree+ (CheckFree, section 4.3) on one rank."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,10 +14,10 @@ from megatron.patches import instances, step_state, swapped_pipeline
 
 
 def install(chunk: torch.nn.Module, doubles: ReplicatedEnds, plan: Callable[[int], Program]) -> None:
-    """Train ``chunk`` (DistributedDataParallel) by planned schedules. Call it after core's callbacks have been set.
+    """Train ``chunk`` by planned schedules. Call it after core's callbacks have been set.
 
     Args:
-        chunk: the model of this stage.
+        chunk: the ``DistributedDataParallel`` model chunk of this stage.
         doubles: the replicas of embedding and head.
         plan: returns the schedule for a number of microbatches.
     """

@@ -1,4 +1,4 @@
-"""Puts the profiler together for one rank of a training run of megatron-core."""
+"""Construction of the profiler for double execution (SpareTrain), for one rank of a run of megatron-core."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,14 +29,19 @@ def install(
     unstable: Path | None = None,
     end: Callable[[str], None],
 ) -> Profiling:
-    """The profiler for a run, after model and optimizer are built; on all ranks alike, with ``WITH_DMR`` patches.
+    """Install the profiler, after model and optimizer are built. Call it on all ranks, with ``WITH_DMR`` patches.
 
     Args:
-        path: where rank 0 writes. microbatches: of an iteration, on each rank. end: as of ``Profiling``.
-        unstable: a file of ft dmr selftest, or None.
+        path: file that rank 0 writes.
+        chunks: ``DistributedDataParallel`` model chunks.
+        optimizer: megatron-core's optimizer.
+        microbatches: microbatches of an iteration, on each rank.
+        fingerprint: of the run (``ft.systems.dmr.plan.trace.FINGERPRINT``).
+        unstable: a file of ``ft dmr selftest``, or None.
+        end: as in ``Profiling``.
 
     Raises:
-        UserError: that file cannot be read.
+        UserError: the file ``unstable`` cannot be read.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     device = next(chunks[0].parameters()).device
@@ -59,13 +64,13 @@ def _pipeline(chunks: Sequence, microbatches: int) -> Pipeline:
 
 
 def _speaks() -> bool:
-    """One rank speaks for each stage."""
+    """Return whether this rank reports for its stage: the first data-parallel and tensor-parallel rank does."""
     data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return parallel_state.get_tensor_model_parallel_rank() == 0 and data == 0
 
 
 def lasting(chunks: Sequence, optimizer: Any) -> Iterator[torch.Tensor]:
-    """What is in memory between iterations: parameters, gradients and the optimizer's state."""
+    """Yield the tensors that stay in memory between iterations: parameters, gradients and optimizer state."""
     for chunk in chunks:
         yield from chunk.module.buffers()
         for parameter in chunk.parameters():

@@ -1,4 +1,4 @@
-"""Puts DMR together for one rank of a training run of megatron-core."""
+"""Construction of double execution (DMR, SpareTrain) for one rank of a training run of megatron-core."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,15 +43,21 @@ def install(
     fingerprint: Mapping[str, Any],
     session: "Session | None" = None,
 ) -> Protection:
-    """DMR for a run, after model and optimizer are built; on all ranks alike, with ``WITH_DMR`` patches applied.
+    """Install DMR for a run, after model and optimizer are built. Call it on all ranks, with ``WITH_DMR`` patches
+    applied.
 
     Args:
-        chunks, optimizer, scheduler, position: as of ``ft.systems.hot_swap.protect.protect``.
-        fingerprint: of the run (``ft.systems.dmr.plan.trace.FINGERPRINT``): a plan for another one is refused.
-        session: where a suspect's place may be taken by a standby.
+        settings: settings of DMR.
+        chunks: as in ``ft.systems.hot_swap.protect.build``.
+        optimizer: as in ``build``.
+        scheduler: as in ``build``.
+        position: as in ``build``.
+        fingerprint: of the run (``ft.systems.dmr.plan.trace.FINGERPRINT``); a plan for another one is refused.
+        session: this worker's place in a run in which a standby can replace a suspect; None outside.
 
     Raises:
-        UserError: the plan cannot be followed here, an injection is none, or a layer or the optimizer is opaque.
+        UserError: the plan does not fit this run, an injection is invalid, or a layer or the optimizer hides its
+            operators.
     """
     refuse_opaque(chunks, optimizer)
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -74,12 +80,12 @@ def make_engine(
     seed: int,
     falsifier: Falsifier | None = None,
 ) -> Engine:
-    """Everything that follows and verifies operators on this rank."""
+    """Build the engine that intercepts and verifies the operators on this rank."""
     device = next(chunks[0].parameters()).device
     if device.type == "cuda":
-        torch.compiler.set_stance("force_eager")  # what core compiles would bypass the dispatcher
+        torch.compiler.set_stance("force_eager")  # functions compiled by core would bypass the dispatcher
     backend(device)
-    digest(torch.zeros(1, device=device), seed)  # what the first digest compiles or copies is not part of a step
+    digest(torch.zeros(1, device=device), seed)  # keeps the one-time costs of the first digest out of a step
     course, findings = ExecutionCursor(), Findings(device, seed)
     queue = _queue(
         strategy, plan, findings, stage, {p.untyped_storage()._cdata for c in chunks for p in c.parameters()}

@@ -1,4 +1,4 @@
-"""Connections to the right neighbour: a short-lived thread dials them, and the driver's poll loop does the
+"""Connecting to the right neighbour of a ring: a short-lived thread dials, and the driver's poll loop runs the
 handshake.
 """
 
@@ -16,7 +16,7 @@ from ft.systems.hsdp.ring.outcome import Broken
 from ft.systems.hsdp.ring.poller import READ, Poller
 
 _LOCAL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
-"""Errors of connecting that are the fault of this node."""
+"""Errors of connecting whose cause is on this node."""
 
 
 class _Call:
@@ -30,13 +30,15 @@ class _Call:
 
 
 class Dialer:
-    """Makes the connections of one quorum to the right neighbour; used by the driver's thread.
+    """Opens the connections of one quorum to the right neighbour. Used by the driver's thread.
 
     Args:
-        address: of the neighbour.
-        index: the neighbour's among the members.
-        hello: what is said, but for the stream.
-        token: of the run.
+        poller: the poll loop that runs the handshakes.
+        network: the network that carries the connections.
+        address: address of the neighbour.
+        index: index of the neighbour among the members.
+        hello: message to send in each handshake; its ``stream`` is replaced.
+        token: token of the run.
     """
 
     def __init__(self, poller: Poller, network: Network, address: str, index: int, hello: Hello, token: str):
@@ -48,11 +50,11 @@ class Dialer:
         self._calls: list[_Call] = []
 
     def start(self, streams: int, limit_s: float) -> None:
-        """Begin to dial ``streams`` connections (including the one for control), each within ``limit_s`` seconds."""
+        """Start to dial ``streams`` connections (including the control connection), each within ``limit_s`` seconds."""
         threading.Thread(target=self._dial, args=(streams, limit_s), name="ft-ring-dial", daemon=True).start()
 
     def tend(self) -> None:
-        """Begin the handshake on connections that were dialled since the last call.
+        """Start the handshake on connections that were dialled since the last call.
 
         Raises:
             Broken: the neighbour cannot be reached.
@@ -69,15 +71,15 @@ class Dialer:
             self._poller.watch(connection.fileno(), READ, lambda call=call: self._hear(call))
 
     def taken(self, streams: int) -> list[socket.socket] | None:
-        """Return all connections once the neighbour has accepted them, and None before; the caller owns them then."""
+        """Return all connections once the neighbour has accepted them, else None. The caller then owns them."""
         if len(self._calls) < streams or not all(call.is_taken for call in self._calls):
             return None
         connections, self._calls = [call.connection for call in self._calls], []
         return connections
 
     def close(self, why: Broken | None) -> None:
-        """Drop connections that were not handed over, and tell the neighbour ``why``; the dialing thread ends by
-        itself.
+        """Close the connections that were not handed over, and send the neighbour the reason ``why``. The dialing
+        thread ends by itself.
         """
         with self._lock:
             self._is_over = True

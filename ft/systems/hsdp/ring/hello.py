@@ -1,7 +1,7 @@
-"""What is said when a connection of a ring is made: the handshake of :mod:`ft.net.handshake` with these messages.
+"""The messages in the handshake (:mod:`ft.net.handshake`) of a ring's connections.
 
-    dialer:   number of the quorum, what the ring agrees on, own index, which stream
-    acceptor: taken or why not, the number it is at, whom it blames
+    dialer:   number of the quorum, digest of the members and options, own index, number of the stream
+    acceptor: accepted, or why not; number of its quorum; index of the member that it suspects
 
 Before a peer has proved that it knows the run's token, nothing else is accepted from it or sent to it.
 """
@@ -32,10 +32,9 @@ class Hello:
 
     Attributes:
         number: number of its quorum.
-        agreement: digest of what the ring agrees on.
+        agreement: digest of what all members of the ring must have in common.
         sender: its index among the members.
-        stream: which connection this is; 0 is the one for control.
-        nonce: random bytes that the answer's proof has to cover.
+        stream: number of the connection; 0 is the control connection.
     """
 
     number: int
@@ -45,7 +44,7 @@ class Hello:
 
 
 def agreement(members: list[str], *options: int) -> bytes:
-    """Return a digest of what all members must have in common: addresses and options."""
+    """Return a digest of what all members must have in common: addresses and options (16 bytes)."""
     return hashlib.sha256(json.dumps([members, options]).encode()).digest()[:16]
 
 
@@ -54,13 +53,13 @@ def party(token: str, is_dialer: bool) -> Party:
 
 
 def write_hello(dialer: Party, theirs: bytes, hello: Hello) -> bytes:
-    """The dialer's part; ``theirs``: the acceptor's challenge."""
+    """Return the dialer's bytes of the handshake. ``theirs``: the acceptor's challenge."""
     body = _BODY.pack(hello.number, hello.agreement, hello.sender, hello.stream)
     return dialer.greeting() + dialer.seal(theirs, body)
 
 
 def read_hello(acceptor: Party, said: bytes) -> tuple[Hello, bytes] | None:
-    """What a dialer has said, and its challenge. None: that was no member of this run."""
+    """Return a dialer's message and its challenge; None if the dialer is not a member of this run."""
     try:
         theirs = acceptor.read_greeting(said[:GREETING_BYTES])
     except Stranger:
@@ -74,9 +73,9 @@ class Answer:
     """Answer of an acceptor.
 
     Attributes:
-        verdict: TAKEN, or why the connection is refused.
-        number: number of the quorum that it is at.
-        suspect: index of the member to blame if that quorum was given up, None if unknown.
+        verdict: TAKEN, or the reason why the connection is refused.
+        number: number of the acceptor's quorum.
+        suspect: index of the member that is suspected if that quorum was given up; None if unknown.
     """
 
     verdict: int
@@ -85,13 +84,13 @@ class Answer:
 
 
 def write_answer(acceptor: Party, theirs: bytes, answer: Answer) -> bytes:
-    """The acceptor's part; ``theirs``: the dialer's challenge."""
+    """Return the acceptor's bytes of the handshake. ``theirs``: the dialer's challenge."""
     body = _VERDICT.pack(answer.verdict, answer.number, -1 if answer.suspect is None else answer.suspect)
     return acceptor.seal(theirs, body)
 
 
 def read_answer(dialer: Party, theirs: bytes, said: bytes) -> Answer | None:
-    """None: that was no member of this run."""
+    """Return an acceptor's answer; None if the acceptor is not a member of this run."""
     body = dialer.open(theirs, said) if len(said) == ANSWER_BYTES else None
     if body is None:
         return None
