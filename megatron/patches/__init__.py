@@ -1,7 +1,9 @@
-"""The changes that this project makes inside megatron-core and torch, and the platform (CUDA or CPU) they depend on.
+"""Run-time patches of megatron-core and torch, and the detection of the platform (CUDA or CPU) that they depend on.
 
-`apply()` is called once per process, after torch is imported and before any model code. The manifest names every symbol
-that it may replace, why, and the core versions that it was checked on; `python -m megatron.patches` prints it.
+A patch replaces one symbol (a function, method, class or constant) of megatron-core, called "core" in this folder, or
+of torch. `apply()` is called once per process, after torch is imported and before any model code. The manifest
+(`manifest.py`) lists every symbol that `apply()` may replace, the reason, and the core versions that the patch was
+checked on; `python -m megatron.patches` prints the manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Platform:
         return torch.device("cuda", torch.cuda.current_device()) if self.name == "cuda" else torch.device("cpu")
 
     def offers(self, package: str) -> bool:
-        """Return whether an optional package of GPU kernels (``transformer_engine``, ``apex``) can be used."""
+        """Return whether there is a GPU and ``package`` (GPU kernels, such as ``apex``) is installed."""
         return self.name == "cuda" and importlib.util.find_spec(package) is not None
 
     def select_device(self, local_rank: int) -> None:
@@ -74,7 +76,7 @@ def choose_platform(cuda_is_available: bool) -> Platform:
 
 @cache
 def platform() -> Platform:
-    """Return the platform of this process. All code learns from here whether there is a GPU."""
+    """Return the platform of this process. All other code calls this function to find out whether there is a GPU."""
     import torch
 
     return choose_platform(torch.cuda.is_available())
@@ -84,10 +86,11 @@ def apply(*features: str) -> list[Patch]:
     """Apply every patch that this platform and ``features`` need, each at most once per process.
 
     Args:
-        features: values of the manifest's ``when``, such as ``WITH_REPLICAS``.
+        features: names of the features of this run, as in the ``when`` of the manifest's entries, such as
+            ``WITH_REPLICAS``.
 
     Returns:
-        the manifest's entries that are in force afterwards; the same list for every call.
+        the manifest's entries for this platform and ``features``, including those that an earlier call has applied.
 
     Raises:
         ft.base.errors.UserError: the installed megatron-core lacks a symbol, or its signature is not the one in the

@@ -1,6 +1,8 @@
 """`python -m megatron.patches`: what is patched, where and why, and whether that and our calls fit a megatron-core.
 
-Named as well are collectives that this core does once per process and that no recovery repeats (``once.py``).
+The command checks a release of megatron-core (by default the installed one) against the manifest of patches and
+against this project's calls. It also lists functions of that release that call a collective only once per process and
+that have not been reviewed: after a recovery, a worker that joins later may call the collective alone (``once.py``).
 
 Exit status: 0 if everything fits, 1 if something does not, 2 on bad input.
 """
@@ -47,8 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 def as_json(findings: list[Finding], calls: Found, once: list[OnceOnly], core: CoreSources) -> str:
     """Return one JSON object with the results.
 
-    It holds the core that was checked, whether all fits, one object per patch, one per use of core in our sources that
-    does not fit it, and one per function whose collectives a worker that joins later might call alone.
+    The object holds the checked release of core, whether everything fits, one entry per patch, one entry per place in
+    this project's sources that does not fit core, and one entry per function whose collectives a worker that joins
+    later might call alone.
     """
     patches = [
         {
@@ -104,7 +107,7 @@ def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> st
 
 
 def calls_table(calls: Found) -> str:
-    """Return a table of uses in our sources that do not fit this core, followed by a line with counts."""
+    """Return a table of the places in this project's sources that do not fit core, followed by a line with counts."""
     lines = ["OUR USES OF MEGATRON-CORE THAT DO NOT FIT IT"] if calls.misfits else []
     for misfit in calls.misfits:
         lines += [f"{misfit.file}:{misfit.line}", f"    {misfit.callee}: {misfit.problem}"]

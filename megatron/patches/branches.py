@@ -1,4 +1,9 @@
-"""Determines which branches on ``CORE`` of ``megatron.patches.releases`` a given release of megatron-core executes."""
+"""Removes code for other releases of megatron-core from a syntax tree, before this project's calls are checked.
+
+``megatron.patches.releases.CORE`` is the (major, minor) release of the installed megatron-core. Where releases differ,
+this project's code compares ``CORE`` with constants, as in ``if CORE >= (0, 18):``. This module evaluates these
+comparisons for a given release, which need not be installed, and keeps only the branches that it would execute.
+"""
 
 import ast
 import operator
@@ -31,6 +36,14 @@ def _imported(tree: ast.Module, module: str, name: str) -> set[str]:
 
 
 class _Taken(ast.NodeTransformer):
+    """Keeps the executed branches of a tree.
+
+    Args:
+        names: names that stand for ``CORE`` in the module.
+        rooms: names that stand for the module ``releases``, as in ``releases.CORE``.
+        release: (major, minor).
+    """
+
     def __init__(self, names: set[str], rooms: set[str], release: tuple[int, int]):
         self._names, self._rooms, self._release = names, rooms, release
 
@@ -55,6 +68,7 @@ class _Taken(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _reached(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        """Return the statements up to the first return, raise, continue or break that is always executed."""
         reached: list[ast.stmt] = []
         for node in statements:
             holds = self._holds(node.test) if isinstance(node, ast.If) else None
@@ -64,7 +78,7 @@ class _Taken(ast.NodeTransformer):
         return reached
 
     def _holds(self, test: ast.expr) -> bool | None:
-        """Return the result of a test on the release, None for any other test."""
+        """Return the result of a condition on the release, None for any other condition."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 holds = self._holds(operand)

@@ -1,8 +1,10 @@
-"""Checks that what this project imports from and calls in megatron-core exists and fits, without importing core.
+"""Static check that this project's imports and calls of megatron-core ("core") fit a given release of it.
 
-Code for certain releases only stands in a branch on ``CORE`` of ``megatron.patches.releases``, such as ``if CORE >= (0,
-18): return ...``: only the branch that the given core would execute is checked. A name that may be missing is imported
-inside ``try`` with ``except ImportError``.
+The check reads the sources of both sides and imports neither. It reports names that core lacks, and calls whose
+arguments do not match the signature of the called function. Two kinds of code are exempt. Code for certain releases
+stands in a conditional branch on ``megatron.patches.releases.CORE`` (the release as a pair of numbers), such as ``if
+CORE >= (0, 18): return ...``; only the branch that the given release would execute is checked. Code that accepts a
+missing name imports it inside ``try`` with ``except ImportError``.
 """
 
 import ast
@@ -36,13 +38,13 @@ _CAUGHT = {
 
 @dataclass(frozen=True)
 class Misfit:
-    """A place in this project's sources that does not fit a core.
+    """A place in this project's sources that does not fit a release of core.
 
     Attributes:
-        file: the file, below the repository's root.
-        line: the line number.
-        callee: what is imported, named or called there, with its module.
-        problem: what does not fit.
+        file: path of the file, relative to the repository's root.
+        line: line number in the file.
+        callee: the name in core that the line imports, reads or calls, with its module.
+        problem: why it does not fit, for example "no such name" or "lacks 'group'".
     """
 
     file: str
@@ -53,14 +55,19 @@ class Misfit:
 
 @dataclass
 class Found:
-    """The `misfits`, in the order of the sources, and the number of checked `calls` of core's functions and classes."""
+    """The result of the check.
+
+    Attributes:
+        misfits: the places that do not fit, in the order of the sources.
+        calls: number of calls of core's functions and classes that were checked.
+    """
 
     misfits: list[Misfit]
     calls: int = 0
 
 
 def check_calls(own: OwnSources, core: CoreSources) -> Found:
-    """Return what in ``own`` does not fit ``core``.
+    """Check the modules of this project, ``own``, against the release ``core``.
 
     Raises:
         UserError: ``core`` does not say which release it is.
@@ -82,7 +89,13 @@ def check_calls(own: OwnSources, core: CoreSources) -> Found:
 
 @dataclass
 class _Scope:
-    """The names of a module, class or function. ``kinds``: names of objects -> their classes, some of them core's."""
+    """The names that are defined in one module, class or function.
+
+    Attributes:
+        bound: name -> the definitions, assignments and imports that give the name its value.
+        is_class: the scope is a class body, whose names are not visible in nested functions.
+        kinds: name of a variable -> the expression that names its class.
+    """
 
     bound: dict[str, list[Binding]]
     is_class: bool = False
@@ -90,7 +103,7 @@ class _Scope:
 
 
 class _File(ast.NodeVisitor):
-    """Checks one file."""
+    """Checks one file of this project, and adds the results to ``found``."""
 
     def __init__(self, names: Names, module: str, is_package: bool, file: str, found: Found):
         self._names, self._module, self._is_package, self._file, self._found = names, module, is_package, file, found
@@ -147,7 +160,7 @@ class _File(ast.NodeVisitor):
     def _bound(self, body: list[ast.stmt]) -> dict[str, list[Binding]]:
         return names_bound(body, self._module, self._is_package)[0]
 
-    # ----------------------------------------------------------------------------------------- what is looked at
+    # ------------------------------------------------------------------------------ the checked kinds of nodes
 
     def visit_Try(self, node: ast.Try) -> None:
         types = [leaf for handler in node.handlers if handler.type for leaf in ast.walk(handler.type)]
@@ -196,7 +209,7 @@ class _File(ast.NodeVisitor):
             self._report(node, f"{signatures[0].module}: {ast.unparse(called)}", problems[0], TypeError)
 
     def _signatures(self, called: ast.expr) -> list[Signature | None]:
-        """Return the possible signatures of ``called``; None among them stands for an unknown one."""
+        """Return the signatures of all definitions that ``called`` may refer to; None for an unknown signature."""
         if isinstance(called, ast.Attribute):
             methods = self._methods(called)
             if methods is not None:
@@ -209,7 +222,7 @@ class _File(ast.NodeVisitor):
         return found
 
     def _methods(self, called: ast.Attribute) -> list[Thing] | None:
-        """Return the methods of an object's class that ``called`` names, None if the object's class is unknown."""
+        """Return what ``called`` (``object.method``) may refer to; None if the object's class is unknown."""
         owner = called.value
         match owner:
             case ast.Call(func=ast.Name(id="super"), args=[]) if self._classes:
@@ -228,16 +241,18 @@ class _File(ast.NodeVisitor):
         return []
 
     def _line(self) -> list[Thing]:
+        """Return the innermost enclosing class and its known base classes, in the order of lookup."""
         return self._names.line(Thing(CLASS, self._module, self._classes[-1]))[0]
 
     def _kind(self, name: str) -> ast.expr | None:
+        """Return the expression that names the class of the variable ``name``, None if it is unknown."""
         for scope in reversed(self._scopes):
             if name in scope.bound:
                 return scope.kinds.get(name)
         return None
 
     def _meant(self, node: ast.expr) -> list[Thing]:
-        """Return what a dotted name stands for here, nothing if that is unknown."""
+        """Return the definitions that a dotted name may refer to at this place; an empty list if they are unknown."""
         if isinstance(node, ast.Attribute):
             inside = [self._names.inside(owner, node.attr) for owner in self._meant(node.value)]
             return [thing for things in inside for thing in things or ()]
@@ -260,7 +275,7 @@ def _parameters(given: ast.arguments) -> list[ast.arg]:
 
 
 def _kinds(parameters: list[ast.arg], bound: dict[str, list[Binding]], given: ast.arguments) -> dict[str, ast.expr]:
-    """Return {name of an object: its class} for annotated parameters, and for names that are bound to one call only."""
+    """Return {variable: its class} for annotated parameters, and for names that are assigned once, by a call."""
     kinds = {}
     for each in parameters:
         kind = each.annotation

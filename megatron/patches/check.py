@@ -1,4 +1,7 @@
-"""Checks that the symbols of the manifest exist with the right signatures, from sources and without importing core."""
+"""Checks that megatron-core (core) has the symbols of the manifest of patches, with the signatures that it lists.
+
+Reads core's source code, without importing core. Patches of torch are looked up in the imported torch.
+"""
 
 import ast
 import importlib
@@ -18,7 +21,7 @@ class Finding:
     Attributes:
         patch: the patch.
         status: FITS, MISSING, CHANGED or NOT_CHECKED.
-        found: the signature that was found; None for a name without one and for a missing symbol.
+        found: the signature that was found; None if the symbol is missing or is not a function.
     """
 
     patch: Patch
@@ -31,7 +34,7 @@ class Finding:
 
 
 def check(patches: list[Patch], core: CoreSources, with_torch: bool) -> list[Finding]:
-    """Return one finding per patch, in order. Patches of torch are looked up in the imported torch if `with_torch`."""
+    """Return one finding per patch, in order. Patches of torch are only checked if `with_torch`."""
     return [_check_core(patch, core) if patch.kind == "core" else _check_torch(patch, with_torch) for patch in patches]
 
 

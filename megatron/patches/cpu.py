@@ -1,11 +1,11 @@
 """The CPU platform: megatron-core trains on CPU because `torch.cuda` is replaced (FT-HSDP, section 5).
 
-Core names the device "cuda" in the calls that make tensors, asks `torch.cuda` for streams, events and the generator,
+Core passes device="cuda" to the calls that create tensors, asks `torch.cuda` for streams, events and the generator,
 and compares `Tensor.type()` with CUDA names. All of these get replacements for a machine without a GPU
 (`cpu_torch.py`), and the few places in core that are only right with a GPU are replaced here.
 `torch.cuda.is_available()` still returns False, so that code which asks for a GPU gets the true answer.
 
-There is no cost per operator: only the calls that name a device are wrapped, and no function mode is active.
+There is no cost per operator: only the functions that take a device are wrapped, and no torch function mode is active.
 """
 
 import functools
@@ -28,10 +28,10 @@ MOE_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 
 def apply() -> None:
-    """Replace what megatron-core uses of CUDA. Idempotent; call it before any model code.
+    """Replace the CUDA functions that megatron-core uses. Idempotent. Call it before any model code.
 
-    Core modules that were imported earlier are adapted too. Their functions marked for `torch.compile` then run eagerly
-    through torch's own switch, which costs microseconds per call.
+    Core modules that were imported earlier are adapted too: their functions that are decorated with `torch.compile`
+    then run eagerly by `torch.compiler.set_stance`, which costs microseconds per call.
     """
     shadow_tensors()
     shadow_streams()
@@ -73,7 +73,10 @@ def _patch_core() -> None:
 
 
 class _OneGenerator(logging.Filter):
-    """Drops core's warning that the CPU generator changed inside a fork of the CUDA one: here they are the same."""
+    """Drops core's warning that the CPU random generator changed while core had swapped the CUDA generator's state.
+
+    On this platform both are the same generator.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
@@ -98,7 +101,10 @@ def _splits_on_host(tensor, as_numpy=False, record_stream=False):
 
 
 def _uneven_gather(even):
-    """Extend `even` by gathers of parts of unequal size (given split sizes), which with gloo need an all-to-all."""
+    """Wrap core's all-gather `even` so that it also gathers parts of unequal size, by an all-to-all.
+
+    Gloo's all-gather needs parts of equal size.
+    """
 
     @functools.wraps(even)
     def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
@@ -114,7 +120,10 @@ def _uneven_gather(even):
 
 
 def _uneven_scatter(even):
-    """Extend `even` by reduce-scatters of unequal parts (split sizes): sent to their owners, summed in rank order."""
+    """Wrap core's reduce-scatter `even` so that it also handles parts of unequal size.
+
+    An all-to-all sends each part to the rank that owns it, and that rank adds up the parts in rank order.
+    """
 
     @functools.wraps(even)
     def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):

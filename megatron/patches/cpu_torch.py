@@ -1,4 +1,7 @@
-"""Replacements for `torch.cuda` on CPUs: tensors in host memory, streams in program order, one generator."""
+"""Replacements for `torch.cuda` on machines without a GPU, so that megatron-core (core) trains on the CPU.
+
+Tensors live in host memory, all streams run in program order, and the CUDA random generator is the CPU's.
+"""
 
 import functools
 import sys
@@ -32,7 +35,7 @@ def _names_cuda(device: object) -> bool:
 
 
 def _on_cpu(make):
-    """Wrap `make`, so that a CUDA `device=` means the CPU, and `pin_memory=` (an aid for copies to GPUs) is off."""
+    """Wrap the tensor constructor `make`, so that a CUDA `device=` means the CPU and `pin_memory=` has no effect."""
 
     @functools.wraps(make)
     def made_on_cpu(*args, **kwargs):
@@ -98,7 +101,7 @@ def shadow_tensors() -> None:
 
 
 class Event:
-    """An event: a point in program order. When it is recorded, everything before it has already run."""
+    """Replacement for `torch.cuda.Event`: a point in program order, before which all work is complete."""
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
         self._recorded_at: float | None = None
@@ -119,7 +122,7 @@ class Event:
         """Return the milliseconds from this event to `end`.
 
         Raises:
-            RuntimeError: one of them was not recorded.
+            RuntimeError: one of the two events was not recorded.
         """
         if self._recorded_at is None or end._recorded_at is None:
             raise RuntimeError("both events must be recorded before the time between them is known")
@@ -127,7 +130,7 @@ class Event:
 
 
 class Stream:
-    """A stream that is always empty: work on the CPU is done when the call returns."""
+    """Replacement for `torch.cuda.Stream` that is always empty: work on the CPU is done when the call returns."""
 
     device = CPU
     cuda_stream = 0
@@ -158,7 +161,7 @@ class Stream:
 
 
 def _nothing():
-    """Return a new function that does nothing. torch's compiler compares functions by identity, so none is shared."""
+    """Return a new function that does nothing. Every use needs its own, as torch's compiler compares identities."""
 
     def nothing(*args, **kwargs):
         return None
@@ -221,8 +224,8 @@ def shadow_sends() -> None:
 
     @functools.wraps(send)
     def isend(tensor, *args, **kwargs):
-        # An alias with its own reference to the storage: core frees a sent activation by pointing the tensor elsewhere
-        # (`deallocate_output_tensor`). On a GPU the stream orders that after the send, which is not the case here.
+        # Send an alias with its own reference to the storage: core frees a sent activation by pointing the tensor at
+        # another storage (`deallocate_output_tensor`). On a GPU the stream orders this after the send, but not here.
         return send(tensor.detach(), *args, **kwargs)
 
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):

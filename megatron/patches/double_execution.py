@@ -1,6 +1,10 @@
-"""Hooks in core for DMR (SpareTrain): positions in the schedule, recomputations, and communication windows.
+"""Hooks in megatron-core (core) and torch.distributed that drive DMR (dual modular redundancy, SpareTrain).
 
-Without a ``Listener``, core behaves as before.
+DMR executes every operator of a training step twice and compares the results, to catch silent data corruption. The
+hooks call a ``Listener``, DMR's engine, at each forward and backward pass of a microbatch, for each function that
+activation checkpointing recomputes, and at communication windows: a window is the time in which this rank waits for
+communication, so that the engine can execute operators a second time without slowing down training. Without an active
+``Listener``, core behaves as before.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,40 +22,63 @@ _FINISHED = "DistributedDataParallel.finish_grad_sync"
 
 
 class Listener(Protocol):
-    """The object that the hooks call: ``ft.systems.dmr.runtime.engine.Engine``."""
+    """The object that the hooks call: ``ft.systems.dmr.runtime.engine.Engine``.
+
+    Attributes:
+        is_active: the hooks call this object; False outside of protected training steps.
+    """
 
     is_active: bool
 
     def forward_step(self, step: Callable[[], Any], chunk: int, inputs: Any, outputs_of: Callable[[Any], Any]) -> Any:
-        """Run ``step``, the forward of a chunk's next microbatch."""
+        """Run ``step``, the forward pass of a model chunk's next microbatch, and return its result.
+
+        Args:
+            step: core's forward step without arguments.
+            chunk: index of the model chunk on this rank.
+            inputs: the activations that the chunk gets.
+            outputs_of: returns the output activations, given the result of ``step``.
+        """
 
     def backward_step(self, step: Callable[[], Any], output: Any, gradients: Any) -> Any:
-        """Run ``step``, the backward from ``output``."""
+        """Run ``step``, the backward pass from ``output`` with the output's ``gradients``, and return its result."""
 
     def recomputed(self, function: Callable) -> Callable:
-        """Return a replacement for ``function``, which is called now and again in a backward pass."""
+        """Return a replacement for ``function``, which activation checkpointing calls now and again in the backward."""
 
     def window(self, kind: str) -> None:
-        """Note that communication is under way and will be waited for next.
+        """Begin a window: communication is in flight, and this rank is about to wait for it.
 
-        ``kind``: one of the kinds in ``ft.systems.dmr.plan.trace``.
+        Args:
+            kind: the kind of communication: "p2p" (between pipeline stages), "dp" (gradient reduction) or "tp"
+                (all-reduce within a layer).
         """
 
     def waited(self) -> None:
-        """Note that the wait has ended."""
+        """End the window: the communication is complete."""
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Note that communication is under way whose duration varies between iterations."""
+        """Begin a window whose duration varies between iterations, as with the all-to-all of MoE layers.
+
+        Args:
+            is_over: returns whether the communication is complete.
+        """
 
     def reduced(self, group: Any, tensor: Any, *, is_over: bool) -> None:
-        """Note that ``tensor`` is the result of an all-reduce, ended now or ending before the optimizer step."""
+        """Record that ``tensor`` holds the result of an all-reduce.
+
+        Args:
+            group: process group of the all-reduce.
+            tensor: the reduced tensor.
+            is_over: the all-reduce is complete; if False, it completes before the optimizer step.
+        """
 
 
 _listener: Listener | None = None
 
 
 def listen(listener: Listener | None) -> None:
-    """Make the hooks call ``listener`` from now on."""
+    """Make the hooks call ``listener`` from now on; None: the hooks do nothing."""
     global _listener
     _listener = listener
 
@@ -131,7 +158,7 @@ def _p2p_ops(**kwargs):
 
 
 def _on_its_way(requests: Any) -> Any:
-    """Return requests whose waits are windows: between starting and waiting for them, core may compute."""
+    """Wrap p2p requests so that each wait for one is a window. (Core may compute between the start and the wait.)"""
     if _active() is None:
         return requests
     if isinstance(requests, dict):
@@ -140,12 +167,14 @@ def _on_its_way(requests: Any) -> Any:
 
 
 def _segment(ctx, run_function, distribute_saved_activations, *args):
+    """Replace the forward of ``CheckpointFunction``, which runs an activation-checkpointed function."""
     listener = _active()
     function = run_function if listener is None else listener.recomputed(run_function)
     return original(f"{_RANDOM}.{_SEGMENT}")(ctx, function, distribute_saved_activations, *args)
 
 
 def _outputless(self, run_function, *args):
+    """Replace ``CheckpointWithoutOutput.checkpoint``: core discards the function's output and recomputes it later."""
     listener = _active()
     function = run_function if listener is None else listener.recomputed(run_function)
     return original(f"{_RANDOM}.{_OUTPUTLESS}")(self, function, *args)
@@ -199,7 +228,7 @@ def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes
 
 
 class _Awaited:
-    """A request of a message between stages, whose wait is a window."""
+    """A p2p request between pipeline stages. ``wait`` reports a window to the listener."""
 
     def __init__(self, request: Any):
         self._request = request
@@ -218,7 +247,7 @@ class _Awaited:
 
 
 class _Watched:
-    """A reduction that calls a function at its end."""
+    """The handle of an asynchronous all-reduce. ``wait`` calls the function ``ended`` once, after the reduction."""
 
     def __init__(self, work: dist.Work, ended: Callable[[], None]):
         self._work, self._ended = work, ended

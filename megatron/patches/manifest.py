@@ -1,8 +1,11 @@
 """The manifest: every symbol of megatron-core or torch that this project replaces, with one entry each.
 
-An entry says where the symbol is, its signature, why it is replaced, by which file of this folder, when, and on which
-versions that was checked. To add a patch, write `megatron/patches/NAME.py` with an `apply()` that calls `replace()`,
-and list what it replaces here with `file="NAME"`.
+An entry (``Patch``) says where the symbol is, its signature, why it is replaced, which file of this folder replaces it,
+on which platform or for which feature, and on which versions the patch was checked. To add a patch, write
+`megatron/patches/NAME.py` with an `apply()` that calls `replace()`, and list what it replaces here with `file="NAME"`.
+
+The features are fault-tolerance systems: WITH_REPLICAS (FT-HSDP), WITH_DMR (SpareTrain's dual modular redundancy),
+WITH_CHECKFREE (CheckFree) and WITH_SWAPPED_ENDS (CheckFree+).
 """
 
 from dataclasses import dataclass
@@ -20,16 +23,16 @@ class Patch:
     """One replaced symbol.
 
     Attributes:
-        module: import name of the module that holds it.
-        symbol: its name there; a dot leads into a class.
+        module: import name of the module that holds the symbol.
+        symbol: the symbol's name in the module; "Class.method" names a method.
         why: what goes wrong without the patch, or what the patch is for, in one sentence.
-        file: the module of `megatron.patches` that replaces it.
+        file: the module of `megatron.patches` that replaces the symbol.
         when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that needs it (WITH_REPLICAS, ...).
         kind: "core" (megatron-core) or "torch".
-        signatures: the signatures that it may have, without annotations; empty for a name that is no function there.
+        signatures: the signatures, without annotations, that the original may have; empty if it is not a function.
         added: the patch defines the symbol if core lacks it.
-        checked_on: the versions of megatron-core (or torch, for that kind) that the patch was tried on or checked
-            against.
+        checked_on: the versions that the patch was tried on or checked against: of torch for the kind "torch",
+            otherwise of megatron-core.
     """
 
     module: str
@@ -44,7 +47,7 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """The full dotted name."""
+        """The full dotted name of the symbol, with its module."""
         return f"{self.module}.{self.symbol}"
 
 

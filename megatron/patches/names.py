@@ -1,4 +1,9 @@
-"""Resolves names in modules from their sources, through re-exports, aliases and base classes."""
+"""Static name resolution: finds the definition that a name in a module refers to, by reading source code only.
+
+Follows re-exports, aliases and base classes. The checks of this project's calls of megatron-core (``calls.py``) use it.
+A *binding* of a name is the syntax node (definition, assignment, ...) or the import that gives the name its value; a
+name can have several bindings, for example one in each branch of an ``if``.
+"""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -15,12 +20,12 @@ _BLOCKS = ("finalbody", "orelse", "handlers", "cases", "body", "items")
 
 @dataclass(frozen=True)
 class Thing:
-    """What a name stands for.
+    """A module or definition that a name refers to.
 
     Attributes:
         kind: MODULE, FUNCTION, CLASS, or VALUE for everything that is not analysed.
-        module: the module that defines it.
-        node: its definition.
+        module: for a MODULE its own name, otherwise the name of the module that contains the definition.
+        node: the syntax node of the definition; None if it is not available.
     """
 
     kind: str
@@ -45,10 +50,10 @@ def is_of_core(module: str) -> bool:
 
 
 class Names:
-    """The names of a set of modules.
+    """Resolves the names of a set of modules.
 
     Args:
-        tree: returns the syntax tree of a module, None for one outside the set.
+        tree: returns the syntax tree of a module, None for a module outside the set.
         is_package: returns whether a module of the set is a package.
     """
 
@@ -57,7 +62,10 @@ class Names:
         self._bound: dict[ast.AST, tuple[dict[str, list[Binding]], list[str]]] = {}
 
     def of(self, module: str, name: str, path: tuple[tuple[str, str], ...] = ()) -> list[Thing]:
-        """Return what ``module.name`` may stand for: several if branches differ, none if it is missing."""
+        """Return what ``module.name`` may refer to: several things if branches differ, none if the name is missing.
+
+        ``path`` holds the (module, name) pairs that are being resolved, so that circular imports end.
+        """
         if (module, name) in path:
             return []
         path = (*path, (module, name))
@@ -75,7 +83,7 @@ class Names:
         return found
 
     def meant(self, module: str, binding: Binding, path: tuple[tuple[str, str], ...] = ()) -> list[Thing]:
-        """Return what a binding in ``module`` may stand for; nothing if it imports a missing name."""
+        """Return what a binding in ``module`` may refer to; an empty list if it imports a missing name."""
         match binding:
             case Imported(source, None):
                 return [Thing(MODULE, source)]
@@ -90,7 +98,11 @@ class Names:
         return [Thing(VALUE, module, binding)]
 
     def inside(self, thing: Thing, name: str) -> list[Thing] | None:
-        """Return what ``thing.name`` may stand for; nothing if it is missing, None if that is unknown."""
+        """Return what the attribute ``thing.name`` may refer to.
+
+        Returns:
+            an empty list if ``thing`` has no such attribute; None if the sources do not show whether it has one.
+        """
         if thing.kind == MODULE:
             return self.of(thing.module, name)
         if thing.kind == CLASS:
@@ -102,7 +114,7 @@ class Names:
         return None
 
     def line(self, thing: Thing) -> tuple[list[Thing], bool]:
-        """Return a class and its known base classes, in the order of lookup, and whether all are known."""
+        """Return (the class and its known base classes in the order of lookup, whether all bases are known)."""
         classes = [thing]
         for base in thing.node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
@@ -118,7 +130,7 @@ class Names:
         return classes, not thing.node.keywords
 
     def expression(self, module: str, node: ast.expr) -> list[Thing]:
-        """Return what a dotted name means at the top level of ``module``."""
+        """Return what a dotted name may refer to at the top level of ``module``."""
         if isinstance(node, ast.Name):
             return self.of(module, node.id)
         if isinstance(node, ast.Attribute):
@@ -173,13 +185,13 @@ def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
-    """Return the last components of the names of a definition's decorators."""
+    """Return the names of a definition's decorators, without the modules before them."""
     called = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
     return {ast.unparse(each).rpartition(".")[2] for each in called}
 
 
 def is_constant(binding: Binding) -> bool:
-    """Return whether a binding assigns a constant, as modules do for a name that they failed to import."""
+    """Return whether a binding assigns a constant, as ``except ImportError: name = None`` does."""
     value = getattr(binding, "value", None)
     return isinstance(binding, ast.Assign | ast.AnnAssign) and (value is None or isinstance(value, ast.Constant))
 

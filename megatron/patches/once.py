@@ -1,8 +1,9 @@
-"""Finds collectives that megatron-core calls once per process, because they depend on state of an earlier call.
+"""Finds functions of megatron-core that call a collective only once per process, because they cache its result.
 
-A worker that joins a running job has not made the earlier call. If a survivor has cached a result that a joiner still
-has to compute, the joiner calls the collective alone, and both hang. So every such function is listed in ``KNOWN`` with
-the reason why it is harmless, or with the code that resets its state. ``unknown`` finds new ones in a release.
+After a failure, a *joiner* (a new worker) continues the job together with the *survivors* (the workers that were not
+affected). If the survivors have cached a result that the joiner still has to compute, the joiner calls the collective
+alone, and the job hangs. So every such function is listed in ``KNOWN`` with the reason why it is harmless, or with the
+code that resets its state in a recovery. ``unknown`` finds functions of a release that are not listed.
 """
 
 import ast
@@ -19,7 +20,7 @@ _COLLECTIVES = frozenset(
         *("monitored_barrier", "new_group", "new_subgroups_by_enumeration"),
     )
 )
-# Packages of core that no training loop enters, and FSDP, whose parameters no system here protects.
+# Packages of core that training does not call, and FSDP, whose parameters no fault-tolerance system here protects.
 _ELSEWHERE = ("inference", "export", "post_training", "resharding", "distributed.fsdp")
 # Method names so common that a call does not show which function is called.
 _ANYTHING = frozenset(
@@ -78,10 +79,10 @@ class OnceOnly:
     """A function whose collectives depend on state that an earlier call of it left.
 
     Attributes:
-        name: dotted name, without ``megatron.core.``.
-        line: its first line.
-        state: sorted names of what it keeps from call to call.
-        why: why the state cannot separate a joiner from the survivors; None: not reviewed yet.
+        name: dotted name of the function, without ``megatron.core.``.
+        line: number of its first line.
+        state: names of the attributes and globals that it keeps from call to call, sorted.
+        why: why joiner and survivors nevertheless call the same collectives; None: not reviewed yet.
     """
 
     name: str
@@ -91,11 +92,11 @@ class OnceOnly:
 
 
 def once_only(core: CoreSources) -> list[OnceOnly]:
-    """Return all such functions of a megatron-core, in the order of modules and lines, without importing it.
+    """Return all such functions of ``core``, in the order of modules and lines, without importing it.
 
-    A function is included if it calls a collective, or a function of core that does, under a condition (or after an
-    early return) on something that it assigns itself and that outlives the call: an attribute, a global, an entry of
-    either. Functions with a caching decorator are included too.
+    A function is included if it calls a collective, or another function of core that calls one, under a condition (or
+    after an early return) on lasting state that it assigns itself: an attribute, a global, or an entry of either.
+    Functions with a caching decorator are included too.
     """
     functions = [entry for module in _modules(core) for entry in _functions(core, module)]
     collective = _COLLECTIVES | {
@@ -111,7 +112,7 @@ def once_only(core: CoreSources) -> list[OnceOnly]:
 
 
 def unknown(core: CoreSources) -> list[OnceOnly]:
-    """Return the functions that nobody has reviewed: with such a core, a recovery may hang."""
+    """Return the functions that are not in ``KNOWN``: with this release of core, a recovery may hang in them."""
     return [each for each in once_only(core) if each.why is None]
 
 
@@ -159,7 +160,7 @@ def _conditions(function: ast.FunctionDef, calls: list[ast.Call]) -> set[str]:
 
 
 def _lasting(function: ast.FunctionDef) -> set[str]:
-    """Return the names of what ``function`` assigns and that outlives a call of it."""
+    """Return the names of the attributes and globals that ``function`` assigns: state that outlives the call."""
     assignments = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
     shared = {name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names}
     aliases = {
@@ -185,5 +186,6 @@ def _lasting(function: ast.FunctionDef) -> set[str]:
 
 
 def _mentioned(test: ast.expr) -> set[str]:
+    """Return the names, attributes and constants in a condition."""
     names = {_last_name(node) for node in ast.walk(test)}
     return names | {node.value for node in ast.walk(test) if isinstance(node, ast.Constant)}

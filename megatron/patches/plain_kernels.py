@@ -1,7 +1,7 @@
-"""Replaces what core takes from Transformer Engine and Apex by kernels of torch and of core itself.
+"""Replaces the kernels that megatron-core (core) takes from Transformer Engine and Apex by those of torch and core.
 
-DMR follows operators through torch's dispatcher, which the kernels of these packages bypass. If neither is installed,
-core has made the same choices already.
+DMR (dual modular redundancy, SpareTrain) executes every operator twice. It intercepts operators in torch's dispatcher,
+which the kernels of these packages bypass. If neither package is installed, core uses the same replacements already.
 """
 
 from importlib import import_module
@@ -25,7 +25,7 @@ def apply() -> None:
 
 
 def chosen() -> dict[str, dict[str, Any]]:
-    """Return module below ``megatron.core`` -> name in it -> its replacement."""
+    """Return a dict: module below ``megatron.core`` -> name in that module -> the name's replacement."""
     utils, norm = import_module("megatron.core.utils"), import_module(_NORM).WrappedTorchNorm
     scale = {"multi_tensor_scale_impl": utils.local_multi_tensor_scale}
     return {

@@ -1,4 +1,4 @@
-"""Selects the patches that are due, checks all of them, and then applies them."""
+"""Selects the patches that this process needs, checks that all of them fit megatron-core, and applies them."""
 
 from importlib import import_module
 
@@ -16,7 +16,7 @@ def due(platform_name: str, features: frozenset[str] = frozenset()) -> list[Patc
 
 
 def apply(patches: list[Patch], core: CoreSources | None = None) -> list[Patch]:
-    """Apply those of `patches` that are not in force yet.
+    """Apply those of `patches` that this process has not applied yet.
 
     Args:
         patches: entries of the manifest.
@@ -26,7 +26,7 @@ def apply(patches: list[Patch], core: CoreSources | None = None) -> list[Patch]:
         `patches`.
 
     Raises:
-        UserError: one of them does not fit (see :func:`megatron.patches.check.refusal`); none has been applied.
+        UserError: a patch does not fit (see :func:`megatron.patches.check.refusal`); none has been applied.
     """
     new = [patch for patch in patches if patch not in _in_force]
     if new:

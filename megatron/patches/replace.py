@@ -7,10 +7,10 @@ _originals: dict[str, Any] = {}
 
 
 def replace(module: str, symbol: str, new: Any) -> None:
-    """Put `new` in the place of `symbol` (dotted: "Class.method") of `module`, once.
+    """Replace `symbol` (a name, or "Class.method") of `module` by `new`, unless it was replaced before.
 
-    A symbol that was replaced before is left alone, so applying a patch twice has no effect. The original is kept (see
-    :func:`original`); a symbol that did not exist has ``None`` as its original.
+    So applying a patch twice has no effect. The original is kept (see :func:`original`); the original of a symbol that
+    did not exist is ``None``.
     """
     key = f"{module}.{symbol}"
     if key in _originals:
@@ -24,10 +24,10 @@ def replace(module: str, symbol: str, new: Any) -> None:
 
 
 def original(name: str) -> Any:
-    """Return what the full dotted `name` was before it was replaced.
+    """Return the original of the symbol with the full dotted `name`.
 
     Raises:
-        KeyError: it was not replaced.
+        KeyError: the symbol was not replaced.
     """
     return _originals[name]
 

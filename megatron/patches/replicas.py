@@ -1,7 +1,9 @@
-"""Hooks that send the gradients of a bucket group to the other FT-HSDP replicas once they are reduced inside this one.
+"""Hooks in megatron-core's gradient reduction that add the all-reduce between FT-HSDP replicas.
 
-Core calls ``start_grad_sync`` when a bucket group's gradients are complete, and ``finish_grad_sync`` when they are
-needed. Both keep their behaviour, and additionally call an ``Exchange``. Bucket groups without one are left alone.
+An FT-HSDP replica is a full copy of the model whose ranks form a world of their own. A bucket group is megatron-core's
+unit of gradient reduction. Core calls ``start_grad_sync`` when a bucket group's gradients are complete, and
+``finish_grad_sync`` when they are needed. Both still reduce the gradients inside the replica, and then call an
+``Exchange``, which reduces them between replicas. Bucket groups without an ``Exchange`` behave as before.
 """
 
 import threading
@@ -20,13 +22,20 @@ _ATTRIBUTE = "exchange_with_replicas"
 
 
 class Exchange(Protocol):
-    """The object that exchanges gradients with the other replicas."""
+    """The object that all-reduces gradients with the other replicas."""
 
     def started(self, group: Any, parts: list[torch.Tensor], reduced: Callable[[], None] | None) -> None:
-        """Exchange ``parts`` of this rank after ``reduced`` has returned (None: they can be exchanged at once)."""
+        """Start to exchange a bucket group's gradients.
+
+        Args:
+            group: the bucket group.
+            parts: the gradients that this rank exchanges; the result is written into them.
+            reduced: waits for the reduction inside the replica, after which ``parts`` can be exchanged; None: the
+                reduction is complete.
+        """
 
     def finished(self, group: Any) -> None:
-        """Note that core is about to use ``group``'s gradients. ``groups_of`` names all groups."""
+        """Note that core is about to use the gradients of the bucket group ``group``."""
 
 
 def apply() -> None:
@@ -41,7 +50,7 @@ def exchange_through(chunks: Iterable, exchange: Exchange) -> None:
 
 
 def groups_of(chunks: Iterable) -> list:
-    """Return the bucket groups in the order in which all replicas exchange them: that of a backward pass."""
+    """Return all bucket groups in the order in which all replicas exchange them, which is that of a backward pass."""
     return [group for chunk in reversed(list(chunks)) for group in bucket_groups(chunk)]
 
 
@@ -65,7 +74,7 @@ def _finish_grad_sync(self, force_all_reduce=False):
 
 
 class _WaitedForOnce:
-    """A reduction inside the replica whose end two threads wait for: the exchange's and core's."""
+    """Thread-safe handle of a reduction inside the replica: the exchange's thread and core's thread wait for it."""
 
     def __init__(self, handle: Any):
         self._handle, self._lock = handle, threading.Lock()

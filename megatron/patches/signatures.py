@@ -1,4 +1,4 @@
-"""Checks whether the arguments of a call fit the called definition, both read from the sources."""
+"""Compares the arguments of a call with the signature of the called function or class, both read from source code."""
 
 import ast
 from dataclasses import dataclass, replace
@@ -11,13 +11,13 @@ class Signature:
     """The parameters of a callable.
 
     Attributes:
-        module: the module that defines it.
+        module: name of the module that defines the callable.
         positional: names of positional parameters, in order.
         only_positional: how many of them are positional-only.
         only_keyword: names of keyword-only parameters.
         required: names of parameters without a default.
-        more_positional: it accepts ``*`` arguments.
-        more_keywords: it accepts ``**`` arguments.
+        more_positional: the callable accepts ``*`` arguments.
+        more_keywords: the callable accepts ``**`` arguments.
     """
 
     module: str
@@ -29,9 +29,9 @@ class Signature:
     more_keywords: bool = False
 
     def misfit(self, call: ast.Call, is_partial: bool = False) -> str | None:
-        """Return what does not fit in a call, None if all fits.
+        """Return a description of the first argument that does not fit the signature, None if all fit.
 
-        ``*`` and ``**`` in the call may provide any argument, and a partial call may lack some.
+        A call that contains ``*`` or ``**``, or is partial, is never reported for missing arguments.
 
         Args:
             call: the call.

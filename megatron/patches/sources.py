@@ -1,4 +1,7 @@
-"""Reads megatron-core's sources without importing them: from the installed package, a wheel or a source archive."""
+"""Reads the source code that the checks of this folder analyse: megatron-core's and this project's. Imports neither.
+
+Megatron-core's source is read from the installed package, a wheel or a source archive.
+"""
 
 import ast
 import importlib.util
@@ -15,10 +18,10 @@ _CORE = "megatron/core/"
 
 
 class CoreSources:
-    """The modules of one megatron-core.
+    """The modules of one release of megatron-core.
 
     Attributes:
-        origin: the folder or file that it was read from.
+        origin: the folder or file that the source was read from.
         version: the version in its `package_info`, for example "0.16.1"; "unknown" if there is none.
     """
 
@@ -28,10 +31,10 @@ class CoreSources:
         self.version = self._find_version()
 
     def tree(self, module: str) -> ast.Module | None:
-        """Return the syntax tree of `megatron.core...`, None if there is no such module.
+        """Return the syntax tree of the module `megatron.core...`, None if there is no such module.
 
         Raises:
-            UserError: it does not parse.
+            UserError: the source does not parse.
         """
         if module not in self._trees:
             path = f"{module.replace('.', '/')}/".removeprefix(_CORE)
@@ -44,7 +47,7 @@ class CoreSources:
         return self._trees[module]
 
     def modules(self) -> list[str]:
-        """Return the names of all its modules below ``megatron.core``, sorted."""
+        """Return the names of all modules below ``megatron.core``, sorted."""
         names = (file.removesuffix(".py").removesuffix("__init__").strip("/") for file in self._files())
         return sorted(f"{_CORE}{name}".replace("/", ".") for name in names if name)
 
@@ -53,10 +56,10 @@ class CoreSources:
 
     @property
     def release(self) -> tuple[int, int]:
-        """(major, minor) of its version.
+        """(major, minor) of the version.
 
         Raises:
-            UserError: the sources do not say.
+            UserError: the sources do not contain the version.
         """
         numbers = self.version.split(".")
         if len(numbers) < 3:
@@ -77,14 +80,14 @@ class CoreSources:
 
 
 class OwnSources:
-    """The modules of this project, except those that do not mention megatron at all.
+    """The modules of this project whose source contains the word "megatron".
 
     Args:
-        root: the folder that holds ``megatron``, ours if None. In a repository (with ``setup.py``), ``examples`` and
-            ``tools`` are included.
+        root: the folder that holds the packages ``megatron`` and ``ft``; None: the one that this file is in. If it is a
+            repository (has a ``setup.py``), ``examples`` and ``tools`` are included.
 
     Attributes:
-        files: {name of a module: its file}, in the order of file names.
+        files: {dotted name of a module: path of its file}, in the order of paths.
     """
 
     def __init__(self, root: Path | None = None):
@@ -97,14 +100,14 @@ class OwnSources:
         self.files = {self._name(file): file for file in sorted(files) if b"megatron" in file.read_bytes()}
 
     def tree(self, module: str) -> ast.Module:
-        """Return the syntax tree of one of its modules, a new one for every call."""
+        """Return the syntax tree of ``module``, a new tree for every call."""
         return ast.parse(self.files[module].read_bytes())
 
     def is_package(self, module: str) -> bool:
         return self.files[module].name == "__init__.py"
 
     def shown(self, file: Path) -> str:
-        """Return the name of a file for messages."""
+        """Return the path of a file relative to the root, for messages."""
         return str(file.relative_to(self._root))
 
     def _name(self, file: Path) -> str:
@@ -116,7 +119,7 @@ def installed_core() -> CoreSources:
     """Return the megatron-core that `import megatron.core` would import.
 
     Raises:
-        UserError: there is none.
+        UserError: megatron-core is not installed.
     """
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or not spec.submodule_search_locations:

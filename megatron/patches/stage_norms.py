@@ -1,7 +1,8 @@
-"""Reports this rank's part of each gradient norm that core computes, so that a norm per pipeline stage is available.
+"""Hook that reports this rank's part of each gradient norm that megatron-core (core) computes.
 
-Core sums the squares of all ranks' parts and takes the root of the sum. That does not change: a listener additionally
-gets this rank's part, which core has computed anyway, and the group over which core has summed.
+CheckFree needs a gradient norm per pipeline stage to weight the neighbours of a lost stage (CheckFree, section 4.2).
+Core's global norm is the root of the sum of all ranks' squared norms. That does not change: a listener additionally
+gets this rank's norm, which core has computed anyway, and the process group over which core has summed.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ _PARTS, _NORMS = "megatron.core.optimizer.clip_grads", "megatron.core.optimizer.
 _APPLIER, _NORM = "multi_tensor_applier", "get_grad_norm_fp32"
 
 Listener = Callable[[torch.Tensor | None, dist.ProcessGroup | None], None]
-"""Function of (2-norm of this rank's gradients, one element, None if it has none; the group that core summed over)."""
+"""Function that is called with two arguments: the 2-norm of this rank's gradients (tensor of one element; None if the
+rank has no gradients), and the process group that core summed over."""
 
 _listener: Listener | None = None
 _part: torch.Tensor | None = None
@@ -34,7 +36,7 @@ def listen(listener: Listener | None) -> None:
 
 
 def listener() -> Listener | None:
-    """Return the present listener."""
+    """Return the current listener."""
     return _listener
 
 

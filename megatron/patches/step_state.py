@@ -1,7 +1,7 @@
-"""Resets what an aborted step leaves behind in megatron-core's objects.
+"""Resets the state that an aborted training step leaves behind in megatron-core's (core's) objects, for a recovery.
 
-Nothing is replaced here. This module holds, in one place, the attributes of core that recovery has to write. A core
-that lacks one of them is rejected with the attribute's name.
+This module replaces no symbol. It is the one place that knows the attributes of core's objects that a recovery has to
+write. If the installed core lacks one of them, a UserError names the attribute.
 """
 
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ from megatron.patches.releases import forget_answers_agreed_on_once
 
 
 def abandon_step(chunks: Iterable, optimizer) -> None:
-    """Make ``chunks`` (DistributedDataParallel) and ``optimizer`` ready for a first step again; no collective.
+    """Reset ``chunks`` (DistributedDataParallel) and ``optimizer`` to their state before a first step.
 
-    Handles of operations that will never end are dropped, and so are gradients. Bucket groups count gradients anew as
-    in a first step, because a worker that has just joined does, and all members of a group must reduce in the same
-    order.
+    Runs no collective. Drops the handles of operations that will never end, and all gradients. Bucket groups count the
+    gradients of a backward pass anew, as in a first step: a worker that has just joined has to, and all members of a
+    process group must reduce in the same order.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -41,9 +41,9 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
 
 
 def expect_no_backward(chunks: Iterable) -> None:
-    """Prepare for a gradient synchronisation without a backward pass that starts it.
+    """Prepare ``chunks`` for a gradient synchronisation that no backward pass has started.
 
-    It then starts by itself, as that of a first batch does. Call it on all ranks of a model.
+    ``finish_grad_sync`` then starts the reduction itself, as in a first batch. Call it on all ranks of a model.
     """
     for chunk in chunks:
         for group in bucket_groups(chunk):
@@ -53,7 +53,7 @@ def expect_no_backward(chunks: Iterable) -> None:
 def publish_parameters(chunks: Iterable, optimizer) -> None:
     """Copy the optimizer's main parameters into the model on all ranks. Collective.
 
-    Core's own cast and all-gather do this after every step, so the result is bit for bit that of the step.
+    Uses the cast and the all-gather of core's optimizer step, so the result is bitwise identical to that of a step.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(part, "_copy_main_params_to_model_params"):

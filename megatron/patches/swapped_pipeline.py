@@ -1,4 +1,9 @@
-"""CheckFree+: training runs a planned, partly swapped schedule instead of core's 1F1B; evaluation runs core's."""
+"""Replaces megatron-core's 1F1B pipeline schedule for CheckFree+ (CheckFree, section 4.3).
+
+CheckFree+ trains half of the microbatches with the first two and the last two pipeline stages swapped, so that a lost
+first or last stage can be rebuilt from its neighbour. Training steps run a schedule that was planned for this;
+evaluation runs core's own schedule.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +26,9 @@ def use(run: Callable[..., Any] | None, plainly: Callable[[Callable[[], Any]], A
     """Set the functions that execute training iterations and evaluation.
 
     Args:
-        run: executes a training iteration; gets core's keywords for data, model and sizes, and ``groups``.
-        plainly: executes core's schedule, for evaluation.
+        run: executes a training iteration; gets core's keyword arguments for data, model and sizes, and the process
+            groups as ``groups``. None: core's schedule executes training, too.
+        plainly: executes an evaluation; gets a function that runs core's schedule.
     """
     global _run, _plainly
     _run, _plainly = run, plainly

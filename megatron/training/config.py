@@ -16,7 +16,7 @@ def transformer_config(options: Options, layout: Layout) -> TransformerConfig:
     """Return megatron-core's configuration for ``options``.
 
     Raises:
-        UserError: megatron-core rejects the combination; the message is its own.
+        UserError: megatron-core rejects the combination; the error has megatron-core's message.
     """
     try:
         return TransformerConfig(
@@ -70,7 +70,7 @@ def _network(options: Options) -> dict:
 
 def _kernels(options: Options) -> dict:
     k, m, platform = options.kernels, options.model, patches.platform()
-    sees_all = options.fault_tolerance.follows_operators  # DMR could not see into these kernels
+    sees_all = options.fault_tolerance.follows_operators  # DMR executes each operator twice: no fused kernels
     use_te, has_apex = uses_te(options), platform.offers("apex") and not sees_all
     has_softmax = platform.offers("scaled_masked_softmax_cuda") and not sees_all
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
@@ -124,8 +124,8 @@ def _parallelism(options: Options, layout: Layout) -> dict:
         "microbatch_group_size_per_vp_stage": p.microbatch_group_size_per_virtual_pipeline_stage,
         "cp_comm_type": p.cp_comm_type[0] if len(p.cp_comm_type) == 1 else p.cp_comm_type,
         "overlap_p2p_comm": interleaved and p.overlap_p2p_communication,
-        # With interruptible groups, torch launches NCCL messages one by one; core then uses an order that cannot
-        # deadlock.
+        # With --ft-hot-swap, process groups can be interrupted by a recovery. Torch then launches NCCL messages one by
+        # one; without batch_p2p_comm core uses an order in which they cannot deadlock.
         "batch_p2p_comm": not (interleaved and p.overlap_p2p_communication) and not options.fault_tolerance.ft_hot_swap,
         "deallocate_pipeline_outputs": True,
         "fp16": options.precision.fp16,
@@ -149,7 +149,8 @@ def _recomputation(options: Options) -> dict:
 def uses_te(options: Options) -> bool:
     """Return whether the layers are Transformer Engine's: it is installed, and not excluded by a flag or by DMR.
 
-    DMR could not see into its kernels.
+    DMR (dual modular redundancy) executes every operator a second time. It intercepts operators in torch's dispatcher,
+    which Transformer Engine's kernels bypass.
     """
     if options.fault_tolerance.follows_operators:
         return False

@@ -1,9 +1,9 @@
-"""--deterministic-mode: the same input gives the same bits in every run, or an error (FT-HSDP, section 2.2).
+"""--deterministic-mode: makes training bitwise reproducible, or raises an error (FT-HSDP, section 2.2).
 
 Every operator has to be reproducible: no flash attention and no fused cross entropy (``KernelOptions`` rejects them),
 no auto-tuner of cuDNN, and deterministic algorithms of torch, which megatron-core also uses to choose among its own.
 Memory that torch leaves uninitialised is filled, so that the padding in checkpoints is the same as well. Libraries
-below torch read the environment at their first use.
+below torch (cuBLAS, NCCL) are configured by environment variables, which they read at their first use.
 """
 
 import os
@@ -17,11 +17,11 @@ from ft.base.errors import UserError
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable that a library needs to be reproducible.
+    """An environment variable that makes a library reproducible.
 
     Args:
-        name: its name.
-        default: the value that is set if there is none.
+        name: name of the variable.
+        default: the value to set if the variable is not set.
         allowed: the values with which the library is reproducible.
         why: what the variable decides.
     """
@@ -75,7 +75,7 @@ def enforce() -> None:
     """Make this process reproducible. Call it before the first CUDA call, when libraries read their environment.
 
     Raises:
-        UserError: the environment makes that impossible.
+        UserError: an environment variable is set to a value with which a library is not reproducible.
     """
     os.environ.update(missing(os.environ))
     if "OMP_NUM_THREADS" not in os.environ:

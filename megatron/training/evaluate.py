@@ -1,4 +1,4 @@
-"""Validation: forward passes only."""
+"""Evaluation of the model on the validation or test data, by forward passes only."""
 
 import torch
 import torch.distributed as dist

@@ -17,9 +17,9 @@ REPEAT_S = 2.0
 class Exits:
     """Decides whether to end the run after the current step.
 
-    Ranks see a signal or the end of their time at different moments, so they have to agree. ``ask`` starts the exchange
-    (an all-reduce of two integers on its own gloo group), ``answer`` waits for it; the optimizer step runs in between
-    and hides it.
+    Ranks receive a signal or exceed the time limit at different moments, so they have to agree on the step. ``ask``
+    starts an asynchronous all-reduce of two integers on a gloo group of its own, and ``answer`` waits for the result.
+    The optimizer step runs in between and hides the latency.
 
     Args:
         options: exit flags.

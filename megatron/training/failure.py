@@ -1,4 +1,7 @@
-"""Stops all ranks within seconds when one rank fails, and shows the first error once."""
+"""Stops all ranks of a job within seconds when one rank fails, so that the first error is printed once.
+
+For jobs that are started by torchrun, srun or mpirun; jobs of ``ft run`` have a control plane that does this.
+"""
 
 import os
 import sys
@@ -15,10 +18,11 @@ EXIT_CODE = 1
 
 
 class FailureNotice:
-    """A key in the job's store that the first failing rank sets and all other ranks watch.
+    """A key in the job's TCPStore that the first failing rank sets and all other ranks watch.
 
-    It has its own connection to the store of ``init_process_group``, because torch's connection is busy whenever the
-    trainer makes a group. If the store is lost, its host is lost, and this rank ends too.
+    A thread of each rank polls the key every POLL_S seconds, and ends the process when the key is set. This object has
+    its own connection to the store of ``init_process_group``, because torch's connection is busy whenever the trainer
+    creates a process group. If the connection fails, the node that hosts the store is lost, and this rank ends too.
     """
 
     def __init__(self, rank: int):
@@ -38,7 +42,10 @@ class FailureNotice:
         self._thread.start()
 
     def claim(self) -> bool:
-        """Return True on the first rank of the job that calls this: its error is the cause of later errors."""
+        """Set the key. Return True on the first rank that does so: its error is the cause of the others' errors.
+
+        Return False if the store cannot be reached.
+        """
         self._stop.set()
         try:
             return self._store.add("claims", 1) == 1
@@ -60,7 +67,7 @@ class FailureNotice:
 
 
 def report(error: BaseException, rank: int) -> int:
-    """Print ``error`` once, with a traceback only if it is unexpected.
+    """Print ``error``, with a traceback only if it is of an unexpected type (no FtError or UserError).
 
     Returns:
         the exit code for it.

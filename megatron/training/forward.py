@@ -14,10 +14,10 @@ class NonFiniteLossError(FtError):
 
 
 def make_forward_step(check_finite: bool):
-    """Return the forward step for ``forward_backward_func``.
+    """Return the forward step for megatron-core's ``forward_backward_func``.
 
     Args:
-        check_finite: raise ``NonFiniteLossError`` on the last stage before such a loss reaches the gradients.
+        check_finite: raise ``NonFiniteLossError`` on the last stage if a loss is NaN or infinite, before its backward.
     """
 
     def forward_step(loader, chunk):

@@ -19,7 +19,7 @@ from megatron.training.launcher import Launch
 
 
 def init_process_group(options: ParallelOptions, launch: Launch) -> None:
-    """Make the world group. MASTER_ADDR and MASTER_PORT give the store's address.
+    """Create torch.distributed's default process group. MASTER_ADDR and MASTER_PORT give the address of its store.
 
     Raises:
         UserError: NCCL was requested without a GPU, MASTER_PORT is missing, or there are fewer GPUs than local ranks.
@@ -45,7 +45,8 @@ def init_model_parallel(options: ParallelOptions, layout: Layout, *, ends_are_do
     Args:
         options: flags of the parallel dimensions.
         layout: sizes of the parallel dimensions.
-        ends_are_double: (CheckFree+) the first two stages have the embedding, and the last two the head.
+        ends_are_double: (CheckFree+) the first two stages have the embedding, and the last two the output layer, so
+            the embedding group of megatron-core contains these four stages.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -72,8 +73,11 @@ _STEP_SEEDS = 1_000_003
 def seed_everything(options: TrainingOptions, step: int = 0) -> None:
     """Seed Python, numpy, torch and megatron-core's tracker, by pipeline stage and tensor-parallel rank.
 
-    Data-parallel ranks share their seeds unless --data-parallel-random-init. ``step``: gives seeds of its own to each
-    step.
+    Data-parallel ranks share their seeds unless --data-parallel-random-init.
+
+    Args:
+        options: seed and flags of the run.
+        step: number that is added to the seeds, so that each step can have its own.
     """
     seed = options.seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _STEP_SEEDS * step
     if options.data_parallel_random_init:

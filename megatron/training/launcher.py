@@ -8,7 +8,7 @@ from ft.base.errors import UserError
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's rank, the world size and the local rank, as the launcher sets them."""
+    """This process's rank, the world size and the rank on this node, as the launcher sets them."""
 
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
                     "start with torchrun, srun or mpirun",
                 ) from error
             if environment.get("FT_STANDBY"):
-                return Launch(rank, size, local)  # a standby has no logical rank yet
+                return Launch(rank, size, local)  # a standby: a spare worker without a rank in the grid
             if not 0 <= rank < size:
                 raise UserError(f"{rank_name}={rank} is outside of {size_name}={size}", "check the launcher")
             return Launch(rank, size, local)

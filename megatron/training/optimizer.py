@@ -40,7 +40,7 @@ def build_optimizer(options: Options, chunks: list[DistributedDataParallel]):
 
 
 def build_scheduler(options: Options, optimizer) -> OptimizerParamScheduler:
-    """Return the schedule, which counts samples, as in megatron-core."""
+    """Return the schedule of learning rate and weight decay. It counts samples, not steps, as in megatron-core."""
     s, t, decay = options.schedule, options.training, options.optimizer.weight_decay
     if t.train_samples is not None:
         total = t.train_samples

@@ -1,4 +1,4 @@
-"""The trainer's position in the run, which a recovery saves and restores."""
+"""Gives fault-tolerance systems the position of a training run, to put into snapshots and to restore in a recovery."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,16 +8,20 @@ from megatron.training.job import Job
 
 
 class JobPosition:
-    """All state of a job that changes from step to step, except model, optimizer, schedule and random generators."""
+    """Reads and writes the state of a job that changes from step to step: counters, data position and log position.
+
+    Model, optimizer, schedule and random generators are not part of it.
+    """
 
     def __init__(self, job: Job):
         self._job = job
 
     def get(self) -> dict[str, Any]:
+        """Return the position: the step, the ``TrainState`` as a dict, and the reason to end the run, if any."""
         return {"step": self._job.state.step, "state": asdict(self._job.state), "ending": self._job.ending}
 
     def set(self, position: dict[str, Any]) -> None:
-        """Restore a position. Collective: the checkpointer agrees with other ranks on what is saved."""
+        """Restore a position that ``get`` has returned. Collective, as ranks also agree on which steps are saved."""
         job, state = self._job, TrainState(**position["state"])
         for name, value in vars(state).items():
             setattr(job.state, name, value)

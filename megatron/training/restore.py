@@ -1,4 +1,4 @@
-"""Loads a trained model from a checkpoint folder, in one process, with the options stored in the checkpoint."""
+"""Loads a trained model for inference: in one process, with the options that are stored in its checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +57,7 @@ def stored_options(folder: Path) -> Options:
     """Return the options of the run that wrote the newest complete checkpoint in ``folder``.
 
     Raises:
-        UserError: there is none.
+        UserError: the folder contains no complete checkpoint.
     """
     newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None
     if newest is None:

@@ -1,8 +1,9 @@
-"""The trainer's options: one small dataclass per concern, parsed from Megatron-LM's flags. There is no global state.
+"""The trainer's options, parsed from command-line flags with Megatron-LM's names: one small dataclass per topic.
 
-``parse(argv)`` reads the command line. ``check(options, world_size)`` fills in dependent defaults and rejects what
-cannot work. ``refusals`` finds all problems of both kinds, and needs no torch. ``options.model.hidden_size``,
-``options.parallel.tensor_model_parallel_size``, ... are passed to the code that needs them.
+``parse(argv)`` reads the command line. ``check(options, world_size)`` fills in defaults that depend on other flags, and
+rejects combinations that cannot work. ``refusals`` collects the problems that these two would raise, without importing
+torch. There is no global state: ``options.model.hidden_size``, ``options.parallel.tensor_model_parallel_size``, ... are
+passed to the code that needs them.
 """
 
 import argparse
@@ -39,7 +40,7 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 
 @dataclass
 class Options:
-    """All options of the command line, by concern."""
+    """All options of the command line, one dataclass per topic (model, data, checkpoint, ...)."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     moe: MoeOptions = field(default_factory=MoeOptions)
@@ -62,7 +63,10 @@ class Options:
         return json.loads(json.dumps(asdict(self), default=str))
 
     def given(self) -> dict[str, str]:
-        """Return flag -> value of every option that is not at its default, except where a node logs or caches."""
+        """Return flag -> value of every option that differs from its default.
+
+        Options of a single node (paths of logs and caches, the progress bar) are left out.
+        """
         found = {}
         for concern in fields(self):
             options, defaults = getattr(self, concern.name), concern.default_factory()
@@ -74,7 +78,7 @@ class Options:
 
     @classmethod
     def from_dict(cls, stored: dict) -> "Options":
-        """Convert the result of ``as_dict`` back. Fields that this version does not know are left out."""
+        """Return the options of which ``stored`` is the ``as_dict``. Ignore fields that this version does not have."""
         concerns = {}
         for f in fields(cls):
             known_names = {g.name for g in fields(f.default_factory)}
@@ -98,16 +102,16 @@ def parse(argv: list[str] | str) -> Options:
 def refusals(
     argv: list[str] | str, world_size: int | None, *, has_te: bool, replicas: int = 0
 ) -> tuple[Options | None, list[Problem]]:
-    """Find what is wrong with a command line: its flags and, as far as their values are known, their combinations.
+    """Find all problems of a command line: with single flags and, as far as their values are known, combinations.
 
     Args:
         argv: the command line (words, or one string).
         world_size: number of ranks of the job, or of one replica; None: unknown, so combinations are not checked.
         has_te: as for ``check``.
-        replicas: number of replicas of the job; 0: the job has no replicas.
+        replicas: number of replicas of the model (FT-HSDP); 0: the job has no replicas.
 
     Returns:
-        (the options, None if some cannot be determined; every problem with its fix).
+        (the options, or None if some cannot be determined; the problems, each with its fix).
     """
     options, problems, doubtful = _read(argv)
     if options is None or world_size is None:
@@ -124,7 +128,7 @@ def may_have_te() -> bool:
 
 
 def _read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str]]:
-    """Return (options, None if a concern rejects its values; problems; flags whose values could not be read)."""
+    """Return (the options, or None if a value is rejected; problems; flags whose values could not be read)."""
     words = shlex.split(argv) if isinstance(argv, str) else list(argv)
     parser, supported = _parser()
     explain = partial(known.explain, supported=supported)
@@ -167,7 +171,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 
 def _without_accepted(words: list[str]) -> list[str]:
-    """Remove the flags that request what is always the case."""
+    """Remove the Megatron-LM flags that request something that this trainer always does."""
     kept, skip = [], False
     for word in words:
         if skip:

@@ -54,7 +54,8 @@ def examine(
         world_size: as for ``check``.
         has_te: as for ``check``.
         replicas: as for ``check``.
-        shapes_are_known: whether ``options`` has the sizes that the run will have; if not, they are not checked.
+        shapes_are_known: whether ``options`` has the final sizes (of the model, the batch, ...); if not, sizes are not
+            checked.
     """
     found = list(_check_required(options))
     found += _check_world(options, world_size) if shapes_are_known else ()

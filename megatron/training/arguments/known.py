@@ -18,7 +18,8 @@ ACCEPTED = {
     "--lazy-mpu-init": "long gone from Megatron-LM",
     "--no-scatter-gather-tensors-in-pipeline": "long gone from Megatron-LM",
 }
-"""Megatron-LM flags that request what is always the case here. A flag's value is read and ignored."""
+"""Megatron-LM flags that are accepted without effect, because the trainer always does what they request, with the
+reason. A flag's value is read and ignored."""
 
 ACCEPTED_WITH_VALUE = {"--dist-ckpt-format"}
 

@@ -1,4 +1,4 @@
-"""The grid of logical ranks, TP x CP x EP x DP x PP, as a pure function of the flags and the world size."""
+"""Computes the parallel layout (the sizes TP, CP, EP, DP and PP of the rank grid) from the flags and the world size."""
 
 from dataclasses import asdict, dataclass
 

@@ -43,7 +43,7 @@ def flag(
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add one argument group with all of ``cls``'s fields. Flags that are not given leave no attribute."""
+    """Add an argument group with all fields of ``cls``. The parser sets no attribute for flags that are not given."""
     docs = field_docs(cls)
     group = parser.add_argument_group(inspect.cleandoc(cls.__doc__).splitlines()[0])
     for f in fields(cls):

@@ -1,6 +1,6 @@
-"""Checkpoints: sharded, verified, written atomically.
+"""Saves and loads the trainer's checkpoints in megatron-core's sharded format, with checksums and atomic commits.
 
-See ``checkpointer`` for the interface and ``naming`` for the files.
+``checkpointer`` contains the interface for the training loop; ``naming`` describes the files in a checkpoint folder.
 
 The names below are imported when they are first used, so that ``python -m megatron.training.checkpointing`` runs
 without torch.

@@ -1,7 +1,8 @@
-"""Exchanges control messages about a checkpoint between ranks: JSON over a dedicated process group.
+"""Exchanges control messages about a checkpoint between ranks, as JSON over a dedicated gloo process group.
 
-The group is dedicated because its collectives start when a rank's writer has finished, which is at another step on
-every rank, so they must not be mixed with the training's. It uses gloo, because the messages are small.
+A rank starts the collectives of this group when its writer has finished, which is at a different step on every rank. So
+they must not be mixed with the collectives of training, whose order is the same on all ranks. The group uses gloo,
+because the messages are small.
 """
 
 import json
@@ -14,8 +15,8 @@ import torch.distributed as dist
 
 from megatron.training.checkpointing.pending import Pending, finish
 
-# A rank whose writer has finished waits in this group for the slowest rank. A slow disk is not a failure, and a dead
-# rank is detected by the training's own collectives, so the limit is far beyond both.
+# Timeout of the group. A rank whose writer has finished waits in this group for the slowest rank. A slow disk is not a
+# failure, and a dead rank is detected by the collectives of training, so the timeout is far longer than either takes.
 SLOWEST_WRITE = timedelta(hours=6)
 _HEADER = 8
 

@@ -1,4 +1,4 @@
-"""The checkpointing interface for the training loop: save, finalize, load, close."""
+"""The checkpointing interface of the trainer: save, finalize, load and close, called by the training loop."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from megatron.training.checkpointing.writer import bytes_in_words
 
 
 class Checkpointer:
-    """Saves and loads checkpoints. At most one save is in progress.
+    """Saves and loads checkpoints. At most one save is in progress at a time.
 
     Create it on all ranks after megatron-core's process groups, and call every method on all ranks, in the same order.
 
@@ -31,8 +31,12 @@ class Checkpointer:
         run_info: JSON values about the run to store in a checkpoint: ``model`` (the options that shape the model, with
             ``vocab_size``; compared on loading), ``options`` (all options, by group, for information) and
             ``fingerprints`` (of ``tokenizer`` and ``data``; compared on loading).
-        data_parallel_random_init: data-parallel ranks have generator states of their own.
+        data_parallel_random_init: each data-parallel rank has its own states of the random generators.
         log: prints a message; called on rank 0.
+
+    Attributes:
+        owes_a_save: a recovery has abandoned a save, so the training loop has to save after the next step.
+        last_outcome: result of the last save that has ended, None before.
 
     Raises:
         UserError: the folder of --save cannot be written.
@@ -61,7 +65,8 @@ class Checkpointer:
         """Save the state after ``state.step`` steps.
 
         A save that fails (full disk, ...) is logged and has no other effect: training continues, and older checkpoints
-        stay. With --async-save the state is captured on return, and :meth:`maybe_finalize` does the rest.
+        stay. With --async-save this method returns when the state is captured, and :meth:`maybe_finalize` completes the
+        save.
 
         Returns:
             True: the checkpoint is complete, or in progress. False: it failed, or there is no --save.
@@ -98,29 +103,32 @@ class Checkpointer:
         return self._advance(blocking=not self._options.async_save)
 
     def maybe_finalize(self, blocking: bool = False) -> None:
-        """Advance a save in progress. Call it after every step. ``blocking``: wait for its end.
+        """Advance a save in progress. Call this method after every step.
 
         It costs nothing when no save is in progress, and never waits for another rank unless ``blocking``.
+
+        Args:
+            blocking: wait for the end of the save.
         """
         if self._under_way is not None:
             self._advance(blocking)
 
     def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
-        """Load the newest checkpoint that passes verification, or that of --ckpt-step, into the given objects.
+        """Load the newest checkpoint that passes verification, or the one of --ckpt-step, into the given objects.
 
         Args:
             state: receives the position of the run.
             model: model chunks.
             optimizer: the optimizer.
             scheduler: the learning-rate schedule.
-            seed: the run's seed; generators whose saved states belong to another layout are reseeded from it and the
-                step.
+            seed: the run's seed. If the saved states of the random generators belong to another layout, the generators
+                are reseeded from the seed and the step.
 
         Returns:
-            A report of what was loaded; None if there is no --load or no checkpoint in it.
+            A report of what was loaded; None without --load, or if the folder contains no checkpoint.
 
         Raises:
-            NoUsableCheckpoint: there are checkpoints, but all are broken; or that of --ckpt-step is not usable.
+            NoUsableCheckpoint: there are checkpoints, but all are broken; or the one of --ckpt-step is not usable.
             UserError: the folder cannot be read, is empty under --exit-on-missing-checkpoint, or the checkpoint belongs
                 to another model, tokenizer or kind of optimizer.
         """
@@ -142,9 +150,9 @@ class Checkpointer:
         return report
 
     def rejoin(self) -> None:
-        """After a recovery, on all ranks: abandon a save in progress, and agree again on what is saved.
+        """Abandon a save in progress, and agree again with the other ranks on what is saved. Call it after a recovery.
 
-        An abandoned save is repeated at the end of the next step (``owes_a_save``).
+        Collective. An abandoned save is repeated at the end of the next step (``owes_a_save``).
         """
         if self._channel is None:
             return
@@ -162,7 +170,7 @@ class Checkpointer:
         """Finalize a save in progress, and release the process group.
 
         Args:
-            abort: other ranks may be dead: end the writer, wait for no rank, and leave the partial folder behind.
+            abort: other ranks may be dead, so end the writer, wait for no rank, and leave the partial folder behind.
         """
         if abort:
             if self._under_way is not None:

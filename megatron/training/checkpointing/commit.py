@@ -27,7 +27,7 @@ def check_writable(folder: Path) -> None:
     """Create the folder if necessary, and check that files can be created in it.
 
     Raises:
-        UserError: a file is in the way, or permissions or the file system forbid it.
+        UserError: ``folder`` is a file, or permissions or the file system forbid writing.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,9 +43,10 @@ def check_writable(folder: Path) -> None:
 def prepare(folder: Path, step: int) -> tuple[Path, int]:
     """Remove the remains of interrupted saves and removals, and create the folder to write into.
 
-    Only one job writes to a checkpoint folder, and has one save in progress at a time. Workers of this job that were
-    given up but have not ended yet may still be writing an earlier save: its folder is removed here, so it can neither
-    be committed nor get into this one. What cannot be removed because of them is removed by a later save.
+    Only one job writes to a checkpoint folder, and has one save in progress at a time. But workers that a recovery has
+    replaced may not have exited yet, and may still be writing an earlier save. The folder of that save is removed here,
+    so that it cannot be committed or mixed with the new one. If these workers prevent the removal of files, a later
+    save removes them.
 
     Returns:
         (the partial folder, the serial number of the new checkpoint).
@@ -72,7 +73,7 @@ def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[
         reports: the reports of all ranks' writers, all of them successful.
 
     Raises:
-        OSError: the disk failed; the partial folder still exists.
+        OSError: a disk operation failed; the partial folder still exists.
     """
     written = [file for report in reports for file in report["files"]]
     results = [
@@ -96,7 +97,7 @@ def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[
 
 
 def track(folder: Path, step: int) -> None:
-    """Write the step of the newest checkpoint for Megatron's tools. Our own loading does not depend on it."""
+    """Write the tracker file with the newest checkpoint's step, for Megatron's tools; our loading does not need it."""
     durable.replace_text(folder / naming.TRACKER, f"{step}\n")
 
 
@@ -106,7 +107,7 @@ def discard(partial: Path) -> None:
 
 
 def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> list[str]:
-    """Remove replaced and surplus checkpoints. Return what could not be removed, and why."""
+    """Remove checkpoints that were replaced or exceed ``keep_last``. Return one text for each failed removal."""
     failures = []
     for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
         with contextlib.suppress(OSError):

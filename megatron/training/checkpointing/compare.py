@@ -40,10 +40,11 @@ _SHOWN = 5
 def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: bool) -> str | None:
     """Check that the checkpoint at ``path`` belongs to this run's model and tokenizer.
 
-    Return a notice, if there is one.
+    Returns:
+        a notice for the user if the checkpoint was trained on other data, otherwise None.
 
     Raises:
-        UserError: it does not.
+        UserError: the model or the tokenizer differs.
     """
     different = option_differences(manifest.run.get("model", {}), run.get("model", {}))
     if different:
@@ -62,16 +63,16 @@ def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: 
 
 
 def check_optimizer(path: Path, manifest: Manifest, ours: str | None, here: Mapping[str, int]) -> str | None:
-    """Return how the optimizer state at ``path`` is stored; None if this run has no optimizer.
+    """Return the format of the optimizer state at ``path`` (see ``content``); None if this run has no optimizer.
 
     Args:
-        path: the checkpoint.
-        manifest: its manifest.
-        ours: how this run would store its own state.
+        path: the checkpoint's folder.
+        manifest: the checkpoint's manifest.
+        ours: the format in which this run would store its own optimizer state; None: it has no optimizer.
         here: this run's sizes ``pp``, ``tp`` and ``ep``.
 
     Raises:
-        UserError: there is no optimizer state, or it cannot be loaded into this run's optimizer.
+        UserError: the checkpoint has no optimizer state, or the state cannot be loaded into this run's optimizer.
     """
     stored, advice = manifest.optimizer, "add --no-load-optim to go on with a fresh optimizer"
     if ours is None:
@@ -98,7 +99,7 @@ def sizes_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def option_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the shaping options that both sides have and that differ, one line each."""
+    """Return the options in ``SHAPING`` that both sides have and that differ, one line each."""
     return [
         f"{name}: {saved[name]} in the checkpoint, {current[name]} in this run"
         for name in SHAPING

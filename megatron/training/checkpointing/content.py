@@ -35,10 +35,12 @@ class TrainState:
 
 
 def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
-    """Return how ``optimizer`` is stored.
+    """Return the format in which the state of ``optimizer`` is stored.
 
     Returns:
-        None (no state), ``replicated``, ``fully_reshardable`` or ``dp_reshardable``.
+        None: the optimizer has no state; ``replicated``: it is not core's distributed optimizer;
+            ``fully_reshardable``: the state can be loaded into any layout; ``dp_reshardable``: only the data-parallel
+            size may change (--no-dist-ckpt-optim-fully-reshardable).
     """
     if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
         return None
@@ -48,10 +50,12 @@ def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
 
 
 def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str, Any]:
-    """Return what core needs to name the shards. Its serialisable part is stored in the checkpoint.
+    """Return the metadata that core's ``sharded_state_dict`` methods need to name the shards.
+
+    All of it except the process group is stored in the checkpoint.
 
     Args:
-        kind: how the optimizer is stored, None for no optimizer.
+        kind: format of the optimizer state (see :func:`optimizer_kind`), None for no optimizer.
         on_first_rank: a fully reshardable optimizer state is gathered on one rank of each data-parallel group.
     """
     metadata = {
@@ -67,7 +71,7 @@ def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str
 
 
 def model_shards(model: list, metadata: dict) -> dict[str, Any]:
-    """Return the sharded state of all model chunks, ``model`` or ``model0``, ``model1``, ..."""
+    """Return the sharded state of all model chunks, under the key ``model`` or ``model0``, ``model1``, ..."""
     chunks = unwrap_model(model)
     return {_chunk_key(i, len(chunks)): c.sharded_state_dict(metadata=metadata) for i, c in enumerate(chunks)}
 
@@ -86,19 +90,19 @@ def to_save(
     run: Mapping[str, Any],
     layout: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the state dict of a checkpoint. Its top-level keys are Megatron-LM's where that has one.
+    """Return the sharded state dict to save. Its top-level keys are Megatron-LM's, where Megatron-LM has such a key.
 
     Args:
         state: position of the run.
         model: model chunks.
         optimizer: the optimizer.
         scheduler: the learning-rate schedule, or None.
-        kind: how the optimizer is stored, None: not at all.
+        kind: format of the optimizer state (see :func:`optimizer_kind`); None: it is not saved.
         on_first_rank: see :func:`sharding_metadata`.
         with_rng: save the states of the random generators.
-        data_parallel_random_init: data-parallel ranks have generator states of their own.
+        data_parallel_random_init: each data-parallel rank has its own states of the random generators.
         optimizer_steps: the maximum of :func:`optimizer_state.steps` over all ranks.
-        run: information about the run.
+        run: as ``run_info`` of ``Checkpointer``.
         layout: sizes of the parallel dimensions.
     """
     metadata = sharding_metadata(kind, on_first_rank)
@@ -128,7 +132,15 @@ def to_save(
 def to_load(
     model: list, optimizer: Any, *, kind: str | None, with_rng: bool, data_parallel_random_init: bool
 ) -> dict[str, Any]:
-    """Return the sharded state dict of what this rank needs. ``kind`` is the checkpoint's, None: no optimizer."""
+    """Return the sharded state dict that describes what this rank has to load.
+
+    Args:
+        model: model chunks.
+        optimizer: the optimizer; its state is allocated if necessary.
+        kind: format of the optimizer state in the checkpoint; None: do not load it.
+        with_rng: load the states of the random generators.
+        data_parallel_random_init: each data-parallel rank has its own states of the random generators.
+    """
     metadata = sharding_metadata(kind)
     wanted = model_shards(model, metadata)
     if kind is not None:
@@ -148,7 +160,7 @@ def apply(loaded: dict[str, Any], model: list, optimizer: Any, scheduler: Any, *
         optimizer: the optimizer.
         scheduler: the learning-rate schedule, or None.
         with_optimizer: load the optimizer's and the schedule's state from ``loaded``; otherwise the optimizer copies
-            its main weights from the model's.
+            its main (fp32) weights from the model's.
     """
     for i, chunk in enumerate(model):
         chunk.load_state_dict(loaded[_chunk_key(i, len(model))])
@@ -172,6 +184,7 @@ def _load_schedule(scheduler: Any, stored: dict[str, Any]) -> None:
 
 
 def apply_state(loaded: dict[str, Any], state: TrainState) -> None:
+    """Copy the position of the run from the loaded state dict into ``state``."""
     state.step = loaded["iteration"]
     state.consumed_train_samples = loaded["consumed_train_samples"]
     state.consumed_valid_samples = loaded["consumed_valid_samples"]

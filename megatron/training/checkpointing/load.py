@@ -26,13 +26,13 @@ class NoUsableCheckpoint(FallbackError, UserError):
 
 @dataclass
 class LoadReport:
-    """What was loaded.
+    """The result of loading a checkpoint.
 
     Args:
         path: the checkpoint's folder.
-        step: its step (with --finetune the run starts at 0 nevertheless).
-        layout: sizes of the parallel dimensions that it was saved from.
-        rejected: newer checkpoints that were skipped, each with its problem.
+        step: the checkpoint's step (with --finetune the run starts at 0 nevertheless).
+        layout: sizes of the parallel dimensions of the run that saved the checkpoint.
+        rejected: checkpoints that were not usable, one text each: name and problem.
         optimizer: whether optimizer and schedule were loaded.
         rng: ``restored``, ``reseeded`` (the saved states belong to another layout) or ``untouched``.
         verify_s: seconds for verifying files.
@@ -50,7 +50,17 @@ class LoadReport:
 
 
 class Loader:
-    """Loads from one folder. All ranks have to call every method."""
+    """Loads checkpoints from one folder. All ranks have to call every method.
+
+    Args:
+        folder: folder of the checkpoints.
+        channel: exchanges messages with the other ranks.
+        options: checkpoint flags.
+        run: as ``run_info`` of :class:`Checkpointer`.
+        data_parallel_random_init: as for :class:`Checkpointer`.
+        distrusted: receives the names of checkpoints that fail verification.
+        log: prints a message; called on rank 0.
+    """
 
     def __init__(
         self,
@@ -102,7 +112,7 @@ class Loader:
         return report
 
     def _choose(self) -> tuple[Manifest, LoadReport] | None:
-        """Return the newest checkpoint that passes verification, or that of --ckpt-step; None if there is none."""
+        """Return the newest checkpoint that passes verification, or the one of --ckpt-step; None if there is none."""
         entries, tracked = self._entries()
         candidates = self._candidates(entries)
         if candidates is None:

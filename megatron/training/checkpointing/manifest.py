@@ -1,4 +1,4 @@
-"""The manifest: a checkpoint's content as JSON, with a checksum of itself."""
+"""The manifest of a checkpoint: a JSON file with its origin, sizes and checksums of its files, and its own checksum."""
 
 import json
 import zlib
@@ -9,7 +9,7 @@ FORMAT = 1
 
 
 class ManifestError(ValueError):
-    """The text is not a manifest, or a damaged one."""
+    """Raised if a text is not a manifest, or is a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Manifest:
     """The content and origin of a checkpoint.
 
     Args:
-        step: number of steps done when it was saved.
-        serial: its position in the order of saving in its folder, from 1.
-        saved_at: UTC time, ISO 8601.
-        layout: sizes of the parallel dimensions that it was saved from (``world_size``, ``tp``, ``pp``, ...).
+        step: number of steps done when the checkpoint was saved.
+        serial: position of the checkpoint in the order of saving in its folder, from 1.
+        saved_at: UTC time of the save, ISO 8601.
+        layout: sizes of the parallel dimensions of the run that saved it (``world_size``, ``tp``, ``pp``, ...).
         versions: versions of megatron-core and torch.
-        optimizer: how the optimizer state is stored (``fully_reshardable``, ``dp_reshardable``, ``replicated``); None
-            without one.
-        rng_grid: shape of the grid of generator states; None without them.
+        optimizer: format of the optimizer state (``fully_reshardable``, ``dp_reshardable`` or ``replicated``, see
+            ``content.optimizer_kind``); None: the checkpoint has no optimizer state.
+        rng_grid: shape of the grid of random generator states (see ``rng.grid``); None: the checkpoint has none.
         run: the caller's information about the run: ``model``, ``options``, ``fingerprints``.
-        files: every file except the manifest, by its name in the folder.
+        files: name in the folder -> size and checksum, for every file except the manifest.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Names in a checkpoint folder; which checkpoint is the newest, and which ones to remove. No I/O.
+"""Names of files and folders in a checkpoint folder, and the order in which checkpoints count as newest. No I/O.
 
 ::
 
@@ -27,10 +27,10 @@ class Entry:
     """One checkpoint found in a folder.
 
     Args:
-        name: its folder's name.
+        name: name of the checkpoint's folder.
         step: the training step after which it was saved.
-        serial: its position in the order of saving, from 1; None if unknown.
-        problem: why it is not a complete checkpoint, or None.
+        serial: the checkpoint's position in the order of saving, from 1; None if unknown.
+        problem: why the checkpoint is not complete; None if it is.
     """
 
     name: str
@@ -48,12 +48,16 @@ def checkpoint_name(step: int) -> str:
 
 
 def partial_name(step: int) -> str:
-    """Return a unique name: a rank that the network has cut off may still be writing an earlier save of this step."""
+    """Return a unique name for a save in progress.
+
+    It has to be unique because a rank that has lost its network connection may still be writing an earlier save of the
+    same step.
+    """
     return f"{checkpoint_name(step)}.{secrets.token_hex(4)}{_PARTIAL}"
 
 
 def replaced_name(partial: str) -> str:
-    """Return the new name of the checkpoint that the save called ``partial`` replaces."""
+    """Return the new name for an existing checkpoint that is replaced by the save in the folder ``partial``."""
     return removed_name(partial.removesuffix(_PARTIAL))
 
 

@@ -9,7 +9,8 @@ correction runs ahead after a resume;
 * expects a step among the tensors of ``fully_reshardable`` checkpoints, which have none (a ``KeyError``), and
 overwrites the one loaded from ``dp_reshardable`` checkpoints by that of the fresh optimizer.
 
-So the step counters are removed while it loads, and set from its parameter groups afterwards.
+So this module removes the step counters while core loads the state, and sets them from the loaded parameter groups
+afterwards.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 
 def parts(optimizer: Any) -> list:
-    """Return the optimizers that one of core's consists of: dense and expert parameters have one each."""
+    """Return the optimizers inside a core optimizer: one, or those of the dense and the expert parameters."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -36,7 +37,7 @@ def allocate(optimizer: Any) -> None:
 
 
 def steps(optimizer: Any) -> int:
-    """Return the maximum step count of this rank's parameters, if torch's optimizers count; else 0."""
+    """Return the maximum step count of this rank's parameters; 0 if the optimizers are not torch's."""
     return max((int(held["step"]) for held, _ in _counting(optimizer)), default=0)
 
 
@@ -44,8 +45,9 @@ def steps(optimizer: Any) -> int:
 def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
     """Context in which every parameter's step count is ``steps``, with Adam's moments rescaled accordingly.
 
-    After CheckFree has rebuilt a stage, its parameters count from zero, but checkpoints have one count for all. The
-    moments are scaled by the ratio of their bias corrections: m (1 - beta^steps) / (1 - beta^own).
+    A checkpoint has one step count for all parameters, but after CheckFree has rebuilt a lost pipeline stage, the
+    parameters of that stage count from zero. The moments are scaled by the ratio of their bias corrections, where own
+    is the parameter's count: m (1 - beta^steps) / (1 - beta^own).
     """
     kept = []
     for held, betas in _counting(optimizer):
@@ -65,7 +67,7 @@ def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
 
 
 def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
-    """Yield (state, betas) of each parameter that counts its steps."""
+    """Yield (optimizer state, Adam's betas) of each parameter whose state has a step count."""
     for part in parts(optimizer):
         if not is_torchs(part):
             continue
@@ -77,7 +79,12 @@ def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
 
 
 def load(optimizer: Any, loaded: Any) -> None:
-    """Load a state into ``optimizer``. ``loaded`` is the result of core's loading of its sharded state."""
+    """Load a state into ``optimizer``.
+
+    Args:
+        optimizer: core's optimizer.
+        loaded: the state that core's ``dist_checkpointing.load`` has returned for it.
+    """
     own = parts(optimizer)
     if not all(is_torchs(part) and isinstance(part, DistributedOptimizer) for part in own):
         optimizer.load_state_dict(loaded)
@@ -91,10 +98,10 @@ def load(optimizer: Any, loaded: Any) -> None:
 
 
 def _regrouped(part: DistributedOptimizer, saved: list[dict]) -> dict:
-    """Return what ``part`` needs besides its tensors, from saved optimizers whose parameters were grouped differently.
+    """Return the state of ``part`` except its tensors, from saved optimizers that had other parameter groups.
 
-    Experts have an optimizer of their own if they are spread over ranks, and otherwise share that of the dense
-    parameters.
+    Expert parameters have an optimizer of their own if the experts are spread over ranks; otherwise they are in the
+    optimizer of the dense parameters.
     """
     groups = []
     for group in part.optimizer.param_groups:
@@ -114,7 +121,7 @@ def _kind(group: dict) -> dict:
 
 @torch.no_grad()
 def _load_distributed(part: DistributedOptimizer, common: dict, tensors: Any) -> None:
-    """Load one optimizer. ``common`` is the part of its state that is not sharded, ``tensors`` the rest."""
+    """Load the state of one optimizer: ``common`` is the part that is not sharded, ``tensors`` the sharded part."""
     part.load_state_dict({key: value for key, value in common.items() if key != "param_state"})
     inner = part.optimizer
     for of_parameter in inner.state.values():

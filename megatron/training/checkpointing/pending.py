@@ -1,7 +1,7 @@
-"""Background work in the form of generators that yield what they wait for.
+"""Background work of a save as generators, so that the training loop can advance it between steps without waiting.
 
-Such a generator yields :class:`Pending` objects, and returns its result. ``finish`` runs a generator to its end;
-:class:`Progress` runs it as far as possible without waiting.
+When such a generator has to wait for an operation, it yields a :class:`Pending` object; at its end it returns its
+result. ``finish`` runs a generator to its end; :class:`Progress` runs it as far as possible without waiting.
 """
 
 import threading
@@ -10,15 +10,17 @@ from typing import Any, Protocol
 
 
 class Pending(Protocol):
+    """An operation in progress that a generator waits for: a collective, a thread or a forked process."""
+
     def done(self) -> bool:
         """Return whether ``wait`` would return at once. Takes microseconds."""
 
     def wait(self) -> None:
-        """Block until it is done."""
+        """Block until the operation is done."""
 
 
 class InThread:
-    """Runs ``function`` in a thread. After ``wait``, which re-raises its exception, ``result`` is its return value."""
+    """Runs ``function`` in a thread. ``wait`` re-raises its exception; after that ``result`` is its return value."""
 
     def __init__(self, function: Callable[[], Any]):
         self.result = None
@@ -43,7 +45,11 @@ class InThread:
 
 
 class Progress:
-    """A generator in progress. ``result`` is its return value once ``advance`` has returned True."""
+    """A generator in progress.
+
+    Attributes:
+        result: the generator's return value, once ``advance`` has returned True.
+    """
 
     def __init__(self, steps: Generator[Pending, None, Any]):
         self._steps = steps
@@ -64,7 +70,7 @@ class Progress:
                 return True
 
     def abandon(self) -> None:
-        """Close the generator where it is. Its ``finally`` clauses run."""
+        """Close the generator at its current position. Its ``finally`` clauses run."""
         self._steps.close()
 
 

@@ -1,8 +1,8 @@
-"""Plans what this rank writes of a state dict, with megatron-core's sharding and torch's save planner.
+"""Plans which parts of a sharded state dict this rank writes, with megatron-core's sharding and torch's save planner.
 
 Core's own writer is not used. In 0.16.1 it forks processes for each file, waits for ever if one of them dies, needs
 psutil without requiring it, spawns a manager process per rank that imports torch again, and reports the cause of a
-failure only on rank 0; in 0.19 it is a different one. The planning and the format are core's.
+failure only on rank 0; in 0.19 the writer is a different one. The planning and the format are core's.
 """
 
 import io
@@ -29,11 +29,11 @@ _OVERHEAD = 2048
 
 @dataclass
 class Plan:
-    """What a rank writes.
+    """The files that a rank writes.
 
     Args:
         files: this rank's files; rank 0 also has the part of the state that is equal on all ranks.
-        bytes: their estimated size.
+        bytes: estimated size of the files.
         metadata: on rank 0: the shapes and shards of the whole checkpoint, without the locations of the shards.
         error: why this rank could not plan, or None.
     """

@@ -14,12 +14,13 @@ KEY = "rng_state"
 
 
 def grid(data_parallel_random_init: bool) -> tuple[list[int], list[int], int]:
-    """Return the position of this rank's generator states.
+    """Return the position of this rank's generator states in the grid of all ranks' states.
 
-    Data-parallel replicas share their states, unless they were seeded differently or hold different experts.
+    Data-parallel ranks share their states, unless they were seeded differently or hold different experts.
 
     Returns:
-        (shape of the grid: [pp, tp] or [pp, tp, dp], this rank's position in it, its number among the replicas).
+        (shape of the grid: [pp, tp] or [pp, tp, dp]; this rank's position in it; this rank's number among the ranks
+            that share the position).
     """
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     shape = [
@@ -70,7 +71,11 @@ def restore(loaded: list[dict]) -> None:
 
 
 def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
-    """Reseed the generators, if the saved states are for another layout, from seed, step and logical rank."""
+    """Seed the generators from ``seed``, ``step`` and this rank's pipeline stage and tensor-parallel rank.
+
+    Used if the saved states belong to another layout, so that they cannot be restored. With
+    ``data_parallel_random_init`` the data-parallel rank enters the seed, too.
+    """
     mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
     own = (int.from_bytes(mixed, "little") >> 1) + 100 * parallel_state.get_pipeline_model_parallel_rank()
     if data_parallel_random_init:

@@ -1,4 +1,7 @@
-"""Performs a save, from the plan to the complete checkpoint. All ranks agree at every point where one may fail."""
+"""Performs the save of a checkpoint: plan, write, commit, and remove old checkpoints.
+
+After every phase in which a rank may fail, all ranks exchange their errors, so that the save succeeds or fails on all.
+"""
 
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
@@ -31,7 +34,7 @@ class Outcome:
 
     Args:
         step: the step that was to be saved.
-        error: why there is no checkpoint, or None.
+        error: why the save failed; None if it succeeded.
         seconds: duration on rank 0.
         bytes: size on disk.
         notes: further messages of rank 0.
@@ -46,7 +49,7 @@ class Outcome:
 
 @dataclass
 class Description:
-    """The content of the manifest, except the files."""
+    """The content of the manifest, except the files. For the attributes see :class:`Manifest`."""
 
     step: int
     layout: Mapping[str, Any]
@@ -75,9 +78,9 @@ class Saver:
         folder: folder of the checkpoints.
         channel: exchanges messages with the other ranks.
         planning: plans what each rank writes.
-        in_background: write in a forked process.
+        in_background: write in a forked process (--async-save).
         keep_last: number of complete checkpoints to keep; None: all.
-        distrusted: names of checkpoints that failed verification; may grow.
+        distrusted: names of checkpoints that failed verification; the caller may add names later.
         log: prints a message.
     """
 
@@ -98,7 +101,7 @@ class Saver:
     def start(
         self, state_dict: dict, description: Description, started: float
     ) -> Generator[Pending, None, Outcome] | Outcome:
-        """Capture the state and start to write it; in the foreground, write it.
+        """Capture the state and start to write it; without ``in_background``, write all of it.
 
         Args:
             state_dict: the state to save.
@@ -106,7 +109,8 @@ class Saver:
             started: ``time.monotonic()`` at which the save began.
 
         Returns:
-            A generator for the rest of the save, or the outcome if nothing could be started: the same on all ranks.
+            A generator that performs the rest of the save (see ``pending``), or the outcome if the save cannot be
+                started. All ranks get the same of the two.
         """
         partial, serial, error = self._folder / naming.partial_name(description.step), 0, None
         if self._channel.rank == 0:
@@ -128,7 +132,7 @@ class Saver:
         return self._ending(writer, partial, description.manifest(serial), plan.metadata, started)
 
     def forget_plan(self) -> None:
-        """Make the next save plan anew, which is necessary if some rank has no plan yet."""
+        """Drop the plans kept from earlier saves, which is necessary if a rank has joined that has no plan yet."""
         self._planning.forget()
 
     def _ending(

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint's files against its manifest. Needs neither torch nor other ranks."""
+"""Verifies the sizes and checksums of a checkpoint's files against its manifest. Imports no torch."""
 
 import os
 import zlib
@@ -15,8 +15,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest in folder ``checkpoint``.
 
     Raises:
-        ManifestError: there is none, it is damaged, or it belongs to another checkpoint.
-        OSError: it cannot be read.
+        ManifestError: the manifest is missing or damaged, or belongs to another checkpoint.
+        OSError: the manifest cannot be read.
     """
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def scan(folder: Path) -> list[Entry]:
-    """Return every checkpoint in ``folder``, by step, with its problem as far as the manifest shows one.
+    """Return every checkpoint in ``folder``, by step. Checks the manifests, but not the other files.
 
     Raises:
         OSError: the folder cannot be listed, or a manifest cannot be read.

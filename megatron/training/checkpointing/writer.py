@@ -27,9 +27,9 @@ class OutputFile:
     """A file to write.
 
     Args:
-        name: its name in the checkpoint's folder.
-        parts: (index, data) in order. The index (JSON) identifies the part in the report; a BytesIO is written as it
-            is, anything else with ``torch.save``.
+        name: name of the file in the checkpoint's folder.
+        parts: pairs (index, data) in the order of writing. The index (a JSON value) identifies the part in the report.
+            Data that is a BytesIO is written as it is, any other data with ``torch.save``.
     """
 
     name: str
@@ -130,7 +130,11 @@ def _own_storage(data: Any) -> Any:
 
 
 class Writer(Protocol):
-    """The writing of a rank's files. ``report`` is the result of :func:`write`, once it is done."""
+    """The writing of a rank's files, in progress or done.
+
+    Attributes:
+        report: the result of :func:`write` when the writing is done, None before.
+    """
 
     report: dict | None
 

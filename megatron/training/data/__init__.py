@@ -6,8 +6,10 @@ In the order in which a run uses them:
 sidecar (``P.meta.json``) that says how it was made.
 * ``indexed``, ``sidecar``, ``blend``, ``checks``: find everything that is wrong with a dataset before megatron-core
 opens it.
-* ``datasets``, ``index_cache``, ``share``: megatron-core's datasets, with sample indices built once, by rank 0.
-* ``order``, ``streams``, ``loader``: the order of samples, also for one of several replicas, and microbatches.
+* ``datasets``, ``passes``, ``index_cache``, ``share``: megatron-core's datasets, with sample indices that rank 0 builds
+  once.
+* ``order``, ``streams``, ``loader``: the order of samples, and microbatches. With several replicas of the model
+  (FT-HSDP), each replica reads a stream of its own.
 
 Preprocessing imports no torch, so that the tool and its workers start at once. For the same reason the names below are
 imported when they are first used.

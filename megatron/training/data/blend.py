@@ -1,4 +1,4 @@
-"""Parses from the flags which datasets a run reads, in which proportions, and how documents are split."""
+"""Parses the data flags: the datasets of a run, their weights, and the split into train, validation and test parts."""
 
 import math
 import re
@@ -16,10 +16,10 @@ _NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 
 @dataclass(frozen=True)
 class Blend:
-    """Datasets with their weights. Without weights, each dataset is read once, so that its share is its size.
+    """A mixture of datasets. Without weights, each dataset is read once, so that its share is its size.
 
     Attributes:
-        flag: the flag that specified it.
+        flag: the flag that specified the blend.
         prefixes: paths of the datasets without suffix.
         weights: one positive number for each dataset, or None.
     """
@@ -31,11 +31,13 @@ class Blend:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The data of a run: one blend that is split, or one blend per part.
+    """The data of a run: one blend whose documents are split into train, validation and test part, or a blend per part.
 
     Attributes:
-        blends: for train, valid and test; None for a part without data. With ``split`` all three are the same.
-        split: shares of documents in megatron-core's format, or None with one blend per part.
+        blends: the blends of the train, validation and test part; None for a part without data. With ``split`` all
+            three are the same.
+        split: shares of the documents for the three parts in megatron-core's format; None if each part has its own
+            blend.
     """
 
     blends: tuple[Blend | None, Blend | None, Blend | None]

@@ -1,4 +1,4 @@
-"""Checks of a dataset before megatron-core opens it. Each error names the problem and the fix."""
+"""Checks of the datasets of a run, made before megatron-core opens them. Each error names the problem and the fix."""
 
 import hashlib
 import json
@@ -17,13 +17,14 @@ from megatron.training.data.tokenizer import Tokenizer, check_made_with
 def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, scan_cache: str) -> None:
     """Reject token ids outside the vocabulary, and a dataset made with another tokenizer.
 
-    Without a sidecar all tokens are read once; the result is kept in ``scan_cache`` until the file changes.
+    A dataset's sidecar (``P.meta.json``) says which tokenizer made it and which is its largest token id. Without a
+    sidecar all tokens are read once; the result is kept in ``scan_cache`` until the file changes.
 
     Args:
         index: index of the dataset.
-        sidecar: its sidecar, or None.
+        sidecar: the dataset's sidecar; None if it has none.
         tokenizer: tokenizer of the run.
-        scan_cache: folder for the result of a scan.
+        scan_cache: folder in which the smallest and largest token id are kept.
     """
     if sidecar:
         check_made_with(index.prefix, sidecar, tokenizer)
@@ -39,16 +40,16 @@ def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, sc
 
 
 def check_part(part: int, index: Index, bounds: Sequence[float], flag: str, seq_length: int) -> None:
-    """Reject a part of a dataset that has not enough tokens for one sample.
+    """Reject a dataset if its documents for one part (train, validation or test) are too short for one sample.
 
     megatron-core loops for ever on a part without tokens, and repeats a part with too few within one sample.
 
     Args:
         part: 0, 1 or 2 for train, valid and test.
         index: index of the dataset.
-        bounds: first and last share of the documents, each in [0, 1].
+        bounds: the part of the documents as fractions (first, last), each in [0, 1].
         flag: the flag that specified the part, for example "--split 969,30,1".
-        seq_length: tokens of a sample.
+        seq_length: number of tokens in a sample.
     """
     first, last = (round(share * float(len(index.lengths))) for share in bounds)
     tokens = int(index.lengths[first:last].sum(dtype="int64"))
@@ -69,7 +70,7 @@ def check_enough(part: int, flag: str, available: int, wanted: int) -> None:
         part: 0, 1 or 2 for train, valid and test.
         flag: the flag that specified the blend.
         available: number of samples that the blend has in one pass.
-        wanted: number of samples that the run takes of it.
+        wanted: number of samples that the run takes from the blend.
     """
     if available < wanted:
         raise UserError(

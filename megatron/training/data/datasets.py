@@ -1,8 +1,9 @@
 """Builds megatron-core's datasets for a run, such that every rank gets the same samples in the same order.
 
-Within one pass, the samples and their order are those of megatron-core's ``BlendedMegatronDatasetBuilder``; for further
-passes see ``passes``. The builder itself is not used, because an error on rank 0 leaves its other ranks waiting in a
-barrier, and because it trusts index files that a crash has left incomplete.
+Within one pass through the data, the samples and their order are those of megatron-core's
+``BlendedMegatronDatasetBuilder``; for further passes see ``passes``. The builder itself is not used, because after an
+error on rank 0 the other ranks wait in a barrier for ever, and because it trusts index files that a crash has left
+incomplete. The data has three *parts*: train, validation and test.
 """
 
 import dataclasses
@@ -55,14 +56,16 @@ def build_datasets(
         data: the data flags; ``seq_length`` has to be set.
         tokenizer: tokenizer of the data.
         seed: determines the order of documents and samples.
-        samples: number of samples that the run takes of train, valid and test. A part with 0 is not built.
+        samples: number of samples that the run takes from the train, validation and test part. A part of which the run
+            takes 0 samples is not built.
         is_built_on_rank: returns whether this rank reads samples; other ranks get None for every part.
 
     Returns:
         Three megatron-core datasets. Each sample is a dict of CPU tensors: tokens, labels, position_ids (seq_length,)
             int64, loss_mask (seq_length,) float32, and with --reset-attention-mask attention_mask (1, seq, seq) bool,
-            True where attention is not allowed. None for a part of which no samples are wanted, that has no data (a
-            share of 0, no path of its own; Megatron-LM skips its evaluation), or that is not built on this rank.
+            True where attention is not allowed. An entry is None if the run takes no samples from the part, if the part
+            has no data (its share in --split is 0, or it has no path; Megatron-LM skips its evaluation), or if this
+            rank reads no samples.
 
     Raises:
         UserError: the data cannot be used; nothing has been built then.
@@ -131,7 +134,7 @@ def _as_core(blend: Blend | None):
 
 
 def _bounds(data: DataOptions, recipe: Recipe, tokenizer: Tokenizer, seed: int) -> list:
-    """Return for each part the range of its shares of the documents, or None for a part without any."""
+    """Return for each part the fractions (first, last) of the documents that it spans; None for a part without data."""
     if recipe.split:
         return _config(data, tokenizer, seed, recipe).split_matrix
     return [_WHOLE if blend else None for blend in recipe.blends]
@@ -148,7 +151,7 @@ def _check(data: DataOptions, recipe: Recipe, bounds, wanted, tokenizer: Tokeniz
 
 
 def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTDatasetConfig) -> tuple:
-    """Return the datasets of all parts that are wanted. Index files are read from or written to the cache."""
+    """Return the datasets of the parts that the run takes samples from. Read or write index files in the cache."""
     opened = {}
 
     def low_level(prefix: str) -> IndexedDataset:
@@ -180,7 +183,7 @@ def _blended(blend: Blend, part: int, size: int, one: Callable, config: GPTDatas
     if blend.weights:
         weights = normalize(blend.weights)
         targets = [math.ceil(size * weight) for weight in weights]
-        # megatron-core's surplus: the blending order may take slightly more samples of a dataset than its share.
+        # As in megatron-core, with a surplus: a blend may take slightly more samples from a dataset than its share.
         sizes = [math.ceil(target * (1 + config.mid_level_dataset_surplus)) for target in targets]
     with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
         parts = list(pool.map(lambda item: one(item[0], part, item[1]), zip(blend.prefixes, sizes, strict=True)))

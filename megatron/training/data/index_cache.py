@@ -1,8 +1,8 @@
-"""The cache folder of a run's sample indices, which is either complete and verified, or does not exist.
+"""The cache of megatron-core's sample indices: folders that are either complete and verified, or do not exist.
 
 megatron-core writes its index files one after the other under their final names, and later trusts any that exist: a
 crash in between leaves torn files, and a dataset remade under the same prefix is read with old indices. Here every set
-of inputs has its own folder, which gets its final name only when all its files are written.
+of inputs (datasets, split, seed, ...) has its own folder, which gets its final name when all its files are written.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ def dataset_identity(prefix: str) -> list:
 
 
 def cache_key(inputs: Sequence[Any]) -> str:
-    """Return the name of the folder for these inputs (JSON values)."""
+    """Return the name of the cache folder for these inputs (JSON values): a digest of them."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def prepare(root: str, key: str, build: Callable[[str], None]) -> str:
-    """Return the complete folder ``root/key``. If there is none, ``build(folder)`` fills one. Call on one rank only.
+    """Return the folder ``root/key``. If it is missing, ``build(folder)`` creates its files. Call on one rank only.
 
     A folder that does not match its manifest is rebuilt, with a warning.
 
@@ -78,7 +78,7 @@ def _problem(folder: Path) -> str | None:
 
 
 def _seal(folder: Path) -> None:
-    """Write all files through to the disk, then the manifest."""
+    """Flush all files to the disk, and then write the manifest with their sizes and checksums."""
     facts = {}
     for path in sorted(folder.iterdir()):
         with open(path, "rb") as file:
@@ -100,6 +100,7 @@ def _publish(staged: Path, final: Path) -> None:
 
 
 def _facts(path: Path) -> list[int]:
-    # Limited, so that starting a run does not read terabytes: truncated files differ in size.
+    # The checksum covers only the beginning, so that starting a run does not read terabytes. Truncated files differ in
+    # size.
     with open(path, "rb") as file:
         return [path.stat().st_size, zlib.crc32(file.read(_CHECKED_BYTES))]

@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset format: written atomically, and validated before megatron-core maps it into memory.
+"""Reads and writes Megatron's indexed dataset format: atomic writes, and validation before megatron-core opens it.
 
 ``P.bin`` holds the tokens of all sequences one after the other. ``P.idx`` holds, little endian: 9 bytes of magic,
 version (u64), dtype code (u8), sequence count S (u64), document boundary count D + 1 (u64), then S lengths in tokens
@@ -30,7 +30,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Index:
-    """A validated index.
+    """The validated index file of a dataset.
 
     Attributes:
         prefix: path of the dataset without suffix.
@@ -48,7 +48,7 @@ class Index:
 
 
 def token_dtype(vocab_size: int) -> numpy.dtype:
-    """Return the dtype in which megatron-core stores the ids of such a vocabulary."""
+    """Return the dtype in which megatron-core stores token ids of a vocabulary of this size."""
     return numpy.dtype(numpy.uint16 if vocab_size < 65500 else numpy.int32)
 
 
@@ -56,7 +56,7 @@ def read_index(prefix: str) -> Index:
     """Read ``prefix.idx``, and check it and the size of ``prefix.bin`` against each other.
 
     Raises:
-        UserError: a file is missing or unreadable, is not an index, was truncated, or contradicts the other.
+        UserError: a file is missing, unreadable or truncated, or the two files do not fit each other.
     """
     for suffix in (".idx", ".bin"):
         _check_file(prefix, suffix)
@@ -100,8 +100,8 @@ def id_range(index: Index) -> tuple[int, int]:
 class IndexedWriter:
     """Writes a dataset under temporary names beside the final ones; ``commit`` renames it.
 
-    The sidecar is renamed last, and the old index removed first: whatever kills the writer, the final prefix never has
-    files of two datasets that look like one. Leftovers of killed writers on this machine are removed.
+    ``commit`` removes the old index first and renames the sidecar last. So even if the writer is killed, files of two
+    datasets are never taken for one dataset. Temporary files of killed writers on this machine are removed.
 
     Args:
         prefix: final path without suffix; its folder is created if necessary.
@@ -124,7 +124,7 @@ class IndexedWriter:
             raise UserError(f"can't write {prefix}.bin: {error}", fix) from error
 
     def append(self, tokens: numpy.ndarray, lengths: Sequence[int]) -> None:
-        """Append documents: their tokens one after the other, and the length of each."""
+        """Append documents, given as all their tokens one after the other and the length of each document in tokens."""
         self._bin.write(numpy.ascontiguousarray(tokens, dtype=self.dtype).data)
         self.lengths.extend(lengths)
 

@@ -1,4 +1,4 @@
-"""Loads microbatches in order, with read-ahead threads, from any position."""
+"""Loads the microbatches of one data-parallel rank in order, from any position, with read-ahead threads."""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +13,7 @@ _READ_AHEAD = 2
 
 
 class MicrobatchLoader:
-    """An iterator over one rank's microbatches.
+    """An iterator over one data-parallel rank's microbatches.
 
     A microbatch is a dict of CPU tensors: ``tokens``, ``labels``, ``position_ids`` (micro_batch_size, seq_length)
     int64, ``loss_mask`` (micro_batch_size, seq_length) float32. ``attention_mask`` (micro_batch_size, 1, seq_length,
@@ -30,12 +30,12 @@ class MicrobatchLoader:
         data_parallel_size: number of data-parallel ranks.
         consumed_samples: number of samples that the run has taken so far, on all data-parallel ranks together.
         num_workers: number of threads that read ahead; 0 reads in the caller's thread.
-        cyclic: reshuffle after each pass and continue; otherwise one pass in the dataset's own (seeded) order.
+        cyclic: make endless passes, each in a new order; otherwise make one pass in the dataset's own (seeded) order.
         seed: seed of the cyclic order.
         pin_memory: put microbatches into page-locked memory, from which copies to a GPU are asynchronous.
 
     Attributes:
-        dataset: as given. Code that changes its samples has to call ``seek`` afterwards.
+        dataset: the dataset. Code that changes its samples has to call ``seek`` afterwards.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class MicrobatchLoader:
 
     @property
     def consumed_samples(self) -> int:
-        """Position of the next microbatch."""
+        """Number of samples that all data-parallel ranks together have taken before the next microbatch."""
         return self._consumed
 
     def seek(self, consumed_samples: int) -> None:
-        """Move to a position (resume, rollback). Microbatches read ahead are dropped."""
+        """Continue after ``consumed_samples`` samples (resume, rollback). Drop microbatches that were read ahead."""
         if consumed_samples < 0:
             raise ValueError(f"consumed samples is {consumed_samples}")
         self._drop()
         self._consumed = consumed_samples
 
     def close(self) -> None:
-        """End the threads. The loader yields nothing any more. May be called again."""
+        """End the threads. Afterwards the loader yields no microbatches. May be called again."""
         self._closed = True
         self._drop()
         if self._pool:
@@ -89,7 +89,7 @@ class MicrobatchLoader:
     def __next__(self) -> dict[str, torch.Tensor]:
         """Return the next microbatch.
 
-        After an error the position is unchanged, so that the same one can be drawn again.
+        After an error the position is unchanged, so that the same microbatch can be requested again.
 
         Raises:
             UserError: the data ends before this microbatch.

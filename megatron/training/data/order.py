@@ -9,10 +9,11 @@ import numpy
 def sample_indices(
     consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> range:
-    """Return the positions in the run's sequence of samples that one rank takes for the next microbatch.
+    """Return the positions, in the run's sequence of samples, of one rank's next microbatch.
 
-    All ranks together take [consumed, consumed + micro_batch_size * data_parallel_size), as with Megatron-LM's
-    sequential sampler. The number of data-parallel ranks never changes which samples come next.
+    All data-parallel ranks together take the positions [consumed_samples, consumed_samples + micro_batch_size *
+    data_parallel_size), as with Megatron-LM's sequential sampler. So the sequence of samples in which a run trains does
+    not depend on the number of data-parallel ranks.
     """
     start = consumed_samples + data_parallel_rank * micro_batch_size
     return range(start, start + micro_batch_size)
@@ -28,10 +29,10 @@ def epoch_permutation(seed: int, epoch: int, size: int) -> numpy.ndarray:
 
 
 class CyclicOrder:
-    """Endless passes through ``size`` samples, each in its own order. Position p belongs to pass p // size.
+    """Maps positions to sample indices for endless passes through ``size`` samples, each pass in an order of its own.
 
-    Nothing is dropped at the end of a pass: a microbatch may take the end of one pass and the start of the next. Safe
-    to use from several threads.
+    Position p belongs to pass p // size. No sample is dropped at the end of a pass: a microbatch may consist of the end
+    of one pass and the start of the next. Thread-safe.
     """
 
     def __init__(self, seed: int, size: int):
@@ -46,7 +47,7 @@ class CyclicOrder:
     def _order(self, epoch: int) -> numpy.ndarray:
         with self._lock:
             if epoch not in self._passes:
-                for old in sorted(self._passes)[:-1]:  # two passes are enough for a window that spans their border
+                for old in sorted(self._passes)[:-1]:  # two passes are enough for read-ahead across their boundary
                     del self._passes[old]
                 self._passes[epoch] = epoch_permutation(self.seed, epoch, self.size)
             return self._passes[epoch]

@@ -1,8 +1,8 @@
-"""A dataset that is read as often as a run needs, in an order that does not depend on the length of the run.
+"""A dataset that repeats a megatron-core dataset for several passes, in an order independent of the run's length.
 
-megatron-core shuffles as many passes together as a run takes, so a run resumed with another --train-iters would
-continue with other samples. Here pass 0 is megatron-core's own single pass, and pass n has its samples in the n-th
-permutation of the seed: the sample at a position is a function of the seed and the number of samples consumed.
+megatron-core shuffles all passes of a run together, so a run that is resumed with another --train-iters would continue
+with other samples. Here pass 0 is megatron-core's own single pass, and pass n > 0 has the same samples in a permutation
+that depends on the seed and n only. So the sample at a position depends only on the seed and the position.
 """
 
 from collections import OrderedDict
@@ -14,9 +14,9 @@ from megatron.training.data.order import CyclicOrder
 
 
 class Passes(torch.utils.data.Dataset):
-    """``size`` samples of ``one_pass``, over as many passes as necessary.
+    """The samples of ``one_pass``, repeated for as many passes as ``size`` samples need.
 
-    It has the attributes that megatron-core's ``BlendedDataset`` reads from its parts.
+    It has the attributes that megatron-core's ``BlendedDataset`` reads from the datasets of a blend.
     """
 
     def __init__(self, one_pass: MegatronDataset, size: int, seed: int):

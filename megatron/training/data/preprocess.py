@@ -1,4 +1,4 @@
-"""Tokenises text into an indexed dataset. The result does not depend on the number of workers."""
+"""Tokenises text into an indexed dataset, in parallel processes. The result does not depend on their number."""
 
 import ctypes
 import hashlib
@@ -80,14 +80,22 @@ class PreprocessOptions:
 
 @dataclass
 class Encoded:
-    """The result of one unit: tokens of all its documents, and each document's numbers of tokens and text bytes."""
+    """The tokenised documents of one work unit (a list of pieces of input files).
+
+    Attributes:
+        tokens: the tokens of all documents, one document after the other.
+        lengths: number of tokens of each document.
+        text_bytes: size of the text of each document in bytes.
+        skipped: number of skipped inputs by reason.
+        error: the first malformed document, at which tokenising stopped, as (source, byte at which the piece starts,
+            line in the piece, problem, fix); None if there is none.
+    """
 
     tokens: numpy.ndarray
     lengths: list[int]
     text_bytes: list[int]
     skipped: Counter
     error: tuple[Source, int, int, str, str] | None = None
-    """(source, start of the piece, line in the piece, problem, fix) of the first malformed document."""
 
 
 def preprocess(
@@ -100,7 +108,8 @@ def preprocess(
     Args:
         options: what to read and write.
         tokenizer_options: the tokenizer's flags.
-        progress: called with the number of input bytes just done; the first call has the negative of the total.
+        progress: called with the number of input bytes that were processed since the last call; the first call passes
+            minus the total number of bytes.
 
     Returns:
         (the sidecar, number of skipped inputs by reason, whether the dataset existed already).
@@ -147,7 +156,10 @@ def preprocess(
 
 
 def inputs_digest(sources: list[Source], options: PreprocessOptions, tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 (hex) of all that determines the result: inputs' names, sizes and times, not their contents."""
+    """Return a SHA-256 (hex) of everything that determines the dataset, with names, sizes and times of the inputs.
+
+    The contents of the inputs are not read.
+    """
     relevant = {k: v for k, v in asdict(options).items() if k in ("json_key", "append_eod", "shuffle_seed", "max_mb")}
     files = [[os.path.abspath(s.path), s.size, s.mtime_ns, s.lines] for s in sources]
     text = json.dumps([FORMAT_VERSION, tokenizer.fingerprint, relevant, files], sort_keys=True)
@@ -161,7 +173,7 @@ def unigram_entropy(counts: numpy.ndarray) -> float:
 
 
 def encode(unit: list[Piece], tokenizer: Tokenizer, json_key: str, append_eod: bool) -> Encoded:
-    """Tokenise a unit. Runs in the workers."""
+    """Tokenise a work unit. Runs in the worker processes."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = numpy.array([tokenizer.eod], dtype=dtype)
     parts, result = [], Encoded(numpy.empty(0, dtype), [], [], Counter())
@@ -186,7 +198,7 @@ def encode(unit: list[Piece], tokenizer: Tokenizer, json_key: str, append_eod: b
 
 
 def _encode_all(options, tokenizer_options, tokenizer, sources, writer, progress) -> tuple[list[int], Counter]:
-    """Append all documents in input order. Return the text bytes of each, and what was skipped."""
+    """Append all documents in input order. Return (size of each document's text in bytes, skipped inputs by reason)."""
     text_bytes, skipped, total = [], Counter(), 0
     # If the order is the input's, documents beyond the limit need not be read.
     limit = options.max_mb * 1e6 if options.max_mb and options.shuffle_seed is None else math.inf
@@ -205,7 +217,7 @@ def _encode_all(options, tokenizer_options, tokenizer, sources, writer, progress
 
 
 def _select(writer: IndexedWriter, text_bytes: list[int], options: PreprocessOptions) -> list[int]:
-    """Shuffle and limit what was written. Return the text bytes of the remaining documents."""
+    """Shuffle and limit the written documents. Return the sizes in bytes of the remaining documents' texts."""
     count = len(text_bytes)
     # RandomState's stream is the same in all versions of numpy; Generator's is not.
     order = numpy.arange(count)
@@ -248,7 +260,7 @@ def _existing(prefix: str, digest: str) -> Sidecar | None:
 
 
 def _located(source: Source, start: int, line: int, problem: str, fix: str) -> UserError:
-    """Return the error with the line number counted from the start of the file."""
+    """Return the error of a piece that begins at byte ``start``, with the line number counted from the file's start."""
     if not source.lines:
         return UserError(f"{source.path}: {problem}", fix)
     with open(source.path, "rb") as file:
@@ -261,7 +273,7 @@ def _located(source: Source, start: int, line: int, problem: str, fix: str) -> U
 
 @contextmanager
 def _mapper(options: PreprocessOptions, tokenizer_options: TokenizerOptions, tokenizer: Tokenizer) -> Iterator:
-    """Yield a function that encodes units in order and yields (unit, Encoded), in this process or in workers."""
+    """Yield a function that maps work units to (unit, Encoded) in order, in this process or in worker processes."""
     if options.workers == 1:
         yield lambda all_units: ((u, encode(u, tokenizer, options.json_key, options.append_eod)) for u in all_units)
         return

@@ -1,4 +1,4 @@
-"""Computes a value on rank 0, and sends the result or the error to all ranks."""
+"""Computes a value on rank 0 only, and broadcasts the result or the error to all ranks."""
 
 import json
 from collections.abc import Callable
@@ -11,18 +11,19 @@ from ft.base.errors import FtError, UserError
 
 
 def alone() -> bool:
-    """Return whether this rank is joining a running job: the others are training and take part in no collective."""
+    """Return whether this rank is joining a running job, whose other ranks cannot take part in its collectives."""
     return dist.is_initialized() and getattr(dist.group.WORLD, "is_alone", False)
 
 
 def from_rank_0(compute: Callable[[], Any]) -> Any:
     """Return on every rank what ``compute`` returns on rank 0. Collective over the default process group.
 
-    A rank that is ``alone`` computes for itself. The result is sent as JSON, so tuples arrive as lists.
+    A rank that joins a running job (see ``alone``) calls ``compute`` itself. The result is sent as JSON, so tuples
+    arrive as lists.
 
     Raises:
-        UserError: on every rank, if ``compute`` raised it.
-        FtError: on the other ranks, if ``compute`` raised anything else; rank 0 gets the exception itself.
+        UserError: ``compute`` has raised a UserError; it is raised on every rank.
+        FtError: ``compute`` has raised another exception; rank 0 raises that exception, the other ranks an FtError.
     """
     if not dist.is_initialized() or alone():
         return compute()
@@ -49,7 +50,7 @@ def _unpack(message: dict[str, Any]) -> Any:
 
 
 def _broadcast(content: bytes) -> bytes:
-    """Return rank 0's ``content``."""
+    """Broadcast ``content`` from rank 0, and return it on every rank."""
     from megatron.patches import platform
 
     device = platform().device

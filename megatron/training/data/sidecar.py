@@ -29,9 +29,9 @@ class Sidecar:
             else.
         sources: number of input files.
         text_bytes: size of the tokenised text in bytes.
-        bin_bytes: size of ``P.bin``, by which a dataset and its sidecar are matched.
-        idx_bytes: size of ``P.idx``, likewise.
-        inputs_digest: SHA-256 of the inputs' names, sizes and times and of the options.
+        bin_bytes: size of ``P.bin`` in bytes; a file of another size does not belong to this sidecar.
+        idx_bytes: size of ``P.idx`` in bytes, for the same check.
+        inputs_digest: SHA-256 of the tokenizer's fingerprint, the options, and the inputs' names, sizes and times.
         format_version: version of this file's format.
     """
 
@@ -55,11 +55,10 @@ class Sidecar:
 
 
 def read_sidecar(prefix: str) -> Sidecar | None:
-    """Return the sidecar of a dataset, None if it has none (as data made with Megatron-LM's own tool).
+    """Return the sidecar of a dataset; None if it has none (because Megatron-LM's own tool made it).
 
     Raises:
-        UserError: the file exists but is unreadable, has another version, or describes other files than those beside
-            it.
+        UserError: the sidecar is unreadable, has another version, or does not fit the sizes of the dataset's files.
     """
     path = prefix + SUFFIX
     if not os.path.exists(path):

@@ -1,4 +1,4 @@
-"""Reads text from files, folders and JSON lines, as a deterministic sequence of documents."""
+"""Reads the input of preprocessing (files, folders and JSON lines) as a deterministic sequence of documents."""
 
 import fnmatch
 import json
@@ -18,11 +18,11 @@ class Source:
     """One input file.
 
     Attributes:
-        path: its path.
-        size: its size in bytes.
-        mtime_ns: its modification time in nanoseconds.
+        path: path of the file.
+        size: size of the file in bytes.
+        mtime_ns: modification time of the file in nanoseconds.
         named: the user gave this file itself, rather than a folder that contains it.
-        lines: each line is a document.
+        lines: whether each line is a document (JSON lines); otherwise the whole file is one document.
     """
 
     path: str
@@ -42,7 +42,7 @@ class Piece:
 
 
 class BadLine(Exception):
-    """A line that is not a document. ``line`` counts from 1 within the piece."""
+    """Raised for a line that is not a document. ``line`` counts from 1 within the piece."""
 
     def __init__(self, line: int, problem: str):
         self.line, self.problem = line, problem
@@ -55,8 +55,9 @@ def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Se
     Args:
         inputs: files and folders. Folders are searched recursively; hidden files and folders, ``__pycache__`` and
             everything that is not a regular file are left out.
-        include: globs; of a folder, take only files whose path in it, or name, matches one of them.
-        exclude: globs; of a folder, leave out files whose path in it, or any part of that path, matches one of them.
+        include: globs. From a folder, only files whose relative path or name matches one of them are taken.
+        exclude: globs. From a folder, files are left out if their relative path or a component of it matches one of
+            them.
 
     Raises:
         UserError: an input does not exist, or there is nothing to read.
@@ -81,7 +82,7 @@ def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Se
 
 
 def units(sources: Iterable[Source], target_bytes: int) -> Iterator[list[Piece]]:
-    """Cut the sources, in order, into lists of pieces of about ``target_bytes`` in total: the work units of workers."""
+    """Yield work units for parallel tokenisation: lists of pieces of about ``target_bytes`` in total, in order."""
     unit, size = [], 0
     for source in sources:
         for piece in _lines_pieces(source, target_bytes) if source.lines else [Piece(source, 0, source.size)]:
@@ -95,7 +96,7 @@ def units(sources: Iterable[Source], target_bytes: int) -> Iterator[list[Piece]]
 
 
 def documents(piece: Piece, json_key: str, skipped: Counter) -> Iterator[tuple[int, str]]:
-    """Yield (line in the piece, text) of the documents of a piece. Inputs that are not text are counted in ``skipped``.
+    """Yield (line in the piece, text) of each document of a piece. Count inputs that are not text in ``skipped``.
 
     Raises:
         BadLine: a line is not a JSON object with a text under ``json_key``.

@@ -1,4 +1,4 @@
-"""Temporary names for files that are being written, and the removal of what killed writers left behind."""
+"""Temporary names for files that are being written, and the removal of temporary files that killed writers left."""
 
 import os
 import shutil
@@ -7,7 +7,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-# Process ids are ambiguous across containers that share a host name, so recently changed files may still be in use.
+# Seconds after its last change before a file is removed. Process ids are ambiguous across containers that share a host
+# name, so a recently changed file may belong to a running process in another container.
 _LEFT_ALONE_S = 600
 
 
@@ -17,7 +18,7 @@ def temporary_name(final: str) -> str:
 
 
 def remove_leftovers(final: str) -> None:
-    """Remove files and folders under temporary names of ``final`` whose writers on this machine are gone."""
+    """Remove files and folders with temporary names of ``final`` whose writers on this machine have ended."""
     path = Path(final).absolute()
     start = path.name + _mark()
     for item in path.parent.glob(f"{_escaped(start)}*"):

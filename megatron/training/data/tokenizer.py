@@ -2,7 +2,8 @@
 
 Every tokenizer has the attributes that megatron-core's ``GPTDataset`` reads (``eod``, ``eos``, ``pad``, ``vocab_size``,
 ``unique_identifiers``). ``GPTDataset`` replaces tokens equal to ``pad`` by 0 and leaves them out of the loss. So
-``pad`` is never the id of a token that text can contain, nor ``eod``; if a vocabulary has no such token, it is -1.
+``pad`` differs from ``eod`` and from the id of every token that text can contain. It is -1 if the vocabulary has no
+such token.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ class Tokenizer:
         vocab_size: number of token ids before padding; every id is in [0, vocab_size).
         eod: id of the end-of-document token.
         pad: id that fills up a sample, or -1 if the vocabulary has none.
-        model: path of the file that it was read from, if any.
+        model: path of the file that the tokenizer was read from; None if there is no file.
     """
 
     vocab_size: int
@@ -171,11 +172,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] = ()) -> Tokenizer:
-    """Return the tokenizer of the flags, else the one that the datasets were made with, else the byte-level one.
+    """Return the tokenizer that the flags name, else the one that the datasets were made with, else the byte-level one.
 
     Args:
         options: the tokenizer's flags.
-        dataset_prefixes: prefixes of all datasets of the run; those with a sidecar say how they were made.
+        dataset_prefixes: prefixes of all datasets of the run. A dataset's sidecar file says which tokenizer made it.
 
     Raises:
         UserError: a file is missing or unreadable, the vocabulary's size is not --vocab-size, or a dataset was made

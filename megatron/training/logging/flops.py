@@ -4,7 +4,7 @@ from megatron.training.arguments.model import ModelOptions
 from megatron.training.arguments.moe import MoeOptions
 
 FORWARD_AND_BACKWARD = 3
-"""The backward pass has two products for each forward product, with either operand: twice the forward."""
+"""FLOPs of forward and backward over those of the forward: the backward has two products for each forward product."""
 
 
 def step_flops(model: ModelOptions, moe: MoeOptions, seq_length: int, padded_vocab_size: int, samples: int) -> float:

@@ -1,4 +1,4 @@
-"""The metrics file: a JSON object per step, in the order of the steps."""
+"""Writes the metrics file of a run (--metrics-file): one JSON object per step and line, in the order of the steps."""
 
 import json
 import os
@@ -11,14 +11,15 @@ from ft.base.lines import Lines
 
 
 class MetricsFile:
-    """Appends to ``path``, after removing the steps after ``first_step`` and a line torn by a crash.
+    """Appends lines to the metrics file.
 
+    An existing file first loses the lines of steps after ``first_step``, and an incomplete line that a crash has left.
     A full disk does not stop training: lines that cannot be written wait in memory until there is space
     (``ft.base.lines``).
 
     Args:
-        path: the file.
-        first_step: number of steps done before.
+        path: path of the file.
+        first_step: number of steps that the run has done before this process started.
         tell: function that prints messages about waiting lines; None: print them to standard error.
 
     Raises:
@@ -37,14 +38,15 @@ class MetricsFile:
             raise UserError(f"--metrics-file {path} cannot be written: {error}", "give a writable path") from error
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Append a step's line. ``figures``: JSON values, with "step" among them."""
+        """Append a step's line. ``figures`` maps names to JSON values, and contains "step"."""
         self._drop_undone()
         self._lines.write((json.dumps(figures) + "\n").encode())
 
     def rewind(self, step: int) -> None:
-        """Mark the lines of steps after ``step`` as undone. They are removed when the first of these steps is repeated.
+        """Mark the lines of steps after ``step`` as undone. They are removed when the next line is written
+        or the file is closed.
 
-        They are not removed before, because a failure until then may end in a restart from a checkpoint of one of these
+        They are not removed at once, because another failure may lead to a restart from a checkpoint of one of these
         steps.
         """
         self._undone_after = step
@@ -59,7 +61,7 @@ class MetricsFile:
             self._lines.replace(lambda: self._cut(step), lambda line: _is_kept(line, step))
 
     def _cut(self, step: int) -> None:
-        """Remove the steps after ``step``: atomically by a new file or, if the disk is full, by truncation."""
+        """Remove the lines of steps after ``step``, atomically by a new file or, if the disk is full, by truncation."""
         kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _is_kept(line, step)]
         temporary = self._path.with_name(self._path.name + ".tmp")
         try:

@@ -8,10 +8,10 @@ import warnings
 def quieten(level: int | None = None) -> None:
     """Silence warnings and loggers of torch, megatron-core and their dependencies.
 
-    Call it before they are imported: libraries warn about missing optional packages while they are imported.
+    Call this function before these libraries are imported, because they warn about missing optional packages then.
 
     Args:
-        level: logging threshold for those libraries (10 debug ... 40 error). Default: 40. Below 30 their warnings are
+        level: logging threshold for these libraries (10 debug ... 40 error). Default: 40. Below 30 their warnings are
             shown too.
     """
     level = logging.ERROR if level is None else level

@@ -1,4 +1,7 @@
-"""The log of a run: terminal, TensorBoard, metrics file. The last rank writes, because it has the loss."""
+"""Writes the log of a run to the terminal, TensorBoard and the metrics file.
+
+Only the last rank writes, because it is on the last pipeline stage and so has the loss.
+"""
 
 import math
 import os
@@ -15,7 +18,7 @@ from megatron.training.logging.metrics import MetricsFile
 
 @dataclass
 class StepReport:
-    """The values of one step, as in the metrics file; None for values that were not requested."""
+    """The logged values of one step, under their names in the metrics file; None for values that were not requested."""
 
     step: int
     loss: float
@@ -39,9 +42,8 @@ class RunLog(AbstractContextManager):
 
     Args:
         options: logging flags.
-        is_writer: this rank writes.
-        first_step: number of steps done before this run; later steps in an existing metrics file will be repeated, and
-            are removed from it.
+        is_writer: whether this rank writes.
+        first_step: number of steps done before; an existing metrics file loses later steps, which will be repeated.
         last_step: number of steps of the whole run.
     """
 
@@ -74,7 +76,7 @@ class RunLog(AbstractContextManager):
         self._metrics = self._tensorboard = None
 
     def rewind(self, step: int) -> None:
-        """Go back to ``step``: drop what was written about later steps, which will be repeated."""
+        """Go back to ``step``, from which training is repeated: drop the values of later steps."""
         if self._options is None:
             return
         self._since_line = [report for report in self._since_line if report.step <= step]

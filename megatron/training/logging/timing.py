@@ -22,14 +22,14 @@ PHASES = (
     "optimizer-inner-step",
     "optimizer-copy-main-to-model-params",
 )
-"""Timers of megatron-core's schedules, gradient finalisation and optimizer.
+"""Names of the timers in megatron-core's schedules, gradient finalisation and optimizer.
 
-Every rank has to name the same ones, because reading them is collective.
+Reading the timers is collective, so all ranks read this same list.
 """
 
 
 def attach_timers(options: LoggingOptions, trainee: Trainee) -> Timers | None:
-    """Give megatron-core timers to start and stop, if the flags ask for them."""
+    """Create the timers and make megatron-core's schedules and optimizer use them; None for --timing-log-level 0."""
     if options.timing_log_level == 0:
         return None
     timers = Timers(options.timing_log_level, options.timing_log_option)
