@@ -87,7 +87,7 @@ def status(run: Run, now: float, gone: str = "") -> Status:
     protected = said.get("protected")
     step = records.last_step(run)
     if protected is False and run.metrics:  # the control plane gets no reports of such a run's steps
-        step = run.metrics[-1]["step"]
+        step = max(step or 0, run.metrics[-1]["step"])
     return Status(
         phase=run.state if ended else str(said.get("phase") or "unknown"),
         epoch=None if protected is False else _whole(said.get("epoch"), epoch),
