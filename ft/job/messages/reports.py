@@ -98,7 +98,7 @@ class WorkerExited:
 class WorkerSilent:
     """The worker has sent no heartbeat for ``silent_s`` seconds.
 
-    ``state`` is the state letter of the process in /proc (T: stopped, D: uninterruptible sleep, R: running, S:
+    ``state`` is the state letter of its process in /proc (T: stopped, D: uninterruptible sleep, R: running, S:
     sleeping).
     """
 
