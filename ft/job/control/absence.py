@@ -12,7 +12,9 @@ from ft.job.control.state import State
 
 
 def control_back(state: State, now: float, report: m.ControlBack, out: Decisions) -> None:
-    """Restart every timer at ``now``. The agents resend the reports that the previous control plane has not recorded."""
+    """Restart every timer at ``now``. The agents resend all reports that the previous control plane has not
+    recorded.
+    """
     away = now - max([state.since, *(agent.heard_at for agent in state.agents.values())])
     state.since = now
     for agent in state.agents.values():

@@ -38,7 +38,7 @@ class Decisions(list[Decision]):
     """The decisions of one call of ``decide``, in order."""
 
     def add(self, reason: str, *orders: Any) -> "Decisions":
-        """Append a decision and return the list, so that calls can be chained; ``note`` adds events to this decision."""
+        """Append a decision and return the list for chaining; ``note`` adds events to this decision."""
         self.append(Decision(reason, list(orders)))
         return self
 

@@ -11,7 +11,7 @@ from ft.job.messages.values import Neighbours, Seat, Source
 
 @dataclass(frozen=True)
 class Close:
-    """Epoch ``epoch`` is over: each of its workers leaves its communication operations and reports ``WorkerReleased``."""
+    """Epoch ``epoch`` is over: its workers leave their communication operations and report ``WorkerReleased``."""
 
     epoch: int
     reason: str
