@@ -137,7 +137,7 @@ class EtcdControlChannel(ControlChannel):
             if self._due.wait(self._pulse.next_in()):
                 time.sleep(
                     _GATHER_S
-                )  # many reports at once go on record in one transaction, and no order waits for each
+                )  # so that one transaction records many reports, and no order waits for each of them
             self._due.clear()
             self._ledger.settle()
             if not self._pulse.next_in():
