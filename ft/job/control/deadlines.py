@@ -102,7 +102,7 @@ def _phase(state: State, now: float, out: Decisions) -> None:
         missing = [w for w in seated if w.resumed < state.epoch]
         _late(state, now, missing, "it has not begun its first step", limits.repair_s, out, together=True)
     elif state.phase == RESUMING and passed > limits.start_s:
-        # A first step may take any time. But _stalls judges nobody until all workers have taken their seats.
+        # A first step may take any time, but hangs are detected only after all workers have joined the epoch.
         absent = [w for w in seated if not w.left and _epoch_of(state, w) != state.epoch]
         _late(state, now, absent, "it has not taken its seat", limits.start_s, out)
 

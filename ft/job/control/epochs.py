@@ -118,7 +118,7 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
         worker.repaired, worker.done = None, False
         domains = dict(state.agents[worker.node].domains)
         seats[str(worker.rank)] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
-    meeting = state.agents[state.seated()[0].node].meeting  # lives as long as a worker of this epoch
+    meeting = state.agents[state.seated()[0].node].meeting  # available while this worker's node is
     order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), meeting)
     out.add(f"epoch {state.epoch} opens: {reason}", order)
     named = {rank: seat.worker for rank, seat in seats.items()}

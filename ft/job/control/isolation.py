@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ft.job.control.timeouts import Timeouts
 
 _A_MAJORITY = 3
-"""With fewer agents than this, no group of agents outvotes the agent beside which the control plane runs."""
+"""With fewer agents than this, the other agents cannot outvote the agent on whose node the control plane runs."""
 
 
 class Solitude:

@@ -1,7 +1,8 @@
 """The control plane process: it receives reports, decides, records the decisions and publishes the orders.
 
-It runs beside one of the agents (DEADPOOL, section VI-C calls it a side-car), under a lease of a leader election, and
-can continue the journal of a control plane that has died.
+It runs on the node of one of the agents (DEADPOOL, section VI-C, calls it a side-car), under a lease of a leader
+election, and can continue the journal of a control plane that has died. An epoch is a version of the map logical rank
+-> worker.
 """
 
 import argparse
@@ -69,12 +70,17 @@ class Sidecar:
             self._journal = Journal(folder / "journal.jsonl", None, standing.term, begins.bytes)
 
     def run(self) -> int:
-        """Serve until the run has ended and all agents have left, or ``_LEAVE_S`` seconds after the end; return
-        the exit code.
+        """Serve until the run has ended and all agents have left, or ``_LEAVE_S`` seconds after the end.
+
+        The lease is checked before each renewal too, because this process may have been paused while another control
+        plane took over.
+
+        Returns:
+            The exit code.
         """
         self._resume()
         while not self._is_over():
-            if election.is_over(self._folder, self._standing.term):  # also after a pause
+            if election.is_over(self._folder, self._standing.term):
                 return SUCCEEDED
             self._renew()
             wait = min(self._due - self._now(), self._state.options.timeouts.lease_beat_s)

@@ -28,8 +28,8 @@ class Decision:
         until: time at which to decide again if nothing is received before; None if no report is pending.
         to: replicas whose reports the quorum answers.
         excluded: replica -> why it is excluded from now on.
-        refused: replicas that get no quorum and are told the reason.
-        is_repeated: the quorum is the last one, repeated for a member that has not received it.
+        refused: replicas that get no quorum; the server sends them the reason.
+        is_repeated: whether the quorum is the last one, repeated for a member that has not received it.
     """
 
     quorum: Quorum | None

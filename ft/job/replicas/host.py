@@ -30,8 +30,8 @@ servers.
 """
 
 _FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
-"""A server that dies within the first of these times counts as a failed start, after which the next start waits, from
-the second time doubling up to the third. All in seconds.
+"""A server that dies within ``_FRUITLESS_S`` seconds counts as a failed start. The pause before the next start begins
+with twice ``_FIRST_PAUSE_S`` and doubles with each failed start, up to ``_LONGEST_PAUSE_S``.
 """
 _LOOK_S = 0.5
 """Pause in seconds after this launcher's server has found that it was replaced."""

@@ -21,11 +21,13 @@ from ft.job.replicas.watch import Seen, Watch
 from ft.platform import processes
 
 _TICK_S, _RETRY_S = 0.1, 5.0
-"""Pause in seconds after an agent could not be started."""
+"""Period of the event loop, and pause after an agent could not be started, in seconds."""
 _REPEAT_S = 2.0
 """Equal signals within this time, in seconds, count as one."""
 _TOLD_S, _KILLED_S = 20.0, 10.0
-"""Limit in seconds for agents to end after a second signal."""
+"""Limits in seconds for an agent to end: after the launcher told it to end, and after a second signal to the
+launcher.
+"""
 _STRANGERS_S = 5.0
 """Limit in seconds for processes that dead agents have left behind to die after SIGKILL."""
 
