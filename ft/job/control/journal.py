@@ -1,5 +1,4 @@
-"""The journal of the control plane: its input and its decisions, one JSON line each, from which its state is
-recomputed.
+"""The journal of the control plane: its input and decisions as JSON lines, from which its state can be recomputed.
 
 A report is written before any decision on it is sent. So a new control plane knows everything that the previous one has
 sent, and the agents resend all reports that were not recorded. On a full disk the entries wait in memory for free

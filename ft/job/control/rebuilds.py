@@ -15,7 +15,7 @@ class RebuildPlan:
 
     Attributes:
         rebuild: names of the groups to rebuild before any state is restored.
-        defer: names of the groups to rebuild in the background; no member has ever used them.
+        defer: names of the groups to rebuild in the background, because no surviving member has used them.
         keep: names of the groups to keep.
         reasons: name -> why the group is not kept, or "" if it is kept.
     """

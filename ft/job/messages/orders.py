@@ -50,7 +50,8 @@ class Repair:
         epoch: the new epoch.
         step: step whose state is restored.
         rebuild: names of the process groups to rebuild now.
-        defer: names of the process groups to rebuild at their first use. All others are kept.
+        defer: names of the process groups to rebuild afterwards in the background; their first use waits for that.
+            All other groups are kept.
         sources: logical rank (as a string) -> where its state comes from.
         copies: logical rank (as a string) -> logical ranks that its peer copies have been sent to until now.
         rebuilt: logical rank (as a string) -> neighbours, for the ranks of pipeline stages whose state is lost. These

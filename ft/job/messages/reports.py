@@ -186,7 +186,7 @@ class WorkerRepaired:
         shards: names of the optimizer shards that it owns (I2, shard completeness).
         rebuilt: number of process groups that it has rebuilt.
         kept: number of process groups that it has kept.
-        deferred: number of process groups that are rebuilt at their first use.
+        deferred: number of process groups that are rebuilt afterwards in the background.
         sources: where its "owned" and its "replicated" state came from: "own", "copy:RANK" or "peer:RANK" (I3).
         rebuild_s: seconds that the process groups took.
         restore_s: seconds that the state took.

@@ -29,10 +29,12 @@ own.
 
 
 def hello(state: State, now: float, replica: int, life: int, last: Quorum | None) -> list[Note]:
-    """Register a leader that has connected for the first time or again. ``last``: the last quorum that it was given.
+    """Register a leader that has connected for the first time or again.
+
+    ``last`` is the last quorum that this leader received, or None.
 
     Raises:
-        NoQuorum: this life is over: a later one was connected already, or its end was reported.
+        NoQuorum: this life is over: a later life has connected, or the end of this life was reported.
     """
     one = state.of(replica)
     if life < one.life:

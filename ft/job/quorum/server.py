@@ -271,7 +271,7 @@ class Server:
         return True
 
     def _stand(self) -> None:
-        """Write the lease record if the file differs; a paused older server may have overwritten it."""
+        """Write the lease record if the file has other content; a paused older server may have overwritten it."""
         if standing.read(self._run_dir) != self._standing():
             with contextlib.suppress(OSError):  # a full disk; connected clients do not need the file
                 standing.write(self._run_dir, self._standing())
