@@ -1,8 +1,9 @@
-"""Faults on purpose: what is to break, when and where, and the code that breaks it.
+"""Fault injection: description, planning and execution of faults in a run, to test its recovery.
 
-``parse`` and ``read_scenario`` read what was asked for, ``schedule`` turns it into numbered faults; workers read
-them from the file ``FT_FAULTS`` and act through :class:`ft.faults.worker.Injector`, agents through
-:class:`ft.faults.agent.AgentInjector`.
+``parse`` reads ``--inject`` and ``read_scenario`` reads scenario files; ``schedule`` turns their entries into numbered
+faults with a victim and a time. Workers read the numbered faults from the file that the environment variable
+``FT_FAULTS`` names, and carry theirs out with :class:`ft.faults.worker.Injector`; agents (the supervisor process of
+each node) use :class:`ft.faults.agent.AgentInjector`.
 """
 
 from ft.faults.faults import Fault, from_json, planned, to_json, write

@@ -1,4 +1,7 @@
-"""Faults that an agent carries out: its node dies, its network is gone, the control plane is killed."""
+"""Injector of the faults that an agent carries out: it ends its node, cuts its network, or kills the control plane.
+
+An agent is the supervisor process of one node.
+"""
 
 import contextlib
 import os
@@ -17,14 +20,16 @@ from ft.platform import election as election
 
 
 class AgentInjector:
-    """The planned faults of one agent.
+    """Carries out the planned faults of one agent.
 
     Args:
-        faults: of the whole run. node: of this agent.
-        run_dir: where ``control.json`` is. announce: as for ``ft.faults.worker.Injector``; may be called by a thread.
+        faults: planned faults of the whole run.
+        node: node of this agent.
+        run_dir: directory of the run, which contains the control plane's lease record.
+        announce: called before each fault, as for ``ft.faults.worker.Injector``; possibly from another thread.
 
     Raises:
-        UserError: this process may not do what is planned for it.
+        UserError: this process lacks the permissions for a fault that is planned for it.
     """
 
     def __init__(
@@ -44,24 +49,24 @@ class AgentInjector:
             network.check_allowed()
 
     def begin(self, began: float | None = None) -> None:
-        """Training has begun, at the wall time ``began`` (default now): times of faults count from here."""
+        """Start the timer for faults with a time. ``began``: wall-clock time at which training began; default: now."""
         timed = [fault for fault in self.mine if fault.step is None]
         if timed and self._alarm is None:
             self._alarm = Alarm(timed, time.time() if began is None else began, self._fire)
 
     def progressed(self, step: int) -> None:
-        """A worker says that ``step`` is the last committed one, so that the next one is under way."""
+        """Carry out the faults of the step after ``step``, which a worker has reported as the last committed one."""
         for fault in self.mine:
             if fault.step is not None and fault.step <= step + 1:
                 self._fire(fault)
 
     def update(self, fired: Iterable[int]) -> None:
-        """Takes over which faults have happened, from an ``Open`` order."""
+        """Add the numbers of faults that have happened, as an ``Open`` order (which opens an epoch) lists them."""
         with self._lock:
             self._fired |= set(fired)
 
     def close(self) -> None:
-        """Nothing happens any more, and a network that was taken away is given back."""
+        """Stop the timer, and restore a network that was cut."""
         if self._alarm is not None:
             self._alarm.close()
         for outage in self._outages:
@@ -86,18 +91,21 @@ class AgentInjector:
 
 
 def agents_faults(faults: Sequence[Fault], node: str) -> list[Fault]:
-    """Those that the agent of ``node`` carries out; any may be beside the control plane at its end."""
+    """Return the faults that the agent of ``node`` carries out.
+
+    Every agent gets kill-control, because the control plane may run beside any agent when the fault is due.
+    """
     return [f for f in faults if f.is_agents and (f.node == node or f.kind == "kill-control")]
 
 
 def controls(run_dir: Path, node: str) -> bool:
-    """Whether the control plane runs beside the agent of ``node``."""
+    """Return whether the control plane runs beside the agent of ``node``."""
     standing = election.read(run_dir)
     return standing is not None and standing.node == node
 
 
 def kill_control(run_dir: Path) -> bool:
-    """SIGKILL for the control plane, which runs on this host; False where there is none."""
+    """Kill the control plane, which runs on this host, with SIGKILL; return False if there is none."""
     standing = election.read(run_dir)
     if standing is None or not standing.where:
         return False
@@ -109,9 +117,9 @@ def kill_control(run_dir: Path) -> bool:
 
 
 def kill_node() -> None:
-    """The end of this process and of all below it, as if their machine had lost power."""
+    """Kill this process and all its descendants, as if their machine had lost power."""
     myself = psutil.Process()
-    # Stopped first: who sees another one die must not live to tell.
+    # All are stopped first, so that none can report the death of another.
     below = myself.children(recursive=True)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in below:

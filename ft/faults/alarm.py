@@ -1,4 +1,4 @@
-"""Faults that come by the clock."""
+"""Timer for the faults that are planned for a time instead of a step."""
 
 import threading
 import time
@@ -8,16 +8,19 @@ from ft.faults.faults import Fault
 
 
 class Alarm:
-    """A daemon thread that calls ``ring(fault)`` for each fault when its time has come.
+    """A daemon thread that calls ``ring(fault)`` when the time of a fault has come.
+
+    If the time of a fault has already passed, it happens at once: its victim did not run when it was due.
 
     Args:
-        faults: with a ``time``. began: the wall time that their times count from. A fault whose time has passed rings
-            at once: its victim was away when it was due.
+        faults: planned faults that have a ``time``.
+        began: wall-clock time in seconds from which their times count.
+        ring: called with each fault.
     """
 
     def __init__(self, faults: Sequence[Fault], began: float, ring: Callable[[Fault], None]):
         self._faults = sorted(faults, key=lambda fault: fault.time)
-        # The wall clock places the start between hosts; from here on it may be set without moving a fault.
+        # The wall clock is used only once, because hosts share it; later changes of it do not move a fault.
         self._began = time.monotonic() - max(0.0, time.time() - began)
         self._ring = ring
         self._stop = threading.Event()

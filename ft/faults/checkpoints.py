@@ -1,18 +1,19 @@
-"""Damage to the newest checkpoint of a run."""
+"""Damage to a checkpoint on disk, for tests of recovery from an older checkpoint."""
 
 import os
 from pathlib import Path
 
 
 def damage(checkpoint: Path, kind: str) -> Path:
-    """Does to the largest file of a checkpoint what ``kind`` says.
+    """Damage the largest file of a checkpoint.
 
     Args:
-        checkpoint: the checkpoint's folder.
-        kind: "corrupt-checkpoint" (one bit flips), "truncate-checkpoint" (half of it is gone), "remove-checkpoint".
+        checkpoint: folder of the checkpoint.
+        kind: "corrupt-checkpoint" (flip one bit), "truncate-checkpoint" (remove the second half of the file) or
+            "remove-checkpoint" (remove the file).
 
     Returns:
-        the file.
+        The path of the file.
     """
     files = [path for path in checkpoint.iterdir() if path.suffix == ".distcp"]
     file = max(files, key=lambda path: (path.stat().st_size, path.name))

@@ -1,4 +1,4 @@
-"""``ft faults``: every kind of fault and what comes of it."""
+"""The command ``ft faults``, which prints all kinds of faults and their outcomes."""
 
 import argparse
 import textwrap
@@ -16,7 +16,7 @@ _EPILOG = """examples:
 
 
 def add_parser(subparsers) -> None:
-    """Adds ``faults`` to the command ``ft``."""
+    """Add the command ``faults`` to the parser of ``ft``."""
     parser = subparsers.add_parser(
         "faults",
         help="every kind of fault: how it is injected, what it is taken for, what comes of it",
@@ -29,7 +29,7 @@ def add_parser(subparsers) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Prints; returns 0."""
+    """Print the table or the page; return 0."""
     from ft.faults.page import page, read_times
 
     print(page(read_times(CHECKOUT)) if given.markdown else text(), end="")
@@ -37,7 +37,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def text() -> str:
-    """The table for a terminal."""
+    """Return the table of faults for a terminal."""
     rows = [row for group in GROUPS.values() for row in group]
     name, outcome = (max(map(len, texts)) for texts in ([row.name for row in rows], MEANING))
     lines = []

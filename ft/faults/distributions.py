@@ -1,4 +1,4 @@
-"""How far failures are apart, in time or in steps."""
+"""Random distributions of the time, or of the number of steps, between two injected failures."""
 
 import math
 import random
@@ -14,12 +14,13 @@ _PARAMETERS = {"exponential": ("mean",), "weibull": ("shape", "scale")}
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of the time, or of the steps, between two failures.
+    """Distribution of the time, or of the number of steps, between two failures.
 
     Attributes:
-        family: "exponential" (failures without memory) or "weibull" (``shape`` < 1: they come in bursts, > 1: wear).
-        scale: the exponential's mean or the Weibull's scale, seconds or steps. shape: the Weibull's, 1 otherwise.
-        in_steps: the scale is in steps.
+        family: "exponential" (memoryless) or "weibull" (``shape`` < 1: failures come in bursts; > 1: wear-out).
+        scale: mean of the exponential or scale of the Weibull distribution, in seconds or steps.
+        shape: shape of the Weibull distribution; 1 for the exponential one.
+        in_steps: whether the scale is in steps instead of seconds.
     """
 
     family: str
@@ -29,11 +30,11 @@ class Distribution:
 
     @property
     def mean(self) -> float:
-        """Expected seconds, or steps, between two failures."""
+        """Expected number of seconds, or of steps, between two failures."""
         return self.scale * math.gamma(1.0 + 1.0 / self.shape)
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Seconds, or steps, from the start at which failures happen, without end."""
+        """Yield the times of failures since the start, in seconds or steps, without end."""
         at = 0.0
         while True:
             at += rng.weibullvariate(self.scale, self.shape)
@@ -41,10 +42,10 @@ class Distribution:
 
 
 def parse_distribution(value: Any) -> Distribution:
-    """Reads ``exponential(mean=60s)`` or ``weibull(shape=0.7,scale=90s)``; ``20steps`` in place of a time: by steps.
+    """Parse ``exponential(mean=60s)`` or ``weibull(shape=0.7,scale=90s)``; ``20steps`` instead of a time counts steps.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is not valid.
     """
     match = re.fullmatch(r"\s*(\w+)\s*\((.*)\)\s*", str(value))
     if match is None or match[1] not in _PARAMETERS:
@@ -68,10 +69,10 @@ def parse_distribution(value: Any) -> Distribution:
 
 
 def parse_duration(value: Any, least: float = 1e-3) -> float:
-    """A time in the description of a fault: as :func:`ft.base.quantities.seconds` reads it, or a plain number of
+    """Return a duration in seconds: a text as :func:`ft.base.quantities.seconds` reads it, or a plain number of
     seconds.
 
     Raises:
-        ValueError: it is none, or less than ``least``.
+        ValueError: it is not valid, or less than ``least`` seconds.
     """
     return seconds(value, least, bare=1.0)

@@ -1,4 +1,6 @@
-"""Resources of a worker that run out: its limits are lowered, and then the kernel itself refuses."""
+"""Exhaustion of a worker's resources: the process lowers its own limits, so that the kernel refuses further
+allocations.
+"""
 
 import os
 import resource
@@ -8,15 +10,18 @@ from pathlib import Path
 from ft.faults.faults import Fault
 
 _ROOM = 64 << 20
+"""Bytes of address space that remain after the limit is lowered."""
 _PIECE = 1 << 20
+"""Bytes of one allocation."""
 _FILES_LEFT = 16
+"""File descriptors that remain after the limit is lowered."""
 
 
 def memory(fault: Fault) -> None:
-    """Uses the address space up.
+    """Use up the address space.
 
     Raises:
-        MemoryError: that is done; what was taken is held by the traceback, so the shortage lasts as long as the error.
+        MemoryError: always. Its traceback keeps the allocated memory alive, so the shortage lasts as long as the error.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + _ROOM)
@@ -26,10 +31,10 @@ def memory(fault: Fault) -> None:
 
 
 def files(fault: Fault) -> None:
-    """Uses the file descriptors up, for as long as the process lives.
+    """Use up the file descriptors, for the rest of the life of the process.
 
     Raises:
-        OSError: EMFILE: that is done.
+        OSError: always, with EMFILE.
     """
     used = max(map(int, os.listdir("/proc/self/fd")))
     _lower(resource.RLIMIT_NOFILE, used + _FILES_LEFT)
@@ -38,7 +43,9 @@ def files(fault: Fault) -> None:
 
 
 def disk(fault: Fault) -> None:
-    """No file of this process may grow for ``fault.seconds``: writes fail with EFBIG, as with ENOSPC on a full disk."""
+    """Let no file of this process grow for ``fault.seconds``: writes fail with EFBIG, similar to ENOSPC on a full
+    disk.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     timer = threading.Timer(fault.seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, before))
@@ -47,10 +54,10 @@ def disk(fault: Fault) -> None:
 
 
 def read(fault: Fault) -> None:
-    """Reads where the kernel cannot.
+    """Read from an address that the kernel cannot read.
 
     Raises:
-        OSError: EIO.
+        OSError: always, with EIO.
     """
     with open("/proc/self/mem", "rb", buffering=0) as file:
         file.read(1)  # address 0, which is never mapped

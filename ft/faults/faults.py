@@ -1,4 +1,8 @@
-"""A planned fault: its kind, its moment, its victim."""
+"""Planned faults: the kind, time and victim of each, and the file that carries them to agents and workers.
+
+Terms: a logical rank is a position in the parallel grid, held by a worker process; an agent is the supervisor process
+of one node; a recovery opens a new epoch, a new version of the map logical rank -> worker.
+"""
 
 import json
 import os
@@ -11,12 +15,23 @@ from ft.base.errors import UserError
 from ft.faults.flip import Flip
 
 STEP_PHASES = ("between", "forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
-"""Points of a step. between: before anything of the step is done."""
+"""Points of a step at which a fault can happen. between: before any work of the step; reduce: gradient reduction;
+transfer: copy of the snapshot to a peer; save: checkpoint save.
+"""
 
 RECOVERY_PHASES = ("leave", "assemble", "rebuild", "restore", "resume")
-"""Points of a recovery, each before what it is named for. leave: the closed epoch is left. assemble: a joiner says that
-it has arrived. resume: the first step begins. Of replicas, on the one that returns and on the healthy ones alike:
-restore: its state is being fetched; resume: the step in which it was is committed, and not yet offered."""
+"""Points of a recovery; the fault happens just before the action that gives the point its name.
+
+- leave: the worker leaves the closed epoch.
+- assemble: a worker that is new to its seat reports that it has built model and optimizer.
+- rebuild: the worker rebuilds its process groups.
+- restore: the worker restores its state.
+- resume: the first step begins.
+
+In a run with replicas (FT-HSDP), two points exist on the returning and on the healthy replicas alike. restore: the
+state of the returning replica is being fetched. resume: the step of this fetch is committed, but not yet offered to
+other replicas.
+"""
 
 PHASES = STEP_PHASES + RECOVERY_PHASES
 
@@ -25,22 +40,30 @@ COPIES = ("own", "peer")
 VALUES = ("nan", "bit")
 
 OF_CONTROL = ("kill-control",)
+"""Kinds of faults that hit the control plane."""
 OF_NODE = ("partition", "kill-agent")
-"""Kinds that hit no worker: the control plane, a node."""
+"""Kinds of faults that hit a whole node."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault that will happen, or has happened.
+    """One planned fault.
 
     Attributes:
-        number: from 1, unique in the run. kind: of ``ft.faults.table.NAMES``.
-        step: in which step (the first one is 1), or None; with a phase of a recovery: in the recovery that interrupts
-            this step, or the next one after it. time: seconds since training began, where ``step`` is None.
-        rank: logical rank that it hits, node: node all of whose workers it hits; both None for kill-control.
-        phase: of ``PHASES``, with ``step``. seconds: how long it lasts, None: for ever, or a moment.
-        factor: step time with slow over step time without. error: of ``ERRORS``. copies: of ``COPIES``.
-        value: of ``VALUES``. flip: of a bit-flip.
+        number: number of the fault, from 1, unique in the run.
+        kind: one of ``ft.faults.table.NAMES``.
+        step: step in which it happens, counted from 1, or None. With a phase of a recovery: the fault happens in the
+            recovery that interrupts this step, or in the next recovery after it.
+        time: seconds from the beginning of training, if ``step`` is None.
+        rank: logical rank that it hits, or None.
+        node: node all of whose workers it hits, or None. For kill-control, rank and node are None.
+        phase: one of ``PHASES``; only with ``step``.
+        seconds: duration in seconds; None for a momentary fault, or for one that never ends.
+        factor: for kind slow, the step time with the fault divided by the step time without it.
+        error: for kind exception, one of ``ERRORS``.
+        copies: for kind corrupt-snapshot, one of ``COPIES``.
+        value: for kind corrupt-tensor, one of ``VALUES``.
+        flip: for kind bit-flip, which results are hit and how.
     """
 
     number: int
@@ -59,7 +82,10 @@ class Fault:
 
     @property
     def is_agents(self) -> bool:
-        """An agent carries it out; no worker can. (With a phase a worker does: it alone knows when that is.)"""
+        """Whether an agent carries this fault out, because no worker can.
+
+        A fault with a phase is carried out by a worker, because only the worker knows when that phase is reached.
+        """
         of_agent = self.kind in (*OF_CONTROL, *OF_NODE) and self.rank is None
         return of_agent or (self.kind == "kill" and self.node is not None)
 
@@ -71,7 +97,7 @@ class Fault:
         return f"{self.kind}{victim} at {when}{inside}{which}"
 
     def values(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as JSON values."""
+        """Return the fields that differ from their defaults, as JSON values."""
         return {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name, _NOTHING)}
 
 
@@ -80,20 +106,21 @@ _DEFAULTS = {f.name: f.default for f in fields(Fault) if f.name not in ("number"
 
 
 FILE = "FT_FAULTS"
-"""The environment variable with the path of the file that ``write`` made. A plan can be longer than a variable or a
-socket's buffer can hold."""
+"""Environment variable with the path of the file that ``write`` has written. A file is needed because the plan can be
+longer than an environment variable or a socket's buffer.
+"""
 
 
 def to_json(faults: Sequence[Fault]) -> str:
-    """One fault per line."""
+    """Return the faults as a JSON list, with one fault per line."""
     return "[" + ",\n ".join(json.dumps(fault.values(), separators=(",", ":")) for fault in faults) + "]"
 
 
 def from_json(text: str) -> list[Fault]:
-    """What ``to_json`` made.
+    """Return the faults that ``to_json`` has encoded.
 
     Raises:
-        UserError: it is something else.
+        UserError: the text is not valid.
     """
     try:
         return [_fault(values) for values in json.loads(text)]
@@ -102,10 +129,10 @@ def from_json(text: str) -> list[Fault]:
 
 
 def write(path: Path, faults: Sequence[Fault]) -> None:
-    """Makes the file that ``planned`` reads; whoever reads it meanwhile finds the old or the new one.
+    """Write the file that ``planned`` reads. Concurrent readers see either the old or the new file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(to_json(faults) + "\n")
@@ -113,7 +140,7 @@ def write(path: Path, faults: Sequence[Fault]) -> None:
 
 
 def planned(environment: Mapping[str, str] = os.environ) -> list[Fault]:
-    """The faults of the run, from the file that ``FT_FAULTS`` names; none where it names none.
+    """Return the planned faults of the run, from the file that ``FT_FAULTS`` names; an empty list if it is not set.
 
     Raises:
         UserError: the file cannot be read.

@@ -1,7 +1,7 @@
-"""Bit flips in what operators compute and in what reaches other ranks: which results, which bit, how often.
+"""Bit flips in the results of operators and in received messages: which results, which bit, and how often.
 
-A flip is done by DMR's runtime (``ft.systems.dmr.runtime.falsify``), which every operator goes through; without DMR
-there is nobody to do it.
+The runtime of DMR (``ft.systems.dmr.runtime.falsify``; SpareTrain's double execution of operators) carries a flip out,
+because every operator passes through it. So bit flips can be injected only in runs with DMR.
 """
 
 from collections.abc import Mapping
@@ -18,26 +18,28 @@ PHASES = ("forward", "recompute", "backward", "between", "optimizer")
 PRIMARY, CHECKER = "primary", "checker"
 P2P, ALL_REDUCE = "p2p", "all-reduce"
 PAYLOADS = (P2P, ALL_REDUCE)
+"""Values of ``operator`` for received messages instead of results of operators."""
 
 KEYS = ("operator", "phase", "execution", "bit", "mode", "nth", "probability")
 
 
 @dataclass(frozen=True)
 class Flip:
-    """Which results are hit, and how.
+    """Which results get a flipped bit, and how.
 
     Attributes:
-        operator: torch's name: "mm"; "add_" with any overload, "add_.Tensor" with that one; * and ? as in names of
-            files. Or one of ``PAYLOADS``: what is received from another stage, the result of an all-reduce.
-        phase: of ``PHASES``. execution: PRIMARY, whose result is used, or CHECKER. Both may be ANY.
-        bit: counted from the lowest; None: another one each time.
-        mode: ONCE: the first result that is hit. REPEAT: every one. STUCK: the same bit of the same element has the
-            same value from then on, in one of the two executions of each operator: one unit of the device is broken,
-            and which of the two it gets is drawn. (A bit that is stuck in both is no difference, and DMR is blind to
-            it.)
-        nth: results that fit are counted from 1; those before the nth are spared.
-        probability: of each of them to be hit.
-        seed: of all that is drawn.
+        operator: torch's name of the operator: "mm"; "add_" matches all its overloads, "add_.Tensor" one; * and ? are
+            wildcards. Or one of ``PAYLOADS``: data from another pipeline stage, or the result of an all-reduce.
+        phase: one of ``PHASES``, or ANY.
+        execution: PRIMARY (the execution whose result is used), CHECKER (the one that is compared with it), or ANY.
+        bit: bit number, counted from the lowest; None: a random bit each time.
+        mode: ONCE: only the first matching result. REPEAT: every matching result. STUCK: from the first hit on, the
+            same bit of the same element has a constant value, in one execution of each operator. This models one
+            defective unit of the device; a random draw decides which of the two executions runs on it. (DMR cannot
+            detect a bit that is stuck in both executions.)
+        nth: number of the first matching result that may be hit, counted from 1.
+        probability: probability of each matching result to be hit.
+        seed: seed of all random draws.
     """
 
     operator: str = ANY
@@ -51,10 +53,11 @@ class Flip:
 
     @property
     def is_payload(self) -> bool:
+        """Whether the flip hits received messages instead of results of operators."""
         return self.operator in PAYLOADS
 
     def fits(self, operator: str, phase: str, execution: str | None) -> bool:
-        """Whether a result may be hit. ``execution``: None for a payload."""
+        """Return whether a result may be hit. ``execution`` is None for a received message."""
         if self.phase not in (ANY, phase):
             return False
         if self.is_payload or execution is None:
@@ -75,13 +78,14 @@ _PLAIN = Flip()
 
 
 def read_flip(values: Mapping[str, Any], text: str) -> Flip:
-    """A flip from its keys, as texts or JSON values.
+    """Return the flip that its keys describe, as texts or JSON values.
 
     Args:
-        text: where they come from, for messages.
+        values: key -> value.
+        text: origin of the values, for messages.
 
     Raises:
-        UserError: a value cannot be meant.
+        UserError: a value is not valid.
     """
     read = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""What each key of ``--inject`` and of a scenario says, for people."""
+"""Explanations of the keys of ``--inject`` and of scenario files, as the command ``ft faults`` prints them."""
 
 MEANING = {
     "When: exactly one of these": {
@@ -32,7 +32,7 @@ MEANING = {
         "until": "none later than this, counted from the beginning of training; without it a week. Not with steps.",
     },
 }
-"""Heading -> key -> what it says."""
+"""Heading -> key -> explanation."""
 
 SEED = (
     "A seed (--seed N) fixes all that is left open: kinds, logical ranks, nodes, bits are the same in every run. With "

@@ -1,4 +1,4 @@
-"""What there is to say about a kind of fault; the kinds themselves are in :mod:`ft.faults.table`."""
+"""Data types that describe a kind of fault, with the possible outcomes. The kinds are in :mod:`ft.faults.table`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,24 +19,27 @@ MEANING = {
     STOPPED: "The run ends on all nodes, and says why.",
     UNNOTICED: "Nothing in a plain hot-swap run can see it; the losses differ from then on.",
 }
-"""What comes of a fault where nothing else fails, and what that means; from the least to the worst."""
+"""Outcome of a fault if nothing else fails -> what it means, from the mildest to the worst."""
 
 OF_ACTION = {verdict.RETRY: IN_PLACE, verdict.REPLACE: REPLACED, verdict.RESTART: RESTARTED, verdict.STOP: STOPPED}
-"""What comes of a verdict's action."""
+"""Action of a verdict (``ft.faults.verdict``) -> outcome."""
 
 WORKER, AGENT, NETWORK_OF_NODE, FILES, CONTROL, START = "worker", "agent", "network", "files", "control", "start"
-"""Where a fault is injected. start: by starting a worker in another way than the others, not by ``--inject``."""
+"""Where a fault is injected. START: not by ``--inject``, but by starting one worker with other settings."""
 
 ROOT, GPU, DMR = "root", "gpu", "dmr"
-"""What injecting a fault may need."""
+"""What the injection of a fault may require: root permissions, a GPU, or double execution of operators (DMR)."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What is seen of a fault.
+    """The observation by which a kind of fault is detected.
 
-    ``judge`` asks ``ft.faults.verdict`` about it; ``category`` and ``signal`` are what that has to say, so that a
-    change of the policy shows as a difference from this table.
+    Attributes:
+        category: category that the failure policy assigns.
+        signal: word or two for the observation.
+        judge: returns the verdict of ``ft.faults.verdict`` on this observation. A test compares it with the two other
+            attributes, so that a change of the policy shows as a difference.
     """
 
     category: str
@@ -46,15 +49,18 @@ class Sign:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of fault, or one way of it that ends differently from its others.
+    """One kind of fault, or one variant of a kind that has another outcome than its other variants.
 
     Attributes:
-        kind: its name in ``--inject``. does: what is done.
-        outcome: of ``MEANING``, where nothing else fails. seen: what the operator sees.
-        sign: None where the control plane has nothing to judge.
-        answer: what the system does beyond what the outcome always means.
-        how: keys of ``--inject`` that tell this way, "key=value[:key=value]".
-        where: WORKER, AGENT, ... needs: ROOT, GPU or nothing ("").
+        kind: name in ``--inject``.
+        does: what the injection does.
+        outcome: key of ``MEANING``: the result if nothing else fails.
+        seen: what the operator of the run sees.
+        sign: how the control plane detects it, or None if it detects nothing.
+        answer: what the system does in addition to the meaning of the outcome.
+        how: keys of ``--inject`` that select this variant, "key=value[:key=value]".
+        where: where it is injected (WORKER, AGENT, ...).
+        needs: what the injection requires: ROOT, GPU, DMR or "" (nothing).
     """
 
     kind: str
@@ -69,9 +75,9 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Unique: the kind with its keys."""
+        """Unique name: the kind with the keys of the variant."""
         return f"{self.kind}:{self.how}" if self.how else self.kind
 
     def spec(self, when: str) -> str:
-        """The fault for ``--inject``; ``when``: "step=4:rank=1", say."""
+        """Return the fault as a value of ``--inject``. ``when`` is its time and victim, for example "step=4:rank=1"."""
         return f"{self.kind}@{when}" + (f":{self.how}" if self.how else "")

@@ -1,7 +1,9 @@
-"""Messages that are lost, doubled, late, out of turn or damaged: what is sent in place of one.
+"""Faults of messages: loss, duplication, delay, reordering and corruption, as filters that replace a message to be
+sent.
 
-Frames are a snapshot's chunks on their way to a peer (``ft.state.snapshot.wire.Wire.disturb``), reports what a worker
-tells its agent (``ft.job.agent.link.Link.disturb``).
+A frame is a chunk of a snapshot (the in-memory state of a rank) on its way to a peer
+(``ft.state.snapshot.wire.Wire.disturb``). A report is a message of a worker to its agent
+(``ft.job.agent.link.Link.disturb``).
 """
 
 import threading
@@ -10,17 +12,23 @@ from collections.abc import Callable
 from typing import Any
 
 _REPORT_DELAY_S = 0.3
+"""Delay of a report, in seconds."""
 
 
 class Frames:
-    """One transfer's chunks. ``kind``: of the table, ending in "frame" or "frames"; ``seconds``: of a delay."""
+    """Filter for the chunks of one snapshot transfer.
+
+    Args:
+        kind: kind of the fault, which ends in "frame" or "frames".
+        seconds: delay in seconds, for the kind that delays.
+    """
 
     def __init__(self, kind: str, seconds: float | None):
         self._how, self._seconds = kind.partition("-")[0], seconds or 0.0
         self._kept: list[list] = []
 
     def __call__(self, index: int, total: int, pieces: list) -> list[list]:
-        """What is sent for the chunk ``index`` of ``total``; ``pieces``: its head and its bytes."""
+        """Return what to send instead of chunk ``index`` of ``total``. ``pieces`` are its header and its bytes."""
         if self._how == "reorder" and total > 1:
             return self._swap(index, pieces)
         if index > 0:
@@ -45,7 +53,13 @@ def _damaged(pieces: list) -> list:
 
 
 class Reports:
-    """A worker's reports for ``seconds``; safe from any thread. ``kind``: of the table, ending in "reports"."""
+    """Filter for the reports of a worker during a number of seconds; thread-safe.
+
+    Args:
+        kind: kind of the fault, which ends in "reports".
+        seconds: duration of the fault in seconds.
+        clock: returns the time in seconds.
+    """
 
     def __init__(self, kind: str, seconds: float, clock: Callable[[], float] = time.monotonic):
         self._how, self._clock = kind.partition("-")[0], clock
@@ -54,7 +68,7 @@ class Reports:
         self._kept: list[Any] = []
 
     def __call__(self, report: Any) -> list[Any]:
-        """What is sent for ``report``."""
+        """Return what to send instead of ``report``."""
         if self._clock() < self._until:
             if self._how == "lose":
                 return []

@@ -1,4 +1,4 @@
-"""Takes a node's network away for a while, where the node has a network namespace of its own."""
+"""Temporary loss of a node's network, for agents that run in a network namespace of their own."""
 
 import json
 import os
@@ -17,9 +17,12 @@ _NEEDS = (
 
 
 def check_allowed() -> None:
-    """Raises UserError where this process must not, or cannot, take its interfaces down.
+    """Check that this process can take its network interfaces down, and that it has a network namespace of its own.
 
-    The machine's own network stays: without it there is nobody to end the partition.
+    The machine's own network is never taken down: nothing could end the partition then.
+
+    Raises:
+        UserError: the check fails.
     """
     if not _has_own_namespace():
         raise UserError("partition: this agent is not known to have a network namespace of its own", _NEEDS)
@@ -30,7 +33,9 @@ def check_allowed() -> None:
 
 
 def _has_own_namespace() -> bool:
-    """The namespace is not that of process 1 or, where that one may not be seen, has a name from ``ip netns``."""
+    """Return whether the namespace differs from that of process 1, or, if that one cannot be read, has a name
+    (``ip netns``).
+    """
     own = os.stat("/proc/self/ns/net").st_ino
     try:
         return own != os.stat("/proc/1/ns/net").st_ino
@@ -39,7 +44,7 @@ def _has_own_namespace() -> bool:
 
 
 def interfaces() -> list[str]:
-    """Names of the interfaces that are up, loopback excepted."""
+    """Return the names of the interfaces that are up, without loopback."""
     found = []
     for link in json.loads(_ip("-j", "link", "show") or "[]"):
         flags = link.get("flags", [])
@@ -49,9 +54,9 @@ def interfaces() -> list[str]:
 
 
 class Outage:
-    """The network is gone from construction on, for ``seconds`` or until ``end``.
+    """A network outage that begins with the construction of this object and lasts ``seconds`` or until ``end``.
 
-    What the kernel forgets with an interface, its routes by way of a gateway, is put back with it.
+    The routes through a gateway, which the kernel drops with an interface, are restored at the end.
     """
 
     def __init__(self, seconds: float):
@@ -65,7 +70,7 @@ class Outage:
         self._timer.start()
 
     def end(self) -> None:
-        """Gives the network back; a second call does nothing."""
+        """Restore the network. A second call does nothing."""
         self._timer.cancel()
         with self._lock:
             names, self._interfaces = self._interfaces, []

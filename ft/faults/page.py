@@ -1,6 +1,7 @@
-"""The page "what happens when X fails": the table of kinds with the times that the fault campaign measured.
+"""Generator of the page "what happens when X fails": the table of faults with measured recovery times.
 
-``python -m ft.faults.page`` writes it.
+``python -m ft.faults.page`` writes the page. The times come from the fault campaign, an experiment that injects all
+kinds of faults.
 """
 
 import json
@@ -40,10 +41,10 @@ rung does training go on with a state that is not verified.
 
 
 def page(times: Mapping[str, Mapping]) -> str:
-    """The page as Markdown.
+    """Return the page as Markdown.
 
     Args:
-        times: what the campaign says: row's name -> {"count", "median_s", "worst_s"}, and "command".
+        times: result of the fault campaign: name of a row -> {"count", "median_s", "worst_s"}, and "command".
     """
     lines = [_HEAD + "\n".join(f"| {outcome} | {meaning} |" for outcome, meaning in MEANING.items())]
     lines.append(_TIMES_HEAD.format(command=_command(times)))
@@ -57,7 +58,7 @@ def page(times: Mapping[str, Mapping]) -> str:
 
 
 def _how_to_ask() -> list[str]:
-    """The grammar of ``--inject``, what a seed fixes, and scenario files."""
+    """Return the lines about the syntax of ``--inject``, about the seed, and about scenario files."""
     lines = ["## How to ask for faults\n", "`--inject KIND@KEY=VALUE[:KEY=VALUE...][,...]`, as often as you like.\n"]
     lines += ["| key | what it says |", "|---|---|"]
     for heading, sayings in keys.MEANING.items():
@@ -68,7 +69,7 @@ def _how_to_ask() -> list[str]:
 
 
 def read_times(root: Path) -> dict[str, dict]:
-    """The campaign's times; nothing where there are none."""
+    """Return the times that the fault campaign measured; an empty dictionary if there are none."""
     file = root / TIMES
     return json.loads(file.read_text()) if file.exists() else {}
 
@@ -97,7 +98,7 @@ def _how_long(row: Row, measured: Mapping | None) -> str:
 
 
 def main() -> int:
-    """Writes the page into the repository that this file belongs to."""
+    """Write the page into the repository that contains this file."""
     (CHECKOUT / PAGE).parent.mkdir(exist_ok=True)
     (CHECKOUT / PAGE).write_text(page(read_times(CHECKOUT)))
     return 0

@@ -1,7 +1,8 @@
-"""Points inside forward and backward at which a planned fault happens: hooks, where and as long as one is planned.
+"""Hooks for faults in the middle of the forward and the backward pass; they are installed only if such a fault is
+planned.
 
-The other phases are calls of ``Injector.at`` in the trainer: around the gradient reduction, the optimizer step, the
-snapshot transfer, a save and an evaluation there is code of ours; in the middle of autograd there is none.
+All other points of a step need no hook: the trainer calls ``Injector.at`` around the gradient reduction, the optimizer
+step, the snapshot transfer, a save and an evaluation. Only inside autograd there is no code of this project.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +15,15 @@ from ft.faults.worker import Injector
 
 
 def plant(injector: Injector, chunks: Sequence[nn.Module], step: Callable[[], int]) -> Callable[[], None]:
-    """Installs the hooks for the faults that ``injector`` has; without such faults it installs nothing.
+    """Install the hooks for the planned forward and backward faults of this rank, if there are any.
 
     Args:
-        chunks: the model chunks of this rank. step: number of the step under way (the first one is 1).
+        injector: the planned faults of this rank.
+        chunks: the model chunks of this rank (virtual pipeline stages).
+        step: returns the number of the present step, counted from 1.
 
     Returns:
-        a function that removes the hooks.
+        A function that removes the hooks.
     """
     handles = []
     chunk = chunks[len(chunks) // 2]
@@ -38,7 +41,9 @@ def plant(injector: Injector, chunks: Sequence[nn.Module], step: Callable[[], in
 
 
 def middle_module(chunk: nn.Module) -> nn.Module:
-    """The middle one of a chunk's layers; where it has no list of layers, of its innermost modules with parameters."""
+    """Return the middle layer of a chunk; without a list of layers, the middle one of its leaf modules with
+    parameters.
+    """
     lists = [m for m in chunk.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     if lists:
         layers = max(lists, key=len)
@@ -49,7 +54,7 @@ def middle_module(chunk: nn.Module) -> nn.Module:
 
 def _in_forward(injector: Injector, chunk: nn.Module, step: Callable[[], int]):
     def hook(module: nn.Module, inputs: Any) -> None:
-        # An evaluation is forward too, but not of a step. Gradients say nothing: recomputed layers run without.
+        # Skip evaluations. Whether gradients are enabled does not tell: recomputed layers first run without them.
         if chunk.training:
             injector.at("forward", step())
 
@@ -58,7 +63,7 @@ def _in_forward(injector: Injector, chunk: nn.Module, step: Callable[[], int]):
 
 def _in_backward(injector: Injector, step: Callable[[], int]):
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        # A layer that is recomputed makes the tensor that matters then, in the middle of backward, and comes by again.
+        # A recomputed layer creates its differentiable output during backward; this hook then runs again.
         tensor = next(_differentiable(output), None)
         if tensor is not None:
             tensor.register_hook(lambda gradient: injector.at("backward", step()))

@@ -1,4 +1,4 @@
-"""Scenario files: the faults of an experiment with their seed, as YAML, TOML or JSON (``ft.faults.keys.SCENARIO``)."""
+"""Scenario files: lists of faults with a seed, as YAML, TOML or JSON. ``ft.faults.keys.SCENARIO`` shows an example."""
 
 import json
 import tomllib
@@ -13,17 +13,22 @@ from ft.faults.spec import FaultSpec, from_values, parse
 
 @dataclass(frozen=True)
 class Scenario:
-    """Faults as they were asked for, and the seed to draw what is open with (None: the file has none)."""
+    """The content of a scenario file.
+
+    Attributes:
+        specs: the faults that were asked for.
+        seed: seed for random victims and times, or None if the file has none.
+    """
 
     specs: list[FaultSpec]
     seed: int | None = None
 
 
 def read_scenario(path: str | Path) -> Scenario:
-    """Reads a scenario file. A trace in it is found from the file's folder.
+    """Read a scenario file. The path of a trace file in it is relative to the folder of the scenario file.
 
     Raises:
-        UserError: it cannot be read, or is wrong; the fault is named by its place in the list.
+        UserError: the file cannot be read or an entry is not valid; the message names the entry by its position.
     """
     path = Path(path)
     values = _load(path)
@@ -42,10 +47,12 @@ def read_scenario(path: str | Path) -> Scenario:
 
 
 def read_specs(texts: Sequence[str], scenario: str | None, seed: int | None) -> tuple[list[FaultSpec], int]:
-    """The faults of ``--inject``'s ``texts`` and of the ``scenario`` file, and the seed.
+    """Return the faults of the ``--inject`` values ``texts`` and of the ``scenario`` file, and the seed.
+
+    The argument ``seed`` has priority over the seed in the file; without either, the seed is 0.
 
     Raises:
-        UserError: naming everything that cannot be understood.
+        UserError: listing everything that is not valid.
     """
     specs, problems = [], Problems()
     for text in texts:
@@ -78,7 +85,7 @@ def _load(path: Path) -> Any:
         return read(path.read_text())
     except OSError as error:
         raise UserError(f"scenario {path} cannot be read: {error}", "give a readable file") from error
-    except ValueError as error:  # of characters, too, that are no text
+    except ValueError as error:  # also raised for bytes that are not valid text
         fix = "correct the file; formats by ending: .yaml, .yml, .toml, .json"
         raise UserError(f"scenario {path} is not {name}: {error}", fix) from error
 

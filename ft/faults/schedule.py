@@ -1,4 +1,4 @@
-"""From what was asked for to what will happen: open victims and times are drawn, the same ones from the same seed."""
+"""Schedule of faults: draws random victims and times, and numbers the faults. The same seed gives the same schedule."""
 
 import math
 import random
@@ -12,21 +12,28 @@ from ft.faults.spec import FaultSpec
 from ft.faults.trace import read_trace
 
 HORIZON_S = 7 * 24 * 3600.0
+"""Default limit for drawn times, in seconds: one week."""
 MOST_OF_A_DISTRIBUTION = 1000
-"""Where no ``count`` is given: a worker looks through them all when it starts."""
+"""Maximum number of faults of one entry without ``count``. It is limited because a worker reads all faults at its
+start.
+"""
 
 
 def schedule(
     specs: Sequence[FaultSpec], world_size: int, nodes: Sequence[str], seed: int, horizon_s: float = HORIZON_S
 ) -> list[Fault]:
-    """The faults of a run, numbered from 1: those with a step by step, then those with a time by time.
+    """Return the faults of a run, numbered from 1: first those with a step, by step, then those with a time, by time.
 
-    A spec's draws depend on the seed and its place in the list alone, so that adding one at the end changes no other.
+    The random draws for an entry depend only on the seed and its place in the list, so adding an entry at the end
+    changes no other.
 
     Args:
-        nodes: names in the order of their node ranks; the first one hosts the control plane, and a random node is
-            another one wherever there is one.
-        horizon_s: no sampled time lies beyond it.
+        specs: the faults that were asked for.
+        world_size: number of logical ranks.
+        nodes: names of the nodes, in the order of their node ranks. The first node hosts the control plane; a random
+            node is one of the others if there are any.
+        seed: seed of the random draws.
+        horizon_s: limit for drawn times, in seconds.
 
     Raises:
         UserError: a victim does not exist.
@@ -43,14 +50,14 @@ def schedule(
 
 
 def _moments(spec: FaultSpec, rng: random.Random, horizon_s: float) -> list[FaultSpec]:
-    """One spec per fault, each with a step or a time."""
+    """Return one entry for each fault, with a fixed step or time."""
     if spec.every is None and spec.trace is None:
         return [spec]
     end = min(horizon_s, spec.until if spec.until is not None else horizon_s)
     most = spec.count if spec.count is not None else MOST_OF_A_DISTRIBUTION
     if spec.trace is not None:
         return [one for one in read_trace(spec) if one.time <= end][:most]
-    if spec.every.in_steps:  # a failure in the 3.2nd step is one of step 4: as many steps are done before it as drawn
+    if spec.every.in_steps:  # a drawn value of 3.2 means step 4: three whole steps are done before
         return [replace(spec, every=None, step=math.ceil(at)) for at in islice(spec.every.times(rng), most)]
     found = []
     for time in islice(spec.every.times(rng), most):

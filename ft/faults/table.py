@@ -1,7 +1,7 @@
-"""Every kind of fault, once: what breaks, what gives it away, what it is taken for, what comes of it.
+"""The table of all kinds of faults: what each one breaks, how it is detected, how it is classified, and its outcome.
 
-``ft run --inject`` takes its kinds from here, the tests go through the rows, ``ft faults`` prints them, and the page
-``docs/what_happens_when.md`` is made of them.
+``ft run --inject`` takes its kinds from this table, the tests iterate over its rows, ``ft faults`` prints it, and the
+page ``docs/what_happens_when.md`` is generated from it.
 """
 
 from ft.faults.distributions import parse_duration
@@ -14,19 +14,19 @@ GROUPS: dict[str, tuple[Row, ...]] = {**workers.GROUPS, **around.GROUPS}
 
 TABLE = tuple(row for rows in GROUPS.values() for row in rows)
 NAMES = tuple(dict.fromkeys(row.kind for row in TABLE if row.where != START))
-"""The kinds that ``--inject`` knows."""
+"""The kinds that ``--inject`` accepts."""
 
 
 def rows_of(kind: str) -> list[Row]:
-    """The ways of a kind."""
+    """Return the rows of a kind, one for each variant."""
     return [row for row in TABLE if row.kind == kind]
 
 
 def row_of(fault: Fault) -> Row:
-    """The way of its kind that a planned fault is.
+    """Return the row of the variant that a planned fault belongs to.
 
     Raises:
-        StopIteration: there is none of its kind.
+        StopIteration: no row has its kind.
     """
     rows = sorted(rows_of(fault.kind), key=lambda row: not row.how)
     return next(row for row in rows if all(_has(fault, pair) for pair in filter(None, row.how.split(":"))))

@@ -1,9 +1,11 @@
-"""Failures that happened elsewhere, replayed: a file with one per line.
+"""Trace files: recorded failures of another run, one per line, which are injected again.
 
-# seconds since training began, kind, logical rank: the last two may be left out
-12.5
-30   kill  2
-{"time": 41, "kind": "slow", "rank": 3, "for": 5}
+An example::
+
+    # seconds since training began, kind, logical rank; kind and rank may be omitted
+    12.5
+    30   kill  2
+    {"time": 41, "kind": "slow", "rank": 3, "for": 5}
 """
 
 import json
@@ -16,10 +18,10 @@ from ft.faults.spec import ONLY_FOR, FaultSpec, from_values
 
 
 def read_trace(spec: FaultSpec) -> list[FaultSpec]:
-    """One spec with a time per line of ``spec.trace``, earliest first; what a line leaves open is as in ``spec``.
+    """Return one entry for each line of the file ``spec.trace``, earliest first. Omitted values are those of ``spec``.
 
     Raises:
-        UserError: the file cannot be read, or a line in it; its number is named.
+        UserError: the file or a line is not valid; the message names the line number.
     """
     path = Path(spec.trace)
     try:

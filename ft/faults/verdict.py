@@ -1,4 +1,7 @@
-"""From what was seen of a failure to what is done about it (paper, table II; FT-HSDP, section 4.2)."""
+"""Failure policy: classification of an observed failure, and the action to take.
+
+It implements DEADPOOL, table II, with the treatment of NCCL errors of FT-HSDP, section 4.2.
+"""
 
 import signal
 from collections.abc import Sequence
@@ -6,7 +9,7 @@ from dataclasses import dataclass, replace
 
 RETRY, REPLACE, RESTART, STOP = "in place", "replace", "restart", "stop"
 SEVERITY = (RETRY, REPLACE, RESTART, STOP)
-"""Actions; of several, the last one here is what is done."""
+"""Actions, from the mildest to the most severe; of several simultaneous failures, the most severe action is taken."""
 
 TRANSIENT = "transient communication fault"
 DEVICE = "GPU memory fault"
@@ -16,19 +19,22 @@ SOFTWARE = "software bug or unknown failure"
 USER = "user error"
 
 USER_CODE = 2
-"""What ``UserError`` exits with."""
+"""Exit code of a process that ended with ``UserError``."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a failure is taken for, and what is done.
+    """The classification of a failure, with the action to take.
 
     Attributes:
-        category: a row of the paper's table II, or USER. action: RETRY, REPLACE, RESTART or STOP.
-        reason: in words. signal: what gave it away, in a word or two.
-        node_suspect: the node is at fault, not only the process: no further worker is started there.
-        key: the same for the same error. in_vain: nothing has died or raised an error, and nothing from outside was
-            seen to hold a process: somebody was waited for in vain.
+        category: a row of DEADPOOL, table II, or USER.
+        action: RETRY (keep the worker and repeat), REPLACE (by a standby), RESTART (all workers) or STOP.
+        reason: why, for people.
+        signal: a word or two for the observation that revealed the failure.
+        node_suspect: whether the node is at fault, not only the process; then no further worker is started there.
+        key: text that is equal for equal errors.
+        in_vain: whether the failure was an unanswered wait: no process died or raised an error, and no outside cause
+            for the delay of a process was seen.
     """
 
     category: str
@@ -42,7 +48,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rule:
-    """If an exception is of one of ``kinds`` (empty: any) and its text has one of ``words`` (empty: any)."""
+    """A rule for exceptions, which applies if the class and the text of the exception match.
+
+    Attributes:
+        kinds: class names, one of which the exception or a base class must have; empty: any class.
+        words: words, one of which the lower-case text must contain; empty: any text.
+        category: category of the verdict.
+        action: action of the verdict.
+        node_suspect: whether the node is at fault.
+    """
 
     kinds: tuple[str, ...]
     words: tuple[str, ...]
@@ -54,28 +68,28 @@ class Rule:
 _STORAGE_WORDS = ("no space left", "input/output error", "read-only file system", "stale file handle")
 
 RULES = (
-    # What our own code says is meant, and comes before any word of the message.
+    # Exceptions of this project are explicit, so they are matched before any word of the message.
     Rule(("UserError",), (), USER, STOP),
     Rule(("ReplaceNodeError",), (), HOST, REPLACE, True),
     Rule(("EpochClosed",), (), TRANSIENT, RETRY),
-    # Devices: the text tells a broken device from a program that misuses it.
+    # Devices: the text distinguishes a broken device from a program that misuses it.
     Rule((), ("uncorrectable", "ecc error", "xid", "double bit", "row remap"), DEVICE, REPLACE, True),
     Rule((), ("device-side assert", "out of memory. tried", "cuda out of memory"), SOFTWARE, RESTART),
     Rule(("OutOfMemoryError",), (), SOFTWARE, RESTART),
     Rule((), ("illegal memory access", "unspecified launch failure", "misaligned address"), DEVICE, REPLACE),
     Rule((), ("fallen off the bus", "pcie", "device unavailable", "no cuda-capable device"), HOST, REPLACE, True),
-    # NCCL: FT-HSDP retries what a dead peer causes, and nothing that points at this side.
+    # NCCL: FT-HSDP retries errors that a dead peer causes, but no error of this side.
     Rule((), ("ncclinvalid", "invalid usage", "invalid argument"), SOFTWARE, RESTART),
     Rule((), ("ncclsystemerror", "ncclinternalerror", "ibv_"), NETWORK, REPLACE, True),
     Rule((), ("ncclremoteerror", "nccl communicator was aborted"), TRANSIENT, RETRY),
     Rule((), ("ncclunhandledcudaerror", "cuda error"), DEVICE, REPLACE),
     Rule(("AcceleratorError",), (), DEVICE, REPLACE),
-    # Storage: a remote or full disk may serve another node.
+    # Storage: another node may be able to use its storage.
     Rule((), _STORAGE_WORDS, NETWORK, REPLACE, True),
     Rule((), ("remote i/o error", "endpoint is not connected", "network is unreachable"), NETWORK, REPLACE, True),
     Rule(("MemoryError",), (), HOST, REPLACE),
     Rule((), ("cannot allocate memory", "too many open files"), HOST, REPLACE),
-    # A copy that turned out damaged: the next source of the same state, which is the checkpoint once peers are through.
+    # A damaged copy: use the next source of the same state, which is the checkpoint once all peers were tried.
     Rule(("FallbackError",), (), NETWORK, RESTART),
     Rule(("RecoverableError",), (), TRANSIENT, RETRY),
     Rule(("DistNetworkError", "DistBackendError", "DistStoreError", "DistError"), (), TRANSIENT, RETRY),
@@ -83,11 +97,13 @@ RULES = (
     Rule((), ("connection closed", "connection reset", "gloo/transport", "broken pipe"), TRANSIENT, RETRY),
     Rule((), (), SOFTWARE, RESTART),
 )
-"""The table for exceptions; the first rule that fits counts."""
+"""The rules for exceptions; the first rule that matches applies."""
 
 
 def of_error(kinds: Sequence[str], message: str) -> Verdict:
-    """A worker has caught an exception of its own. ``kinds``: its class and bases, most special first."""
+    """Classify an exception that a worker has caught. ``kinds``: names of its class and base classes, most
+    specific first.
+    """
     first = message.strip().splitlines()[0][:300] if message.strip() else ""
     head = f"{kinds[0] if kinds else 'an exception'}: {first}".rstrip(": ")
     said = message.lower()
@@ -102,7 +118,7 @@ def _fits(rule: Rule, kinds: Sequence[str], said: str) -> bool:
 
 
 def of_exit(code: int) -> Verdict:
-    """A process has ended before its work was done. ``code``: as it exited, or -N: killed by signal N."""
+    """Classify a process that ended before its work was done. ``code``: its exit code, or -N if signal N killed it."""
     if code == USER_CODE:
         return Verdict(USER, STOP, "exited with code 2: its input cannot work", "exit 2", key="exit 2")
     if code < 0:
@@ -114,7 +130,12 @@ def of_exit(code: int) -> Verdict:
 
 
 def of_silence(silent_s: float, state: str) -> Verdict:
-    """A worker sends no heartbeats. ``state``: its letter in /proc."""
+    """Classify a worker that sends no heartbeats.
+
+    Args:
+        silent_s: seconds since its last heartbeat.
+        state: state letter of its process in /proc.
+    """
     what = {"T": "stopped", "t": "traced", "D": "blocked in the kernel", "Z": "ended"}.get(state, "alive but silent")
     return Verdict(
         HOST,
@@ -127,19 +148,19 @@ def of_silence(silent_s: float, state: str) -> Verdict:
 
 
 def of_stall(where: str, seconds: float, limit_s: float) -> Verdict:
-    """A worker beats and computes while the others wait for it."""
+    """Classify a worker that sends heartbeats and computes while the others wait for it."""
     reason = f"in {where or 'no group operation'} for {seconds:.1f} s while others wait for it (limit {limit_s:.1f} s)"
     return Verdict(HOST, REPLACE, reason, "stall", key="stall", in_vain=True)
 
 
 def of_standstill(group: str, seconds: float, limit_s: float) -> Verdict:
-    """Everybody waits for somebody."""
+    """Classify a standstill in which every worker waits in a communication operation."""
     reason = f"all workers wait, this one in {group} for {seconds:.1f} s (limit {limit_s:.1f} s)"
     return Verdict(TRANSIENT, RETRY, reason, "standstill", key="connection", in_vain=True)
 
 
 def of_suspicion(group: str, message: str) -> Verdict:
-    """A connection was lost and nobody has died."""
+    """Classify a lost connection when no process has died."""
     first = message.strip().splitlines()[0][:200] if message.strip() else "connection lost"
     return Verdict(
         TRANSIENT, RETRY, f"group {group}: {first}; nobody has died", "connection", key="connection", in_vain=True
@@ -147,24 +168,26 @@ def of_suspicion(group: str, message: str) -> Verdict:
 
 
 def of_lost_agent(node: str, why: str) -> Verdict:
-    """With its agent, all workers of a node are lost together: nobody could kill or watch them."""
+    """Classify the loss of an agent. All workers of its node are lost with it, because nothing else could kill or
+    watch them.
+    """
     return Verdict(HOST, REPLACE, f"node {node} is lost: {why}", "node lost", True, key="node lost")
 
 
 def of_lateness(what: str, limit_s: float, action: str = REPLACE) -> Verdict:
-    """A worker lives and does not do its part of a recovery."""
+    """Classify a worker that lives but does not do its part of a recovery in time."""
     category = HOST if action == REPLACE else TRANSIENT
     return Verdict(category, action, f"{what} within {limit_s:g} s", "deadline", key="deadline", in_vain=True)
 
 
 def of_drift(differences: Sequence[str]) -> Verdict:
-    """A worker is set up in another way than those before it. ``differences``: sentences, one for each setting."""
+    """Classify a worker whose settings differ from the others'. ``differences``: one sentence for each setting."""
     reason = "it is not set up as the other workers are:\n  " + "\n  ".join(differences)
     return Verdict(USER, STOP, reason, "drift", key="drift")
 
 
 def raised(verdict: Verdict, action: str, why: str) -> Verdict:
-    """The same with a stronger action, because of what happened before."""
+    """Return the verdict with a more severe action, because of earlier failures."""
     category = SOFTWARE if action in (RESTART, STOP) and verdict.action != action else verdict.category
     return replace(verdict, category=category, action=action, reason=f"{verdict.reason}; {why}")
 

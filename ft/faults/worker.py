@@ -1,4 +1,4 @@
-"""Faults of one worker: it announces each one, and then does it to itself."""
+"""Injector of the faults of one worker: the worker announces each fault, then inflicts it on itself."""
 
 import os
 import threading
@@ -11,27 +11,31 @@ from ft.faults.alarm import Alarm
 from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES, Fault, planned
 
 MOST_SLEEP_S = 10.0
-"""A slow step is made at most this much longer."""
+"""Maximum extra duration of a slow step, in seconds."""
 
 _UNSEEN_STEP_S = 0.1
+"""Assumed duration in seconds of a step that was not measured."""
 
 
 class Actions(Protocol):
-    """What only the worker's session can break."""
+    """Faults that need the internals of the worker's session."""
 
     def act(self, fault: Fault) -> None:
-        """Does ``fault``, of a kind that is not in ``ft.faults.acts``."""
+        """Carry out ``fault``, of a kind that is not in ``ft.faults.acts``."""
 
 
 class Injector:
-    """The planned faults of one logical rank, carried out by the worker that holds it.
+    """Carries out the planned faults of one logical rank, in the worker that holds it.
 
     Args:
-        faults: of the whole run. rank: the logical rank of this worker. node: its node.
-        fired: numbers of the faults that have happened: a step that is redone has no fault the second time.
-        announce: called before a fault, returns when the fault is on record: after a SIGKILL nobody can say it.
-        actions: what the session does.
-        began: wall time at which training began, default now.
+        faults: planned faults of the whole run.
+        rank: logical rank of this worker.
+        node: node of this worker.
+        fired: numbers of the faults that have happened; a repeated step has no fault the second time.
+        announce: called before each fault; returns once the fault is recorded. After a SIGKILL the worker could not
+            report.
+        actions: carries out the faults that need the worker's session.
+        began: wall-clock time in seconds at which training began; default: now.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class Injector:
         self._planned: dict[tuple[str, int], list[Fault]] = {}
         self._alarm: Alarm | None = None
         self._arm(time.time() if began is None else began)
-        # What ``at`` looks at: false for ever where nothing is planned.
+        # Lets ``at`` return at once if no fault is planned for this worker.
         self.is_armed = bool(self._mine)
 
     @classmethod
@@ -69,25 +73,28 @@ class Injector:
         actions: Actions,
         environment: Mapping[str, str] = os.environ,
     ) -> "Injector":
-        """With the faults of the file ``FT_FAULTS``; ``FT_BEGAN``: the wall time at which training began, or now."""
+        """Return an injector for the faults in the file that ``FT_FAULTS`` names.
+
+        The variable ``FT_BEGAN`` holds the wall-clock time at which training began; default: now.
+        """
         began = environment.get("FT_BEGAN")
         return cls(planned(environment), rank, node, fired, announce, actions, None if began is None else float(began))
 
     def has(self, phase: str) -> bool:
-        """A fault in ``phase`` of some step is still to come here."""
+        """Return whether a fault in ``phase`` of some step is still to come on this worker."""
         with self._lock:
             return any(f.phase == phase and f.step is not None and f.number not in self._fired for f in self._mine)
 
     def update(self, fired: Iterable[int]) -> None:
-        """Takes over which faults have happened, from an ``Open`` order."""
+        """Add the numbers of faults that have happened, as an ``Open`` order (which opens an epoch) lists them."""
         with self._lock:
             self._fired |= set(fired)
 
     def at(self, phase: str, step: int) -> None:
-        """The worker is in ``phase`` of ``step`` (the first step is 1).
+        """Carry out the faults that are due at ``phase`` of ``step`` (counted from 1).
 
         Raises:
-            Exception: what a planned fault raises.
+            Exception: the exception that a planned fault raises.
         """
         if not self.is_armed:
             return
@@ -99,7 +106,7 @@ class Injector:
             self._fire(fault)
 
     def close(self) -> None:
-        """No fault comes from the clock any more."""
+        """Stop the timer for faults with a time."""
         if self._alarm is not None:
             self._alarm.close()
 
@@ -115,8 +122,11 @@ class Injector:
             self._alarm = Alarm(timed, began, self._fire)
 
     def _due(self, phase: str, step: int) -> Sequence[Fault]:
-        """Those of this point. In a recovery, whoever has just joined does not know the step: it is that of the last
-        fault or a later one."""
+        """Return the faults that are due at this point.
+
+        A worker that has just joined a recovery does not know the step. It is that of the last fault that happened, or
+        later.
+        """
         if phase not in RECOVERY_PHASES:
             return self._planned.get((phase, step), ())
         with self._lock:
@@ -130,7 +140,7 @@ class Injector:
             self._fired.add(fault.number)
         self._announce(fault)
         if fault.step is None and fault.kind in IN_TRAINING:
-            self._pending.append(fault)  # by the clock's thread: the training thread does it at its next point
+            self._pending.append(fault)  # on the timer's thread; the training thread carries it out
         else:
             self._do(fault)
 
@@ -144,7 +154,7 @@ class Injector:
 
 
 class _Slowdown:
-    """Makes steps last ``factor`` times as long, for a while, by sleeping at the start of each."""
+    """Makes steps last ``factor`` times as long for a while, by sleeping at the start of each step."""
 
     def __init__(self):
         self._factor, self._until = 1.0, 0.0
@@ -154,7 +164,7 @@ class _Slowdown:
         self._factor, self._until = factor, time.monotonic() + seconds
 
     def step_begins(self) -> None:
-        """Between two steps; sleeps for what the last step took, times ``factor - 1``."""
+        """Sleep for ``factor - 1`` times the duration of the last step, if a slowdown is active."""
         now = time.monotonic()
         if now < self._until:
             last = now - self._began if self._began is not None else _UNSEEN_STEP_S

@@ -1,1 +1,1 @@
-"""The rows of the table of faults, by what breaks."""
+"""The rows of the table of faults, grouped by the component that breaks."""

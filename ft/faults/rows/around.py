@@ -1,4 +1,6 @@
-"""Faults around the workers: messages, checkpoints, nodes, the control plane, and what is wrong before training."""
+"""Table rows for the faults outside the workers: messages, checkpoints, nodes, the control plane, and wrong
+settings.
+"""
 
 from functools import partial
 

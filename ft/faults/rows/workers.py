@@ -1,4 +1,4 @@
-"""Faults of one worker: its process, its resources, its errors, its data in memory."""
+"""Table rows for the faults of one worker: its process, its resources, its exceptions, and its data in memory."""
 
 from functools import partial
 

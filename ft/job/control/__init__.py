@@ -1,5 +1,8 @@
-"""The side-car control plane (paper, section VI-C): membership, verdicts, epochs, recovery.
+"""The control plane of a run: the process that decides which workers are members, what failed, and how the job
+recovers.
 
-``controller.decide`` is all of its judgement, free of I/O, clocks and chance; ``sidecar`` is the process around it and
-``board`` its wire. What was decided can be derived again from the journal (``journal.rebuild``).
+It implements the control plane of DEADPOOL, section VI-C. :func:`ft.job.control.controller.decide` makes all decisions
+and is a pure state machine without I/O, clocks or randomness. :mod:`ft.job.control.sidecar` is the process around this
+state machine, :mod:`ft.job.control.channel` transports its messages, and :mod:`ft.job.control.journal` records its
+input, from which the state can be recomputed.
 """

@@ -1,4 +1,4 @@
-"""``python -m ft.job.control``: the side-car."""
+"""``python -m ft.job.control`` runs the control plane process."""
 
 from ft.job.control.sidecar import main
 

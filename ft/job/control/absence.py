@@ -1,4 +1,7 @@
-"""The control plane was away: what it did not hear meanwhile says nothing about those who could not tell it."""
+"""Handler for the first report of a control plane that takes over: it restarts all timers.
+
+Silence of an agent while no control plane was listening is not evidence that this agent has failed.
+"""
 
 from dataclasses import replace
 
@@ -9,7 +12,9 @@ from ft.job.control.state import State
 
 
 def control_back(state: State, now: float, report: m.ControlBack, out: Decisions) -> None:
-    """Every wait begins again. What the agents have to tell of the time between, they report now."""
+    """Restart every timer at ``now``. The agents resend all reports that the previous control plane has not
+    recorded.
+    """
     away = now - max([state.since, *(agent.heard_at for agent in state.agents.values())])
     state.since = now
     for agent in state.agents.values():

@@ -1,4 +1,8 @@
-"""Agents and workers that come, and what they say of themselves while nothing is wrong."""
+"""Handlers of the control plane for reports of normal operation: agents and workers that join, progress and finish.
+
+Each handler takes the state, the time in seconds, the report and the list of decisions, to which it appends. Terms: an
+epoch is a version of the map logical rank -> worker; a seat is one entry of that map.
+"""
 
 from ft.base import events
 from ft.faults.verdict import USER_CODE, signal_name
@@ -52,7 +56,7 @@ def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisio
         out.add(f"ignored: the agent of {report.node} is known to be gone")
     elif report.signum and (state.phase == GATHERING or any(w.node == agent.node for w in state.seated())):
         ends.agent_left(state, now, agent, report.signum, out)
-    elif report.signum:  # a standby node's: the others go on, or save and end, as they were told
+    elif report.signum:  # it had no seated worker: the other nodes continue, or save and exit on their own signal
         lose_agent(state, now, agent, f"its agent was told to end by {signal_name(report.signum)}", out)
     else:
         lose_agent(state, now, agent, "its agent has ended", out)

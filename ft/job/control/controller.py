@@ -1,8 +1,8 @@
-"""The control plane's decisions: ``decide(state, now, report)`` is the only function that changes the state.
+"""The decision function of the control plane: only ``decide(state, now, report)`` changes the state.
 
-It reads no clock, draws no rng and does no I/O: the same code runs in production, in simulation and in a replay of the
-journal. Everything that depends on time alone is decided when ``decide`` is called without a report, and such a call
-that decides nothing leaves the state as it was.
+``decide`` reads no clock, draws no random number and does no I/O, so the same code runs in production, in simulation
+and when the journal is replayed. Decisions that depend only on time are made when ``decide`` is called without a
+report. Such a call leaves the state as it was if no deadline has passed.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,15 @@ from ft.job.control.state import ENDED, State
 
 
 def decide(state: State, now: float, report: Any | None) -> list[Decision]:
-    """Takes one report in, or that time has passed (None).
+    """Process one report, or the passing of time if ``report`` is None.
 
     Args:
-        state: is changed in place. now: seconds on one clock that never goes back; the same for all calls.
+        state: state of the control plane; changed in place.
+        now: time in seconds on one monotonic clock, the same clock for all calls.
+        report: a message of ``ft.job.messages.reports``, or None.
 
     Returns:
-        what was decided, in order; the orders go out in the sequence in which they stand there.
+        The decisions, in order. Their orders are sent in this sequence.
     """
     out = Decisions()
     if state.phase == ENDED:
@@ -33,13 +35,13 @@ def decide(state: State, now: float, report: Any | None) -> list[Decision]:
         if handler is None:
             return out.add(f"ignored: {type(report).__name__} is no report for the control plane")
         handler(state, now, report, out)
-    if out:  # a heartbeat, or that time has passed, changes nothing by itself
+    if out:  # a heartbeat or the passing of time without a decision cannot complete a phase
         epochs.advance(state, now, out)
     return out
 
 
 def next_deadline(state: State, now: float) -> float:
-    """When to call ``decide`` without a report, if none comes before; never in the past."""
+    """Return the time at which to call ``decide`` without a report if no report arrives before; never in the past."""
     return now + 3600.0 if state.phase == ENDED else deadlines.following(state, now)
 
 

@@ -1,4 +1,8 @@
-"""What follows from time having passed, and when that is to be asked for the next time."""
+"""Decisions of the control plane that follow from the passing of time, and the time of the next check.
+
+Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. The phases (OPENED,
+REPAIRING, ...) are those of ``ft.job.control.state``.
+"""
 
 from ft.faults import verdict
 from ft.faults.verdict import RETRY
@@ -12,11 +16,11 @@ from ft.job.control.liveness import View
 from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, OPENED, REPAIRING, RESUMING, RUNNING, State, Worker
 
 _JUST_AFTER_S = 0.001
-"""A deadline has passed when more than its time has: it is looked at so much later."""
+"""Seconds after a deadline at which it is checked: a deadline has passed only when more than its time has passed."""
 
 
 def judge(state: State, now: float, out: Decisions) -> None:
-    """Takes note of every deadline that has passed; leaves the state as it is where none has."""
+    """React to the first kind of deadline that has passed; leave the state as it is if none has."""
     for check in (_agents, _start, _spawned, _phase, _suspicions, _stalls, _left):
         before = len(out)
         check(state, now, out)
@@ -25,9 +29,9 @@ def judge(state: State, now: float, out: Decisions) -> None:
 
 
 def following(state: State, now: float) -> float:
-    """The next moment at which ``judge`` may find something."""
+    """Return the next time at which ``judge`` may find a deadline that has passed."""
     limits = state.limits()
-    moments = [now + limits.agent_beat_s]  # liveness is asked for at the pace at which news of it comes
+    moments = [now + limits.agent_beat_s]  # liveness is checked at the rate at which heartbeats arrive
     moments += [s.since + limits.suspicion_s for s in state.suspicions.values()]
     if state.phase == OPENED:
         moments += [state.since + limits.drain_s, state.since + limits.assemble_s]
@@ -62,7 +66,7 @@ def _start(state: State, now: float, out: Decisions) -> None:
 
 
 def _spawned(state: State, now: float, out: Decisions) -> None:
-    """Workers that were ordered, or started, and do not get ready."""
+    """Handle workers that were ordered or started but do not become ready in time."""
     limit = state.options.timeouts.ready_s
     for node, times in state.spawning.items():
         overdue = [at for at in times if now > at + limit]
@@ -98,13 +102,13 @@ def _phase(state: State, now: float, out: Decisions) -> None:
         missing = [w for w in seated if w.resumed < state.epoch]
         _late(state, now, missing, "it has not begun its first step", limits.repair_s, out, together=True)
     elif state.phase == RESUMING and passed > limits.start_s:
-        # A first step may take any time. Who has not even taken its seat keeps the others from being judged as well.
+        # A first step may take any time, but hangs are detected only after all workers have joined the epoch.
         absent = [w for w in seated if not w.left and _epoch_of(state, w) != state.epoch]
         _late(state, now, absent, "it has not taken its seat", limits.start_s, out)
 
 
 def _epoch_of(state: State, worker: Worker) -> int | None:
-    """The epoch that the worker says it is in."""
+    """Return the epoch that the worker reported in its last heartbeat."""
     beat = state.beat(worker)
     return beat.epoch if beat is not None else None
 
@@ -112,7 +116,11 @@ def _epoch_of(state: State, worker: Worker) -> int | None:
 def _late(
     state: State, now: float, late: list[Worker], what: str, limit_s: float, out: Decisions, together: bool = False
 ) -> None:
-    """Replaces who is late. ``together``: one can hold up all; when all are to leave, the one shows."""
+    """Replace the workers that are late.
+
+    ``together`` says that one late worker can delay all others. If then more than half of the workers are late, nothing
+    shows which one is at fault, and all keep their seats and try again (RETRY).
+    """
     if not late:
         return
     action = RETRY if together and 2 * len(late) > len(state.seats) else verdict.REPLACE
@@ -133,7 +141,10 @@ def _suspicions(state: State, now: float, out: Decisions) -> None:
 
 
 def _retries(state: State, now: float, worker: Worker) -> int:
-    """How often its rank was retried of late: who suspects again and again is likelier at fault than its peers are."""
+    """Return how often the worker's rank was recently retried in place.
+
+    Among workers that suspect each other's connection, the one with the most retries is the most likely cause.
+    """
     recent = [i for i in state.history if i.rank == worker.rank and i.action == RETRY and now - i.at < WINDOW_S]
     return min(len(recent), MOST_RETRIES)
 
@@ -160,7 +171,7 @@ def _stalls(state: State, now: float, out: Decisions) -> None:
 
 
 def _left(state: State, now: float, out: Decisions) -> None:
-    """Workers that have ended with code 0 while others go on as if nothing had happened."""
+    """Replace workers that exited with code 0 while others continue training."""
     if state.phase not in EPOCH_OPEN:
         return
     limit = state.limits().leave_s

@@ -1,4 +1,4 @@
-"""What one call of the controller comes to."""
+"""Decisions: the output of one call of :func:`ft.job.control.controller.decide`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Note:
-    """An event for the event file: a name of ``ft.base.events`` and its values, places and detail in one mapping."""
+    """An event for the run's event file.
+
+    Attributes:
+        name: one of the names in ``ft.base.events``.
+        values: all fields of the event in one mapping.
+    """
 
     name: str
     values: dict[str, Any]
@@ -14,9 +19,14 @@ class Note:
 
 @dataclass(frozen=True)
 class Decision:
-    """Something decided: why, in words; orders in the sequence in which they go out; what the event file says of it.
+    """One decision of the control plane.
 
-    Without orders it is worth a line in the journal all the same: a report that was ignored, and why.
+    A decision without orders is recorded in the journal too, for example that a report was ignored, and why.
+
+    Attributes:
+        reason: why, for people.
+        orders: the orders to send, in this sequence.
+        events: the events to write to the event file.
     """
 
     reason: str
@@ -25,13 +35,14 @@ class Decision:
 
 
 class Decisions(list[Decision]):
-    """The decisions of one call, in order."""
+    """The decisions of one call of ``decide``, in order."""
 
     def add(self, reason: str, *orders: Any) -> "Decisions":
-        """A decision; ``note`` adds events to the last one."""
+        """Append a decision and return the list for chaining; ``note`` adds events to this decision."""
         self.append(Decision(reason, list(orders)))
         return self
 
     def note(self, name: str, **values: Any) -> "Decisions":
+        """Add an event to the last decision."""
         self[-1].events.append(Note(name, values))
         return self

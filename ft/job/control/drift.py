@@ -1,4 +1,4 @@
-"""Workers that are set up in another way than the others: found before they get a logical rank."""
+"""Detection of workers whose flags, environment or code differ from the others, before they get a logical rank."""
 
 from collections.abc import Mapping
 
@@ -16,10 +16,10 @@ _MOST = 20
 
 
 def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str], out: Decisions) -> None:
-    """Takes note of how ``worker`` says it is set up.
+    """Compare the settings that ``worker`` reported with those of the first worker.
 
-    Before training a difference ends the run: nothing is lost yet, and which of the two is meant only the user knows.
-    Later it makes the newcomer unfit, and the run goes on without it.
+    Before training begins, a difference ends the run: nothing is lost yet, and only the user knows which setting is
+    right. Later, only the new worker is rejected, and the run continues without it.
     """
     if not state.settings:
         state.settings, state.settings_of = dict(settings), worker.name
@@ -54,7 +54,14 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
 
 
 def differences(mine: Mapping[str, str], who: str, theirs: Mapping[str, str], whose: str) -> list[str]:
-    """Sentences, one for each setting that ``who`` and ``whose`` do not share."""
+    """Return one sentence for each setting that differs.
+
+    Args:
+        mine: the settings of one worker.
+        who: its name.
+        theirs: the settings of the other worker.
+        whose: its name.
+    """
     differ = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
     found = [
         f"{name}: {mine.get(name, _UNSET)} ({who}), {theirs.get(name, _UNSET)} ({whose})" for name in differ[:_MOST]

@@ -1,4 +1,8 @@
-"""Epochs, one at a time: close, fill the seats, open, repair, resume (paper, section VI-D)."""
+"""The sequence of a recovery: close the epoch, fill the empty seats, open the next epoch, repair, resume.
+
+This is the recovery of DEADPOOL, section VI-D. An epoch is a version of the map logical rank -> worker, to which all
+process groups belong; a seat is one entry of that map. A joiner is a worker that is new to its seat.
+"""
 
 from ft.base import events
 from ft.job import messages as m
@@ -22,10 +26,11 @@ from ft.job.control.state import (
 )
 
 MOST_FAILED_STARTS = 3
+"""After so many standbys in a row that ended before they were ready, no further standby is started."""
 
 
 def vacate(state: State, worker: Worker) -> None:
-    """The worker is lost; its seat, if it had one, is empty."""
+    """Forget a lost worker, and mark its seat as empty if it had one."""
     state.workers.pop(worker.name, None)
     state.suspicions.pop(worker.name, None)
     if worker.rank is not None and state.seats.get(worker.rank) == worker.name:
@@ -34,7 +39,7 @@ def vacate(state: State, worker: Worker) -> None:
 
 
 def close(state: State, now: float, reason: str, ranks: list[int], out: Decisions) -> None:
-    """The epoch is over, if it is not already."""
+    """Close the epoch if it is open, and record the failed logical ranks in the recovery in progress."""
     if state.recovery is None:
         state.recovery = Recovery(now, state.epoch, reason)
     state.recovery.ranks += [rank for rank in ranks if rank not in state.recovery.ranks]
@@ -50,7 +55,7 @@ def close(state: State, now: float, reason: str, ranks: list[int], out: Decision
 
 
 def advance(state: State, now: float, out: Decisions) -> None:
-    """Goes as far as what has been said allows."""
+    """Go through as many phases as the received reports allow."""
     if state.phase == GATHERING:
         _open_fresh(state, now, out)
     if state.phase == CLOSED:
@@ -71,7 +76,7 @@ def advance(state: State, now: float, out: Decisions) -> None:
 
 
 def _open_fresh(state: State, now: float, out: Decisions) -> None:
-    """A fresh start: when every logical rank has a ready worker."""
+    """Open the first epoch of a fresh start once every logical rank has a ready worker."""
     ready = {w.meant: w for w in state.workers.values() if w.meant is not None and w.ready and not w.left}
     if len(ready) < state.options.world_size or state.nodes_seen() < state.options.nodes:
         return
@@ -113,7 +118,7 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
         worker.repaired, worker.done = None, False
         domains = dict(state.agents[worker.node].domains)
         seats[str(worker.rank)] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
-    meeting = state.agents[state.seated()[0].node].meeting  # it lives as long as a worker of this epoch does
+    meeting = state.agents[state.seated()[0].node].meeting  # available while this worker's node is
     order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), meeting)
     out.add(f"epoch {state.epoch} opens: {reason}", order)
     named = {rank: seat.worker for rank, seat in seats.items()}
@@ -121,7 +126,7 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
 
 
 def _replenish(state: State, now: float, out: Decisions) -> None:
-    """Standbys are started while training runs, so that they do not compete with a start or a recovery."""
+    """Order missing standbys. Only while training runs, so that they do not compete with a start or a recovery."""
     if state.failed_starts >= MOST_FAILED_STARTS or not state.options.hot_swap:
         return
     wanted = membership.replenish(state)
@@ -179,7 +184,7 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
 
 
 def _memory(state: State) -> rungs.Memory:
-    """What those in the seats hold, and what of it has turned out unusable in this recovery."""
+    """Return which snapshots the seated workers hold, and which of them turned out to be unusable in this recovery."""
     recovery = state.recovery
     return rungs.Memory(
         list(state.seats),

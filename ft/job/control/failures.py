@@ -1,4 +1,9 @@
-"""Signs of failure, as workers and agents report them, and what is done about them."""
+"""Handlers of the control plane for reports of failures, and the reaction to each failure.
+
+A reaction first classifies the failure (a verdict of ``ft.faults.verdict``), then removes, replaces or retries workers.
+Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map; a standby is a warm
+worker without a seat.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +19,13 @@ from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, REPAIRING, RESUM
 
 @dataclass(frozen=True)
 class Fault:
-    """A worker and what it is taken for. ``dead``: its process has ended, or nobody could kill it."""
+    """A failed worker and the verdict on it.
+
+    Attributes:
+        worker: the worker.
+        verdict: category of the failure and the action to take.
+        dead: whether its process has ended, or runs on a lost node where no agent can kill it.
+    """
 
     worker: Worker
     verdict: Verdict
@@ -61,7 +72,7 @@ def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisio
 
 
 def _spoil(state: State, worker: Worker) -> None:
-    """What the step was to be restored from is unusable for this worker."""
+    """Record that the worker could not use its source for the step that was being restored."""
     recovery, step = state.recovery, state.repair.step
     recovery.spoiled.append(step)
     if str(worker.rank) in state.repair.rebuilt:
@@ -71,7 +82,10 @@ def _spoil(state: State, worker: Worker) -> None:
 
 
 def worker_suspects(state: State, now: float, report: m.WorkerSuspects, out: Decisions) -> None:
-    """The death behind a lost connection is usually on its way: only if none is seen, the connection is blamed."""
+    """Record the loss of a connection.
+
+    Usually a report follows that the peer has died. The connection is blamed only if no such report arrives in time.
+    """
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None:
         out.add(f"ignored: {report.worker} holds no logical rank")
@@ -85,7 +99,7 @@ def worker_suspects(state: State, now: float, report: m.WorkerSuspects, out: Dec
 
 
 def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions) -> None:
-    """With an agent all workers of its node are lost, together."""
+    """Handle the loss of an agent: all workers of its node are lost together."""
     agent.gone = why
     state.spawning.pop(agent.node, None)
     here = [w for w in state.workers.values() if w.node == agent.node]
@@ -102,10 +116,13 @@ def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions)
 
 
 def react(state: State, now: float, faults: list[Fault], out: Decisions, step: int | None = None) -> None:
-    """Does what the verdicts say; of several, the most severe decides. ``step``: of a worker that said it."""
+    """Carry out the verdicts on one or several failures; the most severe action decides.
+
+    ``step`` is the last committed step that the failed worker reported, or None if it reported none.
+    """
     at = state.newest_step() if step is None else step
     judged = [_judge(state, now, fault, at) for fault in faults]
-    for fault in judged:  # afterwards: what fails together is one failure, not one after the other
+    for fault in judged:  # after all verdicts: simultaneous failures must not count as repeated ones
         if fault.worker.rank is not None or state.phase == GATHERING:
             history.record(state.history, now, _rank_of(fault.worker), at, fault.verdict)
     for fault in judged:
@@ -146,7 +163,7 @@ def _seated_exit(state: State, now: float, worker: Worker, code: int, out: Decis
 
 
 def _early_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
-    """Before the fresh epoch has opened."""
+    """Handle the exit of a worker before the first epoch of a fresh start has opened."""
     if not state.attached:
         ends.plain_exit(state, now, worker, code, out)
     elif code == 0:
@@ -175,7 +192,7 @@ def _standby_exit(state: State, now: float, worker: Worker, code: int, out: Deci
 
 
 def _judge(state: State, now: float, fault: Fault, at: int) -> Fault:
-    """The verdict in the light of what happened before."""
+    """Return the fault with its verdict adjusted to earlier failures and to the options of the run."""
     worker, found = fault.worker, fault.verdict
     if worker.rank is None and state.phase != GATHERING:
         return fault
@@ -188,7 +205,7 @@ def _judge(state: State, now: float, fault: Fault, at: int) -> Fault:
 
 
 def _rank_of(worker: Worker) -> int | None:
-    """The logical rank that it holds, or was started for."""
+    """Return the logical rank that the worker holds, or for which it was started."""
     return worker.rank if worker.rank is not None else worker.meant
 
 
@@ -212,7 +229,7 @@ def _tell(state: State, fault: Fault, out: Decisions) -> None:
 
 
 def _remove(state: State, fault: Fault, out: Decisions) -> None:
-    """Whom a standby replaces is gone from here on; who lives is killed, so that it cannot come back."""
+    """Remove a worker that a standby replaces. If its process still lives, kill it, so that it cannot come back."""
     worker, found = fault.worker, fault.verdict
     if found.action != REPLACE and worker.rank is not None:
         return
@@ -227,7 +244,9 @@ def _remove(state: State, fault: Fault, out: Decisions) -> None:
 
 
 def _remove_those_who_left(state: State, out: Decisions) -> None:
-    """A worker that has ended cannot help the others: its seat has to be filled as well."""
+    """Remove the workers that have exited with code 0: they cannot take part in the recovery, so their seats must
+    be filled.
+    """
     for worker in state.seated():
         if worker.left:
             _tell(state, Fault(worker, verdict.of_exit(0), dead=True), out)
@@ -235,7 +254,7 @@ def _remove_those_who_left(state: State, out: Decisions) -> None:
 
 
 def _told(state: State, faults: list[Fault]) -> list[str]:
-    """The verdicts, and who waited where, in words."""
+    """Return, in words, the verdicts and which logical ranks were waiting in which operation."""
     found = [f"{_names([fault])}: {fault.verdict.reason}" for fault in faults]
     waiting: dict[str, list[int]] = {}
     for worker in state.seated():

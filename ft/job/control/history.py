@@ -1,26 +1,35 @@
-"""What earlier failures say about a new one: what keeps coming back is not what it was taken for."""
+"""Escalation of repeated failures: a failure that recurs gets a stronger action than its first occurrence."""
 
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SOFTWARE, STOP, Verdict, raised
 from ft.job.control.state import Incident, Recovery, Return
 
 WINDOW_S, WINDOW_STEPS = 60.0, 10
-"""How close in time, or in steps, failures of one logical rank belong together."""
+"""Failures of one logical rank that are closer in time, or in steps, than this count as repetitions."""
 MOST_RETRIES = 2
+"""Number of retries in place after which a worker is replaced."""
 MOST_REPLACEMENTS = 2
+"""Number of replacements for the same error at the same step after which all workers restart."""
 MOST_RETURNS = 2
+"""Number of rollbacks to the same step without a new failure after which the run ends."""
 _REMEMBERED = 200
+"""Number of failures that are kept."""
 
 
 def weigh(history: list[Incident], now: float, rank: int | None, step: int, found: Verdict) -> Verdict:
-    """The verdict after a look at what happened before.
+    """Return the verdict on a failure, escalated if earlier failures require it.
 
-    - the same rank was retried in place twice within the window: it is replaced (paper, section VI-B: elevated);
-    - the same rank was replaced twice for the same error at the same step: the error goes with the work, not with the
-      node: warm restart (where it was waited for in vain, ``going_round`` says more);
-    - the same software error has come before, at the same step (or the next): a restart leads there again: stop.
+    - RETRY becomes REPLACE if the same rank was retried in place twice within the window (DEADPOOL, section VI-B).
+    - REPLACE becomes RESTART if the same rank was replaced twice for the same error at the same step: the error comes
+      from the computation, not from the node. Unanswered waits are excluded; ``going_round`` handles them.
+    - RESTART becomes STOP if the same software error has led to a restart at the same step or a neighbouring one:
+      another restart would end in the same error.
 
     Args:
-        rank: logical rank of the failed worker. step: last committed one.
+        history: earlier failures, oldest first.
+        now: time in seconds.
+        rank: logical rank of the failed worker.
+        step: last committed step.
+        found: the verdict on this failure alone.
     """
     mine = [incident for incident in history if incident.rank == rank]
     if found.action == RETRY:
@@ -39,15 +48,21 @@ def weigh(history: list[Incident], now: float, rank: int | None, step: int, foun
 
 
 def returned(before: list[Return], step: int, recovery: Recovery, fired: int) -> list[Return]:
-    """The returns to ``step`` with nothing new in between, this one the last: ``before`` goes on only where training
-    stopped at the same place, nothing has died or raised an error since, and no fault was injected."""
+    """Return the list of rollbacks to ``step`` without a new failure in between; the last entry is this rollback.
+
+    The list ``before`` is continued only if training stopped after the same step, nothing has died or raised an error
+    since, and no further fault was injected. Otherwise the new list has one entry.
+    """
     this = Return(step, list(recovery.verdicts), fired)
     goes_on = bool(before) and recovery.in_vain and (before[-1].step, before[-1].fired) == (step, fired)
     return [*before, this] if goes_on else [this]
 
 
 def going_round(returns: list[Return]) -> str:
-    """Why no further return to the step is worth it, "" where it is: twice may be a coincidence."""
+    """Return why the run should end instead of rolling back again, or "" if another rollback is worthwhile.
+
+    Up to ``MOST_RETURNS`` fruitless rollbacks to one step may be a coincidence.
+    """
     if len(returns) <= MOST_RETURNS:
         return ""
     lines = [
@@ -61,11 +76,13 @@ def going_round(returns: list[Return]) -> str:
 
 
 def of_joiner(found: Verdict) -> Verdict:
-    """A worker that has only just taken a seat fails: there is another one, and the others' state is untouched."""
+    """Return the verdict on a worker that failed just after it took its seat: replace it, since the others are
+    unaffected.
+    """
     return raised(found, REPLACE, "it had only just taken the seat")
 
 
 def record(history: list[Incident], now: float, rank: int | None, step: int, found: Verdict) -> None:
-    """Remembers a verdict; the oldest are forgotten."""
+    """Append a failure to the history, and drop the oldest entries."""
     history.append(Incident(now, rank, step, found.action, found.key))
     del history[:-_REMEMBERED]

@@ -1,4 +1,4 @@
-"""The invariants of section V-C, checked before any step of a new epoch begins."""
+"""Check of the invariants I1 to I4 (DEADPOOL, section V-C) before the first step of a new epoch."""
 
 from collections.abc import Mapping
 
@@ -6,11 +6,12 @@ from ft.job.messages import Repair, WorkerRepaired
 
 
 def violations(repair: Repair, reports: Mapping[int, WorkerRepaired], shards: Mapping[int, list[str]]) -> list[str]:
-    """Sentences, one for each violation; empty when I1 to I4 hold.
+    """Return one sentence for each violation; an empty list if I1 to I4 hold.
 
     Args:
-        repair: what was ordered. reports: by the logical rank of the seat, one for each.
-        shards: names of the logical shards that each rank owned when it assembled itself first.
+        repair: the repair that was ordered.
+        reports: logical rank -> the report of the worker that holds this rank.
+        shards: logical rank -> names of the optimizer shards that it owned when its model was first built.
     """
     ordered = sorted(reports.items())
     found = _topology(ordered)
@@ -32,7 +33,10 @@ def violations(repair: Repair, reports: Mapping[int, WorkerRepaired], shards: Ma
 
 
 def _has_optimizer(rank: int, repair: Repair, how: str) -> bool:
-    """A rank of a stage that is rebuilt has one that begins anew; nobody else may have."""
+    """Return whether the rank has a source for its optimizer shard.
+
+    Only a rank of a pipeline stage that is rebuilt (CheckFree) may begin with a new optimizer state, and it has to.
+    """
     if str(rank) in repair.rebuilt:
         return how.startswith("rebuilt:")
     return str(rank) in repair.sources and bool(how) and not how.startswith("rebuilt:")

@@ -1,18 +1,21 @@
-"""A control plane that hears of few agents may itself be the one that was cut off: it lets the others decide that."""
+"""Detection of a partitioned control plane: one that hears of few agents gives up its lease, so that another can
+take over.
+"""
 
 from collections.abc import Mapping
 
 from ft.job.control.timeouts import Timeouts
 
 _A_MAJORITY = 3
-"""Of fewer agents than these, none can outvote the one that the control plane runs beside."""
+"""With fewer agents than this, the other agents cannot outvote the agent on whose node the control plane runs."""
 
 
 class Solitude:
-    """Tells when to let the lease run out, and when nobody wanted it.
+    """Decides when the control plane stops renewing its lease, and when it resumes because no other agent has taken
+    over.
 
     Attributes:
-        yields: the lease is not to be renewed, and nothing is to be decided because of time that passes.
+        yields: while True, the lease must not be renewed, and no decision may be made because of the passing of time.
     """
 
     def __init__(self, timeouts: Timeouts):
@@ -22,11 +25,12 @@ class Solitude:
         self.yields = False
 
     def look(self, now: float, heard_at: Mapping[str, float]) -> None:
-        """Judges anew.
+        """Update ``yields`` from the times at which each agent was last heard.
 
-        Most agents have been silent for ``quorum_s``: either they are gone, or this one is cut off from them. If it is
-        the latter, one of them takes over once the lease has run out and each before it has let its turn pass. If none
-        does, there is nobody: those that are silent are gone, and this one goes on without them.
+        If most agents have been silent for ``quorum_s``, either they are gone or this control plane is partitioned from
+        them. In a partition, one of these agents takes over once the lease has expired and the agents before it in the
+        order have let their turns pass. If no agent takes over within that time, the silent agents are gone, and this
+        control plane continues without them.
         """
         quiet = frozenset(node for node, at in heard_at.items() if now - at > self._timeouts.quorum_s)
         if 2 * len(quiet) <= len(heard_at) or len(heard_at) < _A_MAJORITY:

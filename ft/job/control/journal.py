@@ -1,12 +1,15 @@
-"""The journal: what came in and what was decided, a JSON line each; the state can be derived from it again.
+"""The journal of the control plane: its input and decisions as JSON lines, from which its state can be recomputed.
 
-A report is in it before anything that was decided goes out: what the control plane has said to others, its successor
-knows, and everything else the agents say to the successor once more. (Not on a full disk: there it waits in memory for
-room, and a control plane that dies meanwhile takes it along.)
+A report is written before any decision on it is sent. So a new control plane knows everything that the previous one has
+sent, and the agents resend all reports that were not recorded. On a full disk the entries wait in memory for free
+space, and are lost if the control plane dies meanwhile.
 
-Every entry carries the term of who wrote it. A control plane that was paused may find out that it was succeeded only
-after one more entry: what is written in an earlier term behind the place up to which a later one has read is no part
-of the history.
+Every entry carries the leader-election term of its writer. A control plane that was paused may write one more entry
+before it notices that another one has taken over. ``recall`` ignores such an entry: its term is older, and it stands
+behind the place up to which the newer control plane had read.
+
+A life of the run begins when a control plane starts without the journal of its predecessor: at the first start, and
+when all agents restart the run from the checkpoint because that journal is lost.
 """
 
 import contextlib
@@ -27,19 +30,22 @@ from ft.net.codec import from_json, to_json
 
 
 class Journal:
-    """Appends to ``path`` in ``term``.
+    """Appends entries to the file ``path``.
+
+    Heartbeats are many and rarely cause a decision. So only the newest heartbeat of each agent is written, and only
+    before a decision, which may depend on it. This suffices for ``recall``, because a heartbeat replaces the one before
+    it.
 
     Args:
-        options: of a run, or of a new life of it, that begins here; None: it goes on.
-        known: bytes of the file that the history so far was taken from (``Memory.bytes``).
-
-    Heartbeats are many and decide little: of each agent only the newest is written, and only before a decision, which
-    may have gone by it. That is enough for ``recall``, because a heartbeat replaces the one before it.
+        path: the file.
+        options: configuration of the run if a life of the run begins here; None if the run continues.
+        term: leader-election term of this control plane.
+        known: size in bytes of the file when its history was read (``Memory.bytes``).
     """
 
     def __init__(self, path: Path, options: Options | None, term: int = 0, known: int = 0):
         size = path.stat().st_size if path.exists() else 0
-        # Without an entry, those after it mean something else: none is given up.
+        # A missing entry would change the meaning of those after it, so none is ever dropped.
         self._lines = Lines(path, most=None, is_shared=True)
         self._term = term
         self._beats: dict[str, tuple[float, Posted]] = {}
@@ -47,9 +53,13 @@ class Journal:
         self._write({"wall": time.time(), **begins})
 
     def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[Decision]) -> None:
-        """What ``decide(state, now, posted.report)`` has returned; None: time had passed.
+        """Record one call ``decide(state, now, posted.report)`` and the decisions that it returned.
 
-        ``now`` is on the control plane's clock, ``wall`` in seconds since 1970.
+        Args:
+            now: time on the control plane's clock, in seconds.
+            wall: the same time in seconds since 1970.
+            posted: the report; None if the call was about the passing of time.
+            decisions: the decisions.
         """
         if posted is not None and isinstance(posted.report, AgentBeat) and not decisions:
             self._beats[posted.node] = (now, posted)
@@ -70,7 +80,7 @@ class Journal:
         self._write({"wall": wall, "now": now, **_plain(posted), "decisions": made})
 
     def remark(self, text: str, **values: Any) -> None:
-        """Something for people; ``recall`` passes over it."""
+        """Record a text for people; ``recall`` skips it."""
         self._write({"wall": time.time(), "remark": text, **values})
 
     def close(self) -> None:
@@ -82,12 +92,15 @@ class Journal:
 
 @dataclass
 class Memory:
-    """What a journal says.
+    """The content of a journal.
 
     Attributes:
-        state: at its end. record: of the board. notes: events of the last decisions, which may not have been written.
-        now, wall: time of the last entry, on the control plane's clock and in seconds since 1970.
-        bytes: of the file it was taken from.
+        state: the control plane's state at the end of the journal.
+        record: the reports and orders on the control channel, as far as the journal knows them.
+        notes: events of the last decisions; the previous control plane may not have written them to the event file.
+        now: time of the last entry on the control plane's clock, in seconds.
+        wall: time of the last entry in seconds since 1970.
+        bytes: size of the file in bytes when it was read.
     """
 
     state: State
@@ -99,10 +112,10 @@ class Memory:
 
 
 def recall(path: Path) -> Memory:
-    """What the last control plane of this run knew, and had said, when it wrote the last whole line.
+    """Return what the last control plane of this run knew and had sent when it wrote the last complete line.
 
     Raises:
-        ValueError: the file is no journal.
+        ValueError: the file is not a journal.
     """
     data = path.read_bytes()
     entries = _history(data)
@@ -131,12 +144,12 @@ def recall(path: Path) -> Memory:
 
 
 def lives(path: Path) -> int:
-    """How many lives of the run the journal tells of."""
+    """Return the number of lives of the run in the journal (see the module's docstring)."""
     return max([entry["options"]["restarts"] + 1 for entry in read(path) if "options" in entry], default=0)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The entries that are part of the history; a line torn by a crash is left out."""
+    """Return the valid entries; a line that a crash has truncated is left out."""
     return _history(path.read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""Who hangs, by what the workers' heartbeats say: pure functions of the beats, their age and the limits."""
+"""Detection of hung workers and lost agents: pure functions of heartbeats, their age and the timeouts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,13 @@ from ft.job.messages import Beat
 
 @dataclass(frozen=True)
 class View:
-    """One seated worker: its last beat, how long ago that was true, and whether its work is done."""
+    """What the control plane sees of one worker that holds a logical rank.
+
+    Attributes:
+        beat: its last heartbeat.
+        age_s: seconds since the agent of this worker sent that heartbeat on.
+        done: whether the worker has finished its training steps.
+    """
 
     beat: Beat
     age_s: float
@@ -17,13 +23,20 @@ class View:
 
     @property
     def since_s(self) -> float:
-        """For how long it has been doing what it does."""
+        """Seconds for which the worker has been doing what its heartbeat says."""
         return self.beat.since_s + self.beat.age_s + self.age_s
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """``worker`` holds the others up, at ``where``, for ``since_s`` when ``limit_s`` were allowed."""
+    """A worker that delays the others.
+
+    Attributes:
+        worker: its name.
+        where: the operation or place that it is in.
+        since_s: for how long, in seconds.
+        limit_s: how long is allowed, in seconds.
+    """
 
     worker: str
     where: str
@@ -32,11 +45,13 @@ class Culprit:
 
 
 def stalled(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
-    """Workers that are in no group operation, for longer than a step can take, while another one waits, or is done and
-    waits for the end.
+    """Return the workers that delay the others: not in a communication operation, for longer than a step can take.
+
+    A worker counts only if another worker waits in a communication operation, or is done and waits for the end.
 
     Args:
-        views: by worker; everyone with a seat in the epoch. timeouts: for a step of no length.
+        views: worker -> view, for every worker with a seat in the epoch.
+        timeouts: the timeouts before they are extended by the step time.
     """
     if not any(view.beat.doing == "wait" or view.done for view in views.values()):
         return []
@@ -49,7 +64,7 @@ def stalled(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
 
 
 def at_a_standstill(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
-    """Everybody, if everybody who is not done waits, and has for longer than a slow worker could be the reason."""
+    """Return all workers that are not done if all of them wait, for longer than one slow worker could cause."""
     waiting = {worker: view for worker, view in views.items() if not view.done}
     if not waiting or any(view.beat.doing != "wait" for view in waiting.values()):
         return []
@@ -61,15 +76,16 @@ def at_a_standstill(views: Mapping[str, View], timeouts: Timeouts) -> list[Culpr
 
 
 def lost_agents(now: float, heard_at: Mapping[str, float], timeouts: Timeouts) -> list[tuple[str, float]]:
-    """(node, seconds of silence) of the agents that are lost.
+    """Return (node, seconds of silence) for each lost agent.
 
-    None, when nothing is heard of any of them: then it is this side that was cut off or held up.
+    Return nothing if all agents are silent: then the control plane itself is partitioned or was paused.
     """
     quiet = {node: now - at for node, at in heard_at.items() if now - at > timeouts.agent_lost_s}
     return sorted(quiet.items()) if len(quiet) < len(heard_at) else []
 
 
 def _limit(view: View, timeouts: Timeouts) -> float:
-    if view.beat.doing in ("idle", "aside") or view.beat.step_s is None:  # aside: saving, which has no length of a step
+    # "aside" includes checkpoint saves, whose duration does not depend on the step time.
+    if view.beat.doing in ("idle", "aside") or view.beat.step_s is None:
         return timeouts.start_s
     return timeouts.calibrated(view.beat.step_s).stall_s

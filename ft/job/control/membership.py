@@ -1,4 +1,7 @@
-"""Who takes an empty seat, where workers are started, and where logical ranks go in a warm restart."""
+"""Assignment of workers to logical ranks: standbys for empty seats, new workers for nodes, ranks for a warm restart.
+
+A seat is one entry of the map logical rank -> worker; a standby is a warm worker without a seat.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -12,9 +15,11 @@ class Filling:
     """How the empty seats can be filled.
 
     Attributes:
-        moves: logical rank -> (worker, local rank), for as many as there are ready standbys.
-        lacking: ranks that nobody can take yet. spawn: node -> workers to start there for them.
-        reasons: why each of this. impossible: why it can never be done, "" if it can.
+        moves: logical rank -> (name of the standby that takes it, its local rank), as far as standbys are ready.
+        lacking: logical ranks for which no standby is ready.
+        spawn: node -> number of workers to start there for these ranks.
+        reasons: the reason for each assignment and each start, for people.
+        impossible: why the seats can never be filled, or "".
     """
 
     moves: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -25,8 +30,11 @@ class Filling:
 
 
 def fill(state: State) -> Filling:
-    """Empty seats go to ready standbys: of the same node first, unless that node is at fault itself, then of the node
-    that has fewest workers at work: two on one device would share it, and copies be lost together."""
+    """Assign the empty seats to ready standbys.
+
+    A standby of the lost worker's node is preferred unless that node is suspected, then one on the node with the fewest
+    seated workers: two workers on one device would share it, and a failure of that node would lose more copies at once.
+    """
     filling, ready = Filling(), list(state.standbys())
     taken = {(w.node, w.local_rank) for w in state.seated()}
     for rank, vacancy in sorted(state.vacant.items()):
@@ -46,7 +54,10 @@ def fill(state: State) -> Filling:
 
 
 def replenish(state: State) -> dict[str, int]:
-    """Node -> standbys to start there: those that have been used or have died, where the node is sound."""
+    """Return node -> number of standbys to start there, in place of those that were used or have died.
+
+    Nodes that are lost or suspected to be faulty get none.
+    """
     wanted = {}
     for agent in usable(state.agents.values()):
         here = [w for w in state.workers.values() if w.node == agent.node and w.rank is None and not w.left]
@@ -57,15 +68,15 @@ def replenish(state: State) -> dict[str, int]:
 
 
 def usable(agents: Iterable[Agent]) -> list[Agent]:
-    """Agents on whose node workers can be started, in order of node rank."""
+    """Return the agents on whose nodes workers can be started, ordered by node rank."""
     return sorted((a for a in agents if not a.gone and not a.suspect), key=lambda a: a.node_rank)
 
 
 def place_ranks(agents: Collection[Agent], world_size: int) -> dict[str, list[int]] | None:
-    """Node -> logical ranks of a fresh start: as many as it has seats, standby nodes in place of lost ones.
+    """Return node -> logical ranks for a fresh start, or None if there is too little room.
 
-    Where that does not suffice, suspect nodes are used, and then room that was meant for standbys. None: there is too
-    little room.
+    Each node gets as many ranks as it has seats; standby nodes replace lost nodes. If that is not enough, suspected
+    nodes are used, then the room that was meant for standbys.
     """
     here = sorted((a for a in agents if not a.gone), key=lambda a: (bool(a.suspect), a.seats == 0, a.node_rank))
     room = {agent.node: agent.seats or agent.standbys for agent in here}
@@ -101,14 +112,17 @@ def _why(state: State, worker: Worker, vacancy: Vacancy) -> str:
 
 
 def _local_rank(node: str, vacancy: Vacancy, taken: set[tuple[str, int]]) -> int:
-    """The lost worker's device if it is on this node, else the first that nobody uses."""
+    """Return the lost worker's device if it is on this node, else the first unused device."""
     if node == vacancy.node and (node, vacancy.local_rank) not in taken:
         return vacancy.local_rank
     return next(i for i in range(len(taken) + 1) if (node, i) not in taken)
 
 
 def _spawn_for(state: State, filling: Filling) -> None:
-    """Workers that are starting already count; for the other seats one is started, where possible on a sound node."""
+    """Order the workers that are missing for the empty seats, in addition to those that are already starting.
+
+    Nodes without a suspicion are preferred.
+    """
     starting = [w for w in state.workers.values() if w.rank is None and w.meant is None and not w.ready and not w.left]
     ordered = sum(len(times) for times in state.spawning.values())
     need = len(filling.lacking) - len(starting) - ordered

@@ -1,4 +1,7 @@
-"""Which process groups have to be built anew after an epoch: a pure function of what its members report."""
+"""Choice of the process groups that have to be rebuilt between two epochs: a pure function of the members' reports.
+
+An epoch is a version of the map logical rank -> worker.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,13 +11,13 @@ from ft.job.messages import GroupReport
 
 @dataclass(frozen=True)
 class RebuildPlan:
-    """What becomes of each group in the next epoch.
+    """What happens to each process group in the next epoch.
 
     Attributes:
-        rebuild: built before anything is restored.
-        defer: built in the background: no member has ever used them.
-        keep: left as they are.
-        reasons: name -> why it is not kept, or "" if it is.
+        rebuild: names of the groups to rebuild before any state is restored.
+        defer: names of the groups to rebuild in the background, because no surviving member has used them.
+        keep: names of the groups to keep.
+        reasons: name -> why the group is not kept, or "" if it is kept.
     """
 
     rebuild: list[str]
@@ -24,18 +27,19 @@ class RebuildPlan:
 
 
 def plan_rebuild(reports: Mapping[int, list[GroupReport]], replaced: Iterable[int]) -> RebuildPlan:
-    """The least rebuilding that is correct (paper, section VI-D: survivors keep what the fault has not touched).
+    """Return the smallest correct set of rebuilds; survivors keep the groups that the fault has not affected.
 
-    A group is kept if and only if no member was replaced, none was in an operation on it, all had started the same
-    number of collectives, and every message sent on it had been received: one left over in a connection would be taken
-    for a later one. A group that cannot be kept and that nobody has used yet is deferred.
+    This follows DEADPOOL, section VI-D. A group is kept if and only if no member was replaced, no member was in an
+    operation on it, all members had started the same number of collectives, and every message sent on it had been
+    received (a message that remains in a connection would be taken for a later one). A group that cannot be kept and
+    that no surviving member has used is deferred.
 
     Args:
-        reports: logical rank -> its groups, from every worker of the closed epoch that lives, and from the new ones.
-        replaced: logical ranks whose worker is new; what those report of a group only makes the group known.
+        reports: logical rank -> reports on its groups, from every live worker of the closed epoch and every new worker.
+        replaced: logical ranks whose worker is new. Their reports only make the names of the groups known.
 
     Returns:
-        the plan, groups in the order in which the lowest logical rank lists them.
+        The plan. Groups are in the order in which the lowest logical rank lists them.
     """
     replaced = set(replaced)
     members: dict[str, list[int]] = {}
@@ -75,7 +79,7 @@ def _reason_against_keeping(ranks: list[int], said: dict[int, GroupReport], repl
 
 
 def _first_lost_message(ranks: list[int], said: dict[int, GroupReport]) -> str:
-    # Only pairs that have talked are looked at: of the millions in a group of thousands those are few.
+    # Check only pairs that have communicated: few of the millions of pairs in a group of thousands.
     talked = {(source, int(target)) for source in ranks for target in said[source].sent}
     talked |= {(int(source), target) for target in ranks for source in said[target].received}
     place = {rank: i for i, rank in enumerate(ranks)}

@@ -1,7 +1,8 @@
-"""Where the state of a recovery comes from: peer copies first, CheckFree next, the persistent checkpoint last.
+"""Choice of the source of state for a recovery: in-memory copies first, then CheckFree, then the persistent checkpoint.
 
-One pure function. CheckFree (its paper, section 4) rebuilds a pipeline stage of which nobody has a state any more from
-the stages beside it; it costs a jump of the loss, and a warm restart costs every step since the last checkpoint.
+:func:`decide` is a pure function. CheckFree (section 4.2) rebuilds a pipeline stage whose state is lost from the two
+neighbouring stages. This makes the loss jump once, while a warm restart from the persistent checkpoint repeats every
+step since that checkpoint.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,23 +13,33 @@ from ft.job.control.state import Place
 from ft.job.messages import Holdings, Neighbours, Source
 
 COPIES, REBUILD, RESTART = "copies", "rebuild", "restart"
-"""The rungs, from the first to the last that is tried."""
+"""The sources of state, in the order in which they are tried."""
 
 MIDDLE, PLUS = "middle", "plus"
-"""Which stages CheckFree may rebuild: those with two neighbours; with CheckFree+ the first and the last as well."""
+"""The stages that CheckFree may rebuild: MIDDLE means stages with two neighbours; PLUS (CheckFree+) also the first and
+the last.
+"""
 
 AGAINST = "CheckFree cannot help"
+"""Beginning of a message that says why CheckFree is not used."""
 LAST_RUNG = "what is left is the last persistent checkpoint"
+"""End of that message."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What is in the memory of those that live.
+    """The training state in the host memory of the live workers.
+
+    A snapshot is one rank's state at a committed step; a peer copy is the copy of it that a data-parallel peer holds.
 
     Attributes:
-        ranks: all logical ranks. holdings, dp_peers, complete: as of :func:`ft.job.control.sources.choose`.
-        spoiled: steps that were tried and found unusable. unusable: logical rank -> steps that it found so.
-        unbuildable: steps at which a stage could not be rebuilt.
+        ranks: all logical ranks.
+        holdings: logical rank -> the snapshots in the memory of its worker.
+        dp_peers: logical rank -> the ranks that hold the same part of the model, including the rank itself.
+        complete: ranks whose peer copies hold all of their state.
+        spoiled: steps that were tried and turned out to be unusable.
+        unusable: logical rank -> the steps that it found unusable.
+        unbuildable: steps at which a pipeline stage could not be rebuilt.
     """
 
     ranks: Collection[int]
@@ -42,11 +53,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Stages:
-    """The pipeline, where CheckFree was asked for.
+    """The pipeline stages, if CheckFree is enabled.
 
     Attributes:
-        checkfree: MIDDLE, PLUS, or "" where it was not. places: logical rank -> its place.
-        rebuilt: stage -> step at which it was last rebuilt: what it has of that very step may be made anew.
+        checkfree: MIDDLE, PLUS, or "" if CheckFree is disabled.
+        places: logical rank -> its position in the grid.
+        rebuilt: stage -> step at which it was last rebuilt. Its state of exactly that step is not original and may be
+            rebuilt again.
     """
 
     checkfree: str = ""
@@ -56,12 +69,14 @@ class Stages:
 
 @dataclass(frozen=True)
 class Rung:
-    """What is done.
+    """The chosen source of state.
 
     Attributes:
-        name: COPIES, REBUILD or RESTART. step: the one to restore, None for a restart.
-        sources: by logical rank, of all but the ``rebuilt``. rebuilt: logical rank -> whose blocks it is made from.
-        reason: in words; of a restart, why neither copies nor CheckFree will do.
+        name: COPIES, REBUILD or RESTART.
+        step: step to restore, or None for a restart.
+        reason: why, for people; for a restart, why neither copies nor CheckFree are possible.
+        sources: logical rank -> its source, for all ranks that are not in ``rebuilt``.
+        rebuilt: logical rank -> the neighbours from whose transformer blocks it is rebuilt.
     """
 
     name: str
@@ -72,11 +87,12 @@ class Rung:
 
 
 def decide(memory: Memory, stages: Stages) -> Rung:
-    """The first rung that bears.
+    """Return the first source of state that is possible.
 
-    Copies of an earlier step go before a rebuild at a later one: what they cost is a step. With CheckFree+ a rebuild
-    that was begun at the very step is begun anew: it changes the neighbour that has the other copy of embedding or head
-    too, and snapshots of both may be of before and after.
+    Copies of an earlier step are preferred to a rebuild at a later step, because they cost only the repeated steps.
+    With CheckFree+, a rebuild that was interrupted at this same step is repeated: it also changes the neighbour that
+    holds the second copy of the embedding or the output head, so snapshots of the two stages may come from before and
+    after the rebuild.
     """
     step, found, why = sources.choose(memory.ranks, memory.holdings, memory.dp_peers, memory.spoiled, memory.complete)
     if step is not None:
@@ -100,7 +116,10 @@ def decide(memory: Memory, stages: Stages) -> Rung:
 
 
 def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> Rung:
-    """REBUILD at ``step``, or RESTART with what speaks against it. ``again``: what was rebuilt at it as well."""
+    """Return a REBUILD at ``step``, or a RESTART with the reason why that is impossible.
+
+    ``again`` says whether stages that were already rebuilt at this step are rebuilt again.
+    """
     if step in memory.unbuildable:
         return Rung(RESTART, None, f"at step {step} the neighbours' blocks turned out unusable")
     if unknown := sorted(rank for rank in memory.ranks if rank not in stages.places):
@@ -125,7 +144,7 @@ def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> Rung:
 def _against(
     step: int, lost: list[int], lacking: Collection[int], members: Mapping[int, list[int]], stages: Stages
 ) -> str:
-    """Why these stages cannot be rebuilt, "" if they can."""
+    """Return why the lost stages cannot be rebuilt, or "" if they can."""
     last = max(members)
     for stage in lost:
         if stage + 1 in lost:

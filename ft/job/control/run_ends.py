@@ -1,4 +1,4 @@
-"""How a run ends, and how it begins anew from a checkpoint."""
+"""End of a run, and warm restart: all workers start anew from the last persistent checkpoint."""
 
 from ft.base import events
 from ft.faults.verdict import USER_CODE, signal_name
@@ -9,20 +9,23 @@ from ft.job.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, State, Wor
 
 
 def finish_if_done(state: State, now: float, out: Decisions) -> None:
-    """Ends the run well once every logical rank's worker is done, or has ended with code 0."""
+    """End the run successfully if the worker of every logical rank is done or has exited with code 0."""
     seated = state.seated()
     if state.phase in EPOCH_OPEN and len(seated) == state.options.world_size and all(w.done or w.left for w in seated):
         _finish(state, now, "all workers are done", out)
 
 
 def stop(state: State, now: float, code: int, message: str, out: Decisions, why: str = "") -> None:
-    """Ends the run with exit code ``code``; ``message`` is for the user."""
+    """End the run with exit code ``code``; ``message`` is for the user."""
     _end(state, now, m.Stop(code, message), why or message, out)
     out.note(events.STOPPED, code=code, message=message)
 
 
 def restart(state: State, now: float, reason: str, out: Decisions) -> None:
-    """Warm restart of all workers from the last persistent checkpoint (the paper's external fallback), if it may be."""
+    """Order a warm restart from the last persistent checkpoint, or end the run if no further restart is allowed.
+
+    This is the external fallback of DEADPOOL.
+    """
     allowed = state.options.max_restarts
     if state.restarts >= allowed:
         stop(state, now, 1, f"{reason}\n  The run ends: {allowed} warm restart(s) are allowed and used up", out)
@@ -51,7 +54,7 @@ def restart(state: State, now: float, reason: str, out: Decisions) -> None:
 
 
 def agent_left(state: State, now: float, agent: Agent, signum: int, out: Decisions) -> None:
-    """An agent was told to end by a signal: its workers' ends are meant, and the run ends with them."""
+    """Handle an agent that received a termination signal: its workers end on purpose, and the run ends with them."""
     agent.gone = f"ended by {signal_name(signum)}"
     message = f"the agent of {agent.node} was told to end by {signal_name(signum)}"
     seated = state.seated()
@@ -63,7 +66,7 @@ def agent_left(state: State, now: float, agent: Agent, signum: int, out: Decisio
 
 
 def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
-    """A worker of a script that takes no part in recoveries has ended: torchrun's rules."""
+    """Handle the exit of a worker whose script takes no part in recoveries: the run follows torchrun's rules."""
     if code:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         message = f"{worker.name} (logical rank {worker.meant}) {how}"
@@ -75,14 +78,17 @@ def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisio
 
 
 def finish_if_all_left(state: State, now: float, out: Decisions) -> None:
-    """Ends the run well once every worker of a fresh start has ended with code 0."""
+    """End the run successfully if every worker of a fresh start has exited with code 0."""
     of_run = {w.meant for w in state.workers.values() if w.meant is not None and w.left}
     if len(of_run) == state.options.world_size:
         _finish(state, now, "all workers have ended with code 0", out)
 
 
 def _finish(state: State, now: float, reason: str, out: Decisions) -> None:
-    """All work is done; a run that was to show what becomes of faults has failed if none of them could ever act."""
+    """End the run successfully.
+
+    A run with planned faults fails instead if it was never protected, because then no fault could be injected.
+    """
     if state.options.faults and not state.protected and not state.restarts:
         message = (
             f"no worker has ever joined the run (ft.attach, ft.protect): nothing protected it, and none of the "

@@ -1,4 +1,9 @@
-"""The side-car's process: receives, decides, puts on record, publishes."""
+"""The control plane process: it receives reports, decides, records the decisions and publishes the orders.
+
+It runs on the node of one of the agents (DEADPOOL, section VI-C, calls it a side-car), under a lease of a leader
+election, and can continue the journal of a control plane that has died. An epoch is a version of the map logical rank
+-> worker.
+"""
 
 import argparse
 import contextlib
@@ -26,17 +31,23 @@ from ft.platform import processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
 
 _STATUS_S = 0.5
+"""Maximum age of the status file, in seconds."""
 _LEAVE_S = 5.0
+"""Time after the end of the run in which agents can disconnect, in seconds."""
 _TOKEN_S = 60.0
+"""Limit for reading the run's token, in seconds."""
 _NEWEST_EVENTS = 64
+"""Number of last events that are compared with the journal after a failover."""
 
 
 class Sidecar:
-    """I/O around ``decide``.
+    """The I/O around the decision function ``decide``.
 
     Args:
-        folder: the run's. board: hosted by this process. options: of a run that begins; memory: of one that goes on.
-        standing: of this process.
+        folder: directory of the run.
+        board: control channel to the agents, hosted by this process.
+        begins: options of a run that begins, or the content of the journal of a run that continues.
+        standing: lease record of this process.
     """
 
     def __init__(self, folder: Path, board: ControlChannel, begins: Options | Memory, standing: LeaseRecord):
@@ -53,16 +64,23 @@ class Sidecar:
             self._memory, self._state, self._ahead = None, State.begin(begins), 0.0
             self._journal = Journal(folder / "journal.jsonl", begins, standing.term)
         else:
-            # The clock goes on where the last one stopped; that was perhaps another host's.
+            # The clock continues where that of the previous control plane stopped, perhaps on another host.
             self._memory, self._state = begins, begins.state
             self._ahead = begins.now + max(0.0, time.time() - begins.wall) - time.monotonic()
             self._journal = Journal(folder / "journal.jsonl", None, standing.term, begins.bytes)
 
     def run(self) -> int:
-        """Until the run has ended and all agents have left, or a while after that; returns the exit code."""
+        """Serve until the run has ended and all agents have left, or ``_LEAVE_S`` seconds after the end.
+
+        The lease is checked before each renewal too, because this process may have been paused while another control
+        plane took over.
+
+        Returns:
+            The exit code.
+        """
         self._resume()
         while not self._is_over():
-            if election.is_over(self._folder, self._standing.term):  # before renewing, too: it may have been paused
+            if election.is_over(self._folder, self._standing.term):
                 return SUCCEEDED
             self._renew()
             wait = min(self._due - self._now(), self._state.options.timeouts.lease_beat_s)
@@ -95,21 +113,22 @@ class Sidecar:
         self._memory = None
 
     def _take_back(self) -> None:
-        """This control plane is back, from the dead or because its board is."""
+        """Report to the decision function that this control plane has taken over, or that its channel works again."""
         self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node)))
 
     def _now(self) -> float:
         return time.monotonic() + self._ahead
 
     def _take(self, posted: Posted | None) -> None:
-        """One report, or None: there is none, and it is time to look at the clock.
+        """Process one report, or the passing of time if ``posted`` is None.
 
-        Reports that wait are taken before the clock is looked at, so that no deadline passes because of a slow reader.
+        Reports that are waiting are processed before deadlines are checked, so that no deadline passes because of slow
+        reading.
         """
         state, now, wall = self._state, self._now(), time.time()
         decisions = decide(state, now, posted.report if posted is not None else None)
         self._journal.enter(now, wall, posted, decisions)
-        for decision in decisions:  # all that follows can wait, the workers cannot
+        for decision in decisions:  # orders first, because workers wait for them; all other work can wait
             for order in decision.orders:
                 self._board.publish(order)
         if posted is not None and posted.number:
@@ -130,11 +149,11 @@ class Sidecar:
             event = events.observed(note.name, {"wall": wall, "monotonic": monotonic, **note.values})
             try:
                 self._events.write(event)
-            except (ValueError, TypeError) as error:  # an event of a worker's that is none: no reason to end the run
+            except (ValueError, TypeError) as error:  # a worker sent an invalid event: no reason to end the run
                 self._journal.remark(f"no event: {error}", event=note.name)
 
     def _unwritten(self, memory: Memory) -> list[Note]:
-        """Events of the last decisions that the last control plane did not live to write."""
+        """Return the events of the last decisions that the previous control plane did not write before it died."""
         written = events.read(self._folder / "events.jsonl")[-_NEWEST_EVENTS:]
         known = {(event.name, event.wall) for event in written}
         return [note for note in memory.notes if (note.name, note.values.get("wall", memory.wall)) not in known]
@@ -146,7 +165,7 @@ class Sidecar:
         if now - self._renewed_at >= self._state.options.timeouts.lease_beat_s and not self._solitude.yields:
             self._renewed_at = now
             self._standing = replace(self._standing, count=self._standing.count + 1)
-            with contextlib.suppress(OSError):  # a full disk; who is connected does not look at the lease
+            with contextlib.suppress(OSError):  # a full disk; connected agents do not read the lease
                 election.renew(self._folder, self._standing)
 
     def _is_over(self) -> bool:
@@ -159,10 +178,10 @@ class Sidecar:
 
 
 def parse_options(text: str) -> Options:
-    """The options of the command line.
+    """Return the options that the JSON text of the command line describes.
 
     Raises:
-        UserError: they are no JSON object, or have no world size, or timeouts that cannot work.
+        UserError: the text is no JSON object, lacks the world size, or has inconsistent timeouts.
     """
     try:
         values = json.loads(text)
@@ -185,7 +204,10 @@ def parse_options(text: str) -> Options:
 
 
 def begin(folder: Path, options: Options) -> Options | Memory:
-    """What to begin with: the run's journal, if there is one of this life of the run."""
+    """Return the content of the run's journal if it belongs to this life of the run, else ``options``.
+
+    A life of the run begins when a control plane starts without the journal of its predecessor.
+    """
     path = folder / "journal.jsonl"
     if not path.exists() or lives(path) <= options.restarts:
         return options
@@ -193,6 +215,7 @@ def begin(folder: Path, options: Options) -> Options | Memory:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the control plane until the run has ended."""
     parser = argparse.ArgumentParser(prog="python -m ft.job.control", description="The control plane of one run.")
     parser.add_argument("--run-dir", type=Path, required=True, help="journal, events and status go here")
     parser.add_argument("--where", required=True, help="tcp://HOST:PORT to listen at, port 0: any free one; or etcd://")
@@ -211,4 +234,4 @@ def main(argv: list[str] | None = None) -> None:
     launcher = processes.identity(os.getppid())
     standing = LeaseRecord(given.term, options.restarts, board.where, given.node, os.getpid(), launcher=launcher)
     code = Sidecar(given.run_dir, board, begins, standing).run()
-    os._exit(code)  # threads may be inside torch's store: the interpreter's orderly end would abort the process
+    os._exit(code)  # threads may be inside torch's store, so a regular interpreter shutdown would abort the process

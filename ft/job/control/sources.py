@@ -1,4 +1,4 @@
-"""Which step to restore, and where each logical rank's state of it comes from (paper, section VI-E)."""
+"""Choice of the step to restore and of the source of each logical rank's state (DEADPOOL, section VI-E)."""
 
 from collections.abc import Collection, Mapping
 
@@ -12,16 +12,20 @@ def choose(
     spoiled: Collection[int] = (),
     complete: Collection[int] = (),
 ) -> tuple[int | None, dict[int, Source], str]:
-    """The largest step of which every logical rank has a complete source.
+    """Return the largest step for which every logical rank has a complete source.
+
+    A snapshot is one rank's state at a committed step, in host memory; a peer copy is the copy of it on another rank.
 
     Args:
-        ranks: all logical ranks. holdings: what the workers in the seats hold, by logical rank; who is not in it has
-            nothing. dp_peers: for each rank those that hold the same part of the model, itself among them.
-        spoiled: steps that were tried and found unusable.
-        complete: ranks a peer copy of whose state holds all of it, so that no peer is needed beside its holder.
+        ranks: all logical ranks.
+        holdings: logical rank -> the snapshots in the memory of its worker. A rank that is missing here holds none.
+        dp_peers: logical rank -> the ranks that hold the same part of the model, including the rank itself.
+        spoiled: steps that were tried and turned out to be unusable.
+        complete: ranks whose peer copies hold all of their state, so that the holder of a copy is the only source
+            needed.
 
     Returns:
-        (step, sources by rank, ""); or (None, {}, why there is none).
+        (step, logical rank -> source, ""), or (None, {}, reason) if there is no such step.
     """
     missing = f"step(s) {', '.join(map(str, spoiled))} are unusable" if spoiled else ""
     for step in steps_held(holdings):
@@ -35,7 +39,7 @@ def choose(
 
 
 def steps_held(holdings: Mapping[int, Holdings]) -> list[int]:
-    """Steps of which anybody holds anything, the newest first."""
+    """Return all steps for which any rank holds a snapshot or a peer copy, the newest first."""
     steps = {step for held in holdings.values() for some in (held.own, *held.copies.values()) for step in some}
     return sorted(steps, reverse=True)
 
@@ -47,7 +51,9 @@ def of_step(
     dp_peers: Mapping[int, list[int]],
     complete: Collection[int] = (),
 ) -> tuple[dict[int, Source], list[int]]:
-    """(sources of ``step`` by rank, ranks that have none, in order); arguments as of :func:`choose`."""
+    """Return (logical rank -> source, sorted ranks without a source) for ``step``. The arguments are those of
+    :func:`choose`.
+    """
     sources, lacking = {}, []
     for rank in sorted(ranks):
         source = _source(rank, step, holdings, dp_peers.get(rank, [rank]), rank in complete)
@@ -69,7 +75,7 @@ def _source(
         return None
     others = [r for r in peers if r != rank]
     if not others:
-        return Source(holders[0], holders[0])  # without data parallelism the copy has all of it
+        return Source(holders[0], holders[0])  # without data parallelism the peer copy holds the whole state
     holder = next((r for r in holders if r in others), holders[0])
     whole = [r for r in others if r in holdings and step in holdings[r].own]
     if not whole:

@@ -1,4 +1,9 @@
-"""What the control plane knows. Plain values; ``controller.decide`` is the only one who changes them."""
+"""The state of the control plane: plain values, which only :func:`ft.job.control.controller.decide` changes.
+
+Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. A standby is a warm
+worker without a seat. A joiner is a worker that is new to its seat. A snapshot is one rank's state at a committed step,
+in host memory; a peer copy is the copy of it that a data-parallel neighbour holds.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,20 +12,34 @@ from ft.job.messages import Beat, GroupReport, Repair, WorkerReleased, WorkerRep
 
 GATHERING, CLOSED, OPENED = "gathering", "closed", "opened"
 REPAIRING, RESUMING, RUNNING, ENDED = "repairing", "resuming", "running", "ended"
-"""Phases. gathering: agents and workers of a fresh start come. closed: an epoch is over, its seats are not filled yet.
-opened: the next one's seats are known; survivors leave, joiners assemble. repairing: groups and state. resuming: the
-first step is about to begin on every worker. running: it has. ended: the run is over."""
+"""Phases of the control plane.
+
+- gathering: agents and workers of a fresh start are connecting.
+- closed: an epoch is over, and not all of its empty seats have a new worker.
+- opened: the workers of the next epoch are fixed; survivors leave the old epoch, joiners build model and optimizer.
+- repairing: workers rebuild process groups and restore state.
+- resuming: workers are about to begin their first step.
+- running: every worker has begun its first step.
+- ended: the run is over.
+"""
 
 EPOCH_OPEN = (OPENED, REPAIRING, RESUMING, RUNNING)
-"""Phases in which workers are in an epoch that has not been closed."""
+"""The phases in which workers are in an epoch that has not been closed."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked of the run.
+    """The configuration of a run.
 
-    ``nodes``: agents to wait for. ``restarts``: warm restarts before this control plane was started, in the place of
-    one that had died. ``hot_swap``: False: every failure leads to a warm restart. ``faults``: that are planned.
+    Attributes:
+        nodes: number of agents to wait for.
+        world_size: number of logical ranks.
+        max_restarts: maximum number of warm restarts (all workers start anew from a persistent checkpoint).
+        restarts: number of warm restarts before this control plane started without the journal of its predecessor.
+        hot_swap: if False, every failure leads to a warm restart.
+        faults: number of faults that are planned for injection.
+        command: command line of the training script.
+        timeouts: limits in seconds.
     """
 
     nodes: int
@@ -35,11 +54,22 @@ class Options:
 
 @dataclass
 class Agent:
-    """A node. ``beats``: what was last heard of its workers, at ``heard_at``. ``suspect``, ``gone``: why, "" if not.
+    """What the control plane knows about an agent, the supervisor of one node.
 
-    ``meeting``: host:port of its store for process groups. ``domains``: kind -> name of its failure domains.
-    ``places``: workers that it starts at the start of the run, or at the last warm restart. ``started``: names of all
-    workers that it ever started.
+    Attributes:
+        node: name of the agent.
+        node_rank: index of the node.
+        host: address of the node.
+        seats: number of training workers that the agent was configured with; 0 for a node that holds standbys only.
+        standbys: number of standbys that it was configured with.
+        heard_at: time of its last report, in seconds.
+        beats: worker -> the heartbeat of that worker that the agent last forwarded.
+        suspect: why the node is suspected to be faulty, or "".
+        gone: why the agent counts as lost, or "".
+        meeting: host:port of the store that it hosts for the rendezvous of process groups.
+        domains: kind -> name of the node's failure domains.
+        places: number of workers that it starts at the start of the run, or at the last warm restart.
+        started: names of all workers that it has ever started.
     """
 
     node: str
@@ -59,15 +89,28 @@ class Agent:
 
 @dataclass
 class Worker:
-    """A process that lives, for all that is known.
+    """A worker process that is alive as far as the control plane knows.
 
     Attributes:
-        meant: logical rank it was started for, None for a standby. since: when it was started.
-        rank: logical rank it holds, None while it has no seat. local_rank: its device there.
-        empty: it has no state of its own yet. assembled: model and optimizer are built.
-        leaves: closed epoch that it has yet to leave, -1 if none. release: what it said when it last left one.
-        arrived: its groups, said when it had assembled. repaired: in the present epoch. resumed: the last epoch.
-        done: with its work, in the present epoch. left: it has ended with code 0; left_at: when.
+        name: name of the worker.
+        node: name of its agent.
+        pid: process id on that node.
+        meant: logical rank for which it was started, or None for a standby.
+        since: time at which it was started, in seconds.
+        address: host:port of its snapshot server.
+        ready: whether it has connected to its agent.
+        rank: logical rank that it holds, or None while it has no seat.
+        local_rank: index of its device on the node.
+        empty: whether it still has no training state of its own.
+        assembled: whether it has built model and optimizer.
+        leaves: closed epoch that it has not left yet, or -1.
+        release: its report when it last left an epoch.
+        arrived: its process groups, reported once model and optimizer were built.
+        repaired: its report that it is repaired, in the present epoch.
+        resumed: last epoch whose first step it has begun.
+        done: whether it has finished its training steps, in the present epoch.
+        left: whether it has exited with code 0.
+        left_at: time of that exit, in seconds.
     """
 
     name: str
@@ -93,7 +136,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Vacancy:
-    """Who held a seat that is empty now, and on which device."""
+    """The lost worker of an empty seat, with its node and its device there."""
 
     worker: str
     node: str
@@ -102,7 +145,9 @@ class Vacancy:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """A worker's operation in ``group`` failed at ``since``."""
+    """A worker's report that an operation in process group ``group`` failed; ``since`` is the time of the report in
+    seconds.
+    """
 
     since: float
     group: str
@@ -111,7 +156,10 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class Place:
-    """A logical rank's place in the grid, as its worker said; ``blocks``: transformer layers it holds."""
+    """The position of a logical rank in the parallel grid (pipeline, tensor, data, context), as its worker reported it.
+
+    ``blocks`` is the number of transformer layers that the rank holds.
+    """
 
     pp: int
     tp: int
@@ -122,7 +170,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Incident:
-    """A failure that was judged, for the judgement of later ones."""
+    """A failure that was classified before; the classification of later failures takes it into account.
+
+    Attributes:
+        at: time in seconds.
+        rank: logical rank of the failed worker, or None.
+        step: last committed step at that time.
+        action: the action that was taken, as in ``ft.faults.verdict``.
+        key: text that is equal for equal errors.
+    """
 
     at: float
     rank: int | None
@@ -133,8 +189,13 @@ class Incident:
 
 @dataclass(frozen=True)
 class Return:
-    """A time that training went back to committed step ``step``. ``verdicts``: what for, in words. ``fired``: injected
-    faults until then."""
+    """One recovery that rolled training back to committed step ``step``.
+
+    Attributes:
+        step: the step that was restored.
+        verdicts: the failures that caused it, in words.
+        fired: number of injected faults until then.
+    """
 
     step: int
     verdicts: list[str]
@@ -143,10 +204,20 @@ class Return:
 
 @dataclass
 class Recovery:
-    """The interruption under way. ``closed``: epoch that it began in; ``ranks``: that failed; ``verdicts``: since the
-    last repair, in words, ``in_vain``: all of these are; ``released``: all have left the last closed epoch;
-    ``spoiled``: steps whose snapshots turned out unusable, ``unusable``: those by the logical rank that found them so,
-    ``unbuildable``: steps that a stage could not be rebuilt at."""
+    """The recovery in progress.
+
+    Attributes:
+        at: time at which it began, in seconds.
+        closed: the epoch that was running when it began.
+        reason: why it began.
+        ranks: logical ranks that have failed.
+        verdicts: the failures since the last repair, in words.
+        in_vain: whether all of these failures were unanswered waits, without a death, an error or an outside cause.
+        released: whether all workers have left the last closed epoch.
+        spoiled: steps whose snapshots turned out to be unusable.
+        unusable: logical rank -> the steps that it found unusable.
+        unbuildable: steps at which a pipeline stage could not be rebuilt from its neighbours (CheckFree).
+    """
 
     at: float
     closed: int
@@ -162,22 +233,43 @@ class Recovery:
 
 @dataclass
 class State:
-    """Everything.
+    """The whole state of the control plane.
 
     Attributes:
-        since: when the phase began. epoch: the newest, -1 before the first. fresh: it began without state in memory.
-        attached: a worker has ever attached: the script takes part in recoveries. protected: one has ever trained
-            under a guard: from there on state is in memory elsewhere, and faults can be injected.
-        seats: logical rank -> worker. vacant: the empty ones. spawning: node -> when workers were ordered there that
-            have not been started yet. failed_starts: standbys in a row that ended before they were ready.
-        dp_peers, shards: by logical rank, as the workers said. copies: by logical rank, who its peer copies go to;
-            complete: ranks whose peer copies hold all of their state. fired: numbers of injected faults that happened.
-        checkfree: which lost stages may be rebuilt from their neighbours: "" (none), "middle", or "plus" (the first and
-            the last too); places: by logical rank, where that was asked for; rebuilt: stage -> step of the last.
-        settings: how the first worker, settings_of, said it was set up.
-        suspicions: by worker. step: the last step that is known to be committed. repair: the last one ordered; kept:
-            groups it leaves alone. returns: to the step that was gone back to last, with nothing new in between.
-            last_recovery: for the status.
+        options: configuration of the run.
+        phase: one of the phases above.
+        since: time at which the phase began, in seconds.
+        epoch: the newest epoch; -1 before the first.
+        fresh: whether this epoch began without training state in memory.
+        step: last step that is known to be committed.
+        restarts: number of warm restarts so far.
+        attached: whether any worker has ever connected, so that the script takes part in recoveries.
+        protected: whether any worker has ever trained under hot-swap protection. From then on, other workers hold
+            copies of its state in memory, and faults can be injected.
+        agents: node -> agent.
+        workers: name -> worker.
+        seats: logical rank -> name of the worker that holds it.
+        vacant: logical rank -> the worker that was lost, for the empty seats.
+        spawning: node -> times at which workers were ordered there that have not been started yet.
+        failed_starts: number of standbys in a row that ended before they were ready.
+        dp_peers: logical rank -> its data-parallel peers, as its worker reported them.
+        shards: logical rank -> names of its optimizer shards, as its worker reported them.
+        copies: logical rank -> logical ranks that receive its peer copies.
+        complete: logical rank -> whether its peer copies hold all of its state.
+        checkfree: which lost pipeline stages may be rebuilt from their neighbours (CheckFree): "" (none), "middle", or
+            "plus" (CheckFree+: also the first and the last).
+        places: logical rank -> its position in the grid, if CheckFree is enabled.
+        rebuilt: pipeline stage -> step at which it was last rebuilt.
+        fired: numbers of the injected faults that have happened.
+        settings: the settings that the first worker reported.
+        settings_of: name of that worker.
+        suspicions: worker -> its unexplained loss of a connection.
+        history: the failures that were classified, oldest first.
+        repair: the last repair that was ordered.
+        kept: number of process groups that this repair keeps.
+        recovery: the recovery in progress, or None.
+        returns: the last rollbacks, all to the same step and without any new failure in between.
+        last_recovery: the last recovery, for the status file.
     """
 
     options: Options
@@ -215,39 +307,40 @@ class State:
 
     @classmethod
     def begin(cls, options: Options) -> "State":
-        """Before anything was heard."""
+        """Return the state before any report was received."""
         return cls(options, restarts=options.restarts)
 
     def nodes_seen(self) -> int:
-        """How many nodes have joined; one whose agent came back under another name is the same."""
+        """Return how many nodes have joined. An agent that rejoined under another name counts once."""
         return len({agent.node_rank for agent in self.agents.values()})
 
     def seated(self) -> list[Worker]:
-        """Workers with a seat, by logical rank."""
+        """Return the workers that have a seat, ordered by logical rank."""
         return [self.workers[self.seats[rank]] for rank in sorted(self.seats)]
 
     def standbys(self) -> list[Worker]:
-        """Ready workers without a seat, in the order they were started."""
+        """Return the ready workers without a seat, in the order in which they were started."""
         return [w for w in self.workers.values() if w.ready and w.rank is None and not w.left and w.meant is None]
 
     def beat(self, worker: Worker) -> Beat | None:
-        """What was last heard of it."""
+        """Return the last heartbeat of ``worker``, or None."""
         agent = self.agents.get(worker.node)
         return agent.beats.get(worker.name) if agent is not None else None
 
     def newest_step(self) -> int:
-        """The furthest committed step known of."""
+        """Return the largest committed step that is known from any report or heartbeat."""
         beats = [beat.step for worker in self.seated() if (beat := self.beat(worker))]
         return max([self.step, *beats])
 
     def step_time(self) -> float | None:
-        """Seconds of the slowest worker's median step, None before one has ended."""
+        """Return the median step time of the slowest worker in seconds, or None before a step has ended."""
         times = [beat.step_s for worker in self.seated() if (beat := self.beat(worker)) and beat.step_s]
         return max(times, default=None)
 
     def limits(self) -> Timeouts:
-        """The timeouts for the present step time."""
+        """Return the timeouts, extended by the present step time."""
         return self.options.timeouts.calibrated(self.step_time())
 
     def enter(self, phase: str, now: float) -> None:
+        """Change the phase."""
         self.phase, self.since = phase, now

@@ -1,4 +1,4 @@
-"""``status.json``: what the control plane knows, for people who look at a run while it goes."""
+"""The file ``status.json``: a summary of the control plane's state for people who watch a run."""
 
 import json
 import time
@@ -10,11 +10,12 @@ from ft.job.control.state import State, Worker
 
 
 def values(state: State) -> dict[str, Any]:
-    """The status as JSON values.
+    """Return the status as JSON values.
 
-    ``seats``: logical rank -> who holds it, with its last beat; ``standbys``: who is ready to; ``lag``: steps between
-    the committed step and the newest snapshot that all peers hold, of the worker that is furthest behind, None where
-    there are no snapshots; ``protected``: a worker has ever trained under a guard.
+    Keys that need an explanation: ``seats``: logical rank -> the worker that holds it, with its last heartbeat.
+    ``standbys``: the ready workers without a logical rank. ``lag``: number of steps between the newest snapshot that
+    all peers hold and the committed step, of the worker for which it is largest; None without snapshots. ``protected``:
+    whether any worker has ever trained under hot-swap protection.
     """
     seated = state.seated()
     lags = [beat.lag for worker in seated if (beat := state.beat(worker))]
@@ -39,7 +40,7 @@ def values(state: State) -> dict[str, Any]:
 
 
 def replace_file(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON such that readers find the old or the new file, never half of one."""
+    """Write JSON atomically: readers see either the old or the new file."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(content))
     temporary.replace(path)

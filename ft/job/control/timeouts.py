@@ -1,4 +1,4 @@
-"""Every timeout of the fault path, in one table."""
+"""All timeouts of failure detection and recovery, in one table."""
 
 from dataclasses import dataclass, replace
 
@@ -7,38 +7,50 @@ from ft.base import timeout_order as ladder
 
 @dataclass(frozen=True)
 class Timeouts:
-    """All in seconds.
+    """Timeouts of the control plane, the agents and the workers, all in seconds.
+
+    The timeouts marked "+ 3 steps" grow: ``calibrated`` adds three times the step time to each.
 
     Attributes:
-        beat_s: between two heartbeats of a worker; a thread sends them, so they say that the process lives.
-        agent_beat_s: between two of an agent; they carry all that its workers said.
-        stopped_s: without a heartbeat, a worker whose process is stopped (state T) counts as hung: it cannot go on.
-        silent_s: without a heartbeat, another worker counts as hung: a busy machine delays a thread, not for so long.
-        silent_start_s: in place of silent_s until the first step has ended: imports, compilation hold the interpreter.
-        stuck_s: the warm pool owes workers, or the control plane is to start, and does nothing at all for so long
-            (imports do something): it is killed and started again; after the third time the run ends.
-        mute_s: a worker of the start that does nothing at all, while others have attached, counts as hung.
-        suspicion_s: a connection was lost: so long the death behind it may be on its way; then itself is blamed.
-        quorum_s: a control plane that has heard nothing of most agents for so long lets its lease run out, for one of
-            them to take over: it may be the one that was cut off.
-        contact_s: an agent whose control plane has not answered for so long looks for it anew.
-        fence_s: an agent that is cut off, while the control plane goes on elsewhere, ends its workers: their logical
-            ranks are about to be given to others.
-        agent_lost_s: without a heartbeat of its agent a node counts as lost: several must be missing, not one.
-        lease_beat_s: between two renewals of the control plane's lease.
-        lease_s: without a renewal there is no control plane: the next agent starts one; + a turn for each before it.
-        turn_s: of one agent.
-        away_s: for so long agents look for a control plane before they end the run.
-        stall_s: a worker that beats, and computes while others wait, counts as hung: it may be saving; + 3 steps.
-        start_s: in place of stall_s until a worker's first step has ended: compilation, caches, first allocations.
-        collective_s: all wait and nobody computes: a connection is at fault, not a slow worker; + 3 steps.
-        drain_s: to leave a closed epoch: the step's next group operation, or a copy to host memory, ends it; + 3 steps.
-        verdict_s: a worker whose connection failed waits so long for the epoch to be closed, before it raises.
-        repair_s: to rebuild groups and restore state; the same again for the first step to begin.
-        assemble_s: for a joiner to build its model and optimizer.
-        ready_s: for a worker that was started to attach: imports, on a machine that is busy with training.
-        leave_s: a worker has ended well: for so long the others may go on before that counts as a loss.
-        join_s: for all agents to come and for all workers to attach at the start.
+        beat_s: interval between heartbeats of a worker. A thread sends them, so they prove only that the process lives.
+        agent_beat_s: interval between heartbeats of an agent. Each carries the last heartbeats of its workers.
+        stopped_s: a worker without a heartbeat for so long counts as hung if its process is stopped (state T in /proc).
+        silent_s: a worker without a heartbeat for so long counts as hung. A busy machine delays a thread less than
+            this.
+        silent_start_s: replaces silent_s until the first step has ended, because imports and compilation hold Python's
+            interpreter lock.
+        stuck_s: the warm pool (the process that forks workers) or a control plane that is starting counts as hung if it
+            owes a result and uses no CPU for so long (imports use CPU). It is killed and started again; after the third
+            time the run ends.
+        mute_s: a worker of the first start that uses no CPU for so long, while others have connected, counts as hung.
+        suspicion_s: after a lost connection, so long the control plane waits for news that the peer has died. Then it
+            blames the connection.
+        quorum_s: a control plane that has heard nothing from most agents for so long stops renewing its lease, so that
+            another agent can take over: the control plane itself may be partitioned.
+        contact_s: an agent whose control plane has not answered for so long searches for a control plane again.
+        fence_s: an agent that is partitioned from a control plane which runs elsewhere kills its workers after so long,
+            because their logical ranks are about to be given to other workers.
+        agent_lost_s: a node counts as lost if its agent has sent no heartbeat for so long (several heartbeats).
+        lease_beat_s: interval between renewals of the control plane's lease.
+        lease_s: a lease that was not renewed for so long has expired, and the next agent in order starts a control
+            plane. Each agent waits one turn_s longer than the agent before it.
+        turn_s: extra waiting time of each agent in this order.
+        away_s: so long agents search for a control plane before they end the run.
+        stall_s: a worker that sends heartbeats and computes while others wait for it counts as hung after so long (a
+            checkpoint save may take this time); + 3 steps.
+        start_s: replaces stall_s until a worker's first step has ended: compilation, caches, first allocations.
+        collective_s: if all workers wait in communication operations for so long, a connection is at fault, not a slow
+            worker; + 3 steps.
+        drain_s: limit for leaving a closed epoch. A worker leaves at its next communication operation or copy to host
+            memory; + 3 steps.
+        verdict_s: a worker whose connection failed waits so long for the epoch to be closed before it raises; + 3
+            steps.
+        repair_s: limit for rebuilding process groups and restoring state, and again for the first step to begin.
+        assemble_s: limit for a worker that is new to its seat to build model and optimizer.
+        ready_s: limit for a started worker to connect: imports, on a machine that is busy with training.
+        leave_s: after a worker has exited with code 0, so long the others may continue before the exit counts as a
+            loss.
+        join_s: limit for all agents to join and all workers to connect at the start.
     """
 
     beat_s: float = 0.1
@@ -69,16 +81,20 @@ class Timeouts:
     join_s: float = 600.0
 
     def check(self) -> "Timeouts":
-        """Returns itself.
+        """Return this object if all values are valid.
 
         Raises:
-            UserError: one is not positive, or not longer than those it waits for.
+            UserError: a timeout is not positive, or not longer than the timeouts that have to expire before it.
         """
         ladder.check(self, "timeout", _LADDER)
         return self
 
     def calibrated(self, step_s: float | None) -> "Timeouts":
-        """Those that a step may hold up, longer by three step times. ``step_s``: None before a step has ended."""
+        """Return the timeouts with three step times added to each one that a long step may delay.
+
+        ``step_s`` is the step time in seconds, or None before a step has ended; then start_s replaces stall_s and
+        collective_s.
+        """
         if step_s is None:
             return replace(self, stall_s=self.start_s, collective_s=self.start_s)
         slack = 3.0 * step_s
@@ -87,9 +103,12 @@ class Timeouts:
 
 
 BEHIND_ETCD = {"contact_s": 3.0, "lease_s": 3.0, "fence_s": 5.5, "agent_lost_s": 6.0}
-"""Where the control plane is reached through etcd: an election there, 1 to 2 s with its defaults, or a server that
-stands still, must not look like the loss of a node. A control plane that is cut off from etcd notices it after 2 s, and
-its lease is over before its agents think that it goes on without them."""
+"""Values for a control plane that is reached through etcd.
+
+A leader election of etcd (1 to 2 s with its defaults) or a paused etcd server must not look like the loss of a node. A
+control plane that is partitioned from etcd notices this after 2 s, and its lease expires before its agents conclude
+that another control plane is running without them.
+"""
 
 _LADDER = (
     ("beat_s", "stopped_s"),
@@ -121,3 +140,4 @@ _LADDER = (
     ("assemble_s", "join_s"),
     ("ready_s", "join_s"),
 )
+"""Pairs (shorter, longer) of timeouts: the first has to expire before the second."""

@@ -1,8 +1,11 @@
-"""What workers, agents and the control plane tell each other: reports go up, orders come down.
+"""All messages between workers, agents and the control plane, with their JSON encoding.
 
-Every message is a frozen dataclass of JSON values; ``encode`` and ``decode`` are the only way onto and off a wire.
-``node`` names an agent (``"n0"``), ``worker`` a worker (``"n0.w3"``: the fourth process that agent started),
-``rank`` a logical rank. Times are seconds.
+A worker is a training process, an agent is the supervisor process of one node, and the control plane is the process
+that decides how the job recovers. Reports go from workers and agents to the control plane, orders from the control
+plane to agents and workers. Every message is a frozen dataclass of JSON values; all senders use ``encode`` and all
+receivers ``decode``. A field ``node`` is the name of an agent (``"n0"``), ``worker`` the name of a worker (``"n0.w3"``:
+the fourth process that this agent started), and ``rank`` a logical rank: a position in the parallel grid
+(TP x CP x EP x DP x PP) that outlives the process that holds it. Times are in seconds.
 """
 
 import json
@@ -76,7 +79,7 @@ __all__ = [
 
 
 class BadMessage(FtError):
-    """Bytes that are no message: not JSON, of an unknown kind, or with other fields than that kind has."""
+    """Raised for bytes that are not a message: no JSON, an unknown kind, or fields that this kind does not have."""
 
 
 REPORTS = (
@@ -98,15 +101,15 @@ _NESTED = {
 
 
 def encode(message: Any) -> str:
-    """One line of JSON, without its newline."""
+    """Return the message as one line of JSON, without a newline."""
     return json.dumps({"kind": type(message).__name__, **asdict(message)}, separators=(",", ":"))
 
 
 def decode(text: str | bytes) -> Any:
-    """The message that ``encode`` made.
+    """Return the message that ``encode`` wrote as ``text``.
 
     Raises:
-        BadMessage: it is none.
+        BadMessage: ``text`` is not a valid message.
     """
     try:
         values = json.loads(text)

@@ -1,4 +1,8 @@
-"""Orders: control plane -> agents -> workers."""
+"""Orders: messages from the control plane to the agents, and from an agent to its workers.
+
+Terms: an epoch is a version of the map logical rank -> worker. A seat is one entry of that map. A joiner is a worker
+that is new to its seat. A peer copy is the copy of a rank's snapshot that a data-parallel neighbour holds.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +11,7 @@ from ft.job.messages.values import Neighbours, Seat, Source
 
 @dataclass(frozen=True)
 class Close:
-    """``epoch`` is over: every worker in it leaves its operations and reports ``WorkerReleased``."""
+    """Epoch ``epoch`` is over: its workers leave their communication operations and report ``WorkerReleased``."""
 
     epoch: int
     reason: str
@@ -15,12 +19,17 @@ class Close:
 
 @dataclass(frozen=True)
 class Open:
-    """A new epoch with its map logical rank (as a string) -> seat.
+    """A new epoch begins.
 
-    ``joiners``: logical ranks whose worker is new to its seat. ``fresh``: all are, and no state is in memory: groups
-    connect at once and state comes from the checkpoint folder or the seed.
-    ``fired``: numbers of the injected faults that have happened. ``meeting``: host:port of the store in which the
-    groups of this epoch meet, on the node of one of its workers.
+    Attributes:
+        epoch: number of the epoch.
+        seats: logical rank (as a string, because it is a JSON key) -> seat.
+        joiners: logical ranks whose worker is new to its seat.
+        fresh: no worker has state in memory, as at the start of the run: process groups connect at once, and the state
+            comes from the checkpoint folder or from the random seed.
+        fired: numbers of the injected faults that have happened.
+        meeting: host:port of the store that this epoch's process groups use for their rendezvous; one of the nodes of
+            this epoch's workers hosts it.
     """
 
     epoch: int
@@ -33,11 +42,20 @@ class Open:
 
 @dataclass(frozen=True)
 class Repair:
-    """All have left the old epoch and every joiner has arrived: rebuild, restore ``step``, report ``WorkerRepaired``.
+    """All workers have left the old epoch and all joiners are built: rebuild the groups, restore the state of ``step``.
 
-    ``rebuild``: names of the groups to build anew now. ``defer``: to be built when first used. All others are kept.
-    ``copies``: owner's logical rank -> logical ranks that its peer copies went to up to now. ``rebuilt``: logical ranks
-    of stages that nobody has a state of: they have no source, and are rebuilt from their neighbours (CheckFree).
+    A worker answers with ``WorkerRepaired``.
+
+    Attributes:
+        epoch: the new epoch.
+        step: step whose state is restored.
+        rebuild: names of the process groups to rebuild now.
+        defer: names of the process groups to rebuild afterwards in the background; their first use waits for that.
+            All other groups are kept.
+        sources: logical rank (as a string) -> where its state comes from.
+        copies: logical rank (as a string) -> logical ranks that its peer copies have been sent to until now.
+        rebuilt: logical rank (as a string) -> neighbours, for the ranks of pipeline stages whose state is lost. These
+            ranks have no source; CheckFree (section 4.2) rebuilds them from the neighbouring stages.
     """
 
     epoch: int
@@ -51,7 +69,7 @@ class Repair:
 
 @dataclass(frozen=True)
 class Resume:
-    """All are repaired and the invariants hold: go on after ``step``."""
+    """All workers are repaired and the invariants hold: continue training after ``step``."""
 
     epoch: int
     step: int
@@ -59,7 +77,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Kill:
-    """The agent kills a worker (SIGKILL)."""
+    """The agent of ``worker`` kills it with SIGKILL."""
 
     worker: str
     reason: str
@@ -67,7 +85,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Spawn:
-    """The agent of ``node`` starts workers without a logical rank."""
+    """The agent of ``node`` starts ``count`` workers without a logical rank (standbys)."""
 
     node: str
     count: int
@@ -75,7 +93,13 @@ class Spawn:
 
 @dataclass(frozen=True)
 class Restart:
-    """Warm restart: agents kill every worker and start new ones; ``number`` counts them. ``seats``: node -> ranks."""
+    """Warm restart: all agents kill their workers and start new ones.
+
+    Attributes:
+        number: number of this warm restart, counted over the run.
+        reason: why, for people.
+        ranks: node -> logical ranks of the workers that its agent starts.
+    """
 
     number: int
     reason: str
@@ -84,7 +108,10 @@ class Restart:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """``node`` counts as lost. If its agent hears that, it ends its workers, and comes back as another node."""
+    """The control plane counts ``node`` as lost.
+
+    An agent that receives this order about its own node ends its workers and joins again under another name.
+    """
 
     node: str
     reason: str
@@ -92,7 +119,7 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class Master:
-    """What ``MasterChosen`` said, for all agents."""
+    """The content of ``MasterChosen``, sent on to all agents."""
 
     number: int
     host: str
@@ -101,12 +128,12 @@ class Master:
 
 @dataclass(frozen=True)
 class Finish:
-    """All workers are done: they exit with 0, then the agents do."""
+    """All workers are done: the workers exit with code 0, then the agents do."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The run ends: agents kill their workers and exit with ``code``; ``message`` is for the user."""
+    """The run ends: agents kill their workers and exit with ``code``. ``message`` is for the user."""
 
     code: int
     message: str

@@ -1,4 +1,8 @@
-"""Reports: worker -> agent -> control plane."""
+"""Reports: messages from a worker to its node's agent, and from the agent to the control plane.
+
+Terms: an epoch is a version of the map logical rank -> worker, and every process group belongs to one epoch. A seat is
+one entry of that map. A joiner is a worker that is new to its seat.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,10 +12,16 @@ from ft.job.messages.values import Beat, GroupReport, Holdings
 
 @dataclass(frozen=True)
 class AgentJoined:
-    """An agent is there. ``seats``: training workers it runs (0: a standby node); ``standbys``: beyond those.
+    """Sent once by an agent that has started.
 
-    ``meeting``: host:port of the store it hosts, for process groups to meet in. ``domains``: kind -> name of the
-    failure domains of its node (``ft run --topology``).
+    Attributes:
+        node: name of the agent.
+        node_rank: index of its node.
+        host: address under which other nodes reach it.
+        seats: number of training workers that it starts; 0 for a node that holds standbys only.
+        standbys: number of standby workers that it starts in addition.
+        meeting: host:port of the store that it hosts; process groups use this store for their rendezvous.
+        domains: kind (rack, switch, ...) -> name of each failure domain of its node (``ft run --topology``).
     """
 
     node: str
@@ -25,7 +35,7 @@ class AgentJoined:
 
 @dataclass(frozen=True)
 class AgentBeat:
-    """The agent lives; ``workers`` is what it last heard of each of its workers."""
+    """The heartbeat of an agent. ``workers`` holds the last heartbeat of each of its workers."""
 
     node: str
     workers: dict[str, Beat] = field(default_factory=dict)
@@ -33,7 +43,7 @@ class AgentBeat:
 
 @dataclass(frozen=True)
 class AgentLeaving:
-    """The agent ends on purpose: ``signum`` it received (0: its work is done)."""
+    """The agent exits on purpose. ``signum`` is the signal that it received, or 0 if its work is done."""
 
     node: str
     signum: int
@@ -41,8 +51,15 @@ class AgentLeaving:
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A process exists. ``rank``: the logical rank it is meant for, None for a standby. ``restart``: number of the warm
-    restart that had it started (0: the run's start), None if that is not known."""
+    """The agent has started a worker process.
+
+    Attributes:
+        worker: name of the worker.
+        node: name of its agent.
+        pid: process id on that node.
+        rank: logical rank that the worker is meant for, or None for a standby.
+        restart: number of the warm restart for which it was started (0: start of the run), or None if unknown.
+    """
 
     worker: str
     node: str
@@ -53,7 +70,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """The worker has attached and waits for a seat. ``address``: host:port of its snapshot server."""
+    """The worker has connected to its agent and waits for a seat. ``address`` is host:port of its snapshot server."""
 
     worker: str
     node: str
@@ -62,7 +79,14 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """A process has ended: ``code`` >= 0 as it exited, or -N: killed by signal N. ``attached``: it ever was ready."""
+    """A worker process has ended.
+
+    Attributes:
+        worker: name of the worker.
+        node: name of its agent.
+        code: exit code if >= 0; -N means that signal N killed the process.
+        attached: whether the worker had ever reported ``WorkerReady``.
+    """
 
     worker: str
     node: str
@@ -72,7 +96,11 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class WorkerSilent:
-    """No beat for ``silent_s``. ``state``: the process's letter in /proc (T: stopped, D: in the kernel, R, S)."""
+    """The worker has sent no heartbeat for ``silent_s`` seconds.
+
+    ``state`` is the state letter of its process in /proc (T: stopped, D: uninterruptible sleep, R: running, S:
+    sleeping).
+    """
 
     worker: str
     node: str
@@ -82,9 +110,16 @@ class WorkerSilent:
 
 @dataclass(frozen=True)
 class WorkerFailed:
-    """The worker caught an exception of its own and waits for orders.
+    """The worker has caught an exception and waits for orders.
 
-    ``kinds``: names of the exception's class and its bases, most special first (what classification goes by).
+    Attributes:
+        worker: name of the worker.
+        epoch: epoch that the worker was in.
+        step: its last committed step.
+        kinds: class names of the exception and its bases, most specific first; the failure is classified by these
+            names.
+        message: text of the exception.
+        trace: its traceback.
     """
 
     worker: str
@@ -97,7 +132,10 @@ class WorkerFailed:
 
 @dataclass(frozen=True)
 class WorkerSuspects:
-    """A group operation failed here although the epoch is open: a peer or the connection to it is gone."""
+    """A collective or point-to-point operation of process group ``group`` failed although the epoch is still open.
+
+    Either a peer or the connection to the peer is gone; this worker cannot distinguish the two.
+    """
 
     worker: str
     epoch: int
@@ -107,7 +145,15 @@ class WorkerSuspects:
 
 @dataclass(frozen=True)
 class WorkerReleased:
-    """The worker has left ``epoch`` (closed): it is in no group operation and starts none."""
+    """The worker has left the closed epoch ``epoch``: it is in no communication operation and starts none.
+
+    Attributes:
+        worker: name of the worker.
+        epoch: epoch that it has left.
+        step: its last committed step.
+        groups: what it knows of each of its process groups.
+        holdings: the snapshots in its host memory.
+    """
 
     worker: str
     epoch: int
@@ -118,7 +164,7 @@ class WorkerReleased:
 
 @dataclass(frozen=True)
 class WorkerArrived:
-    """A joiner has assembled itself for its seat in ``epoch`` and can be connected."""
+    """A joiner has built model and optimizer for its seat in ``epoch``, and can be connected to the others."""
 
     worker: str
     epoch: int
@@ -127,13 +173,23 @@ class WorkerArrived:
 
 @dataclass(frozen=True)
 class WorkerRepaired:
-    """Groups are rebuilt and state is restored.
+    """The worker has rebuilt its process groups and restored its state for the new epoch.
+
+    I1 to I4 are the invariants of DEADPOOL, section V-C; the control plane checks them with these fields.
 
     Attributes:
-        rank: the logical rank it now holds. topology: digest over the seats and all groups it is in the view of (I1).
-        shards: digests-free names of the logical shards it owns (I2). step: of its state (I4).
-        rebuilt, kept, deferred: groups. sources: how owned and replicated state came ("own", "copy:RANK", "peer:RANK").
-        rebuild_s, restore_s: how long both took here.
+        worker: name of the worker.
+        epoch: the new epoch.
+        rank: logical rank that the worker now holds.
+        step: step of its restored state (I4, step atomicity).
+        topology: digest over the seats and all process groups, as this worker sees them (I1, topology consistency).
+        shards: names of the optimizer shards that it owns (I2, shard completeness).
+        rebuilt: number of process groups that it has rebuilt.
+        kept: number of process groups that it has kept.
+        deferred: number of process groups that are rebuilt afterwards in the background.
+        sources: where its "owned" and its "replicated" state came from: "own", "copy:RANK" or "peer:RANK" (I3).
+        rebuild_s: seconds that the process groups took.
+        restore_s: seconds that the state took.
     """
 
     worker: str
@@ -152,7 +208,7 @@ class WorkerRepaired:
 
 @dataclass(frozen=True)
 class WorkerResumed:
-    """The first step of ``epoch`` begins here; ``step`` is the last committed one."""
+    """The worker begins the first step of ``epoch``. ``step`` is the last committed step."""
 
     worker: str
     epoch: int
@@ -161,7 +217,7 @@ class WorkerResumed:
 
 @dataclass(frozen=True)
 class WorkerDone:
-    """The worker has done all its work and waits for the others before it exits."""
+    """The worker has finished all its training steps and waits for the others before it exits."""
 
     worker: str
     epoch: int
@@ -170,7 +226,7 @@ class WorkerDone:
 
 @dataclass(frozen=True)
 class Observed:
-    """An event for the run's event file that asks for no decision (``fault_injected``, checkpoint saved, ...)."""
+    """An event for the run's event file that needs no decision (``fault_injected``, a saved checkpoint, ...)."""
 
     event: str
     detail: dict[str, Any] = field(default_factory=dict)
@@ -178,7 +234,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class MasterChosen:
-    """Where a script's own process group meets in warm restart ``number``: chosen by the agent of logical rank 0."""
+    """Address at which the training script's own process group has its rendezvous in warm restart ``number``.
+
+    The agent of logical rank 0 chooses this address.
+    """
 
     number: int
     host: str
@@ -187,9 +246,12 @@ class MasterChosen:
 
 @dataclass(frozen=True)
 class ControlBack:
-    """The control plane says to itself: another one, whose journal this is, has ended; it goes on under ``term``.
+    """Report of a new control plane to itself after a failover: the previous one has ended, this one continues its
+    journal.
 
-    ``node``: beside whose agent.
+    Attributes:
+        term: leader-election term of the new control plane.
+        node: agent on whose node it runs.
     """
 
     term: int

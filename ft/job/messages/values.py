@@ -1,19 +1,23 @@
-"""Values inside messages."""
+"""Values that are fields of several messages: reports on process groups, snapshots, seats and heartbeats.
+
+A seat is one entry of the map logical rank -> worker of an epoch (one version of that map).
+"""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What one worker knows of one process group when its epoch ends.
+    """What one worker knows of one process group when an epoch ends.
 
     Attributes:
-        name: the same on all members.
+        name: name of the group, the same on all members.
         ranks: logical ranks of the members, in group order.
-        used: some operation was ever started on it here.
-        in_flight: an operation had been started here and not ended when the epoch was closed.
-        collectives: collective operations started here since the group was built.
-        sent, received: point-to-point operations started here since then, by the other member's logical rank.
+        used: whether this worker has ever started an operation on the group.
+        in_flight: whether an operation that this worker had started was unfinished when the epoch was closed.
+        collectives: number of collectives that this worker has started since the group was built.
+        sent: logical rank of the receiver -> number of sends that this worker has started since then.
+        received: logical rank of the sender -> number of receives that this worker has started since then.
     """
 
     name: str
@@ -27,11 +31,12 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The complete snapshots in one worker's host memory.
+    """The complete snapshots (state of a rank at a committed step) in one worker's host memory.
 
     Attributes:
-        own: steps of its own snapshots.
-        copies: owner's logical rank (as a string: a JSON key) -> steps of the peer copies held for it.
+        own: steps of the worker's own snapshots.
+        copies: logical rank of the owner (as a string, because it is a JSON key) -> steps of the peer copies that the
+            worker holds for that rank.
     """
 
     own: list[int] = field(default_factory=list)
@@ -40,10 +45,14 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Seat:
-    """Who holds a logical rank in an epoch.
+    """The worker that holds a logical rank in an epoch.
 
-    ``address``: host:port where its snapshots can be fetched; ``local_rank``: its device on its node. ``domains``:
-    kind -> name of the failure domains its node is in (rack, switch, ...), as its agent said.
+    Attributes:
+        worker: name of the worker.
+        node: name of its agent.
+        address: host:port of its snapshot server.
+        local_rank: index of its device on the node.
+        domains: kind (rack, switch, ...) -> name of each failure domain of the node, as its agent reported them.
     """
 
     worker: str
@@ -55,11 +64,13 @@ class Seat:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a logical rank's state of the restore step comes from.
+    """Where a logical rank gets its state of the restored step from.
 
     Attributes:
-        owned: logical rank of the worker that holds the optimizer shard: the rank itself (own snapshot) or a peer.
-        replicated: logical rank of the worker whose own snapshot has the replicated state: itself or a DP peer.
+        owned: logical rank whose worker holds the optimizer shard: the rank itself (own snapshot) or the holder of a
+            peer copy.
+        replicated: logical rank whose worker has the replicated state in its snapshot: the rank itself or a
+            data-parallel peer.
     """
 
     owned: int
@@ -68,25 +79,36 @@ class Source:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Whose blocks a lost stage is rebuilt from: logical ranks of the same place in the stage before and in the stage
-    after, None where the pipeline ends (CheckFree)."""
+    """The ranks whose transformer blocks a lost pipeline stage is rebuilt from (CheckFree, section 4.2).
+
+    Attributes:
+        previous: logical rank at the same position of the previous stage, or None if there is no previous stage.
+        following: logical rank at the same position of the next stage, or None if there is no next stage.
+    """
 
     previous: int | None
     following: int | None
 
     @property
     def there(self) -> list[int]:
-        """Those that there are, the previous one first."""
+        """The neighbours that exist, the previous one first."""
         return [rank for rank in (self.previous, self.following) if rank is not None]
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a worker is at. ``doing``: "compute", "wait" (in a group operation), "aside" (evaluation, save),
-    "idle" (standby, or awaiting orders).
+    """The heartbeat of a worker: what it is doing.
 
-    ``since_s``: for how long. ``step_s``: median step time so far, None before there is one. ``lag``: steps between the
-    committed step and the newest snapshot that all peers hold.
+    Attributes:
+        age_s: age of this information in seconds when the agent sent it on.
+        epoch: epoch that the worker is in.
+        step: its last committed step.
+        doing: "compute", "wait" (in a communication operation), "aside" (evaluation or checkpoint save) or "idle"
+            (a standby, or a worker that waits for orders).
+        since_s: how long it has been doing this, in seconds.
+        where: name of the operation or place, for people.
+        step_s: median step time in seconds, or None before a step has ended.
+        lag: number of steps from the newest snapshot that all peers hold to the committed step.
     """
 
     age_s: float

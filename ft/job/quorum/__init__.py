@@ -1,8 +1,9 @@
 """Quorum service: decide which replicas take part in each training step (FT-HSDP, sections 4.1 and 4.3).
 
-The leader of each replica reports its progress to the quorum server, and the server decides. ``decide.decide`` makes
-the decision as a pure function, without I/O, clocks or randomness. ``server`` is the process around it, ``client`` is a
-leader's end of the protocol, and ``spread`` forwards messages from a leader to all ranks of its replica.
+A replica is a full copy of the model with its own world of ranks. Its leader is the rank that asks the quorum server,
+on behalf of the replica, for the members of the next step (the quorum). ``decide.decide`` makes the decision as a pure
+function, without I/O, clocks or randomness. ``server`` is the process around this function, ``client`` is a leader's
+end of the protocol, and ``spread`` forwards messages from a leader to all ranks of its replica.
 """
 
 from ft.job.quorum.client import FailureNotice, QuorumClient

@@ -1,10 +1,11 @@
 """Choose the members to exclude when a quorum fails although all of them are alive (a partition between replicas).
 
-Every member may report members that its rings could not reach. A single report is weak evidence: a member that leaves a
-ring because it lost one neighbour looks lost to its other neighbour. Failures are therefore forgiven at first, and as
-long as a lost member explains them. After that, a member is excluded if more members blame it than vouch for it, and so
-is one of any two that blame each other. But a member that alone has the furthest state stays, and those that cannot
-reach it are excluded instead.
+The members of a quorum are the replicas (full copies of the model) of a training step. They are connected in all-reduce
+rings, and every member may report other members that it could not reach there. A single report is weak evidence: a
+member that leaves a ring because it lost one neighbour looks lost to its other neighbour. So no member is excluded
+after the first failures, nor while a lost member explains the failure. After that, a member is excluded if more members
+could not reach it than could, and so is one of two members that blame each other. But if one member alone has the
+furthest state, it stays, and the members that cannot reach it are excluded instead.
 """
 
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from ft.job.quorum.state import Ban
 from ft.job.quorum.values import Quorum, Report
 
 _WEAK_EVIDENCE_AFTER = 3
-"""Number of consecutive failed quorums after which a single report is enough to exclude a member: no endless
-retries.
+"""Number of consecutive failed quorums after which a single report is enough to exclude a member, so that retries
+end.
 """
 
 
@@ -93,12 +94,12 @@ def _is_guilty(one: int, evidence: Mapping[int, Evidence], weak: bool) -> bool:
 
 
 def _is_alone_so_far(one: int, returned: Mapping[int, Report], gone: Mapping[int, str]) -> bool:
-    """Return whether all other members are behind ``one``: without it they would do steps again."""
+    """Return whether all other members are behind ``one``, so that a quorum without this member would repeat steps."""
     return all(returned[other].state < returned[one].state for other in returned if other != one and other not in gone)
 
 
 def _behind(report: Report) -> tuple[int, int]:
-    """Return a sort key that is larger for a state that is less far: of two equal cases, the furthest state stays."""
+    """Return a sort key that is larger for an older state: of members with equal evidence, the furthest state stays."""
     return (-report.next_step, -report.lineage)
 
 

@@ -1,4 +1,8 @@
-"""Client of the quorum server, used by the leader of a replica; also the notice that a replica is given up."""
+"""Client of the quorum server, used by the leader of a replica; also the notice that a replica is given up.
+
+A replica is a full copy of the model with its own world of ranks. A life is one world of its worker processes. A quorum
+is the set of replicas that take part in a training step.
+"""
 
 import threading
 from concurrent.futures import Future
@@ -19,13 +23,14 @@ Rows = list[dict[str, str]]
 class QuorumClient:
     """Client of a replica's leader, which asks for the quorum of each step.
 
-    It finds the server by itself (``quorum.json``), and the next server when that one dies.
+    The client finds the server through ``quorum.json`` in the run's directory, and finds the next server when that one
+    dies.
 
     Args:
         run_dir: directory of the whole run.
         replica: number of the replica.
-        life: its life (incarnation).
-        token: token of the run.
+        life: number of its present life.
+        token: secret of the run.
         limits: timeouts; the defaults if None.
     """
 
@@ -42,18 +47,20 @@ class QuorumClient:
         self._link = Link(Path(run_dir), token, self._limits, self._greet, self._take, self._away)
 
     def arriving(self) -> None:
-        """Announce that this life has started and will call :meth:`hello` soon. To be called first, if at all; returns
-        at once.
+        """Announce that this life has started and will call :meth:`hello` soon.
+
+        Optional; to be called before :meth:`hello`. Returns at once.
         """
         self._link.start()
 
     def hello(self, rows: Rows) -> None:
-        """Announce that this life is ready, with the addresses of its ranks. To be called once, before :meth:`ask`;
-        returns at once.
+        """Announce that this life is ready, with the addresses of its ranks.
+
+        To be called once, before :meth:`ask`; returns at once.
 
         Args:
-            rows: one dictionary of strings for each rank of the replica, in their order, for the other replicas:
-                {"ring": address, "fetch": address}.
+            rows: one dictionary of addresses for each rank of the replica, in rank order, for the other replicas:
+                {"ring": address for the gradient rings, "fetch": address for fetching state}.
         """
         if self._own_rows is not None:
             raise FtError("hello is said once in a life")
@@ -90,11 +97,12 @@ class QuorumClient:
         return future
 
     def rows(self, replica: int, life: int) -> Rows:
-        """Return what that life gave to ``hello``. Known for all members of a quorum before the quorum's future is
-        done.
+        """Return the addresses that life ``life`` of ``replica`` has passed to ``hello``.
+
+        They are known for all members of a quorum before the future of this quorum is done.
 
         Raises:
-            FtError: that life is no member of a quorum that was received.
+            FtError: that life is not a member of a quorum that was received.
         """
         with self._lock:
             if replica == self.replica and life == self.life and self._own_rows is not None:
@@ -105,7 +113,7 @@ class QuorumClient:
         return found[1]
 
     def aside(self) -> None:
-        """Announce that the next report will take longer than a step does, so that the server waits longer for this
+        """Announce that the next report will take longer than a step, so that the server waits longer for this
         replica.
         """
         with self._lock:
@@ -113,13 +121,13 @@ class QuorumClient:
         self._link.send(self._aside)
 
     def leave(self, reason: str) -> None:
-        """Announce that this life is over, so that the others need not wait for it. A pending question fails."""
+        """Announce that this life is over, so that the others need not wait for it. A pending ``ask`` fails."""
         self._left = wire.pack({"kind": "leave", "reason": reason})
         self._fail(RecoverableError(f"this replica has left: {reason}"))
         self._link.send(self._left)
 
     def close(self) -> None:
-        """End the connection; messages that wait are still sent if the network takes them. A pending future fails."""
+        """Close the connection after sending what the network accepts within a second. A pending ``ask`` fails."""
         self._link.close()
         self._fail(RecoverableError("the client was closed"))
 
@@ -172,14 +180,14 @@ class QuorumClient:
 
 
 class FailureNotice:
-    """Tells every server of the run that a replica is given up, so that no server waits for another life of it.
+    """Tells every server of the run that a replica is given up, so that no server waits for it any longer.
 
     Args:
         run_dir: directory of the whole run.
         replica: number of the replica.
-        life: its last life, -1 if it never had one.
+        life: its last life, or -1 if it never had one.
         reason: why it was given up.
-        token: token of the run.
+        token: secret of the run.
     """
 
     def __init__(self, run_dir: str | Path, replica: int, life: int, reason: str, token: str):

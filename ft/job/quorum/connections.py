@@ -1,4 +1,8 @@
-"""Connections of the quorum server, authenticated and not."""
+"""Connections of the quorum server, including those of peers that have not authenticated yet.
+
+The code calls a connection a guest, and an unauthenticated one a stranger. A leader is the rank of a replica (a full
+copy of the model) that talks to the server.
+"""
 
 import selectors
 import socket
@@ -10,8 +14,11 @@ from ft.base.errors import FtError
 from ft.job.quorum.wire import Channel
 
 _STRANGER_S = 5.0
+"""Limit for a peer to authenticate, in seconds."""
 _MOST_STRANGERS = 256
+"""Maximum number of unauthenticated connections."""
 _MOST_LINES = 20
+"""Maximum number of log lines per second."""
 
 
 @dataclass(eq=False)
@@ -21,11 +28,11 @@ class Connection:
     Attributes:
         channel: the channel over the socket.
         address: address of the peer, "HOST:PORT".
-        since: time at which it connected.
-        replica: replica whose leader it is, None for other peers.
-        life: life of that replica.
-        rows: replica -> life whose rows (rank addresses) were sent to this peer.
-        refused: why this leader gets no quorum, "" if it may get one.
+        since: time at which the peer connected.
+        replica: number of the replica if the peer is its leader, else None.
+        life: life of that replica (one world of its worker processes).
+        rows: replica -> life whose rows (addresses of its ranks) were sent to this peer.
+        refused: why this leader gets no quorum, or "" if it may get one.
     """
 
     channel: Channel

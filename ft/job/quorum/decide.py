@@ -1,5 +1,9 @@
 """Quorum decision as a pure function: form a quorum now, or wait, for which replicas and until when.
 
+A quorum is the set of replicas (full copies of the model) that take part in a training step. The leader of each replica
+asks for it with a report. Healthy members have the furthest state and train; members that are behind fetch this state
+during the step. A life is one world of worker processes of a replica.
+
 The functions do no I/O and use neither a clock nor randomness. A quorum forms as soon as every replica that is known to
 be alive has reported. Every wait is bounded (:mod:`ft.job.quorum.limits`), with a limit for each kind of wait
 (:func:`awaited`).
@@ -24,8 +28,8 @@ class Decision:
         until: time at which to decide again if nothing is received before; None if no report is pending.
         to: replicas whose reports the quorum answers.
         excluded: replica -> why it is excluded from now on.
-        refused: replicas that get no quorum and are told the reason.
-        is_repeated: the quorum is the last one, repeated for a member that has not received it.
+        refused: replicas that get no quorum; the server sends them the reason.
+        is_repeated: whether the quorum is the last one, repeated for a member that has not received it.
     """
 
     quorum: Quorum | None
@@ -39,7 +43,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Awaited:
-    """The server waits for the report of ``replica`` until the time ``until``, for the reason ``why``."""
+    """A wait for the report of one replica.
+
+    Attributes:
+        replica: number of the replica.
+        until: time at which the wait ends, in seconds.
+        why: the reason, for people.
+    """
 
     replica: int
     until: float
@@ -72,10 +82,11 @@ def decide(state: State, now: float) -> Decision:
 
 
 def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
-    """Return the pending reports without those of excluded replicas; all reports if only an excluded one is furthest.
+    """Return the pending reports without those of excluded replicas; all reports if only excluded replicas are
+    furthest.
 
-    Losing committed steps would be worse than an unreachable member. Nothing changes if only excluded replicas report:
-    the server still waits first for members at work in the last quorum.
+    Losing committed steps would be worse than a member that others can hardly reach. If only excluded replicas have
+    reported, the server still waits first for the members that are training in the last quorum.
     """
     free = {number: report for number, report in pending.items() if state.of(number).ban.until <= now}
     furthest = max(report.state for report in pending.values())
@@ -101,7 +112,15 @@ def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[
 
 @dataclass(frozen=True)
 class _Round:
-    """One round of reports. ``began``: when the first member of the last quorum reported, else the first newcomer."""
+    """What the waits of one decision have in common.
+
+    Attributes:
+        state: state of the server.
+        limits: timeouts, extended by the step time.
+        is_first: whether this is the first quorum of the run.
+        is_load: whether no replica that reported has a training state.
+        began: time at which the first member of the last quorum reported, or else the first new replica.
+    """
 
     state: State
     limits: Limits
@@ -179,7 +198,9 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
 
 
 def _steps_of(last: Quorum, number: int, one: Replica) -> int:
-    """Return the committed steps in a member's state; a member that was behind may still have its old state."""
+    """Return the number of committed steps in a member's state. A member that was behind may not have fetched a
+    newer state.
+    """
     if number in last.healthy:
         return last.step
     return one.answered.next_step if one.answered is not None else 0

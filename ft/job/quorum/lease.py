@@ -1,7 +1,8 @@
 """Lease record and terms of a run's quorum server: ``RUN_DIR/quorum.json``, rewritten by each server that takes over.
 
-Terms are claimed like those of the control plane (:mod:`ft.platform.election`), in the folder of the whole run. A term
-can be claimed only once, and a server that finds a later term than its own has been succeeded.
+The quorum server decides which replicas take part in a training step. A term is the number of a server; terms are
+claimed like those of the control plane (:mod:`ft.platform.election`), in the folder of the whole run. A term can be
+claimed only once. A server that finds a later term than its own has been replaced.
 """
 
 import json
@@ -22,8 +23,9 @@ class LeaseRecord:
         where: address of the server, "tcp://HOST:PORT".
         term: term that it has claimed.
         pid: its process id on that host.
-        end: (next_step, lineage) of a replica that has done the last step, None before; stored here because that
-            replica leaves, and the next server could learn it from nobody else.
+        end: (next_step, lineage) of a replica that has done the last step, or None: its number of committed steps, and
+            the number of the quorum that committed the last of them. It is stored here because that replica leaves, and
+            the next server could not learn it from any client.
     """
 
     where: str

@@ -1,4 +1,8 @@
-"""Timeouts of the quorum server and its clients, in one table with a check of their order."""
+"""Timeouts of the quorum server and its clients, in one table with a check of their order.
+
+The server decides which replicas (full copies of the model) take part in a training step: the quorum. A ring is the
+all-reduce ring of gradients between the members of a quorum.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -10,32 +14,32 @@ class Limits:
     """Timeouts of the quorum, in seconds; :meth:`calibrated` adds multiples of the step time to some of them.
 
     Attributes:
-        lost_s: how long a replica whose connection broke may take to reconnect before the others go on without it.
+        lost_s: how long a replica whose connection broke may take to reconnect before the others continue without it.
         wait_s: how long the others wait for a connected replica that is about to report for the first time; counted
             once for each arrival.
-        arrive_s: how long the others wait for a replica whose processes have started (``--ft-hsdp-wait`` sets this and
-            wait_s; the trade-off is that of FT-HSDP, section 6.1).
-        blamed_s: how long to wait for a member that has not reported and that a ring of another member could not reach;
-            one step time is added.
+        arrive_s: how long the others wait for a replica whose processes have started. ``--ft-hsdp-wait`` sets this
+            limit and wait_s; FT-HSDP, section 6.1, describes the trade-off.
+        blamed_s: how long to wait for a member that has not reported and that another member could not reach in its
+            ring; one step time is added.
         beat_s: interval between heartbeats of a client's thread.
-        silent_s: how long to wait for a member without a heartbeat.
+        silent_s: how long to wait for a member that sends no heartbeat.
         contact_s: time without any answer after which a client looks for another server.
         regress_s: how long to wait for a replica that may be alive and has committed more steps than all that reported;
-            a quorum without it would do those steps again.
+            a quorum without this replica would repeat those steps.
         member_s: how long to wait, after the first report, for a slower live member of the last quorum; three step
             times are added.
         aside_s: how long to wait for a member that has announced work other than a step, such as a checkpoint or an
             evaluation.
         back_s: how long a server that replaced another one waits for members of the last quorum to reconnect.
-        away_s: how long a client looks for a server before its question fails.
+        away_s: how long a client looks for a server before its request fails.
         start_s: how long to wait for all replicas at the beginning of the run; also used in place of member_s while no
             step time is known.
         load_s: how long to wait for members that load a checkpoint.
-        stall_s: how long replicas that want to join wait while all members of the last quorum are at work; ten step
+        stall_s: how long replicas that want to join wait while all members of the last quorum are training; ten step
             times are added.
-        minimum_s: how long replicas wait while there are fewer than the minimum, before they are told so.
-        ban_s: length of the first exclusion of a replica that others cannot reach, doubled each time it is repeated;
-            five step times are added.
+        minimum_s: how long replicas wait while there are fewer than the minimum, before the server refuses them.
+        ban_s: length of the first exclusion of a replica that others cannot reach; it doubles with each repetition.
+            Five step times are added.
         ban_most_s: maximum length of an exclusion.
     """
 
@@ -68,8 +72,9 @@ class Limits:
         return self
 
     def calibrated(self, step_s: float | None) -> "Limits":
-        """Return the limits with those that depend on steps lengthened. ``step_s``: usual step time, None before the
-        first.
+        """Return the limits, with multiples of the step time added to those that depend on it.
+
+        ``step_s`` is the usual step time in seconds, or None before the first step.
         """
         if step_s is None:
             return replace(self, member_s=self.start_s)
@@ -83,6 +88,7 @@ class Limits:
 
 
 _MAY_BE_ZERO = ("wait_s", "arrive_s", "lost_s")
+"""Limits for which 0 (no waiting) is allowed."""
 _LADDER = (
     ("lost_s", "silent_s"),
     ("lost_s", "blamed_s"),
@@ -105,3 +111,4 @@ _LADDER = (
     ("start_s", "minimum_s"),
     ("ban_s", "ban_most_s"),
 )
+"""Pairs (shorter, longer) of limits: the first has to expire before the second."""

@@ -19,22 +19,25 @@ from ft.job.quorum.limits import Limits
 from ft.job.quorum.wire import Broken, Channel
 
 _FIRST_TRY_S, _LAST_TRY_S = 0.01, 0.25
+"""First and longest pause between attempts to connect, in seconds."""
 _DIAL_S = 1.0
+"""Limit for one attempt to connect, in seconds."""
 _LAST_WORDS_S = 1.0
+"""Limit for sending the remaining messages when this end is closed, in seconds."""
 _BEAT = wire.pack({"kind": "beat"})
 
 
 class Link:
-    """Thread of a client together with its present connection.
+    """The thread of a client, with its present connection to the quorum server.
 
     Args:
         run_dir: directory that contains ``quorum.json``.
-        token: token of the run.
+        token: secret of the run.
         limits: timeouts.
         greet: returns the frames that begin each connection; called in the thread.
         take: called in the thread with every message.
-        away: called in the thread each time a connection or an attempt to connect has ended, with the seconds since
-            there was a connection, and with an error once there will never be one.
+        away: called in the thread each time that a connection or an attempt to connect has ended. Its arguments are the
+            seconds since the last connection, and an error if no further attempt will be made, else None.
     """
 
     def __init__(
@@ -61,14 +64,15 @@ class Link:
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
-        """Send a frame if there is a connection; a frame that must survive a reconnect belongs into ``greet``. Never
-        blocks.
+        """Send a frame if there is a connection. Never blocks.
+
+        A frame that has to survive a reconnection must be returned by ``greet``.
         """
         self._outbox.append(frame)
         self._ring()
 
     def close(self) -> None:
-        """Send what waits, for one second at most, and end the thread."""
+        """Send the remaining messages, for one second at most, and end the thread."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -81,7 +85,9 @@ class Link:
                 self._bell = -1
 
     def _ring(self) -> None:
-        """Wake the thread, unless its descriptor is closed: the number may belong to another file by then."""
+        """Wake the thread, unless its event descriptor is closed: the descriptor's number may belong to another
+        file by then.
+        """
         with self._lock:
             if self._bell >= 0:
                 os.eventfd_write(self._bell, 1)
@@ -102,7 +108,8 @@ class Link:
             self._is_closing.wait(pause)
 
     def _converse(self) -> bool:
-        """Make one connection and serve it to its end; return whether its server proved to belong to the run.
+        """Make one connection and serve it to its end; return whether its server has proved that it knows the run's
+        token.
 
         Raises:
             UserError: the server refuses the token.

@@ -1,6 +1,8 @@
 """Reactions of the quorum server to messages and to the passing of time, as updates of its state.
 
-The functions do no I/O and read no clock; each returns the events to be logged.
+The functions do no I/O and read no clock; each returns the events to be logged. Terms: a replica is a full copy of the
+model with its own world of ranks; its leader is the rank that reports to the server; a life is one world of its worker
+processes; a quorum is the set of replicas that take part in a training step.
 """
 
 from dataclasses import replace
@@ -27,10 +29,12 @@ own.
 
 
 def hello(state: State, now: float, replica: int, life: int, last: Quorum | None) -> list[Note]:
-    """Register a leader that has connected for the first time or again. ``last``: the last quorum that it was given.
+    """Register a leader that has connected for the first time or again.
+
+    ``last`` is the last quorum that this leader received, or None.
 
     Raises:
-        NoQuorum: this life is over: a later one was connected already, or its end was reported.
+        NoQuorum: this life is over: a later life has connected, or the end of this life was reported.
     """
     one = state.of(replica)
     if life < one.life:
@@ -114,8 +118,10 @@ def given_up(state: State, now: float, replica: int, life: int, reason: str) -> 
 
 
 def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
-    """Note that processes of life ``life`` of ``replica`` have started. They send this to every new server, possibly
-    long after that life has connected; such a repetition is ignored.
+    """Note that processes of life ``life`` of ``replica`` have started.
+
+    The processes send this message to every new server, possibly long after that life has connected; such a repetition
+    is ignored.
     """
     one = state.of(replica)
     if life <= max(one.life, one.over):
@@ -127,8 +133,9 @@ def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
 
 
 def formed(state: State, now: float, quorum: Quorum, excluded: dict[int, str]) -> list[Note]:
-    """Apply a quorum that was decided: answer its members' reports and exclude the replicas in ``excluded`` for a
-    time.
+    """Apply a quorum that was decided.
+
+    Answers the reports of its members, and excludes the replicas in ``excluded`` (replica -> reason) for a time.
     """
     state.highest = max(state.highest, quorum.number)
     if quorum.finished:
@@ -161,8 +168,8 @@ def time_passed(state: State, now: float) -> list[Note]:
 
 
 def _forgive_own_pause(state: State, now: float) -> None:
-    """Shift all timestamps by the time that this server itself was paused, so that no replica counts as silent or late
-    for it.
+    """Shift all timestamps by the time for which this server itself was paused, so that no replica counts as
+    silent or late.
     """
     pause, state.looked_at = now - state.looked_at, now
     if pause <= _OWN_PAUSE_BEATS * state.options.limits.beat_s:

@@ -1,5 +1,9 @@
 """Process of the quorum server: an event loop that reads messages, calls ``decide`` and sends the answers.
 
+The server decides which replicas (full copies of the model, each with its own world of ranks) take part in a training
+step: the quorum. The leader of each replica is its client. A life is one world of worker processes of a replica; a term
+is the number of a server, claimed as in a leader election.
+
 The server has its own protocol instead of the control plane's control channel for two reasons. That channel cannot
 report a broken connection, which is the first sign of a leader's death. It also needs torch, whose import would take
 most of the time until a killed server has a successor. Nothing is kept on disk but the claim of the term and
@@ -34,17 +38,19 @@ from ft.platform import processes
 from ft.platform.election import SUCCEEDED
 
 _TOKEN_S = 60.0
+"""Limit for reading the run's token, in seconds."""
 _BEAT = wire.pack({"kind": "beat"})
 
 
 @dataclass(frozen=True)
 class Given:
-    """Arguments that the server process is started with.
+    """Arguments with which the server process is started.
 
     Attributes:
         options: options of the run's quorum.
-        where: address to listen at, "tcp://HOST:PORT"; port 0 means any free port.
-        takes_over: this run had another server before, whose record of the run's end is to be trusted.
+        where: address to listen on, "tcp://HOST:PORT"; port 0 means any free port.
+        takes_over: whether the run had another server before. If so, the record in ``quorum.json`` that the run's last
+            step is done is valid.
     """
 
     options: Options
@@ -116,7 +122,11 @@ class Server:
             self._drop(guest, str(error))
 
     def _take(self, guest: Connection, message: dict[str, Any]) -> None:
-        """Process one message of a member. Raises: FtError: no correct client sends such a message."""
+        """Process one message of a member of the run.
+
+        Raises:
+            FtError: the message is not valid; no correct client sends it.
+        """
         now, kind = time.monotonic(), message.pop("kind")
         if kind == "beat":
             guest.channel.send(_BEAT)
@@ -245,8 +255,10 @@ class Server:
     # --- house ------------------------------------------------------------------------------------------------------
 
     def _keep_house(self) -> bool:
-        """Every ``beat_s``: drop old unauthenticated connections and check the lease. Return False once a later server
-        exists.
+        """Every ``beat_s`` seconds, drop old unauthenticated connections and check the lease.
+
+        Returns:
+            False if a later server exists.
         """
         now = time.monotonic()
         if now - self._looked_at < self._state.options.limits.beat_s:
@@ -259,16 +271,16 @@ class Server:
         return True
 
     def _stand(self) -> None:
-        """Write the lease record if the file differs; a paused older server may have overwritten it."""
+        """Write the lease record if the file has other content; a paused older server may have overwritten it."""
         if standing.read(self._run_dir) != self._standing():
             with contextlib.suppress(OSError):  # a full disk; connected clients do not need the file
                 standing.write(self._run_dir, self._standing())
 
     def _raise_term(self) -> bool:
-        """Claim a term above all quorum numbers heard of from clients, if this server's term is not.
+        """Claim a higher term if a client knows a quorum number that belongs to a higher term than this server's.
 
         Returns:
-            False if this server was succeeded meanwhile.
+            False if another server has taken over in the meantime.
         """
         if self._state.needed_term() <= self._state.term:
             return True

@@ -1,9 +1,10 @@
 """Broadcast from a replica's leader to all its ranks, through a tree with one relay on each node.
 
-Inside a collective of the replica's ranks, a broadcast in their process group is simplest, and the trainer uses that.
-The tree is for messages outside of such collectives: it needs neither a process group nor a rank's main thread, and a
-node forwards a message before its own ranks process it. With ``FAN_OUT`` children per node, the tree of a replica with
-8192 ranks on 1024 nodes is two hops deep.
+The leader is the rank of a replica (a full copy of the model) that talks to the quorum server. If all ranks of the
+replica are in a collective anyway, a broadcast in their process group is simplest, and the trainer uses that. The tree
+is for all other messages: it needs neither a process group nor a rank's main thread, and a node forwards a message
+before its own ranks process it. With ``FAN_OUT`` children per node, the tree of a replica with 8192 ranks on 1024 nodes
+is two hops deep.
 """
 
 import asyncio
@@ -16,7 +17,9 @@ from ft.job.quorum import wire
 from ft.job.quorum.wire import Broken, Channel
 
 FAN_OUT = 32
+"""Maximum number of children of a node."""
 _DIAL_S = 10.0
+"""Limit for a connection to the parent, in seconds."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""State of the quorum server: what it knows about each replica and about the last quorum."""
+"""State of the quorum server: what it knows about each replica and about the last quorum.
+
+A replica is a full copy of the model with its own world of ranks; its leader reports to the server. A quorum is the set
+of replicas that take part in a training step. A life is one world of worker processes of a replica, numbered by its
+agent. The lineage of a state is the number of the quorum in which its last step was committed.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,6 +13,7 @@ from ft.job.quorum.limits import Limits
 from ft.job.quorum.values import Quorum, Report
 
 EXPECTED, ARRIVING, HERE, LOST, OFFLINE = "expected", "arriving", "here", "lost", "offline"
+"""Phases of a replica, explained at ``Replica.phase``."""
 SPAN = 10**9
 """Range of quorum numbers that belongs to one term of a server, so that no two servers can give the same number."""
 
@@ -64,27 +70,28 @@ class Ban:
 
 @dataclass
 class Replica:
-    """What the server knows about one replica.
+    """What the server knows about one replica. All times are in seconds of the server's monotonic clock.
 
     Attributes:
-        phase: EXPECTED: nothing was heard from it; ARRIVING: its processes have started; HERE: its leader is connected;
-            LOST: that connection broke; OFFLINE: it has left, was given up, or its connection stayed broken.
+        phase: EXPECTED: nothing was heard from the replica. ARRIVING: its processes have started. HERE: its leader is
+            connected. LOST: that connection broke. OFFLINE: the replica has left, was given up, or its connection
+            stayed broken.
         since: time at which the phase began.
         reason: reason of the last change of phase.
-        life: number of its newest life (incarnation).
+        life: number of its newest life (world of worker processes).
         over: number of the newest life that has left or was given up.
-        heard_at: time of its last sign of life.
-        report: its report that waits for an answer, None if there is none.
+        heard_at: time of its last heartbeat or message.
+        report: its report that waits for an answer, or None.
         reported_at: time at which that report arrived.
         answered: its last report that was answered on the present connection.
         waited_s: seconds that the other replicas have waited for its present arrival.
         step_s: its usual duration of a step in seconds, None while unknown.
-        is_online: it has reported in its present life.
-        has_finished: it has done the last step of the run.
-        is_aside: it has announced that its next report will take longer than a step does.
-        is_cut_off: it is OFFLINE only because its connection broke; neither the replica nor a launcher has confirmed
-            it.
-        is_given_up: no other life of it is to come.
+        is_online: whether it has reported in its present life.
+        has_finished: whether it has done the last step of the run.
+        is_aside: whether it has announced that its next report will take longer than a step does.
+        is_cut_off: whether it is OFFLINE only because its connection broke; neither the replica nor its launcher has
+            confirmed its end.
+        is_given_up: whether its launcher has announced that no other life of it will start.
         ban: its temporary exclusion.
     """
 

@@ -1,4 +1,8 @@
-"""Messages between the leaders of replicas and the quorum server: reports and quorums."""
+"""Messages between the leaders of replicas and the quorum server: reports and quorums.
+
+A replica is a full copy of the model with its own world of ranks; its leader is the rank that talks to the server. A
+quorum is the set of replicas that take part in a training step.
+"""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -21,17 +25,18 @@ class NoQuorum(FtError):
 
 @dataclass(frozen=True)
 class Report:
-    """Question of a replica's leader: which replicas take part in its next step?
+    """Request of a replica's leader for the members of its next step.
 
     Attributes:
-        replica: number of the asking replica.
+        replica: number of the replica.
         life: its life, which is one world of worker processes, numbered by its agent.
         next_step: number of committed steps in its state, hence the index (from 0) of its next step.
         lineage: number of the quorum in which its last step was committed; 0 before the first step; -1, together with
             next_step 0, when the replica has no state at all.
-        suspects: replicas of the last quorum that its rings could not reach; contains itself if the fault is its own.
+        suspects: replicas of the last quorum that this replica could not reach in its gradient rings; contains this
+            replica if the fault is its own.
         step_s: usual duration of its steps in seconds, None while unknown.
-        finished: it has done the last step of the run.
+        finished: whether it has done the last step of the run.
         number: number of the last quorum that this life has received; filled in by the client.
     """
 
@@ -73,17 +78,18 @@ class Report:
 
 @dataclass(frozen=True)
 class Quorum:
-    """The members of a step; every member is given the same quorum.
+    """The members of a step; every member receives the same quorum.
 
     Attributes:
-        number: increases from quorum to quorum over all servers of a run, and is never given twice.
+        number: number of the quorum, which increases over all servers of a run and is never used twice.
         step: index of the step to do, which is the next_step of the healthy members.
-        lineage: lineage of the healthy members; (step, lineage) names the state that members behind have to fetch.
+        lineage: lineage of the healthy members. (step, lineage) identifies the state that members behind have to fetch.
         healthy: replicas that train in the step, ascending.
         behind: replicas that fetch their state during the step and contribute zero gradients.
         lives: replica -> life, for every member.
-        load: no member has a state: all load the last persistent checkpoint, or initialise, and report again.
-        finished: the last step of the run is done, so there is no step to do.
+        load: whether no member has a state. Then all load the last persistent checkpoint, or initialise, and report
+            again.
+        finished: whether the last step of the run is done, so that there is no step to do.
         reason: why the quorum has these members, in words.
     """
 
@@ -99,7 +105,7 @@ class Quorum:
 
     @cached_property
     def members(self) -> tuple[int, ...]:
-        """Healthy and behind replicas, ascending; this is their order in the rings."""
+        """Healthy and behind replicas, ascending; this is their order in the gradient rings."""
         return tuple(sorted(self.healthy + self.behind))
 
     @classmethod

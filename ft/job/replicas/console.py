@@ -1,4 +1,4 @@
-"""Merged console of all replicas: the training output of one replica, and the events and errors of all."""
+"""Merged console of all replicas of the model: the training output of one replica, and the events and errors of all."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Assignment of the faults of ``--inject`` and ``--scenario`` to the replicas that they hit."""
+"""Assignment of the faults of ``--inject`` and ``--scenario`` to replicas, the full copies of the model that they
+hit.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,11 +16,10 @@ from ft.job.replicas.places import Part
 
 
 def plan(specs: Sequence[FaultSpec], replicas: int, shape: Part, seed: int) -> dict[int, list[Fault]]:
-    """Return replica -> its faults, equal on every node; faults are numbered over the whole run.
+    """Return replica -> its faults. The result is the same on every node, and faults are numbered over the whole run.
 
-    A fault without ``replica`` counts ranks over all replicas: with 2 workers each, rank 3 is the second rank of
-    replica 1. A fault of a node or of the control plane hits some replica, drawn at random like everything that is left
-    open.
+    A fault without the key ``replica`` counts ranks over all replicas: with 2 workers each, rank 3 is the second rank
+    of replica 1. A fault that hits a node or a control plane without this key gets a random replica.
 
     Args:
         specs: the faults that were asked for.

@@ -17,17 +17,18 @@ MOST_STREAMS = 16
 
 @dataclass(frozen=True)
 class Replicas:
-    """Replica options of a run.
+    """Replica options of a run. A replica is a full copy of the model with its own world of ranks.
 
     Attributes:
         count: number of replicas of the run.
-        only: the one replica that this launcher starts; None: its share of all replicas.
-        min_count: smallest number of replicas with which any of them trains.
-        wait_s: seconds that a step waits for a replica that is about to arrive or is fetching state; None: the defaults
+        only: the one replica that this launcher starts; None: all replicas that belong to this node.
+        min_count: smallest number of replicas with which training continues.
+        wait_s: seconds that a step waits for a replica that is about to join or is fetching state; None: the defaults
             of the components that wait.
-        lr_scaling: how the learning rate is scaled by healthy / all replicas.
-        redundancy: number of shard types that are stacked on each replica as a group (SPARe); None: no stacks.
-        streams: number of connections between two neighbouring ranks in a ring.
+        lr_scaling: how the learning rate is scaled by the ratio of healthy replicas to all replicas.
+        redundancy: number of shard types (parts of the global batch) that each replica hosts as a stack, so that it can
+            train the part of a lost replica (SPARe); None: without SPARe.
+        streams: number of connections between two neighbouring ranks in a gradient ring.
     """
 
     count: int
@@ -50,14 +51,16 @@ class Replicas:
         }
 
     def server_options(self, host: str) -> dict[str, Any]:
-        """Return the values for the quorum server's ``--options``. ``host``: address at which it is to listen."""
+        """Return the value of the quorum server's ``--options``. ``host`` is the address on which the server
+        listens.
+        """
         limits = {} if self.wait_s is None else {"wait_s": self.wait_s, "arrive_s": self.wait_s}
         values = {"replicas": self.count, "min_replicas": self.min_count, "limits": limits}
         return {**values, "where": f"tcp://{host}:0"}
 
 
 def add_flags(flag: Callable[..., None]) -> None:
-    """Add the flags by calls of ``flag(name, **settings)``; each flag is None where it is not given."""
+    """Add the flags by calls of ``flag(name, **settings)``. The value of a flag that is not given is None."""
     flag("ft-hsdp-replicas", type=int, metavar="R", help="replicas of the model, each on 1/R of the workers")
     flag(
         "ft-hsdp-replica",
@@ -105,8 +108,8 @@ def read(given: argparse.Namespace, place_stacks: Callable[[int, int], object]) 
 
     Args:
         given: the parsed flags of ``ft run``.
-        place_stacks: called with the number of replicas and the redundancy of SPARe, where that was asked for; raises
-            UserError if the shard types cannot be placed.
+        place_stacks: called with the number of replicas and the redundancy if SPARe is enabled; raises UserError if the
+            shard types cannot be placed on the replicas.
 
     Raises:
         UserError: the flags contradict each other or are out of range.

@@ -1,5 +1,8 @@
-"""Host of the quorum server's process: one launcher of the run keeps the server, and another takes over when it is
-gone.
+"""Host of the quorum server: one launcher of the run keeps its process alive; another launcher takes over when it is
+lost.
+
+The quorum server decides which replicas take part in a training step. A launcher is the process of
+``ft run --ft-hsdp-replicas`` on one node.
 """
 
 import contextlib
@@ -27,20 +30,24 @@ servers.
 """
 
 _FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
+"""A server that dies within ``_FRUITLESS_S`` seconds counts as a failed start. The pause before the next start begins
+with twice ``_FIRST_PAUSE_S`` and doubles with each failed start, up to ``_LONGEST_PAUSE_S``.
+"""
 _LOOK_S = 0.5
+"""Pause in seconds after this launcher's server has found that it was replaced."""
 _FIRST, _LEFT = "n0", "left-"
 
 
 class QuorumHost:
     """Leader election among the launchers: the launcher that holds the lease runs the quorum server, the others watch
-    it.
+    the lease.
 
-    A server that dies is restarted at once: it keeps no state, and its clients find the new one.
+    A server that dies is restarted at once: it keeps no state, and its clients find the new server.
 
     Args:
         run_dir: directory of the run.
         name: name of this launcher.
-        turn: number of launchers that come before this one in taking over.
+        turn: number of launchers that take over before this one.
         options: options of the server.
         say: called with messages for the console.
     """
@@ -97,7 +104,7 @@ class QuorumHost:
         self.look(now)
 
     def first_is_lost(self) -> bool:
-        """Return whether another launcher has succeeded that of node 0, which had not announced that it leaves."""
+        """Return whether the launcher of node 0 was replaced by another one without having announced that it leaves."""
         standing = election.read(self._folder)
         is_succeeded = standing is not None and standing.term > 0 and standing.node != _FIRST
         return is_succeeded and not (self._folder / f"{_LEFT}{_FIRST}").exists()
@@ -159,10 +166,11 @@ class QuorumHost:
 
 
 class _Lease:
-    """Renews this launcher's lease or watches that of another, in a thread, so that no loop waits for a file system.
+    """Renews this launcher's lease or watches another launcher's, on a thread, so that no event loop waits for a file
+    system.
 
     Attributes:
-        lost: another launcher has claimed a later term than this one's.
+        lost: whether another launcher has claimed a later term than this one's.
     """
 
     def __init__(self, run_dir: Path, period_s: float):
@@ -194,8 +202,9 @@ class _Lease:
             self._mine, self.lost, self._changed_at = None, False, time.monotonic()
 
     def age(self, now: float) -> float | None:
-        """Return the seconds since another launcher's lease was last seen to change, or since it was first looked
-        for.
+        """Return the seconds since another launcher's lease was last seen to change; None before the first look at it.
+
+        If no change was ever seen, the time counts from that first look.
         """
         return None if self._changed_at is None else now - self._changed_at
 

@@ -1,4 +1,8 @@
-"""Launcher of one node: an event loop over the agents of its replicas, and the quorum server if that runs here."""
+"""Launcher of one node: an event loop over the agents of its replicas, and the quorum server if that runs here.
+
+A replica is a full copy of the model with its own world of ranks; its agent supervises its workers on this node. The
+code calls processes that a dead agent has left behind strangers, and the notice that a replica is given up an obituary.
+"""
 
 import os
 import selectors
@@ -17,9 +21,15 @@ from ft.job.replicas.watch import Seen, Watch
 from ft.platform import processes
 
 _TICK_S, _RETRY_S = 0.1, 5.0
+"""Period of the event loop, and pause after an agent could not be started, in seconds."""
 _REPEAT_S = 2.0
+"""Equal signals within this time, in seconds, count as one."""
 _TOLD_S, _KILLED_S = 20.0, 10.0
+"""Limits in seconds for an agent to end: after the launcher told it to end, and after a second signal to the
+launcher.
+"""
 _STRANGERS_S = 5.0
+"""Limit in seconds for processes that dead agents have left behind to die after SIGKILL."""
 
 
 class Launcher:
@@ -97,7 +107,9 @@ class Launcher:
         self._kill_late(now)
 
     def _shown(self, seen: Seen) -> int | None:
-        """Choose the replica whose output is shown: the first that is not being rebuilt, else the first that runs."""
+        """Choose the replica whose output is shown: the first that is not restarting, else the first whose agent
+        runs.
+        """
         self._have_trained |= {replica for replica in self._members if seen.trains(replica)}
         up = [replica for replica, member in sorted(self._members.items()) if member.process is not None]
         sound = (replica for replica in up if seen.trains(replica) or replica not in self._have_trained)
@@ -142,9 +154,7 @@ class Launcher:
             self._obituaries.append(self._obituary(member, answer.reason))
 
     def _obituary(self, member: Member, reason: str) -> FailureNotice:
-        """Notify the quorum server that this replica is given up, so that the others stop waiting for it at the
-        beginning.
-        """
+        """Notify the quorum server that this replica is given up, so that the other replicas stop waiting for it."""
         life = next_life(member.setup.folder, 0) - 1
         return FailureNotice(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
 
@@ -171,8 +181,8 @@ class Launcher:
                 self._console.complain(f"replica {member.replica}: no agent can be started now: {error}")
 
     def _kill_strangers(self, now: float) -> bool:
-        """Kill processes that dead agents have left behind; return whether some are still there and worth waiting
-        for.
+        """Kill the processes that dead agents have left behind; return whether it is worth waiting for some of
+        them to die.
         """
         pids = {member.process.pid for member in self._members.values() if member.process is not None}
         found = strangers(pids | {self._host.pid})
@@ -186,8 +196,9 @@ class Launcher:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
-        """Handle a request to end. Repetitions within 2 s count as one: Slurm and terminals send signals to many
-        processes.
+        """Handle a request to end the run.
+
+        Repetitions within 2 s count as one request, because Slurm and terminals send a signal to many processes.
         """
         now = time.monotonic()
         if signum == self._signum and now - self._signalled_at < _REPEAT_S:
@@ -239,9 +250,10 @@ class Launcher:
             member.code = 128 + signal.SIGTERM
 
     def _kill_late(self, now: float) -> None:
-        """Kill agents that do not end in time. Agents normally end by themselves once their workers have ended; the
-        launcher waits no longer for an agent that was told to end because the others had finished, or after a second
-        signal.
+        """Kill agents that do not end in time.
+
+        Agents normally end by themselves once their workers have ended. The launcher waits no longer for an agent that
+        was told to end because the other replicas had finished, or after a second signal.
         """
         for replica, member in self._members.items():
             told_at = self._told.get(replica)

@@ -1,4 +1,7 @@
-"""Marks in the run's folder by which launchers tell each other which replicas have finished and which were given up."""
+"""Marker files in the run's folder by which launchers tell each other which replicas have finished or were given up.
+
+A replica is a full copy of the model; a launcher starts the replicas of one node.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,8 @@
-"""Agent of one replica on this node, as the launcher sees it: its process, its lives and its exit."""
+"""Agent of one replica on this node, as the launcher sees it: its process, its lives and its exit.
+
+A replica is a full copy of the model with its own world of ranks; its agent supervises the replica's workers on this
+node. A life of a replica is one world of its worker processes; a new agent begins a new life.
+"""
 
 import os
 import subprocess
@@ -18,14 +22,14 @@ from ft.platform import processes
 
 @dataclass(frozen=True)
 class Setup:
-    """Arguments with which all agents of one replica's part are started.
+    """Arguments with which all agents of one replica on this node are started.
 
     Attributes:
-        part: the part of the replica on this node.
+        part: the workers of the replica that are on this node.
         options: options of the agent; ``life`` is filled in at each start.
         faults: injected faults of the replica.
         environment: variables set in addition to those of this process.
-        is_late: the other replicas may be training already.
+        is_late: whether the other replicas may be training already.
     """
 
     part: Part
@@ -45,12 +49,13 @@ class Member:
 
     Attributes:
         setup: arguments of its agents.
-        process: process of its agent, None while there is none.
+        process: process of its agent, or None.
         lives: lifetimes in seconds of the agents that have ended.
         due: time (monotonic) at which the next agent is to be started.
-        code: exit code of the last agent, once no other follows.
-        given_up: no other agent follows because the replica failed.
-        restarts_then: number of warm restarts inside it when the first replica of the run had finished, None before.
+        code: exit code of the last agent, once it is certain that no other agent follows.
+        given_up: whether no other agent follows because the replica failed.
+        restarts_then: number of warm restarts inside the replica when the first replica of the run had finished; None
+            before.
     """
 
     setup: Setup
@@ -107,8 +112,9 @@ class Member:
         self._since = time.monotonic()
 
     def ended(self, code: int, ending: bool) -> policy.Answer:
-        """Record that the agent has ended and was reaped. ``ending``: no other agent is started, however this one
-        ended.
+        """Record that the agent has ended and was reaped; return what the launcher does next.
+
+        ``ending`` says that no other agent is started, however this one ended.
         """
         self.process.returncode, self.process = code, None
         now = time.monotonic()
@@ -128,10 +134,11 @@ class Member:
 
 
 def next_life(folder: Path, node_rank: int) -> int:
-    """Return the number of the life in which a new agent begins: above all that a journal or a worker has seen.
+    """Return the number of the life that a new agent begins: greater than all numbers in the journal and the lease
+    record.
 
-    Only the agent of the replica's node 0 begins a new life. Agents on other nodes join the latest one, and are told if
-    there is a newer one.
+    Only the agent of the replica's node 0 begins a new life. Agents on other nodes join the latest life, and are told
+    if there is a newer one.
     """
     standing = election.read(folder)
     if node_rank:

@@ -1,4 +1,6 @@
-"""Placement of replicas on nodes: a replica gets whole nodes, or an equal part of one node."""
+"""Placement of replicas (full copies of the model) on nodes: a replica gets whole nodes, or an equal part of one
+node.
+"""
 
 from dataclasses import dataclass
 
@@ -7,15 +9,15 @@ from ft.base.errors import UserError
 
 @dataclass(frozen=True)
 class Part:
-    """Share of one node in one replica.
+    """The part of a replica that is on one node.
 
     Attributes:
         replica: number of the replica.
         nodes: number of nodes that the replica is on.
         node_rank: index of this node among them.
-        nproc: workers of the replica on each of them.
-        first: index of the replica's first worker, and first device, on this node.
-        shared: other replicas have workers on this node, too.
+        nproc: number of workers of the replica on each of them.
+        first: index on this node of the replica's first worker, and of its first device.
+        shared: whether other replicas have workers on this node, too.
     """
 
     replica: int

@@ -1,4 +1,7 @@
-"""Policy of the launcher as pure functions: what to do about agents that have ended, and when the run is over."""
+"""Policy of the launcher as pure functions: what to do about agents that have ended, and when the run is over.
+
+A replica is a full copy of the model; its agent supervises its workers on this node. The launcher starts the agents.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,14 +9,18 @@ from dataclasses import dataclass
 from ft.base.errors import UserError
 
 AGAIN, DONE, GIVE_UP = "again", "done", "give up"
+"""Actions after the end of an agent: start another one, accept that it has finished, or give the replica up."""
 WAIT, TELL, END = "wait", "tell", "end"
+"""What the launcher does next: continue, tell replicas to end, or end itself."""
 
 SETTLED_S = 120.0
-"""An agent that has lived this long, in seconds, did not die because of its start."""
+"""An agent that has lived this long, in seconds, was started successfully."""
 MOST_SHORT_LIVES = 6
+"""Number of consecutive agents that died earlier than this, after which the replica is given up."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+"""First and longest pause before a restart, in seconds."""
 LATE_S = 60.0
-"""Seconds after the end of the others for which the launcher waits for a replica that lacks workers."""
+"""Seconds after the end of the first replica for which the launcher waits for a replica that lacks workers."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,12 @@ class View:
     """One replica of this launcher, as the policy sees it.
 
     Attributes:
-        up: its agent runs.
-        code: exit code of its agent, once the agent is not started again.
-        given_up: it is not started again because it failed.
-        restarts_then: number of warm restarts inside it when the first replica had finished.
-        restarts: number of warm restarts inside it now.
-        gathering: its workers have not all joined yet.
+        up: whether its agent runs.
+        code: exit code of its agent, once it is certain that no other agent is started.
+        given_up: whether no other agent is started because the replica failed.
+        restarts_then: number of warm restarts inside the replica when the first replica of the run had finished.
+        restarts: number of warm restarts inside the replica now.
+        gathering: whether some of its workers have not joined yet.
     """
 
     up: bool
@@ -103,7 +110,7 @@ def judge(
     least: int,
     told: Collection[int] = (),
 ) -> Verdict:
-    """Decide whether the run goes on at this launcher.
+    """Decide whether the run continues at this launcher.
 
     Args:
         views: replica -> its view, for the replicas of this launcher.
@@ -128,8 +135,10 @@ def judge(
 
 
 def _is_late(view: View, finished_s: float) -> bool:
-    """Return whether a replica cannot finish any more: it lost its workers after the others had finished, or lacks
-    workers for too long, and no peer is left to fetch state from.
+    """Return whether a replica cannot finish any more.
+
+    It has lost its workers after another replica had finished, or has lacked workers for too long. In both cases no
+    peer is left from which it could fetch state.
     """
     if view.code is not None:
         return False

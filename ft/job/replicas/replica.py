@@ -1,4 +1,6 @@
-"""Process of a replica's agent: an ordinary ``ft run`` on this node, configured by the launcher."""
+"""Process of the agent of one replica (a full copy of the model): an ordinary ``ft run``, configured by the
+launcher.
+"""
 
 import json
 import os

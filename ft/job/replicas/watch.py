@@ -1,4 +1,7 @@
-"""Thread that reads the state of the run from its folder, so that the launcher's loop never waits for a file system."""
+"""Thread that reads the state of the run from its folder, so that the launcher's loop never waits for a file system.
+
+The launcher starts the replicas (full copies of the model) of one node; each replica has a control plane of its own.
+"""
 
 import threading
 from collections.abc import Mapping
@@ -17,9 +20,9 @@ class Seen:
     """State of the run when it was last read.
 
     Attributes:
-        marks: marks of the run.
+        marks: the marker files of replicas that have finished or were given up.
         phases: replica -> phase of its control plane, "" before there is one.
-        restarts: replica -> number of warm restarts inside it.
+        restarts: replica -> number of warm restarts inside the replica.
     """
 
     marks: Marks = field(default_factory=Marks)

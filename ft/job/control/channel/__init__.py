@@ -1,9 +1,10 @@
-"""What agents and the control plane exchange messages over: numbered reports go up, numbered orders come down.
+"""The control channel: reliable messages between agents and the control plane, over a TCP store or etcd.
 
-A control plane that was killed is started again, by whoever, and nothing may be lost or done twice. So every agent
-numbers its reports and keeps them until they are on the control plane's record; after each new connection it asks
-``taken`` and posts the rest again. The control plane puts a report on record before it publishes what it decided, and
-a new one begins with ``resume``: the same orders under the same numbers.
+Agents send numbered reports; the control plane publishes numbered orders. A control plane that dies is replaced, and no
+message may be lost or processed twice. So every agent numbers its reports and keeps them until the control plane has
+recorded them in its journal. After each reconnection the agent asks for the number of its last recorded report
+(``taken``) and resends the later ones. The control plane records a report before it publishes the decisions on it, and
+a new control plane begins with ``resume``, which restores the same orders under the same numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -12,12 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 KEPT_ORDERS = 1000
-"""Orders on the board: enough for the slowest agent, few enough for a run of months."""
+"""Number of orders that the channel keeps: enough for the slowest agent, and bounded for runs of months."""
 
 
 @dataclass(frozen=True)
 class Posted:
-    """A report of ``node``'s agent, its ``number``-th from 1 on; 0: a heartbeat, which is not kept, and may be lost."""
+    """A report as it arrives at the control plane.
+
+    Attributes:
+        node: the agent that sent it.
+        number: the agent's number for it, from 1; 0 for a heartbeat, which is not kept and may be lost.
+        report: the message.
+    """
 
     node: str
     number: int
@@ -26,11 +33,12 @@ class Posted:
 
 @dataclass(frozen=True)
 class Record:
-    """What the control plane's journal says of the board.
+    """What the control plane's journal says about the messages on the channel.
 
     Attributes:
-        first: number of the first order in ``orders``. orders: the last ones published, in order.
-        taken: agent -> number of its last report on record.
+        first: number of the first order in ``orders``.
+        orders: the last orders that were published, in order.
+        taken: agent -> number of its last recorded report.
     """
 
     first: int = 0
@@ -39,36 +47,39 @@ class Record:
 
 
 class AgentChannel(ABC):
-    """An agent's end. All methods raise ``ConnectionError`` when the control plane, or the board, is gone."""
+    """The agent's end of the control channel.
+
+    All methods raise ``ConnectionError`` when the control plane or the channel's server is gone.
+    """
 
     @abstractmethod
     def post(self, number: int, report: Any) -> None:
-        """Hands a report over, in the order of the calls."""
+        """Send a report. Reports arrive in the order of the calls."""
 
     @abstractmethod
     def taken(self) -> int:
-        """The number of this agent's last report on the control plane's record, 0 before there is one."""
+        """Return the number of this agent's last report that the control plane has recorded, or 0."""
 
     @abstractmethod
     def follow(self, callback: Callable[[int, Any], None], start: int) -> None:
-        """Calls ``callback(number, order)`` for every order from ``start`` on, in sequence; never returns.
+        """Call ``callback(number, order)`` for every order from number ``start`` on, in sequence; never return.
 
-        A start that is older than the oldest order kept begins with that one. Blocks, and wakes at once: no polling.
-        May be called in another thread than the other methods.
+        If ``start`` is older than the oldest kept order, begin with the oldest. Blocks without polling, and may run on
+        another thread than the other methods.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what is blocked in this end; from any thread."""
+        """End all blocked calls of this object. May be called from any thread."""
 
 
 class ControlChannel(ABC):
-    """The control plane's end.
+    """The control plane's end of the control channel.
 
     Attributes:
-        where: what ``connect`` takes, for agents on any node.
-        absences: how often the board could not be reached from here for so long that what was not heard meanwhile says
-            nothing about the agents, and came back. ``receive`` does not return None during one.
+        where: the address that agents on any node pass to ``connect``.
+        absences: how often the channel's server was unreachable for so long that missing heartbeats say nothing about
+            the agents, and came back. During such a time ``receive`` does not return None.
     """
 
     where: str
@@ -76,36 +87,39 @@ class ControlChannel(ABC):
 
     @abstractmethod
     def resume(self, record: Record) -> None:
-        """The first call: puts the board into the state on record. Only then do agents' calls return."""
+        """Restore the channel to the recorded state. This is the first call; calls of agents return only after it."""
 
     @abstractmethod
     def publish(self, order: Any) -> None:
-        """The next order of the log; the oldest goes once there are more than ``KEPT_ORDERS``."""
+        """Append an order. The oldest order is dropped once there are more than ``KEPT_ORDERS``."""
 
     @abstractmethod
     def receive(self, timeout_s: float) -> Posted | None:
-        """The next report, or None after ``timeout_s``. What is no report is skipped.
+        """Return the next report, or None after ``timeout_s`` seconds. Invalid messages are skipped.
 
-        A report may come twice, never out of an agent's order.
+        A report may arrive twice, but never out of its agent's order.
         """
 
     @abstractmethod
     def took(self, node: str, number: int) -> None:
-        """The agent's reports up to ``number`` are on record."""
+        """Announce that the reports of agent ``node`` up to ``number`` are recorded."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives up what only this end needs."""
+        """Release the resources of this end. What other processes need stays."""
 
 
 def connect(where: str, node: str, token: str, timeout_s: float) -> AgentChannel:
-    """The end of ``node``'s agent.
+    """Connect the agent of ``node`` to the control plane.
 
     Args:
-        where: ``ControlChannel.where``. token: of the run.
+        where: address of the channel (``ControlChannel.where``).
+        node: name of the agent.
+        token: secret of the run.
+        timeout_s: limit in seconds.
 
     Raises:
-        ConnectionError: nothing answers within ``timeout_s``.
+        ConnectionError: there is no answer within ``timeout_s``.
         UserError: the token is refused.
     """
     if where.startswith("etcd://"):
@@ -118,14 +132,15 @@ def connect(where: str, node: str, token: str, timeout_s: float) -> AgentChannel
 
 
 def host(where: str, run: str, token: str) -> ControlChannel:
-    """The control plane's end.
+    """Create the control plane's end of the channel.
 
     Args:
-        where: ``tcp://HOST:PORT`` to listen at (port 0: any free one), or ``etcd://[USER:PASSWORD@]HOST:PORT[,...]``.
-        run: tells this life of this run from all others that use the same servers.
+        where: ``tcp://HOST:PORT`` to listen on (port 0: any free port), or ``etcd://[USER:PASSWORD@]HOST:PORT[,...]``.
+        run: unique name of this life of the run (the time between two starts from the checkpoint) on the etcd servers.
+        token: secret of the run.
 
     Raises:
-        UserError: it cannot be had.
+        UserError: the channel cannot be created.
     """
     if where.startswith("etcd://"):
         from ft.job.control.channel.etcd import EtcdControlChannel

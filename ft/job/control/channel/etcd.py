@@ -1,7 +1,9 @@
-"""The board on etcd: reports, orders and the state of the board are keys there, which outlive any one of its servers.
+"""The control channel on etcd: reports, orders and the channel's state are keys, which survive the loss of an etcd
+server.
 
-The servers are others' as well: entries are signed (``ft.job.control.channel.etcd_keys``), and their owner, the control
-plane of its orders, an agent of its reports, puts back what was deleted or overwritten before it was due.
+Other users may write to the same etcd servers. So entries are signed (``ft.job.control.channel.etcd_keys``), and the
+owner of an entry (the control plane for orders, an agent for its reports) restores it if another user deletes or
+overwrites it too early.
 """
 
 from ft.job.control.channel.etcd_agent import EtcdAgentChannel

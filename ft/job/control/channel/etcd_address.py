@@ -1,4 +1,4 @@
-"""Where etcd is."""
+"""Parser of etcd URLs: servers, path and user."""
 
 import os
 from dataclasses import dataclass
@@ -8,15 +8,17 @@ from ft.base.errors import UserError
 
 SCHEME = "etcd://"
 USER = "ETCDCTL_USER"
-"""The environment variable that etcdctl takes USER:PASSWORD from: what is in it is on no command line."""
+"""Environment variable from which etcdctl reads USER:PASSWORD; this keeps the password off the command line."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """What an etcd URL says.
+    """The content of an etcd URL.
 
     Attributes:
-        servers: (host, port) of each. path: without slashes at its ends. user: ("name", "password") or None.
+        servers: (host, port) of each server.
+        path: path without slashes at its ends.
+        user: (name, password), or None.
     """
 
     servers: tuple[tuple[str, int], ...]
@@ -25,10 +27,10 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Of ``etcd://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][/PATH]``; without a user, $ETCDCTL_USER is taken.
+        """Parse ``etcd://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][/PATH]``; a missing user is read from $ETCDCTL_USER.
 
         Raises:
-            UserError: it is none.
+            UserError: ``url`` is not valid.
         """
         parts = urlsplit(url)
         login, _, hosts = parts.netloc.rpartition("@")
@@ -52,6 +54,6 @@ class Address:
 
 
 def without_password(url: str) -> str:
-    """For messages."""
+    """Return ``url`` with its password replaced by asterisks, for messages."""
     head, at, tail = url.rpartition("@")
     return f"{SCHEME}{head.removeprefix(SCHEME).partition(':')[0]}:***@{tail}" if at else url

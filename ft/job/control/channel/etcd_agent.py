@@ -1,4 +1,4 @@
-"""An agent's end of the board on etcd."""
+"""The agent's end of the control channel on etcd."""
 
 import threading
 import time
@@ -15,15 +15,17 @@ from ft.job.control.channel.etcd_wire import Compacted, Entry, EtcdError, below,
 from ft.job.messages import decode, encode
 
 QUIET_S = 1.0
-"""Without a sign of life of the control plane for so long, the next server is asked for news."""
+"""Seconds without a sign of life of the control plane after which the next etcd server is asked."""
 GRACE_S = 1.0
-"""A stranger may have deleted what says that the control plane lives: it is back within this time."""
+"""Seconds that a missing sign of life is tolerated: another user of etcd may have deleted it, and the control plane
+writes it again within this time.
+"""
 _LOOK_S = 0.02
 _ABOVE_ALL = 10**16 - 1
 
 
 class EtcdAgentChannel(AgentChannel):
-    """Made by ``connect``."""
+    """The agent's end of the channel; created by ``connect``."""
 
     def __init__(self, etcd: Etcd, keys: Keys, node: str, head: Head):
         self._etcd, self._keys, self._node, self._head = etcd, keys, node, head
@@ -34,7 +36,7 @@ class EtcdAgentChannel(AgentChannel):
 
     @classmethod
     def connect(cls, where: str, node: str, token: str, timeout_s: float) -> "EtcdAgentChannel":
-        """As ``ft.job.control.channel.connect``."""
+        """Connect to etcd; see ``ft.job.control.channel.connect``."""
         address = Address.parse(where)
         etcd, keys = Etcd(address, timeout_s), Keys(address.path, token)
         head = _find(etcd, keys, time.monotonic() + timeout_s)
@@ -105,7 +107,9 @@ class EtcdAgentChannel(AgentChannel):
             raise
 
     def _look(self) -> tuple[int, bool]:
-        """Reads the number taken and whether the control plane lives; puts back what is missing of the own reports."""
+        """Return the number of the last recorded report and whether the control plane lives; rewrite own reports
+        that are missing.
+        """
         keys, taken_key = self._keys, self._keys.taken(self._node)
         own = {**below(keys.reports(self._node)), "keys_only": True}
         (heads, alive, taken, reports), _ = self._etcd.get(one(keys.head), one(keys.alive), one(taken_key), own)
@@ -124,10 +128,13 @@ class EtcdAgentChannel(AgentChannel):
 
 
 class _Follower:
-    """Brings orders into sequence.
+    """Delivers orders in sequence.
 
     Args:
-        reign: of the control plane that is followed.
+        keys: key names and signatures.
+        reign: number of the control plane that is followed (``Head.reign``).
+        callback: called with the number and the order.
+        start: number of the first order to deliver.
     """
 
     def __init__(self, keys: Keys, reign: int, callback: Callable[[int, Any], None], start: int):
@@ -139,15 +146,17 @@ class _Follower:
         self._dead_at: float | None = None
 
     def begin(self, etcd: Etcd) -> int:
-        """Takes in what there is; returns its revision."""
+        """Process the orders that exist now; return the revision at which they were read."""
         orders = between(self._keys.order(self._next), self._keys.order(_ABOVE_ALL))
         (heads, found), revision = etcd.get(one(self._keys.head), orders)
         self.take([*heads, *found])
         return revision
 
     def take(self, entries: list[Entry]) -> None:
-        """Raises:
-        ConnectionError: the control plane is gone, or nothing has been heard for long.
+        """Process changed entries and deliver the orders that are next in sequence.
+
+        Raises:
+            ConnectionError: the control plane is gone, or nothing has been heard for ``PATIENCE_S``.
         """
         now = time.monotonic()
         for entry in entries:
@@ -174,7 +183,7 @@ class _Follower:
             self._head = head
 
     def _deliver(self) -> None:
-        # Before the board is resumed its orders may be those of another time.
+        # Before the control plane has resumed the channel, its orders may be those of a previous control plane.
         if self._head is None:
             return
         if self._head.first > self._next:
@@ -186,10 +195,11 @@ class _Follower:
 
 
 def _find(etcd: Etcd, keys: Keys, deadline: float) -> Head:
-    """Waits for a control plane that lives.
+    """Wait for a live control plane, and return the state of its channel.
 
     Raises:
-        ConnectionError, UserError: as ``ft.job.control.channel.connect``.
+        ConnectionError: there is none at the deadline.
+        UserError: all entries were written with another token.
     """
     while True:
         (heads, alive, others), _ = etcd.get(one(keys.head), one(keys.alive), {**below(keys.down), "limit": "8"})

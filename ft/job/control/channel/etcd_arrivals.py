@@ -1,4 +1,4 @@
-"""Puts what agents wrote into their boxes back into the order in which they said it."""
+"""Reordering buffer for the reports that agents write to etcd: it delivers them in the order of their numbers."""
 
 import contextlib
 from collections.abc import Mapping
@@ -10,8 +10,15 @@ from ft.job.messages import BadMessage, decode
 
 
 class Arrivals:
-    """Every report once, and none before the one that its agent numbered before it: that one may have been deleted by
-    a stranger, and will be put back. Of heartbeats only those newer than the last."""
+    """Delivers every report once, and none before the report with the previous number from the same agent.
+
+    The previous report may be missing because another user of etcd has deleted it; its agent will write it again. Of
+    heartbeats, only those that are newer than the last one are delivered.
+
+    Args:
+        keys: key names and signatures of the channel.
+        taken: agent -> number of its last recorded report.
+    """
 
     def __init__(self, keys: Keys, taken: Mapping[str, int]):
         self._keys = keys
@@ -20,7 +27,10 @@ class Arrivals:
         self._beats: dict[str, int] = {}
 
     def take(self, entry: Entry) -> list[Posted]:
-        """What can be handed on now that this entry has been read; of other kinds, or a stranger's: nothing."""
+        """Return the reports that can be delivered now that ``entry`` was read.
+
+        Nothing is returned for entries of other kinds and for entries without a valid signature.
+        """
         kind, node, number = self._keys.split(entry.key)
         text = self._keys.read(entry.key, entry.value) if kind in ("report", "beat") else None
         if text is None:

@@ -1,7 +1,6 @@
-"""etcd's v3 interface as JSON over HTTP, on several servers: a call that one does not answer goes to the next.
+"""Client of etcd's v3 API as JSON over HTTP, with failover to the next server.
 
-etcd carries the same calls over gRPC and, at the paths below, over plain HTTP; the latter needs nothing but the
-standard library.
+etcd serves its gRPC calls also over plain HTTP (its gRPC gateway); this needs only the standard library.
 """
 
 import contextlib
@@ -28,19 +27,22 @@ from ft.job.control.channel.etcd_wire import (
 )
 
 PATIENCE_S = 30.0
-"""So long a call is repeated: an election is over by then, and so is a restart of a server."""
+"""Seconds for which a call is repeated: longer than a leader election or the restart of a server."""
 _TRY_S = 1.0
+"""Timeout of one attempt, in seconds."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 0.5
+"""First and longest pause between attempts, in seconds."""
 
 
 class Etcd:
-    """One caller's conversation with the servers: one call at a time, over a connection that stays.
+    """A client for one caller: one call at a time, over a persistent connection.
+
+    Calls raise ``ConnectionError`` after ``close`` or when no server has answered for ``patience_s``, ``EtcdError``
+    when etcd rejects the call, and ``UserError`` when etcd rejects this user.
 
     Args:
-        patience_s: for how long a call is repeated before it fails.
-
-    Calls raise ``ConnectionError`` when no server can do it for so long, or after ``close``; ``EtcdError`` when etcd
-    refuses; ``UserError`` when it refuses this user.
+        address: servers and user.
+        patience_s: seconds for which a call is repeated before it fails.
     """
 
     def __init__(self, address: Address, patience_s: float):
@@ -51,39 +53,47 @@ class Etcd:
         self._closed = threading.Event()
 
     def put(self, key: str, value: str, lease: str = "0") -> int:
-        """Returns the revision that this made."""
+        """Set a key and return the etcd revision of this change."""
         return revision_of(self._call("kv/put", {"key": b64(key), "value": b64(value), "lease": lease}))
 
     def get(self, *ranges: dict) -> tuple[list[list[Entry]], int]:
-        """What is in each of ``ranges`` (see ``one``, ``below``), all at the revision that is returned with it."""
+        """Return the entries of each of ``ranges`` (see ``one``, ``below``), and the common revision at which they
+        were read.
+        """
         _, answers, revision = self.transact([], [{"request_range": asked} for asked in ranges])
         return [[Entry.read(kv) for kv in answer["response_range"].get("kvs", [])] for answer in answers], revision
 
     def transact(self, compare: list[dict], success: list[dict], failure: list[dict] | None = None):
-        """Does ``success`` if all of ``compare`` holds, else ``failure``; -> (which, the answers, revision)."""
+        """Apply ``success`` if all conditions in ``compare`` hold, else ``failure``.
+
+        Returns:
+            (whether the conditions held, the answers, the revision).
+        """
         body = {"compare": compare, "success": success, "failure": failure or []}
         answer = self._call("kv/txn", body)
         return bool(answer.get("succeeded")), answer.get("responses", []), revision_of(answer)
 
     def grant(self, ttl_s: int) -> str:
-        """A lease: what is put under it goes ``ttl_s`` after the last ``keep_alive``."""
+        """Create a lease and return its id; etcd deletes the keys under it ``ttl_s`` seconds after the last
+        ``keep_alive``.
+        """
         return self._call("lease/grant", {"TTL": str(ttl_s)})["ID"]
 
     def keep_alive(self, lease: str) -> bool:
-        """Whether the lease still was."""
+        """Renew a lease; return whether it still existed."""
         return int(self._call("lease/keepalive", {"ID": lease})["result"].get("TTL", 0)) > 0
 
     def revoke(self, lease: str) -> None:
-        """What is under the lease goes now."""
+        """End a lease, which deletes the keys under it."""
         self._call("lease/revoke", {"ID": lease})
 
     def compact(self, revision: int) -> None:
-        """Gives up the history before ``revision``, which costs memory; of all that these servers hold."""
-        with contextlib.suppress(EtcdError, UserError, Compacted):  # somebody else has done it, or we may not
+        """Let etcd drop the history of all its keys before ``revision``, to free memory."""
+        with contextlib.suppress(EtcdError, UserError, Compacted):  # done by another client, or not permitted
             self._call("kv/compaction", {"revision": str(revision)})
 
     def close(self) -> None:
-        """Ends a call that is blocked; from any thread."""
+        """End a blocked call. May be called from any thread."""
         self._closed.set()
         shut(self._connection)
 
@@ -129,6 +139,6 @@ class Etcd:
 
     def _hang_up(self) -> None:
         connection, self._connection = self._connection, None
-        self._pass = ""  # a server that was started anew has forgotten it
+        self._pass = ""  # a restarted server does not know it
         if connection is not None:
             connection.close()

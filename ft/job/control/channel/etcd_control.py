@@ -1,4 +1,4 @@
-"""The control plane's end of the board on etcd."""
+"""The control plane's end of the control channel on etcd."""
 
 import threading
 import time
@@ -18,19 +18,27 @@ from ft.job.control.channel.etcd_wire import Compacted, EtcdError, below
 from ft.job.messages import encode
 
 _PULSE_S = 0.25
+"""Seconds between two signs of life of the control plane (its pulse)."""
 _LEASE_S = 3
+"""Lifetime of the last sign of life, in seconds."""
 _RENEW_S = 1.0
+"""Seconds between two renewals of the lease of the signs of life."""
 _LEAVE_S = 2.0
+"""Limit in seconds for the maintenance thread to end."""
 _GATHER_S = 0.02
+"""Seconds for which changes are collected into one transaction."""
 _UPKEEP_S = 300.0
+"""Seconds between two renewals of the channel's lease, with a compaction of etcd's history."""
 _QUIET_S, _AWAY_S = 1.0, 2.0
-"""After so long without any news, the pulse at least, the next server is asked; etcd counts as away."""
+"""Seconds without any change (at least the pulse) after which the next server is asked, and etcd counts as
+unreachable.
+"""
 
 
 class EtcdControlChannel(ControlChannel):
-    """Made by ``host``.
+    """The control plane's end of the channel; created by ``host``.
 
-    ``receive`` does not return None while etcd is away: what is not heard for want of it says nothing of the agents.
+    While etcd is unreachable, ``receive`` does not return None: missing heartbeats then say nothing about the agents.
     """
 
     def __init__(self, where: str, etcd: Etcd, keys: Keys):
@@ -49,7 +57,7 @@ class EtcdControlChannel(ControlChannel):
 
     @classmethod
     def host(cls, where: str, run: str, token: str) -> "EtcdControlChannel":
-        """As ``ft.job.control.channel.host``."""
+        """Create the channel on etcd; see ``ft.job.control.channel.host``."""
         address = Address.parse(where)
         servers = where.removeprefix(SCHEME).partition("/")[0]
         path = f"{address.path or 'ft'}/{run}-{digest(token)}"
@@ -124,11 +132,12 @@ class EtcdControlChannel(ControlChannel):
         return thread
 
     def _look_after(self) -> None:
+        """Write pending changes and signs of life until the channel fails or is closed. Runs on a thread of its own."""
         while self._failure is None:
             if self._due.wait(self._pulse.next_in()):
                 time.sleep(
                     _GATHER_S
-                )  # many reports at once go on record in one transaction, and no order waits for each
+                )  # so that one transaction records many reports, and no order waits for each of them
             self._due.clear()
             self._ledger.settle()
             if not self._pulse.next_in():
@@ -136,6 +145,7 @@ class EtcdControlChannel(ControlChannel):
         self._pulse.end()
 
     def _listen(self, arrivals: Arrivals, revision: int) -> None:
+        """Deliver reports and repair the own keys as changes arrive from etcd. Runs on a thread of its own."""
         while True:
             try:
                 for changes in self._watch.changes(revision):
@@ -157,10 +167,10 @@ class EtcdControlChannel(ControlChannel):
 
 
 class _Pace:
-    """When etcd has last had news: the pulse, if nothing else.
+    """Records when etcd last delivered a change, at least the control plane's own pulse.
 
     Attributes:
-        absences: how often it was away, and came back.
+        absences: how often etcd was unreachable and came back.
     """
 
     def __init__(self):
@@ -179,10 +189,12 @@ class _Pace:
 
 
 class _Pulse:
-    """Shows that the control plane lives, and keeps etcd's memory of the past short.
+    """Writes the signs of life of the control plane, and keeps etcd's history short.
 
     Args:
-        lease: of the whole board.
+        etcd: client of its own.
+        keys: key names and signatures.
+        lease: etcd lease of the whole channel.
     """
 
     def __init__(self, etcd: Etcd, keys: Keys, lease: str):
@@ -193,7 +205,7 @@ class _Pulse:
         self._beat_at, self._renew_at, self._upkeep_at = now, now + _RENEW_S, now
 
     def next_in(self) -> float:
-        """Seconds to the next one."""
+        """Return the seconds until the next sign of life is due."""
         return max(0.0, self._beat_at - time.monotonic())
 
     def beat(self) -> None:
@@ -207,7 +219,7 @@ class _Pulse:
         except EtcdError as error:
             if not error.is_missing:
                 raise
-            self._own_lease = self._etcd.grant(_LEASE_S)  # this process had stood still, or etcd had
+            self._own_lease = self._etcd.grant(_LEASE_S)  # this process or etcd was paused
             revision = self._put()
         if time.monotonic() >= self._upkeep_at:
             self._upkeep_at = time.monotonic() + _UPKEEP_S
@@ -217,7 +229,7 @@ class _Pulse:
             self._last_mark = revision
 
     def end(self) -> None:
-        """Agents need not wait until the lease is over."""
+        """Delete the sign of life at once, so that agents need not wait until its lease expires."""
         self._etcd.patience_s = _RENEW_S
         self._etcd.revoke(self._own_lease)
 

@@ -1,15 +1,16 @@
-"""What a board in etcd consists of, and how its owner's entries are told from anybody else's.
+"""Key names and signatures of the control channel on etcd.
 
-Below ``PREFIX``, which only this life of this run uses::
+The keys are below a prefix that only this life of this run uses (the time between two starts from the checkpoint)::
 
-    down/head             the state of the board (``Head``), of the control plane
-    down/alive            rewritten several times a second by the control plane; gone soon after it is
+    down/head             state of the channel (``Head``), written by the control plane
+    down/alive            rewritten by the control plane several times a second; expires soon after its death
     down/order/NUMBER     an order
-    box/NODE/report/NUMBER  a report, until it is on record
+    box/NODE/report/NUMBER  a report, until the control plane has recorded it
     box/NODE/beat         the agent's newest heartbeat
-    box/NODE/taken        the number of its last report on record
+    box/NODE/taken        number of the agent's last recorded report
 
-Each value carries a proof (:func:`ft.net.handshake.proof`) over its key and itself. A value without one is ignored.
+Each value begins with a signature (:func:`ft.net.handshake.proof`) over key and content, keyed by the run's token.
+Values without a valid signature are ignored.
 """
 
 import json
@@ -26,12 +27,14 @@ _PURPOSE = "ft-etcd-2"
 
 @dataclass(frozen=True)
 class Head:
-    """State of the board.
+    """State of the channel.
 
     Attributes:
-        reign: counts the control planes that this board has had. is_resumed: ``ControlChannel.resume`` is done.
-        first: number of the oldest order. following: of the next one to be published.
-        lease: of all that shall be gone some time after the run.
+        reign: number of control planes that the channel has had, including the present one.
+        is_resumed: whether ``ControlChannel.resume`` has finished.
+        first: number of the oldest order.
+        following: number of the next order to be published.
+        lease: etcd lease of all keys, which expires some time after the run.
     """
 
     reign: int
@@ -45,10 +48,11 @@ class Head:
 
 
 class Keys:
-    """Names and signatures.
+    """Key names, and signatures of values.
 
     Args:
-        prefix: without a slash at its end. token: of the run.
+        prefix: path of the channel, without a slash at its end.
+        token: secret of the run.
     """
 
     def __init__(self, prefix: str, token: str):
@@ -76,7 +80,10 @@ class Keys:
         return self.box(node) + "taken"
 
     def split(self, key: str) -> tuple[str, str, int]:
-        """A key's (kind, node, number): ("order", "", 3), ("report", "n0", 7), ("head", "", 0); else ("", "", 0)."""
+        """Return (kind, node, number) of a key.
+
+        For example ("order", "", 3), ("report", "n0", 7) or ("head", "", 0); ("", "", 0) for any other key.
+        """
         match key.removeprefix(self.prefix).split("/"):
             case ["down", ("head" | "alive") as kind]:
                 return kind, "", 0
@@ -89,11 +96,11 @@ class Keys:
         return "", "", 0
 
     def sign(self, key: str, text: str) -> str:
-        """The value for ``key`` that says ``text``."""
+        """Return ``text`` with its signature, as the value for ``key``."""
         return proof(self._token, _PURPOSE, "value", key, text).hex() + text
 
     def read(self, key: str, value: str | None) -> str | None:
-        """What a member of the run has said with ``value``; None: none has."""
+        """Return the text in a value of ``key``, or None if its signature is not valid."""
         text = (value or "")[_HEX:]
         is_own = is_equal(self.sign(key, text).encode(), (value or "").encode())
         return text if is_own else None
@@ -103,17 +110,17 @@ class Keys:
         return None if text is None else Head(**json.loads(text))
 
     def read_number(self, key: str, value: str | None) -> int:
-        """0 where there is none."""
+        """Return the number in a value of ``key``, or 0 if there is none."""
         return int(self.read(key, value) or 0)
 
 
 def digest(token: str) -> str:
-    """Tells boards of different runs with the same name apart."""
+    """Return a short digest of the token, which distinguishes the channels of different runs with the same name."""
     return proof(token, _PURPOSE, "path").hex()[:8]
 
 
 def pack(count: int, text: str) -> str:
-    """A heartbeat: the larger ``count`` is the newer one."""
+    """Return the text of a heartbeat; a larger ``count`` marks a newer heartbeat."""
     return f"{count} {text}"
 
 

@@ -1,4 +1,6 @@
-"""What the control plane owns of the board on etcd: its state, the orders, and what is on record of each agent."""
+"""The control plane's keys on etcd: the channel's state, the orders, and the number of each agent's last recorded
+report.
+"""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -11,18 +13,19 @@ from ft.job.control.channel.etcd_wire import Entry, below, between, changed_at, 
 from ft.job.messages import encode
 
 _MOST_KEYS, _MOST_CHARACTERS = 60, 700_000
-"""In one transaction: by default etcd takes 128 operations and 1.5 MB."""
+"""Limits for one transaction: etcd's defaults allow 128 operations and 1.5 MB."""
 _LEASE_S = 24 * 3600
-"""So long after the end of a run its board stays."""
+"""Lifetime in seconds of the channel's keys after the end of a run."""
 
 
 class Ledger:
-    """Writes only while no later control plane has taken the board over: each transaction asks for that.
+    """Writer of the control plane's keys; each transaction succeeds only while no later control plane has taken over.
 
-    All methods, from any thread, raise ``ConnectionError`` when one has, or when etcd does not answer.
+    All methods may be called from any thread. They raise ``ConnectionError`` when another control plane has taken over
+    or etcd does not answer.
 
     Attributes:
-        head: the present one.
+        head: the present state of the channel.
     """
 
     def __init__(self, etcd: Etcd, keys: Keys):
@@ -35,9 +38,9 @@ class Ledger:
         self.head, self._head_value = self._take_over()
 
     def resume(self, record: Record) -> int:
-        """Begins with what is on record; returns the revision after which reports count.
+        """Restore the recorded state, and return the etcd revision after which reports count.
 
-        Those that are there already are deleted: their agents put back what is not on record.
+        Reports that are present already are deleted; their agents write those that are not recorded again.
         """
         with self._lock:
             self._taken = dict(record.taken or {})
@@ -50,7 +53,7 @@ class Ledger:
             return cleared
 
     def publish(self, text: str) -> None:
-        """The next order, encoded."""
+        """Append an order, which is already encoded."""
         with self._lock:
             head, number = self.head, self.head.following
             self._orders[number] = text
@@ -63,13 +66,16 @@ class Ledger:
             self._write(changes, replace(head, first=first, following=number + 1), [self._keys.order(number)])
 
     def took(self, node: str, number: int) -> None:
-        """Reports up to ``number`` are on record; ``settle`` writes it."""
+        """Note that the reports of ``node`` up to ``number`` are recorded; ``settle`` writes this to etcd."""
         with self._lock:
             self._taken[node] = max(number, self._taken.get(node, 0))
             self._dirty.add(self._keys.taken(node))
 
     def notice(self, changes: Iterable[Entry]) -> None:
-        """Looks for what others have done to the own entries, or reports that are on record; ``settle`` mends it."""
+        """Find changes by other users to the control plane's keys, and reports that are recorded already.
+
+        ``settle`` then repairs the keys and deletes these reports.
+        """
         with self._lock:
             for entry in changes:
                 kind, node, number = self._keys.split(entry.key)
@@ -81,7 +87,7 @@ class Ledger:
                     self._dirty.add(entry.key)
 
     def audit(self, there: Iterable[Entry]) -> None:
-        """As ``notice``, of all there is."""
+        """Do the same as ``notice`` for a complete listing of the keys, and find missing keys too."""
         found = {entry.key: entry for entry in there}
         self.notice(found.values())
         with self._lock:
@@ -89,7 +95,7 @@ class Ledger:
             self._dirty.update(key for key in owned if key not in found and key in self._written)
 
     def settle(self) -> bool:
-        """Writes what is to be written; returns whether there was anything."""
+        """Write all pending changes; return whether there were any."""
         with self._lock:
             dirty, self._dirty = self._dirty, set()
             self._write_all(sorted(dirty))
@@ -97,7 +103,7 @@ class Ledger:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether ``settle`` has anything to do."""
+        """Whether ``settle`` has anything to write."""
         return bool(self._dirty)
 
     # --- inside the lock ---------------------------------------------------------------------------------------------
@@ -136,7 +142,7 @@ class Ledger:
     def _changes(self, key: str) -> list[dict]:
         kind, node, _ = self._keys.split(key)
         if kind != "taken":
-            return [] if kind == "head" else [self._put(key)]  # the head goes with every transaction
+            return [] if kind == "head" else [self._put(key)]  # every transaction writes the head
         done = between(self._keys.report(node, 0), self._keys.report(node, self._taken[node] + 1))
         return [self._put(key), delete(done)]
 
@@ -144,7 +150,7 @@ class Ledger:
         chunk, size = [], 0
         for key in owned:
             text = self._expected(key)
-            if text is None:  # trimmed meanwhile
+            if text is None:  # dropped in the meantime
                 continue
             if chunk and (len(chunk) == _MOST_KEYS or size + len(text) > _MOST_CHARACTERS):
                 yield chunk
@@ -155,9 +161,11 @@ class Ledger:
             yield chunk
 
     def _write(self, changes: list[dict], head: Head, owned: Iterable[str] = ()) -> int:
-        """Makes the changes, of keys ``owned``, and ``head`` at once, while the board is its own; -> revision.
+        """Apply ``changes`` to the keys ``owned`` and set the head to ``head`` in one transaction; return its etcd
+        revision.
 
-        A try that seemed to fail may have done it after all: then the new head is found there.
+        The transaction requires that this control plane still owns the channel. An attempt that seemed to fail may have
+        succeeded; then the new head is found on etcd.
         """
         keys, value = self._keys, self._keys.sign(self._keys.head, head.encode())
         condition = holds(keys.head, self._head_value)
@@ -171,7 +179,7 @@ class Ledger:
                 break
             if found:
                 self._defer_to(found[0])
-            condition = changed_at(keys.head, found[0].revision if found else 0)  # a stranger's: it is put back
+            condition = changed_at(keys.head, found[0].revision if found else 0)  # another user's value is overwritten
         self.head, self._head_value = head, value
         self._written.update(dict.fromkeys([keys.head, *owned], revision))
         return revision

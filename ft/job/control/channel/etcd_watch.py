@@ -1,4 +1,4 @@
-"""etcd's stream of changes, over as many connections as it takes."""
+"""A watch on etcd: the stream of changes below a prefix, with reconnection and failover to other servers."""
 
 import contextlib
 import http.client
@@ -13,10 +13,10 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 0.5
 
 
 class Watch:
-    """All changes below a prefix from a revision on, in order, over as many connections as that takes.
+    """All changes below a prefix from a revision on, in order, across reconnections.
 
-    A server that is stopped, or cut off from the others, is silent, and so is one with nothing to say. So the prefix
-    needs something that changes all the time; after ``quiet_s`` without, the next server is asked.
+    A paused or partitioned server is silent, and so is a server without changes. So some key below the prefix has to
+    change all the time; after ``quiet_s`` seconds without a change, the next server is asked.
     """
 
     def __init__(self, address: Address, prefix: str, quiet_s: float):
@@ -26,14 +26,14 @@ class Watch:
         self._connection: http.client.HTTPConnection | None = None
 
     def changes(self, revision: int) -> Iterator[list[Entry]]:
-        """Batches of changes; an empty one whenever a connection is given up.
+        """Yield batches of changes forever; yield an empty batch whenever a connection is given up.
 
-        Never ends. What is of one revision may come twice, but not in part.
+        All changes of one revision arrive together, but may arrive twice.
 
         Raises:
-            ConnectionError: closed.
-            Compacted: the servers do not remember ``revision``, or what came next.
-            UserError: they refuse this user.
+            ConnectionError: the watch was closed.
+            Compacted: the servers no longer have the changes after ``revision``.
+            UserError: the servers reject this user.
         """
         pause = _FIRST_PAUSE_S
         while True:
@@ -51,7 +51,7 @@ class Watch:
             yield []
 
     def close(self) -> None:
-        """Ends ``changes``; from any thread."""
+        """End ``changes``. May be called from any thread."""
         self._closed = True
         shut(self._connection)
 
@@ -79,7 +79,7 @@ class Watch:
 
 
 def _events(result: dict) -> tuple[list[Entry], bool]:
-    """The changes, and whether the last revision among them is complete."""
+    """Return the changes, and whether the last revision among them is complete."""
     if result.get("canceled"):
         if int(result.get("compact_revision", 0)):
             raise Compacted(f"etcd has given up what was before revision {result['compact_revision']}")

@@ -1,6 +1,6 @@
-"""What goes over the wire to and from an etcd server: keys, ranges, transactions, errors and the log-in.
+"""Encoding of calls to etcd's JSON API: keys, ranges, transactions, errors and authentication.
 
-All values of the interface are base64, all numbers strings.
+In this API all keys and values are base64 text, and all numbers are strings.
 """
 
 import base64
@@ -14,12 +14,13 @@ from ft.base.errors import FtError, UserError
 from ft.job.control.channel.etcd_address import USER
 
 _NO_SUCH, _DENIED, _COMPACTED, _AWAY, _UNKNOWN_CALLER = 5, 7, 11, (1, 2, 4, 8, 10, 14), 16
-"""gRPC's status codes. Those of _AWAY pass, or can be mended: cancelled, unknown, deadline, exhausted (disk quota),
-aborted, unavailable (no leader)."""
+"""gRPC status codes. Those in _AWAY are temporary or can be repaired: cancelled, unknown, deadline exceeded, resource
+exhausted (disk quota), aborted, unavailable (no leader).
+"""
 
 
 class EtcdError(FtError):
-    """etcd has answered, and will not do it. ``code``: gRPC's."""
+    """etcd has rejected a call. ``code`` is the gRPC status code."""
 
     def __init__(self, code: int, message: str):
         self.code = code
@@ -27,24 +28,26 @@ class EtcdError(FtError):
 
     @property
     def is_missing(self) -> bool:
-        """A lease that is over, say."""
+        """Whether the object of the call, such as a lease, does not exist."""
         return self.code == _NO_SUCH
 
 
 class Compacted(FtError):
-    """The history that was asked for is kept no longer: ask for the present."""
+    """etcd no longer has the history that was requested; read the present state instead."""
 
 
 class Away(Exception):
-    """This server cannot do it now."""
+    """This server cannot serve the call now; another server or a later attempt may."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key as it is, or as it was changed to.
+    """The present state of one key, or one change of it.
 
     Attributes:
-        value: None: deleted. revision: of the change.
+        key: name of the key.
+        value: its value, or None if the key was deleted.
+        revision: etcd revision of the change.
     """
 
     key: str
@@ -58,37 +61,39 @@ class Entry:
 
 
 def one(key: str) -> dict:
-    """The range of a single key."""
+    """Return the range that consists of one key."""
     return {"key": b64(key)}
 
 
 def below(prefix: str) -> dict:
-    """The range of all keys that begin with ``prefix``."""
+    """Return the range of all keys that begin with ``prefix``."""
     return between(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
 
 def between(first: str, end: str) -> dict:
-    """The range of all keys from ``first`` to before ``end``."""
+    """Return the range of all keys from ``first`` to before ``end``."""
     return {"key": b64(first), "range_end": b64(end)}
 
 
 def put(key: str, value: str, lease: str = "0") -> dict:
-    """For ``transact``."""
+    """Return the operation that sets a key, for ``Etcd.transact``."""
     return {"request_put": {"key": b64(key), "value": b64(value), "lease": lease}}
 
 
 def delete(asked: dict) -> dict:
-    """For ``transact``: all in a range."""
+    """Return the operation that deletes all keys of a range, for ``Etcd.transact``."""
     return {"request_delete_range": asked}
 
 
 def holds(key: str, value: str) -> dict:
-    """For ``transact``: the key has this value."""
+    """Return the condition that a key has this value, for ``Etcd.transact``."""
     return {"key": b64(key), "target": "VALUE", "result": "EQUAL", "value": b64(value)}
 
 
 def changed_at(key: str, revision: int) -> dict:
-    """For ``transact``: the key's last change; 0: it is not there."""
+    """Return the condition that a key's last change has this revision (0: the key does not exist), for
+    ``Etcd.transact``.
+    """
     return {"key": b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
 
 
@@ -105,12 +110,13 @@ def _text(value: str) -> str:
 
 
 def exchange(connection: http.client.HTTPConnection, path: str, data: bytes, credential: str) -> dict:
+    """Send one call and return the decoded answer."""
     connection.request("POST", f"/v3/{path}", data, {"Authorization": credential} if credential else {})
     return json.loads(connection.getresponse().read())
 
 
 def log_in(connection: http.client.HTTPConnection, user: tuple[str, str]) -> str:
-    """What has to go with each call; "" where everybody may do everything."""
+    """Return the credential for further calls, or "" if etcd's authentication is disabled."""
     answer = exchange(connection, "auth/authenticate", json.dumps({"name": user[0], "password": user[1]}).encode(), "")
     if "not enabled" in answer.get("error", ""):
         return ""
@@ -120,12 +126,19 @@ def log_in(connection: http.client.HTTPConnection, user: tuple[str, str]) -> str
 
 
 def is_unknown_caller(answer: dict) -> bool:
-    """The pass is not, or no longer, a valid one."""
+    """Return whether etcd does not, or no longer, accept the credential."""
     return answer.get("code") == _UNKNOWN_CALLER or "auth store is old" in str(answer.get("error"))
 
 
 def checked(answer: dict) -> dict:
-    """The answer, unless it is an error; of a stream's, too."""
+    """Return the answer, or raise its error. Also used for the parts of a stream.
+
+    Raises:
+        Compacted: the requested history is gone.
+        Away: the server cannot serve the call now.
+        UserError: the user is rejected.
+        EtcdError: any other error.
+    """
     error = answer.get("error")
     if error is None:
         return answer

@@ -1,6 +1,6 @@
-"""The board on a TCPStore that the control plane hosts: reports in one queue, orders under numbered keys.
+"""The control channel on a TCPStore that the control plane hosts: reports in one queue, orders under numbered keys.
 
-Its blocked readers wake within a fraction of a millisecond and hold up nobody else; nothing polls.
+A blocked reader wakes within a fraction of a millisecond and does not delay other readers; nothing polls.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ _VERY_LONG_S = 20 * 24 * 3600.0
 
 
 class TcpAgentChannel(AgentChannel):
-    """Made by ``connect``."""
+    """The agent's end of the channel; created by ``connect``."""
 
     def __init__(self, node: str, writer: StoreConnection, reader: StoreConnection):
         self._node, self._writer, self._reader = node, writer, reader
 
     @classmethod
     def connect(cls, where: str, node: str, token: str, timeout_s: float) -> "TcpAgentChannel":
-        """As ``ft.job.control.channel.connect``."""
+        """Connect to the store; see ``ft.job.control.channel.connect``."""
         address = where.removeprefix(_SCHEME)
         writer, reader = (StoreConnection(address, token, timeout_s) for _ in range(2))
         reader.store.set_timeout(timedelta(seconds=_VERY_LONG_S))
@@ -63,7 +63,7 @@ class TcpAgentChannel(AgentChannel):
 
 
 class TcpControlChannel(ControlChannel):
-    """Made by ``host``."""
+    """The control plane's end of the channel; created by ``host``."""
 
     def __init__(self, server: StoreServer, reader: StoreConnection):
         self._server, self._store, self._reader = server, server.store, reader
@@ -73,7 +73,7 @@ class TcpControlChannel(ControlChannel):
 
     @classmethod
     def host(cls, where: str, token: str) -> "TcpControlChannel":
-        """As ``ft.job.control.channel.host``."""
+        """Start the store; see ``ft.job.control.channel.host``."""
         host, _, port = where.removeprefix(_SCHEME).rpartition(":")
         server = StoreServer(host, int(port), token)
         own = f"127.0.0.1:{server.address.rpartition(':')[2]}"
@@ -112,7 +112,7 @@ class TcpControlChannel(ControlChannel):
         self._reader.break_off()
 
     def _read(self) -> None:
-        # A reader that gave up waiting might take a report with it: this one never does.
+        # A read that times out could remove a report from the queue and lose it. This loop never gives up a read.
         with contextlib.suppress(ConnectionError):
             while True:
                 with _lost():
@@ -124,7 +124,7 @@ class TcpControlChannel(ControlChannel):
 
 @contextlib.contextmanager
 def _lost():
-    """Turns torch's errors, whose text is a C++ stack, into ``ConnectionError``."""
+    """Turn torch's errors, whose text is a C++ stack trace, into ``ConnectionError``."""
     try:
         yield
     except RuntimeError as error:
@@ -132,7 +132,7 @@ def _lost():
 
 
 def _patiently(read: Callable[[], bytes]) -> bytes:
-    """``read()``, again when even the longest wait has ended without anything."""
+    """Return ``read()``; repeat it whenever the store's longest timeout has passed."""
     while True:
         try:
             return read()
