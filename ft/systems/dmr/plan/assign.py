@@ -26,7 +26,7 @@ SETS = (PIGGYBACK, D_INTER, D_INTRA, NAIVE, UNCHECKED)
 
 
 def deferred_set(window: Window) -> str:
-    """Return D_inter for a window between units (kind p2p, dp or bubble), D_intra for a window inside a unit (kind tp or
+    """Return D_inter for a window between units (kinds p2p, dp, bubble), D_intra for a window inside a unit (kinds tp,
     ep)."""
     return D_INTER if window.kind in INTER else D_INTRA
 

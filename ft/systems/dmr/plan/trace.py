@@ -19,8 +19,8 @@ BETWEEN = "between"
 IN_UNITS = (FORWARD, RECOMPUTE, BACKWARD)
 PHASES = (*IN_UNITS, BETWEEN, OPTIMIZER)
 INTER, INTRA = ("p2p", "dp", "bubble"), ("tp", "ep")
-"""Kinds of windows. INTER: between two units of a stage (pipeline messages, data-parallel reductions, pipeline bubbles).
-INTRA: inside a unit (tensor-parallel and expert-parallel communication)."""
+"""Kinds of windows. INTER: between two units of a stage (pipeline messages, data-parallel reductions, bubbles). INTRA:
+inside a unit (tensor-parallel and expert-parallel communication)."""
 
 CLOSE_US = 1e-3
 """Tolerance for comparing times, in microseconds, because sums of times are not exact. An operator that ends at most
