@@ -1,4 +1,4 @@
-"""Implement the command ``ft dmr plan``: make a DMR plan file, a table and a picture from a profile and a memory budget.
+"""Implement the command ``ft dmr plan``: make a DMR plan from a profile and a memory budget.
 
 DMR (dual modular redundancy, SpareTrain) verifies operators by executing them a second time. The plan says when each
 operator of a run is verified.

@@ -39,7 +39,7 @@ class Place:
     Attributes:
         stage: pipeline stage, from 0.
         microbatch: number of the microbatch, from 0.
-        layer: transformer layer of the model, from 1; 0 outside of all layers.
+        layer: number of the transformer layer in the model. Profiles count from 1, with 0 outside of all layers.
         phase: one of PHASES.
         chunk: model chunk (virtual stage) of the stage, from 0.
     """

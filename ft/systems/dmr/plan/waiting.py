@@ -27,8 +27,8 @@ class Entry:
 
 
 class Waiting:
-    """The deferred verifications (entries) in the order of their arrival. Every method that returns entries removes them
-    from the queue.
+    """The queue of deferred verifications (entries), in the order of their arrival. Every method that returns entries
+    removes them from the queue.
 
     Args:
         entries: initial entries, oldest first.
