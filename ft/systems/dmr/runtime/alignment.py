@@ -2,7 +2,7 @@
 
 DMR (dual modular redundancy, SpareTrain) looks up in the plan how an executed operator is to be verified. The operators
 of a *unit* (one phase of one microbatch on one model chunk) may differ from the profiled ones: experts without tokens
-are left out, and an attention mask is created only once.
+are left out, and a mask that already exists is not created again.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class Abreast:
         return place
 
     def _nearest(self, expected: int) -> int | None:
-        """Return the position in the plan of the last _SURE executed operators, as near as possible to ``expected``; None
-        if they are not found."""
+        """Return the position in the plan of the last _SURE executed operators, as near as possible to ``expected``;
+        None if they are not found."""
         for far in range(_REACH):
             for place in (expected + far, expected - far):
                 first = place - _SURE + 1

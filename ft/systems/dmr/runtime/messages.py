@@ -1,4 +1,4 @@
-"""Verify activations and gradients that DMR ranks send between pipeline stages: compare what arrived with what was sent.
+"""Verify the activations and gradients that pipeline stages exchange: compare what arrived with what was sent.
 
 DMR (dual modular redundancy, SpareTrain) finds computation errors by executing operators twice; this module finds
 transfer errors by *digests*, 128-bit hashes of a tensor's bits. A stage computes the digest of what it receives and of
