@@ -12,7 +12,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose elements are in logical order in memory: ``tensor`` itself if it is so, else a copy.
+    """Return a tensor whose elements are in logical order in memory: ``tensor`` itself if possible, else a copy.
 
     Raises:
         UserError: the tensor has no plain memory (sparse, quantised, meta).

@@ -66,8 +66,8 @@ class Draft:
         return op.id in self._deferrable and op.id not in self.assign
 
     def deadline(self, op: Operator) -> float:
-        """Return the time until which the operator must be verified: when one of its tensors is changed in place, or
-        when the optimizer begins, in microseconds."""
+        """Return the time until which the operator must be verified, in microseconds: the next change of one of its
+        tensors in place, or the beginning of the optimizer step."""
         latest = self._drained
         for name in op.tensors:
             times = self._changes.get(name)

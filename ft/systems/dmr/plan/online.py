@@ -21,7 +21,8 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Operator, Window
 from ft.systems.dmr.plan.waiting import Entry, Waiting
 
 SOON = 256
-"""Where memory is scarce, a verification that is longer than each of the next SOON windows is executed immediately."""
+"""Where memory is scarce, verifications that are longer than each of the next SOON windows are the first to be executed
+immediately."""
 
 
 @dataclass(frozen=True)

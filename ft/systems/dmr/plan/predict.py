@@ -35,7 +35,8 @@ class Added:
     """Time that DMR adds on one stage, in microseconds.
 
     Attributes:
-        inside: unit -> added time inside the unit; key None: added time after the last unit.
+        inside: unit -> added time inside the unit; key None: added time outside of all units, which is counted
+            after the last unit.
         behind: unit -> added time between this unit and the next one.
     """
 

@@ -176,8 +176,8 @@ def _starts(record: StageRecord, found: Sequence[Block], timeline: Timeline, beg
 
 
 def _windows_between(stage: int, found: Sequence[Block], timeline: Timeline, begins: float) -> list[Window]:
-    """Return the windows of a stage between units: the idle times of the simulated schedule after those units after
-    which the stage waited for another stage in the run."""
+    """Return the windows of a stage between units. These are the idle times in the simulated schedule; idle times after
+    a unit behind which the stage did not wait for another stage in the run are left out."""
     waits = {block.unit for block in found[1:-1] if block.waits}
     idles = [one for one in idle(timeline) if one.stage == stage and one.after in waits]
     return [

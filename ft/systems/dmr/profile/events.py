@@ -42,7 +42,7 @@ class Done:
 
     @property
     def key(self) -> tuple:
-        """Return what identifies the event in every iteration."""
+        """Return the key of the event, which is the same in every iteration."""
         return (*self.unit, self.index, self.name)
 
 
@@ -62,7 +62,7 @@ class Waited:
 
     @property
     def key(self) -> tuple:
-        """Return what identifies the event in every iteration."""
+        """Return the key of the event, which is the same in every iteration."""
         return self.kind, self.number
 
 

@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
         self._last = done
 
     def _overwrites(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a collective writes to ``tensors``. Collectives are no operators of a profile, so the change is
+        """Record that a collective writes to ``tensors``. A profile does not list collectives, so the change is
         attributed to the last operator before the collective."""
         known = [tensor for tensor in tensors if self._storages.is_known(tensor)]
         if self._last is not None:

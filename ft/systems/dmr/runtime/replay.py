@@ -149,7 +149,7 @@ class Replay:
         return compared
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """Return number of a step -> numbers of the steps whose results no later step needs."""
+        """Return number of a step -> numbers of the steps whose results are used by this step and by no later step."""
         last = {number: number for number in range(len(self._steps))}
         for number, step in enumerate(self._steps):
             for reference in _references((step.args, step.kwargs)):

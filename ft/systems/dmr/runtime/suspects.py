@@ -147,8 +147,8 @@ def _operator_ranks(attempts: Sequence[Reports]) -> dict[str, set[int]]:
 
 def _of_operators(attempts: Sequence[Reports]) -> Outcome:
     """Return the outcome that blames operators and no rank, because several ranks computed them wrongly. The reason
-    names the operators that differed on the most ranks, those that were found first, because an error propagates to
-    later operators."""
+    names the operators that differed on the most ranks, in the order in which they were found, because an error
+    propagates to later operators."""
     found = _operator_ranks(attempts)
     most = max(map(len, found.values()))
     names = [name for name, ranks in found.items() if len(ranks) == most][:_MOST_NAMED]
@@ -177,7 +177,7 @@ def _received(attempts: Sequence[Reports], world: int) -> Outcome:
 class Memory:
     """The wrong attempts of this rank in the last iterations.
 
-    Each rank remembers only its own wrong attempts. They are so forgotten when another worker takes over the rank: it
+    Each worker remembers only its own wrong attempts. A worker that takes over the rank begins with none, because it
     runs on another device, which does not have the fault.
 
     Args:
