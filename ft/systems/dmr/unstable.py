@@ -1,7 +1,8 @@
 """Read and write the file of non-reproducible operators, which compute a different result each time on the same inputs.
 
-Executing such an operator twice proves nothing. ``ft dmr selftest --out`` writes their names to this file; a run with
-``--ft-dmr-unstable`` reads it and leaves these operators unverified.
+DMR (dual modular redundancy, SpareTrain) executes operators twice and compares the results, which is meaningless for
+these operators. ``ft dmr selftest --out`` writes their names to this file; a run with ``--ft-dmr-unstable`` reads it
+and leaves these operators unverified.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""Digests of tensors: 128-bit hashes of all bits, with the same value from C, from plain torch and from Triton."""
+"""Digests of tensors for DMR: 128-bit hashes of all bits, with the same value from C, from plain torch and from Triton.
+
+DMR (dual modular redundancy, SpareTrain) executes operators twice and compares the results. It compares digests on
+accelerators, and wherever the first result is not kept until the second execution.
+"""
 
 from ft.systems.dmr.digest.api import backend, digest, digest_many, writer
 from ft.systems.dmr.digest.comparison import compare, differing, same

@@ -1,4 +1,5 @@
-/* The digest of definition.py on CPUs. Uses neither Python nor torch: native.py loads it with ctypes.
+/* Computes the digest of a tensor (the 128-bit hash that definition.py defines) on CPUs, for DMR. Uses neither Python
+ * nor torch: native.py loads the library with ctypes.
  *
  * Four blocks are processed side by side, so that a key is loaded once for four words: the loop is bound by its
  * multiplications and reads memory as fast as one core can. Threads are started per call and joined before it returns,

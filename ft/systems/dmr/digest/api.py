@@ -1,4 +1,7 @@
-"""Compute digests with the fastest available backend; every backend gives the same value."""
+"""Compute digests (128-bit hashes) of tensors with the fastest available backend; every backend gives the same value.
+
+DMR (dual modular redundancy, SpareTrain) executes operators twice and compares the results by their digests.
+"""
 
 import functools
 import importlib.util
@@ -10,20 +13,23 @@ import torch
 from ft.systems.dmr.digest import eager, native
 
 Backend = Callable[[torch.Tensor, int, torch.Tensor], None]
+"""A function ``write(tensor, seed, out)`` that writes the digest of ``tensor`` to ``out``, int64 [2] on its device."""
 
 
 def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """Return a 128-bit digest of a tensor's dtype, shape and every bit, as int64 [2] on its device.
 
     Two tensors that differ have equal digests with probability <= 2^-64 (``definition.py``). This holds for the whole
-    digest only: the low bits alone do not reveal a flip of a high bit. Elements count in logical order, so strides do
-    not matter. The call does not synchronise, except for the first digest with a new seed on a device, which copies its
-    keys there, and the trial in ``backend``. A tensor that is not contiguous is copied.
+    digest only: its low bits alone may be equal although a high bit of the tensors differs. Elements are hashed in
+    logical (row-major) order, so that strides do not matter. A tensor that is not contiguous is copied.
+
+    The call does not synchronise with the device, with two exceptions: the first digest with a new seed on a device
+    copies the keys there, and the first digest on a type of device tries the backend (see ``backend``).
 
     Args:
         tensor: the tensor.
-        seed: 0 <= seed < 2^128; only digests with the same seed can be compared. A new seed costs a millisecond (its
-            keys).
+        seed: seed of the hash keys, 0 <= seed < 2^128. Only digests with the same seed can be compared. Computing the
+            keys of a new seed takes about a millisecond.
 
     Raises:
         UserError: the seed is out of range, or the tensor is sparse, quantised or meta.
@@ -60,14 +66,16 @@ def writer(device: torch.device | str) -> Backend:
 def backend(device: torch.device | str) -> str:
     """Return the name of the backend for ``device``: "native" (C), "kernel" (Triton) or "eager" (plain torch).
 
-    The first call for a type of device, or its first digest, tries the fast backend, which compiles and synchronises.
+    The first call for a type of device, or the first digest on it, tries the fast backend, which may compile it and
+    synchronises with the device.
     """
     return _backend(torch.device(device).type).__module__.rpartition(".")[2]
 
 
 @functools.cache
 def _backend(device_type: str) -> Backend:
-    """Return the fastest available backend that gives the same digest as plain torch in a trial on first use."""
+    """Return the fastest available backend. It is tried once, and plain torch is returned instead if the trial fails or
+    gives another digest than plain torch."""
     fast = _fast(device_type)
     if fast is None:
         return eager.digest
@@ -96,7 +104,8 @@ def _fast(device_type: str) -> Backend | None:
 
 
 def _agrees(fast: Backend, device_type: str) -> bool:
-    """Return whether both agree on 50,003 bytes: several blocks, two levels, and a partial last word."""
+    """Return whether ``fast`` and plain torch give the same digest of 50,003 bytes, which are several blocks, two
+    levels and a partial last word."""
     tensor = torch.arange(50_003, device=device_type).mul_(40_503).to(torch.uint8)
     both = torch.empty((2, 2), dtype=torch.int64, device=device_type)
     fast(tensor, 0, both[0])

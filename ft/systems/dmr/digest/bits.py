@@ -1,4 +1,7 @@
-"""The bits of a tensor as integers in logical order, without a copy wherever its memory already is in that order."""
+"""View the bits of a tensor as integers in logical (row-major) order, for the digests and comparisons of DMR.
+
+The tensor is copied only if its memory is not in that order already.
+"""
 
 import torch
 
@@ -9,7 +12,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its elements in logical order in memory: itself if they already are, else a copy.
+    """Return a tensor whose elements are in logical order in memory: ``tensor`` itself if possible, else a copy.
 
     Raises:
         UserError: the tensor has no plain memory (sparse, quantised, meta).
@@ -28,7 +31,8 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of every element (both halves of a complex one) as integers of the same width, in order."""
+    """Return the bits of every element as an integer of the same width, in logical order [elements]. A complex element
+    gives two integers, for its real and imaginary parts."""
     flat = in_order(tensor)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -36,8 +40,8 @@ def integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes as int32 [ceil(bytes / 4)], padded with zeros. Copies only if the memory is not aligned to words
-    or needs padding."""
+    """Return the bytes of the tensor in logical order as int32 [ceil(bytes / 4)], padded with zeros. Copy only if the
+    memory is not in logical order, is not aligned to 4 bytes, or needs padding."""
     flat = in_order(tensor)
     if flat.numel() == 0:
         return torch.empty(0, dtype=torch.int32, device=flat.device)

@@ -1,4 +1,7 @@
-"""Bitwise comparison of tensors: NaN equals itself, and -0 is not +0."""
+"""Compare tensors bit by bit, for DMR (SpareTrain), which executes operators twice and compares the results.
+
+A NaN equals a NaN with the same bits, and -0 differs from +0.
+"""
 
 import ctypes
 

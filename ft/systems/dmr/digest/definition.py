@@ -1,5 +1,8 @@
-"""Define the digest: a multilinear hash, with its keys, its head, and the proof of its error bound. Every backend
-computes exactly this.
+"""Define the digest of a tensor, a 128-bit multilinear hash, by which DMR compares results; with its keys and the proof
+of its error bound.
+
+All backends (C, plain torch, Triton) compute exactly this function. DMR (dual modular redundancy, SpareTrain) executes
+operators twice and compares the results.
 
 A tensor's bytes, in logical (row-major) order and padded with zeros, are little-endian signed 32-bit words ``w[0],
 w[1], ...``, divided into blocks of ``WORDS`` words. A block is hashed to two 64-bit numbers, one per column ``c``::
@@ -8,7 +11,7 @@ w[1], ...``, divided into blocks of ``WORDS`` words. A block is hashed to two 64
                                                        "Strongly universal string hashing is fast", 2014)
 
 The concatenated numbers of all blocks are the words of the next level, which has its own keys, until one block is left.
-The hash of the head (the dtype and the shape), with keys of its own, is added to the two numbers of this block.
+The hash of the head (the dtype and the shape), with separate keys, is added to the two numbers of this block.
 
 **Proof.** Let two different tensors have equal heads. At level 0 some block differs; let ``d[i]`` be the differences of
 its words, not all zero. Since ``|d[i]| < 2^32``, a ``d[j]`` that is not zero is ``2^t * odd`` with ``t <= 31``.
@@ -38,7 +41,7 @@ _MAX_DIMENSIONS = 64  # torch's own limit
 _HEAD_WORDS = 2 + 2 * _MAX_DIMENSIONS
 _SEED_BYTES = 16
 
-# The position in this table is part of the digest's value: new dtypes are appended at the end.
+# The position of a dtype in this list is part of the digest's value: append new dtypes at the end.
 DTYPES = [
     "bool",
     "uint8",
@@ -75,8 +78,8 @@ def _drawn(seed: int, purpose: bytes, count: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def table(seed: int) -> np.ndarray:
-    """Return the keys of a seed as int64 [LEVELS, COLUMNS, WORDS] (256 KiB, computed in about a millisecond and
-    cached).
+    """Return the keys of the blocks for a seed as int64 [LEVELS, COLUMNS, WORDS]. They take 256 KiB, are computed in
+    about a millisecond, and are cached.
 
     Raises:
         UserError: the seed is negative or longer than 128 bits.
@@ -97,10 +100,10 @@ def _head_keys(seed: int) -> list[list[int]]:
 
 @lru_cache(maxsize=4096)
 def head(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> tuple[int, ...]:
-    """Return what the dtype and the shape add to the digest: one signed 64-bit number per column.
+    """Return the hash of the dtype and the shape, which is added to the digest: one signed 64-bit number per column.
 
     Raises:
-        UserError: the dtype has no bytes of its own (quantised), or the seed is out of range.
+        UserError: digests of this dtype are not defined (quantised, for example), or the seed is out of range.
     """
     if dtype not in _CODES:
         known = ", ".join(str(known).removeprefix("torch.") for known in _CODES)

@@ -1,12 +1,16 @@
-"""The digest in plain torch operators: works on every device, without a compiler and without synchronisation."""
+"""Compute the digest of a tensor with plain torch operators: on every device, without a compiler and without
+synchronisation.
+
+DMR (SpareTrain) compares tensors by this 128-bit hash, which ``ft.systems.dmr.digest.definition`` defines.
+"""
 
 import torch
 
 from ft.systems.dmr.digest import bits, definition
 from ft.systems.dmr.digest.definition import WORDS
 
-# Number of blocks that are processed at once. On a CPU, the blocks widened to 64 bits should fit into the cache; a GPU
-# needs few launches, but has no memory to spare.
+# Number of blocks that are processed at once. On a CPU, the blocks widened to 64 bits should fit into the cache. On a
+# GPU, the number is larger so that few kernels are launched, and limited because the widened blocks take memory.
 _CPU_BLOCKS = 32
 _DEVICE_BLOCKS = 512
 
@@ -25,7 +29,8 @@ def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
 
 
 def _level(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the sums of all blocks of int32 [n] as int64 [max(1, ceil(n / WORDS)), 2]."""
+    """Return the two sums of products with the keys for each block of ``words``, int32 [n], as int64 [max(1, ceil(n /
+    WORDS)), 2]."""
     whole, rest = divmod(words.numel(), WORDS)
     numbers = words.new_empty((max(1, whole + (rest > 0)), 2), dtype=torch.int64)
     step = min(max(1, whole), _CPU_BLOCKS if words.device.type == "cpu" else _DEVICE_BLOCKS)

@@ -1,4 +1,6 @@
-"""Compute a tensor's digest (the hash of ``ft.systems.dmr.digest.definition``) on the CPU, by a library in C.
+"""Compute the digest of a tensor on the CPU by a library in C, for DMR (SpareTrain).
+
+The digest is the 128-bit hash that ``ft.systems.dmr.digest.definition`` defines.
 
 ``setup.py`` builds the library if there is a C compiler. Without it, plain torch computes the same digests, slower.
 """
@@ -87,7 +89,8 @@ def digest(
 
 @functools.lru_cache(maxsize=8)
 def _keys(seed: int) -> tuple[np.ndarray, int]:
-    """Return the key table of a seed and its memory address. The caller must keep the table alive meanwhile."""
+    """Return the key table of a seed and its memory address. The caller must keep the table alive while it uses the
+    address."""
     table = definition.table(seed)
     return table, table.ctypes.data
 

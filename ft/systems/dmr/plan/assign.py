@@ -17,7 +17,8 @@ SETS = (PIGGYBACK, D_INTER, D_INTRA, NAIVE, UNCHECKED)
 """Ways to verify an operator:
 
 - P: compare it with its execution in activation recomputation, which takes place anyway.
-- D_inter: execute it again later, in a window between two units (a unit is the forward or backward of a microbatch).
+- D_inter: execute it again later, in a window between two units (a unit is the forward or backward pass of one
+  microbatch through one model chunk).
 - D_intra: execute it again later, in a window inside a unit.
 - naive: execute it again immediately.
 - unchecked: do not verify it, because it does not give the same bits twice. A plan lists these operators.
@@ -25,7 +26,8 @@ SETS = (PIGGYBACK, D_INTER, D_INTRA, NAIVE, UNCHECKED)
 
 
 def deferred_set(window: Window) -> str:
-    """Return D_inter for a window between units (kind p2p, dp or bubble), D_intra for one inside a unit (tp or ep)."""
+    """Return D_inter for a window between units (kinds p2p, dp, bubble), D_intra for a window inside a unit (kinds tp,
+    ep)."""
     return D_INTER if window.kind in INTER else D_INTRA
 
 
@@ -102,15 +104,15 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Plan:
-    """A trace with every operator assigned.
+    """The DMR plan of one iteration: its trace, with a way of verification for every operator.
 
     Args:
         trace: the trace of the iteration; ``trace.memory.budget`` is the memory budget of the plan.
         assign: operator id -> how the operator is verified, for all operators.
         segments: AGC segments, by id.
         predicted: prediction for this plan, after the last planning phase.
-        phases: predictions for 0 to 3 planning phases, as far as requested. 0: all operators are naive. Phase 1 adds P,
-            phase 2 adds AGC segments, phase 3 adds single operators in windows.
+        phases: predictions after 0 to 3 planning phases, as many as were requested. With 0 phases all operators are
+            naive. Phase 1 adds set P, phase 2 adds AGC segments, phase 3 adds single operators in windows.
     """
 
     trace: Trace

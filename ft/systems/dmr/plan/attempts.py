@@ -1,4 +1,12 @@
-"""Plan each stage in several ways, because no single order of choices is the best for every trace."""
+"""Make several DMR plans of one iteration, because no single order of choices is the best for every iteration.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time. A *window* is a time in
+which a pipeline stage communicates or is idle, so that second executions in it cost nothing. Planning has three phases:
+
+1. Compare operators with the recomputation of activation checkpointing, which takes place anyway.
+2. Move *AGC segments* (sequences of operators that are executed again as a whole) to windows.
+3. Move single operators to the remaining time of windows.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +20,7 @@ from ft.systems.dmr.plan.piggyback import piggyback
 from ft.systems.dmr.plan.trace import Trace
 
 PHASES = 3
+"""Number of planning phases."""
 
 SMALL = 100
 """Number of operators per stage up to which the exact solver is tried."""
@@ -19,8 +28,13 @@ SMALL = 100
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a plan that belongs to one stage (or to all stages): assignments of operators, AGC segments, peak
-    memory in bytes."""
+    """The part of a plan that belongs to one stage (or to all stages).
+
+    Attributes:
+        assign: operator id -> how the operator is verified.
+        segments: AGC segments, by id.
+        peak: peak memory, in bytes.
+    """
 
     assign: Mapping[str, Assignment]
     segments: Mapping[str, AgcSegment]
@@ -28,10 +42,17 @@ class Part:
 
 
 def attempts(trace: Trace, budget: float, phases: int, kinds: Sequence[str]) -> Iterator[tuple[int, list[Part]]]:
-    """Yield (number of phases, a part for each stage) of several plans for each number of phases from 1 to ``phases``.
+    """Yield several plans, each as (number of planning phases that it uses, a part for each stage).
 
-    One plan keeps the inner activations of AGC segments. Another one regenerates them, which is better where memory and
-    not time is scarce. A third one leaves out phase 2, because single operators may fill windows better.
+    One plan keeps the activations inside AGC segments that come from a recomputation. Another plan regenerates them,
+    which is better where memory and not time is scarce. A third plan leaves out phase 2, because single operators may
+    fill windows better. A small iteration is also planned by the exact solver.
+
+    Args:
+        trace: the iteration.
+        budget: memory that each stage may use, in bytes.
+        phases: highest number of planning phases, 1 to 3.
+        kinds: kinds of windows that may be used.
     """
     for number, inner in ((1, None), (2, Inner.KEPT), (2, Inner.REGENERATED)):
         if number > phases:
@@ -43,8 +64,8 @@ def attempts(trace: Trace, budget: float, phases: int, kinds: Sequence[str]) -> 
         yield number, _parts(drafts)
         if phases == PHASES:
             for draft in drafts:
-                # Windows of unknown length can only be used by the planner at run time, which then has all windows to
-                # itself.
+                # Windows of unknown length (dynamic ones) can only be filled by decisions at run time (``serve``
+                # simulates them). The run-time planner then fills all windows, the others too.
                 (serve if any(window.dynamic for window in draft.windows) else fine)(draft)
             yield PHASES, _parts(drafts)
     if phases == PHASES and not trace.dynamic and len(trace.ops) <= SMALL * len(trace.stages):
@@ -59,7 +80,8 @@ def _begun(trace: Trace, budget: float, kinds: Sequence[str]) -> list[Draft]:
 
 
 def _exactly(drafts: list[Draft]) -> Iterator[tuple[int, list[Part]]]:
-    """Yield the plan that hides the most, if every stage is small enough for the exact solver."""
+    """Yield the plan that puts the most verification time into windows, if every stage is small enough for the exact
+    solver."""
     # Imported here because SciPy's solvers take longer to import than it takes to plan without them.
     from ft.systems.dmr.plan.exact import exact
 

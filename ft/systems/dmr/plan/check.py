@@ -1,5 +1,13 @@
-"""Check whether a plan can be followed. Every plan that is read is checked, because it may have been edited or belong
-to another run.
+"""Check whether a DMR plan can be followed. Every plan that is read is checked, because it may have been edited or
+belong to another run.
+
+A plan of DMR (dual modular redundancy, SpareTrain) says when each operator is executed a second time to verify it:
+
+- set P: an operator is compared with its execution in the recomputation of activation checkpointing.
+- sets D_inter and D_intra: its second execution is deferred to a *window*, a time in which its pipeline stage
+  communicates or is idle; alone, or with an *AGC segment*, a sequence of operators that is executed again as a whole.
+- set naive: it is executed again immediately.
+- set unchecked: it is not verified.
 
 Memory is computed here operator by operator and instant by instant, independently of the planner.
 """
@@ -15,7 +23,7 @@ from ft.systems.dmr.plan.trace import CLOSE_US, OPTIMIZER, Operator, Window, roo
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """Yield what is wrong with the plan, one sentence each, as soon as it is found; nothing if it can be followed."""
+    """Yield each problem of the plan as one sentence, as soon as it is found; nothing if the plan can be followed."""
     yield from _incomplete(plan)
     windows = {window.id: window for window in plan.trace.windows}
     twice = executed_twice(plan.trace.ops)
@@ -52,7 +60,7 @@ def _incomplete(plan: Plan) -> Iterator[str]:
 
 
 def _not_for_it(op: Operator, how: Assignment) -> Iterator[str]:
-    """Yield a problem if the operator cannot be in its set, whatever else the plan says."""
+    """Yield a problem if this operator cannot be in the set that it is assigned to, whatever else the plan says."""
     name = f"operator {op.id!r}"
     if how.set == UNCHECKED and op.checking.deterministic:
         yield f"{name} is reproducible, and the plan leaves it unchecked"
@@ -105,19 +113,20 @@ def _too_much_memory(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
 
 
 def peaks(plan: Plan, windows: dict[str, Window]) -> dict[int, float]:
-    """Return stage -> the most bytes in use at any time, including what the plan keeps."""
+    """Return stage -> peak memory in bytes, including the tensors that the plan keeps for deferred verifications."""
     changes = _memory_changes(plan, windows)
     return {stage: max((level for _, level in _levels(each)), default=0.0) for stage, each in changes.items()}
 
 
 def memory_over_time(plan: Plan, stage: int) -> list[tuple[float, float]]:
-    """Return (from when, bytes in use including what the plan keeps) of one stage, in order of time."""
+    """Return the memory of one stage as (time in microseconds, bytes in use from then on), in order of time. Bytes in
+    use include the tensors that the plan keeps for deferred verifications."""
     windows = {window.id: window for window in plan.trace.windows}
     return list(_levels(_memory_changes(plan, windows).get(stage, [])))
 
 
 def _memory_changes(plan: Plan, windows: dict[str, Window]) -> dict[int, list[tuple[float, float]]]:
-    """Return stage -> (time, change in bytes)."""
+    """Return stage -> (time in microseconds, change of the memory in use in bytes), in no particular order."""
     until: dict[tuple[int, str], float] = {}
     for op in plan.trace.ops:
         how = plan.assign.get(op.id)

@@ -1,4 +1,8 @@
-"""``ft dmr plan``: make a plan file, a table and a picture from a profile and a memory budget."""
+"""Implement the command ``ft dmr plan``: make a DMR plan from a profile and a memory budget.
+
+DMR (dual modular redundancy, SpareTrain) verifies operators by executing them a second time. The plan says when each
+operator of a run is verified.
+"""
 
 import argparse
 import json
@@ -23,7 +27,7 @@ have left. What finds no place is verified at once. No window and no memory is u
 
 
 def add_parser(questions) -> None:
-    """Add the subcommand to ``questions``."""
+    """Add the subcommand ``plan`` to ``questions``, the argparse subparsers of ``ft dmr``."""
     parser = questions.add_parser(
         "plan",
         help="which operator is verified when, from a profile",
@@ -56,7 +60,7 @@ def add_answer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Plan, write and print.
+    """Make the plan, write it to the file that is given, print it, and return the exit code.
 
     Raises:
         UserError: the profile, the budget, a known plan or the file of unstable operators cannot be used, or a file

@@ -1,4 +1,9 @@
-"""The plan of one stage while it is made: assignments, time left in windows, and memory that is kept."""
+"""The DMR plan of one pipeline stage while it is made: assignments, time left in windows, and memory that is kept.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time. The planner defers this to
+a *window*, a time in which the stage communicates or is idle; until then the operator's tensors are kept in memory. An
+*AGC segment* is a sequence of operators that is deferred and executed again as a whole.
+"""
 
 import bisect
 from collections.abc import Iterable
@@ -12,13 +17,24 @@ ROUNDING_US = 1e-6
 
 
 class Draft:
-    """The operators and windows of one stage, and all decisions so far.
+    """The operators and windows of one stage, and the decisions that the phases of the planner have taken so far.
+
+    Methods identify a window by its ``slot``, its position in ``windows``.
 
     Args:
-        trace: what is planned.
-        stage: the stage.
+        trace: the iteration that is planned.
+        stage: the pipeline stage.
         budget: bytes that the stage may use.
         kinds: kinds of windows that may be used.
+
+    Attributes:
+        ops: operators of the stage, in order of their start.
+        windows: windows that may be used, in order of their end.
+        room: time left in each window, in microseconds.
+        holdings: memory that deferred verifications keep.
+        assign: operator id -> how the operator is verified, as far as decided.
+        otherwise: operator id -> how the operator is verified if no window is found for it.
+        segments: AGC segments, by id.
     """
 
     def __init__(self, trace: Trace, stage: int, budget: float, kinds: Iterable[str]):
@@ -50,7 +66,8 @@ class Draft:
         return op.id in self._deferrable and op.id not in self.assign
 
     def deadline(self, op: Operator) -> float:
-        """Return until when the operator must be verified: a tensor of it is changed, or the optimizer begins."""
+        """Return the time until which the operator must be verified, in microseconds: the next change of one of its
+        tensors in place, or the beginning of the optimizer step."""
         latest = self._drained
         for name in op.tensors:
             times = self._changes.get(name)
@@ -91,7 +108,8 @@ class Draft:
             self.assign[each] = Assignment(name, segment.window, segment.id)
 
     def give_up(self, op_id: str) -> None:
-        """Assign no window to the operator: it is verified immediately, or by the alternative of phase 1."""
+        """Decide that the operator gets no window: assign its alternative in ``otherwise``, or else naive (verified
+        immediately)."""
         self.assign[op_id] = self.otherwise.get(op_id, Assignment(NAIVE))
 
     def _take(self, slot: int, load_us: float, tensors: Iterable[str]) -> None:
@@ -99,7 +117,8 @@ class Draft:
         self.holdings.keep(tensors, slot)
 
     def completed(self) -> dict[str, Assignment]:
-        """Return the assignment of all operators: open ones are naive, or unchecked if not reproducible."""
+        """Return the assignment of all operators. Operators that are not assigned yet get their alternative in
+        ``otherwise``, or else naive; operators that are not reproducible are unchecked."""
         naive, in_vain = Assignment(NAIVE), Assignment(UNCHECKED)
         found = {}
         for op in self.ops:

@@ -1,8 +1,12 @@
-"""Solve phases 2 and 3 exactly as a mixed-integer linear program, for stages that are small enough.
+"""Solve phases 2 and 3 of DMR planning exactly, as a mixed-integer linear program, for small pipeline stages.
 
-The solution hides the most verification time that windows and memory allow, and so never less for a longer window or a
-larger budget; of a greedy planner that is only almost always true. It is also the reference by which the greedy planner
-is measured.
+DMR (dual modular redundancy, SpareTrain) verifies operators by executing them a second time. The planner moves these
+second executions to *windows*, times in which a stage communicates or is idle: in phase 2 as *AGC segments*, sequences
+of operators that are executed again as a whole, and in phase 3 as single operators.
+
+The solution puts as much verification time into windows as time and memory allow. A longer window or a larger budget
+therefore never gives a worse solution, whereas a greedy planner only almost always has this property. The exact
+solution is also the reference by which the greedy planner is measured.
 """
 
 import ctypes
@@ -29,7 +33,13 @@ a second, with the same result on any machine."""
 
 @dataclass(frozen=True)
 class _Column:
-    """One choice: execute these operators in window ``slot``."""
+    """A variable of the program, which is 1 if the operators of ``candidate`` are verified in window number ``slot``.
+
+    Attributes:
+        candidate: an AGC segment or a single operator.
+        slot: number of the window in ``Draft.windows``.
+        segment: True if the candidate is an AGC segment.
+    """
 
     candidate: Candidate
     slot: int
@@ -37,7 +47,10 @@ class _Column:
 
 
 def exact(draft: Draft) -> bool:
-    """Assign what phase 1 has left open so that the most time is hidden; return whether the stage was small enough."""
+    """Assign the operators that phase 1 has left unassigned so that windows contain as much verification as possible.
+
+    Return False, with nothing assigned, if the stage is too large or the solver gives up.
+    """
     columns = []
     for column in _columns(draft):
         columns.append(column)
@@ -71,14 +84,15 @@ def exact(draft: Draft) -> bool:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress what HiGHS, whatever its options, prints to file descriptor 1, where JSON is expected."""
+    """Return a context in which file descriptor 1 (standard output) is discarded. The solver (HiGHS) prints to it
+    whatever its options are, and the caller may print JSON there."""
     sys.stdout.flush()
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
         yield
-        # Otherwise the contents of C's buffers would be printed later.
+        # Flush C's buffers while output is discarded; otherwise their contents would be printed later.
         ctypes.CDLL(None).fflush(None)
     finally:
         os.dup2(kept, 1)
@@ -112,7 +126,8 @@ def _placed(draft: Draft, candidate: Candidate, slots: list[int], segment: bool)
 
 
 def _take(draft: Draft, column: _Column, number: int) -> None:
-    """Apply a choice of the solver, unless it does not fit: the solver's tolerances may be wider than ours."""
+    """Apply a choice of the solver, unless time or memory does not suffice: the solver's tolerances may be wider than
+    those of the draft."""
     candidate, slot = column.candidate, column.slot
     if not column.segment:
         draft.defer(candidate.ops[0], slot)
@@ -124,10 +139,13 @@ def _take(draft: Draft, column: _Column, number: int) -> None:
 
 
 class _Rows:
-    """The inequalities of the program, collected one by one.
+    """The inequalities of the linear program, collected one by one.
 
-    Each is divided by its largest factor, because the tolerances of the solver would be meaningless with bytes beside
-    microseconds.
+    Each inequality is divided by its largest factor, because the solver's tolerances are absolute, and some
+    inequalities are in bytes and others in microseconds.
+
+    Args:
+        width: number of columns, the variables that exist at the beginning.
     """
 
     def __init__(self, width: int):
@@ -141,7 +159,7 @@ class _Rows:
         return self.width - 1
 
     def add(self, entries: list[tuple[int, float]], below: float) -> None:
-        """Add the inequality: sum of factor x variable <= below."""
+        """Add the inequality: sum of factor x variable <= below, where ``entries`` are (variable, factor)."""
         scale = max(abs(factor) for _, factor in entries)
         self._entries += [(len(self._below), variable, factor / scale) for variable, factor in entries if factor]
         self._below.append(below / scale)
@@ -169,8 +187,11 @@ def _within_windows(rows: _Rows, columns: list[_Column], draft: Draft) -> None:
 
 
 def _within_memory(rows: _Rows, columns: list[_Column], draft: Draft) -> None:
-    """Limit the memory by one variable per tensor and slot, which is 1 if the tensor is kept there. A tensor that is
-    kept in a slot is also kept in the slots before it."""
+    """Limit the memory in each slot (the time up to the end of one window, ``ft.systems.dmr.plan.holdings``).
+
+    A variable for each tensor and slot is 1 if the tensor is kept in that slot. A tensor that is kept in a slot is also
+    kept in the slots before it, from the one in which training would free it.
+    """
     kept: dict[tuple[str, int], int] = {}
 
     def variable(name: str, slot: int, first: int) -> int:

@@ -1,4 +1,8 @@
-"""``ft dmr explain``: explain how a plan file covers operators, what that costs, and why."""
+"""Implement the command ``ft dmr explain``: print how a DMR plan file verifies operators, what that costs, and why.
+
+DMR (dual modular redundancy, SpareTrain) verifies operators by executing them a second time, at the time that the plan
+says.
+"""
 
 import argparse
 from pathlib import Path
@@ -14,7 +18,7 @@ _MOST = 40
 
 
 def add_parser(questions) -> None:
-    """Add the subcommand to ``questions``."""
+    """Add the subcommand ``explain`` to ``questions``, the argparse subparsers of ``ft dmr``."""
     parser = questions.add_parser(
         "explain",
         help="what a plan covers how, what it will cost, and why",
@@ -27,7 +31,7 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the explanation.
+    """Print the explanation, and return the exit code.
 
     Raises:
         UserError: the plan cannot be read or followed, no operator matches, or the picture cannot be written.
@@ -41,7 +45,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def listed(plan: Plan, text: str) -> str:
-    """Return one line for each operator whose name or id contains ``text``; at most _MOST, the longest first.
+    """Return a table of the operators whose name or id contains ``text``, at most _MOST, the longest first.
 
     Raises:
         UserError: no operator matches.

@@ -1,4 +1,5 @@
-"""Read values from JSON files that may have been edited: every value is checked, and an error names the wrong field."""
+"""Read values from the JSON files of DMR (profiles and plans), which users may have edited: every value is checked, and
+an error names the wrong field. Also write such files."""
 
 import json
 from collections import Counter
@@ -8,17 +9,20 @@ from typing import Any
 from ft.base.errors import UserError
 
 ABSENT = object()
-"""Default of a field that is required."""
+"""The ``default`` argument of ``Fields`` that stands for "there is no default": the field is required."""
 
 _LARGEST = 1e300
-"""Upper limit of times and sizes; JSON's whole numbers have none."""
+"""Upper limit of times and sizes. JSON itself does not limit whole numbers."""
 
 
 class Fields:
-    """One JSON object.
+    """One JSON object of a file, whose methods return the value of a field and check its type.
+
+    Where ``default`` is given, it is returned if the field is absent or null. The methods that take
+    ``name`` raise ``UserError`` if the field is absent and has no default, or if its value is of another type.
 
     Args:
-        values: what was read; anything but an object is refused.
+        values: the JSON value that was read; UserError is raised if it is not an object.
         place: position in the file, for messages ("prof.json: ops[3]").
         fix: what the user can do about an error.
     """
@@ -34,7 +38,7 @@ class Fields:
         return UserError(f"{self.place} {problem}", self.fix)
 
     def take(self, name: str, default: Any = ABSENT) -> Any:
-        """Return the value as it is; ``default`` if it is absent or null.
+        """Return the value of the field without checking its type; ``default`` if the field is absent or null.
 
         Raises:
             UserError: the value is absent or null, and there is no default.
@@ -53,14 +57,14 @@ class Fields:
         return self._typed(name, default, bool, "true or false")
 
     def count(self, name: str, default: Any = ABSENT, least: int = 0) -> Any:
-        """Return a whole number, at least ``least``."""
+        """Return the value of the field, a whole number that is at least ``least``."""
         value = self._typed(name, default, int, "a whole number")
         if value is not default and (isinstance(value, bool) or value < least):
             raise self.error(f"has {name} = {value!r}, which is no whole number from {least} on")
         return value
 
     def amount(self, name: str, default: Any = ABSENT) -> Any:
-        """Return a finite number that is not negative: a time or a size."""
+        """Return the value of the field as a float: a time or a size, finite and not negative."""
         value = self._typed(name, default, (int, float), "a number")
         if value is default:
             return value
@@ -70,19 +74,19 @@ class Fields:
         return float(value)
 
     def texts(self, name: str, default: Any = ABSENT) -> tuple[str, ...]:
-        """Return a list of strings."""
+        """Return the value of the field, a list of strings."""
         found = self._typed(name, default, list, "a list")
         if not all(isinstance(each, str) for each in found):
             raise self.error(f"has something else than texts in {name!r}")
         return tuple(found)
 
     def objects(self, name: str, default: Any = ABSENT) -> list["Fields"]:
-        """Return a list of objects."""
+        """Return the value of the field, a list of objects."""
         found = self._typed(name, default, list, "a list")
         return [Fields(each, f"{self.place}: {name}[{i}]", self.fix) for i, each in enumerate(found)]
 
     def object(self, name: str, default: Any = ABSENT) -> "Fields":
-        """Return a nested object."""
+        """Return the value of the field, an object."""
         return Fields(self.take(name, default), f"{self.place}: {name}", self.fix)
 
     def _typed(self, name: str, default: Any, kind: Any, said: str) -> Any:
@@ -125,7 +129,7 @@ def read_object(path: Path, version: int, fix: str) -> Fields:
 
 
 def write_object(path: Path, values: dict[str, Any]) -> None:
-    """Write a file atomically: it is either complete or does not exist.
+    """Write ``values`` as JSON to ``path`` atomically: a crash leaves no incomplete file there.
 
     Raises:
         UserError: the file cannot be written.

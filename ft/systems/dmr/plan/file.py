@@ -1,8 +1,13 @@
-"""Read and write plan files: a trace, how each of its operators is verified, and the predicted costs.
+"""Read and write the plan files of DMR: a trace, how each of its operators is verified, and the predicted costs.
 
-A plan file is a trace file (``ft.systems.dmr.plan.trace_file``) with these additions: ``assign`` (operator id ->
-``set``, and for D sets ``window`` and ``agc_segment``), ``agc_segments`` (the fields of ``AgcSegment``), ``predicted``
-and ``phases`` (the fields of ``Predicted``).
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time. A trace lists the
+operators of one iteration. A plan file is a trace file (JSON, ``ft.systems.dmr.plan.trace_file``) with these additions:
+
+- ``assign``: operator id -> ``set``, the way of verification (``ft.systems.dmr.plan.assign.SETS``). Operators in the
+  sets D_inter and D_intra, whose second execution is deferred to an idle time (a window), also have ``window`` and, if
+  they are executed again as part of a sequence of operators (an AGC segment), ``agc_segment``.
+- ``agc_segments``: the fields of ``AgcSegment``, for each segment.
+- ``predicted`` and ``phases``: the fields of ``Predicted``, for the whole plan and after each phase of planning.
 """
 
 from collections.abc import Mapping
@@ -95,7 +100,8 @@ def _predicted(found: Fields) -> Predicted:
 
 
 def differences(planned: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two fingerprints, one text each: name, planned value, value of the run."""
+    """Return the differences between two fingerprints (the properties of a run that a plan depends on), one text for
+    each: name, planned value, value of the run."""
     names = [*FINGERPRINT, *sorted((planned.keys() | run.keys()) - set(FINGERPRINT))]
     return [
         f"{name}: planned for {planned.get(name)!r}, the run has {run.get(name)!r}"
@@ -105,7 +111,7 @@ def differences(planned: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]
 
 
 def refuse_another_s(plan: Plan, run: Mapping[str, Any]) -> None:
-    """Check that a plan was made for the run that is to follow it.
+    """Check that the fingerprint of the plan is that of the run which is to follow the plan.
 
     Raises:
         UserError: the plan was made for another run; the message says what differs.

@@ -1,8 +1,11 @@
-"""Phase 3, fine D-DMR: fill the remaining time of windows with single operators (SpareTrain, Method 3).
+"""Phase 3 of the DMR planner, fine D-DMR: fill the remaining time of windows with single operators (SpareTrain, Method
+3).
 
-The queue is in execution order: at every window, the operators since the previous one are enqueued, those that the
-memory budget cannot keep until then are demoted to naive, and a subset that best fits the window is taken, longest
-first. Demotion is lazy: memory is only checked for operators that are chosen for a window.
+DMR (dual modular redundancy) verifies an operator by executing it a second time; D-DMR defers this to a *window*, a
+time in which the pipeline stage communicates or is idle. The windows are visited in order of time. At each window, the
+operators that have been executed since the previous window are added to a queue, and operators are taken from the queue
+to fill the window, longest first. An operator that is chosen, but that the memory budget cannot keep until the window,
+becomes naive (verified immediately). Operators that are never chosen need no check of their memory.
 """
 
 import bisect
@@ -12,7 +15,8 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Operator
 
 
 def fine(draft: Draft) -> None:
-    """Assign open operators to windows, in order of time; those that fit none are verified immediately."""
+    """Assign operators that are not assigned yet to windows, in order of time. Operators that fit into no window stay
+    unassigned, and will be verified immediately."""
     waiting = [op for op in draft.ops if draft.open(op)]
     waiting.sort(key=lambda op: op.end_us)
     queue = _Queue()
@@ -29,17 +33,17 @@ def fine(draft: Draft) -> None:
 
 
 def _fill(draft: Draft, queue: "_Queue", slot: int) -> None:
-    """Take repeatedly the longest operator that fits the time left."""
+    """Assign operators of the queue to window ``slot``, each time the longest that fits the time left."""
     while (op := queue.longest(draft.room[slot])) is not None:
         queue.remove(op)
         if not draft.reaches(op, slot) or not draft.defer(op, slot):
-            # Deferring it to a later window would keep its tensors even longer.
+            # A later window is not tried, because the operator's tensors would be kept even longer.
             draft.give_up(op.id)
 
 
 class _Queue:
-    """Operators sorted by the duration of their verification; of equally long ones, the latest is taken first, because
-    it keeps memory for the shortest time."""
+    """Operators sorted by the duration of their verification. Of equally long operators, the one that was executed last
+    is taken first, because it keeps memory for the shortest time."""
 
     def __init__(self):
         self._sorted: list[tuple[float, float, str, Operator]] = []

@@ -1,4 +1,9 @@
-"""The memory that deferred verifications keep from being freed, over time, compared with what the budget leaves."""
+"""Account for the memory that a DMR plan keeps for deferred verifications, against the memory budget, over time.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time, and may defer this to a
+*window*, a time in which the pipeline stage communicates or is idle. The operator's tensors, which training would have
+freed, are kept until the window ends.
+"""
 
 import bisect
 import math
@@ -10,17 +15,20 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Tensor, Trace, Window
 
 
 class Holdings:
-    """The memory of one stage in slots of time: slot k ends with window k.
+    """The memory of one stage, by slots of time: slot k lies between the end of window k - 1 and the end of window k.
 
-    A tensor that is kept for a check in window w exists until that window ends. It costs memory from the time when
-    training would have freed it; several checks that need one tensor keep it once. Within a slot, the maximum in use is
-    added to the maximum kept, so that the result is never too low.
+    A tensor that is kept for a verification in window k exists until that window ends. It costs memory from the time
+    when training would have freed it. A tensor that several verifications need is counted once. Within a slot, the
+    maximum that training uses is added to the maximum that is kept, so that the result is never too low.
 
     Args:
-        trace: provides the tensors and the memory in use.
-        stage: the stage.
+        trace: provides the tensors and the memory that training uses.
+        stage: the pipeline stage.
         windows: windows of the stage, in order of their end.
         budget: bytes that the stage may use.
+
+    Attributes:
+        base: the maximum that training uses in each slot, bytes [slots].
     """
 
     def __init__(self, trace: Trace, stage: int, windows: Sequence[Window], budget: float):
@@ -60,19 +68,20 @@ class Holdings:
             self._until[name] = slot
 
     def _spans(self, tensors: Iterable[str], slot: int) -> list[tuple[int, float, str]]:
-        """Return (first slot, bytes, tensor) for what is not kept yet, up to slot ``slot``."""
+        """Return (first slot, bytes, tensor) for each tensor that has to be kept in more slots than so far in order to
+        exist until the end of slot ``slot``."""
         spans = []
         for name in dict.fromkeys(tensors):
             tensor: Tensor = self._tensors[name]
-            # A tensor that is already kept is new after its last slot, any other from the slot in which training frees
-            # it.
+            # The additional slots of a tensor that is already kept begin after its last slot; those of any other tensor
+            # begin with the slot in which training frees it.
             begin = self._until[name] + 1 if name in self._until else self.first_slot(name)
             if begin <= slot:
                 spans.append((begin, tensor.bytes, name))
         return spans
 
     def first_slot(self, name: str) -> int:
-        """Return the slot in which training frees a tensor; beyond the last slot if keeping it costs nothing."""
+        """Return the slot in which training frees a tensor; the number of slots if keeping the tensor costs nothing."""
         slot = self._first.get(name)
         if slot is None:
             tensor = self._tensors[name]
@@ -86,12 +95,13 @@ class Holdings:
 
     @property
     def peak(self) -> float:
-        """Return the most bytes in use at any time, including what is kept."""
+        """Return the peak memory in bytes, including the tensors that are kept."""
         return max(self._outside, float((self.base + self._kept).max(initial=0.0)))
 
 
 def _in_use(timeline: Sequence[tuple[float, float]], ends: np.ndarray) -> np.ndarray:
-    """Return the maximum memory in use in each slot, bytes [slots]."""
+    """Return the maximum memory that training uses in each slot, bytes [slots]. ``timeline``: (time in microseconds,
+    bytes in use from then on); ``ends``: end of each slot in microseconds."""
     if not len(timeline) or not len(ends):
         return np.zeros(len(ends))
     times, live = np.array(timeline).T

@@ -1,8 +1,13 @@
-"""The planner at run time, for operators and windows that differ between iterations (MoE; SpareTrain, Method 4).
+"""DMR decisions at run time, where operators and windows differ between iterations (MoE; SpareTrain, Method 4).
 
-Every decision is a function of (queue, what is known now) to (queue, what is executed now, reason), called when
-operators end, windows open and memory fills. ``Waiting`` takes the same decisions on one mutable queue; ``serve``
-applies them to a trace, and so predicts their effect.
+DMR (dual modular redundancy) verifies an operator by executing it a second time, and may defer this to a *window*, a
+time in which the rank communicates or is idle. A window is *dynamic* if its duration differs in every iteration: a plan
+cannot assign operators to it, so the decision is taken at run time.
+
+Each decision is a pure function from the queue of deferred verifications and the current situation to a ``Decision``:
+what remains in the queue, what is executed now, and why. Decisions are taken when operators end, windows open and
+memory fills. ``Waiting`` takes the same decisions on one mutable queue; ``serve`` applies them to a trace, and so
+predicts their effect.
 """
 
 import heapq
@@ -16,15 +21,16 @@ from ft.systems.dmr.plan.trace import CLOSE_US, Operator, Window
 from ft.systems.dmr.plan.waiting import Entry, Waiting
 
 SOON = 256
-"""Number of windows within which a verification should find one that is long enough, where memory is scarce."""
+"""Where memory is scarce, verifications that are longer than each of the next SOON windows are the first to be executed
+immediately."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now.
+    """The result of a decision.
 
     Args:
-        queue: what is deferred afterwards, oldest first.
+        queue: verifications that are still deferred after the decision, oldest first.
         execute: verifications to execute now, in this order.
         reason: explanation in words.
     """
@@ -35,18 +41,18 @@ class Decision:
 
 
 def enqueue(queue: tuple[Entry, ...], entry: Entry, headroom: float, longest_us: float = math.inf) -> Decision:
-    """Decide when an operator has ended: defer it, unless ``headroom`` bytes do not suffice for all deferred entries
-    (``under_pressure``)."""
+    """Decide when an operator has ended: add ``entry``, its verification, to the queue. If the queue then keeps more
+    than ``headroom`` bytes, execute some verifications now, as ``under_pressure`` does."""
     return under_pressure((*queue, entry), headroom, longest_us)
 
 
 def under_pressure(queue: tuple[Entry, ...], headroom: float, longest_us: float = math.inf) -> Decision:
-    """Decide when memory is scarce: execute verifications until the rest fits into ``headroom``.
+    """Decide when memory is scarce: execute verifications until the others fit into ``headroom``.
 
     Args:
-        queue: what is deferred.
+        queue: the deferred verifications, oldest first.
         headroom: available memory, in bytes.
-        longest_us: the longest window that will come soon, in microseconds. Verifications that fit no such window go
+        longest_us: the longest window that will come soon, in microseconds. Verifications that are longer are executed
             first, then the shortest.
     """
     waiting = Waiting(queue)
@@ -55,7 +61,8 @@ def under_pressure(queue: tuple[Entry, ...], headroom: float, longest_us: float 
 
 
 def at_static_window(queue: tuple[Entry, ...], dur_us: float) -> Decision:
-    """Decide at a window of known length: execute the subset that best fits it, longest first."""
+    """Decide at a window of ``dur_us`` microseconds: execute the subset of the queue that fills it best, longest
+    first."""
     waiting = Waiting(queue)
     chosen = waiting.fill(dur_us)
     used = sum(entry.check_us for entry in chosen)
@@ -67,10 +74,10 @@ def in_dynamic_window(queue: tuple[Entry, ...], elapsed_us: float, expected_us: 
     time.
 
     Args:
-        queue: what is deferred.
+        queue: the deferred verifications, oldest first.
         elapsed_us: time since the window opened, in microseconds.
-        expected_us: how long windows like it have lasted, in microseconds; the oldest verification that ends by then is
-            taken. None: nothing is known, and the last verification may outlast the window.
+        expected_us: expected duration of the window, in microseconds; the oldest verification that ends by then is
+            chosen. None: the duration is unknown, the oldest verification is chosen, and may outlast the window.
     """
     waiting = Waiting(queue)
     entry = waiting.oldest(math.inf if expected_us is None else expected_us - elapsed_us)
@@ -80,7 +87,8 @@ def in_dynamic_window(queue: tuple[Entry, ...], elapsed_us: float, expected_us: 
 
 
 def before_change(queue: tuple[Entry, ...], users: Collection[str]) -> Decision:
-    """Decide before a tensor is changed in place or the optimizer begins: execute the operators in ``users``."""
+    """Decide before a tensor is changed in place or the optimizer begins: execute the deferred verifications of the
+    operators whose ids are in ``users``, which read that tensor."""
     waiting = Waiting(queue)
     due = [waiting.take(entry.op) for entry in queue if entry.op in users]
     return _decision(waiting, due, "a tensor is about to be changed")
@@ -91,7 +99,8 @@ def _decision(waiting: Waiting, execute: list[Entry], reason: str) -> Decision:
 
 
 def serve(draft: Draft) -> None:
-    """Apply these decisions to the trace of a stage, with windows as long as in the trace."""
+    """Plan a stage by taking the run-time decisions of this module on its trace, with windows as long as in the
+    trace."""
     ops = {op.id: op for op in draft.ops}
     arriving = deque(sorted((op for op in draft.ops if draft.open(op)), key=lambda op: op.end_us))
     waiting = Waiting()

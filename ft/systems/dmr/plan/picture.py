@@ -26,7 +26,7 @@ MOST_STAGES = 8
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write the picture as PNG.
+    """Write the picture of ``plan`` to ``path`` as a PNG file.
 
     Raises:
         OSError: the file cannot be written.

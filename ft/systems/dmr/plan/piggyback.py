@@ -1,4 +1,9 @@
-"""Phase 1, P-DMR: verify what activation checkpointing executes twice anyway by comparing it (SpareTrain, Method 1)."""
+"""Phase 1 of the DMR planner, P-DMR: verify operators by activation recomputation (SpareTrain, Method 1).
+
+DMR (dual modular redundancy) verifies an operator by executing it twice and comparing the results. Activation
+checkpointing executes the operators of a checkpointed segment twice anyway, in the forward pass and in the
+recomputation. These two executions are compared; such operators are in set P of the plan.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,11 +14,12 @@ from ft.systems.dmr.plan.trace import FORWARD, RECOMPUTE, Operator
 
 
 def piggyback(draft: Draft) -> None:
-    """Assign P to every operator of recomputed segments, in the forward and in the recomputation.
+    """Assign set P to every operator of recomputed segments, in the forward pass and in the recomputation.
 
-    Where recomputation leaves out the last operator of a segment, that operator is executed once more. This can also be
-    done in a window, so such an operator is in P only if later phases find no window for it. If executing it again
-    repeats costly communication, it is not in P at all.
+    Where recomputation leaves out the last operator of a segment, P-DMR executes that operator once more. This could
+    also be done in a window (a time in which the stage communicates or is idle), so such an operator is assigned to P
+    only if the later phases find no window for it. If executing it again repeats costly communication, it is not
+    assigned to P at all.
     """
     twice = executed_twice(draft.ops)
     for op in draft.ops:
@@ -25,22 +31,25 @@ def piggyback(draft: Draft) -> None:
 
 
 class Twice(NamedTuple):
-    """Operators that activation checkpointing executes twice with the same result, and the segments that are recomputed
-    at all."""
+    """Operators that activation checkpointing executes twice with the same result.
+
+    Attributes:
+        ops: ids of these operators, in the forward pass and in the recomputation.
+        segments: names of the checkpointed segments that are recomputed.
+    """
 
     ops: frozenset[str]
     segments: frozenset[str]
 
 
 def executed_twice(ops: Sequence[Operator]) -> Twice:
-    """Return the operators of a segment's forward that its recomputation executes too, and their counterparts in the
-    recomputation.
+    """Return the operators of checkpointed segments that both the forward pass and the recomputation execute.
 
-    The n-th operator of a name in the forward corresponds to the n-th of that name in the recomputation. Recomputation
-    may stop early, and a forward without gradients may consist of other operators: operators without a counterpart are
-    not covered. Nor are operators that change a tensor which other segments or phases change as well, such as a
-    counter, because they find another value there the second time. A tensor that only one segment's forward or
-    recomputation changes is taken to be newly created in it.
+    The n-th operator of a name in a segment's forward pass corresponds to the n-th operator of that name in its
+    recomputation. Recomputation may stop early, and a forward pass without gradients may consist of other operators:
+    operators without a counterpart are left out. Operators that change a tensor which other segments or phases change
+    as well, such as a counter, are left out too, because they read another value there the second time. A tensor that
+    only one segment's forward pass or recomputation changes is taken to be newly created in it.
     """
     found: dict[tuple[str, str], tuple[list[Operator], list[Operator]]] = {}
     changed_in: dict[str, set[tuple[str, str]]] = {}
@@ -60,7 +69,7 @@ def executed_twice(ops: Sequence[Operator]) -> Twice:
 
 
 def executes_last_again(early_stop: bool, op: Operator) -> bool:
-    """Return whether P-DMR executes this operator once more: it is the last of a segment, and recomputation stops
-    before it."""
+    """Return whether P-DMR has to execute this operator once more, because it is the last operator of a checkpointed
+    segment and recomputation stops before it (``early_stop``)."""
     segment = op.checking.segment
     return early_stop and segment is not None and segment.last and op.place.phase == FORWARD

@@ -1,4 +1,9 @@
-"""The planner: a pure function of a trace, a memory budget and options. No files, clocks or random numbers."""
+"""The DMR planner: a pure function from a trace, a memory budget and options to a plan.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time. The plan says for each
+operator of the trace when that happens: with activation recomputation (phase 1 of the planner), in a *window*, a time
+in which its stage communicates or is idle (phases 2 and 3), or immediately (naive).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +18,11 @@ from ft.systems.dmr.plan.trace import INTER, INTRA, Trace
 
 @dataclass(frozen=True)
 class Options:
-    """What the planner may use.
+    """Restrictions of the planner.
 
     Args:
-        phases: number of phases, 0 (all naive) to 3.
-        kinds: kinds of windows; SpareTrain uses all but bubbles.
+        phases: number of phases, 0 (all operators naive) to 3.
+        kinds: kinds of windows that may be used. SpareTrain uses all kinds except bubbles.
     """
 
     phases: int = PHASES
@@ -25,20 +30,21 @@ class Options:
 
 
 def plan(trace: Trace, budget: float, options: Options | None = None, known: Sequence[Plan] = ()) -> Plan:
-    """Assign every operator of the trace exactly once.
+    """Return the plan for a trace, in which every operator is assigned exactly once.
 
-    Each number of phases keeps the best assignment found so far, so that a phase never makes an iteration longer.
+    The best plan with n phases is also a candidate for n + 1 phases, so that a phase never makes an iteration longer.
 
     Args:
         trace: one iteration.
         budget: bytes that each stage may use, training included.
-        options: default: all phases, all windows.
-        known: earlier plans of the same operators, for example for less memory or shorter windows. If they can still be
-            followed, with all phases and these windows, the new plan is never worse. (Stages of more than about 100
-            operators are planned greedily, so that more memory alone may lose as much as one operator.)
+        options: restrictions; None for all phases and all kinds of windows.
+        known: earlier plans of the same operators, for example for less memory or shorter windows. With all phases, the
+            new plan is never worse than an earlier plan that can still be followed and uses only windows of these
+            kinds. (Without earlier plans, more memory may give a plan that hides up to one operator less, because
+            stages of more than about 100 operators are planned greedily.)
 
     Raises:
-        UserError: training alone needs more than the budget.
+        UserError: training without DMR needs more than the budget.
     """
     options = options or Options()
     _enough(trace, budget)
@@ -71,7 +77,8 @@ class _Found:
     predicted: Predicted
 
     def rank(self) -> tuple[float, float]:
-        """Return the sorting key: the fastest is the best; of equally fast ones, the one that hides more."""
+        """Return the sorting key, lowest first: the duration of the iteration, then the verification time outside of
+        windows."""
         return self.predicted.t_plan, self.predicted.exposed_us
 
 
@@ -84,14 +91,16 @@ def _found(parts: Sequence[Part], clock: Clock, times: tuple[float, float]) -> _
 
 
 def _best_of_each_stage(candidates: Sequence[Sequence[Part]], clock: Clock) -> list[Part]:
-    """Return for each stage the part that hides most, of those candidates that have a part for each stage."""
+    """Return for each stage the part with the least verification time outside of windows. Candidates that do not have
+    one part for each stage are left out."""
     stages = max(map(len, candidates))
     whole = [parts for parts in candidates if len(parts) == stages]
     return [min(parts, key=lambda part: clock.exposed_us(part.assign)) for parts in zip(*whole, strict=True)]
 
 
 def _still(trace: Trace, known: Plan, kinds: Sequence[str]) -> Part | None:
-    """Return an earlier plan as a plan of this trace; None if it cannot be followed here or uses other windows."""
+    """Return an earlier plan as a part for all stages of this trace; None if it cannot be followed here, or if it uses
+    windows of other kinds than ``kinds``."""
     moved = replace(known, trace=trace)
     unwanted = {window.id for window in trace.windows if window.kind not in kinds}
     if any(how.window in unwanted for how in known.assign.values()) or any(problems(moved)):

@@ -1,8 +1,12 @@
-"""Predict the duration of an iteration with a plan: simulate the schedule with the verifications in it.
+"""Predict the duration of an iteration with a DMR plan: simulate the pipeline schedule with the verifications in it.
 
-A verification in a window between units is work after the unit that precedes the window: it delays the next unit by the
-part that does not fit into the window. The simulation therefore accounts for windows that shrink or grow when immediate
-verifications lengthen the units.
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time: immediately (set naive),
+with the recomputation of activation checkpointing (set P), or later in a *window*, a time in which its pipeline stage
+communicates or is idle. A *unit* is the forward or backward pass of one microbatch through one model chunk.
+
+A verification in a window between units is simulated as work after the unit that precedes the window: it delays the
+next unit by the part that does not fit into the window. The simulation therefore accounts for windows that shrink or
+grow when immediate verifications lengthen the units.
 """
 
 import bisect
@@ -28,17 +32,23 @@ def everything_at_once(trace: Trace) -> dict[str, Assignment]:
 
 @dataclass(frozen=True)
 class Added:
-    """Time that DMR adds on one stage, in microseconds: inside units (None: after the pipeline), and behind units."""
+    """Time that DMR adds on one stage, in microseconds.
+
+    Attributes:
+        inside: unit -> added time inside the unit; key None: added time outside of all units, which is counted
+            after the last unit.
+        behind: unit -> added time between this unit and the next one.
+    """
 
     inside: dict[Unit | None, float] = field(default_factory=dict)
     behind: dict[Unit, float] = field(default_factory=dict)
 
 
 class Clock:
-    """Predicts the duration of an iteration for any assignment.
+    """Predicts the duration of an iteration for any assignment of operators to ways of verification.
 
     Args:
-        trace: one iteration. With a pipeline, stages wait for each other; without, they are independent.
+        trace: one iteration. If it has a pipeline schedule, stages wait for each other; otherwise they are independent.
     """
 
     def __init__(self, trace: Trace):
@@ -59,7 +69,7 @@ class Clock:
         return self._time(self._added(assign, segments or {}))
 
     def exposed_us(self, assign: Mapping[str, Assignment]) -> float:
-        """Return the verification time that is not hidden, summed over stages, in microseconds."""
+        """Return the verification time outside of windows, summed over stages, in microseconds."""
         return sum(self._costs[each].of(how.set) for each, how in assign.items())
 
     def _time(self, added: Mapping[int, Added]) -> float:
@@ -80,7 +90,7 @@ class Clock:
         return simulate(pipeline, duration, behind).end_us + tail
 
     def _added(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment]) -> dict[int, Added]:
-        """Return stage -> the time that is added there."""
+        """Return stage -> the time that DMR adds there."""
         added = {stage: Added() for stage in self._trace.stages}
         loads = [(segment.window, segment.load_us) for segment in segments.values()]
         for op, cost in self._costs.items():
@@ -100,8 +110,8 @@ class Clock:
         return added
 
     def _units_before_windows(self) -> dict[str, Unit]:
-        """Return window -> the unit behind which its verifications are executed. Windows inside units and after the
-        whole pipeline are left out, because what fits them costs nothing."""
+        """Return window id -> the unit after which the verifications in the window are executed. Windows inside units
+        and after the last unit are left out, because verifications that fit into them cost nothing."""
         order = _in_order(self._spans)
         found = {}
         for window in self._trace.windows:
@@ -118,8 +128,8 @@ class _Cost:
 
     Args:
         stage: stage of the operator.
-        unit: the unit that is lengthened by an immediate verification; None if it follows the pipeline.
-        again: the unit that is lengthened by a verification in set P; None if it follows the pipeline.
+        unit: the unit that is lengthened by an immediate verification; None if the operator is in no unit.
+        again: the unit that is lengthened by a verification in set P; None if the operator is in no unit.
         naive_us: cost of an immediate verification.
         piggyback_us: cost of a verification in set P.
     """
@@ -149,7 +159,8 @@ def unit_of(op: Operator) -> Unit:
 
 
 def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
-    """Return unit -> (start, end), from its first operator to its last, with adjacent windows that belong to it."""
+    """Return unit -> (start, end) in microseconds, from its first operator to its last, including the windows of kinds
+    INTRA at its ends that belong to it."""
     spans: dict[Unit, tuple[float, float]] = {}
     for op in trace.ops:
         if op.place.phase in IN_UNITS:
@@ -168,7 +179,7 @@ def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
 
 
 def _in_order(spans: Mapping[Unit, tuple[float, float]]) -> dict[int, list[tuple[float, Unit]]]:
-    """Return stage -> (start, unit) of its units in order of time."""
+    """Return stage -> [(start in microseconds, unit), ...] in order of time."""
     order: dict[int, list[tuple[float, Unit]]] = defaultdict(list)
     for begin, unit in sorted((begin, unit) for unit, (begin, _) in spans.items()):
         order[unit.stage].append((begin, unit))
@@ -176,7 +187,7 @@ def _in_order(spans: Mapping[Unit, tuple[float, float]]) -> dict[int, list[tuple
 
 
 def _widen(spans: dict[Unit, tuple[float, float]], order: list[tuple[float, Unit]], windows: Iterable[Window]) -> None:
-    """Extend the spans of one stage's units by its windows of kinds INTRA. ``windows``: in order of time."""
+    """Extend the spans of one stage's units by its windows of kinds INTRA, which are given in order of time."""
     between: dict[int, list[Window]] = defaultdict(list)
     for window in windows:
         place = bisect.bisect_right(order, window.start_us, key=lambda entry: entry[0])
@@ -198,11 +209,17 @@ def _widen(spans: dict[Unit, tuple[float, float]], order: list[tuple[float, Unit
 def _first_of_next(
     before: tuple[float, float] | None, windows: Sequence[Window], behind: tuple[float, float] | None
 ) -> int:
-    """Return the index of the first of the windows between two units that belongs to the later unit; the number of
-    windows if none does.
+    """Return the index of the first window, of those between two units, that belongs to the later unit; the number of
+    windows if all of them belong to the earlier unit.
 
-    A unit without recomputation begins with a transfer, and may wait for its message before that: the earlier unit ends
-    at the widest gap between operators and windows. Without gaps all windows belong to the earlier unit.
+    A unit may begin with communication (without recomputation it does), and waits for its message before that. The
+    widest gap between operators and windows is therefore taken to be the wait, and ends the earlier unit. Without gaps
+    all windows belong to the earlier unit.
+
+    Args:
+        before: (start, end) of the earlier unit; None if there is none.
+        windows: the windows between the units, in order of time.
+        behind: (start, end) of the later unit; None if there is none.
     """
     if behind is None:
         return len(windows) if before is not None else 0

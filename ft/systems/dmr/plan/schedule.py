@@ -1,8 +1,10 @@
 """Simulate the pipeline schedule that DMR plans for: 1F1B and interleaved 1F1B as megatron-core runs them.
 
-Every stage executes its own fixed order of units (the forward or backward of one microbatch through one of its model
-chunks) and waits for what a unit needs from its neighbours. The time left between units is idle: these are the windows.
-With no communication time, every stage of 1F1B is idle for exactly (P - 1)(f + b). Times are microseconds.
+DMR (dual modular redundancy, SpareTrain) executes operators a second time while a pipeline stage is idle, and therefore
+needs to know when stages are idle. Every stage executes its own fixed order of units (the forward or backward pass of
+one microbatch through one of its model chunks). Before a unit it waits for the message of a neighbour that the unit
+needs. The time between units is idle. Without communication time, every stage of 1F1B is idle for exactly (P - 1)(f +
+b), where P is the number of stages and f and b are the times of a forward and a backward pass. Times are microseconds.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +39,7 @@ class Timeline:
         pipeline: the simulated pipeline.
         order: units of each stage in the order of their execution.
         times: unit -> (start, end) in microseconds.
-        free_us: unit -> when its stage could have continued after it, including work added behind it.
+        free_us: unit -> time at which its stage could continue after the unit, including the work added after it.
     """
 
     pipeline: Pipeline
@@ -47,7 +49,8 @@ class Timeline:
 
     @property
     def end_us(self) -> float:
-        """Return when the last stage has finished: the duration of the iteration, without what follows the pipeline."""
+        """Return when the last stage has finished its units: the duration of the iteration, without data-parallel
+        reductions and the optimizer step."""
         return max(max(self.times[order[-1]][1], self.free_us[order[-1]]) for order in self.order)
 
 
@@ -57,11 +60,11 @@ def simulate(
     """Simulate the schedule.
 
     Args:
-        pipeline: its shape.
-        duration: returns the time of a unit without communication: f, or b + w where the weights' gradients are
-            separate (core's schedules send the input's gradient after both).
-        behind: returns the work that a stage does after a unit and before its next one, while the unit's message is
-            already in flight: deferred verifications.
+        pipeline: number of stages, microbatches and chunks, and communication time.
+        duration: returns the time of a unit in microseconds, without communication. A backward pass includes the
+            gradients of inputs and of weights, because core's schedules send the input's gradient after both.
+        behind: returns the time in microseconds that a stage spends on deferred verifications after a unit and before
+            its next unit, while the message of the unit is already in flight. None: no such work.
     """
     order = orders(pipeline)
     played = play(
@@ -99,10 +102,11 @@ class Idle(NamedTuple):
 
 
 def idle(timeline: Timeline) -> list[Idle]:
-    """Return all idle times, by stage and time. Without work ``behind`` units they add up to end - sum of durations.
+    """Return all idle times, ordered by stage and time. If no work was added after units, the idle times of a stage add
+    up to the end of the timeline minus the sum of its units' durations.
 
-    The part of a gap in which a message is in flight that the stage waits for, or whose sending it waits for, is p2p;
-    the rest is bubble, as is the time after a stage's last unit until the slowest stage has finished.
+    An idle time is of kind p2p while a message is in flight that the stage waits to receive or to have sent. The rest
+    is of kind bubble, as is the time from a stage's last unit until the slowest stage has finished.
     """
     found: list[Idle] = []
     for stage, units in enumerate(timeline.order):
@@ -117,7 +121,8 @@ def idle(timeline: Timeline) -> list[Idle]:
 
 
 def _gap(timeline: Timeline, stage: int, gap: tuple[float, float], previous: Unit | None, unit: Unit | None) -> list:
-    """Return one gap as up to three windows: own message in flight, nothing, awaited message in flight."""
+    """Return the gap between two units as up to three idle times: the stage's own message is in flight (p2p), no
+    message is in flight (bubble), the awaited message is in flight (p2p)."""
     pipeline, (start, end) = timeline.pipeline, gap
     comm = pipeline.comm_us
     sent = start
@@ -132,7 +137,14 @@ def _gap(timeline: Timeline, stage: int, gap: tuple[float, float], previous: Uni
 
 @dataclass(frozen=True)
 class Message:
-    """A message between two stages: the activation (forward) or its gradient (backward) of one microbatch."""
+    """A message between two stages: the activation (forward) or its gradient (backward) of one microbatch.
+
+    Attributes:
+        microbatch: number of the microbatch.
+        chunk: model chunk of the sender.
+        backward: True for a gradient.
+        sent_us: time at which it is sent, in microseconds.
+    """
 
     microbatch: int
     chunk: int
@@ -141,7 +153,7 @@ class Message:
 
 
 def messages(timeline: Timeline) -> dict[tuple[int, int], list[Message]]:
-    """Return (from stage, to stage) -> messages in the order in which they are sent. ``chunk`` is the sender's."""
+    """Return (sending stage, receiving stage) -> messages in the order in which they are sent."""
     found: dict[tuple[int, int], list[Message]] = {}
     for units in timeline.order:
         for unit in units:

@@ -1,4 +1,4 @@
-"""Format sizes for people."""
+"""Format memory and file sizes for the output of the DMR commands."""
 
 
 def gigabytes(value: float) -> str:

@@ -1,4 +1,9 @@
-"""Summarise a plan in numbers: how much is verified how, how full the windows are, and how much memory is kept."""
+"""Summarise a DMR plan in numbers, for the tables and pictures that show a plan.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time. A plan assigns each
+operator to a *set*, its way of verification. Second executions that are deferred to a *window*, a time in which the
+stage communicates or is idle, are hidden: they do not lengthen the iteration.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,7 +20,14 @@ _FAR = 0.05
 
 @dataclass(frozen=True)
 class Share:
-    """The operators of one set: their number, their own time, and the part of their verification that is not hidden."""
+    """The operators of one set.
+
+    Attributes:
+        set: the set, one of SETS.
+        operators: number of the operators.
+        t_us: their total duration without verification, in microseconds.
+        exposed_us: the verification time that is not hidden, in microseconds.
+    """
 
     set: str
     operators: int
@@ -25,7 +37,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Filling:
-    """The windows of one kind: their number, their total duration, and the used part of it."""
+    """The windows of one kind.
+
+    Attributes:
+        kind: the kind, one of INTER or INTRA.
+        windows: number of the windows.
+        dur_us: their total duration, in microseconds.
+        used_us: verification time in them, in microseconds.
+    """
 
     kind: str
     windows: int
@@ -34,7 +53,7 @@ class Filling:
 
 
 def shares(plan: Plan) -> list[Share]:
-    """Return every set that has operators, in the order of SETS."""
+    """Return a ``Share`` for every set that has operators, in the order of SETS."""
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for op in plan.trace.ops:
         how = plan.assign[op.id]
@@ -46,7 +65,7 @@ def shares(plan: Plan) -> list[Share]:
 
 
 def fillings(plan: Plan) -> list[Filling]:
-    """Return every kind of window that occurs."""
+    """Return a ``Filling`` for every kind of window that occurs in the plan."""
     used = loads(plan)
     found = []
     for kind in INTER + INTRA:
@@ -58,7 +77,7 @@ def fillings(plan: Plan) -> list[Filling]:
 
 
 def loads(plan: Plan) -> dict[str, float]:
-    """Return window id -> verification in it, in microseconds."""
+    """Return window id -> verification time that the plan puts into the window, in microseconds."""
     used: dict[str, float] = defaultdict(float)
     for op in plan.trace.ops:
         how = plan.assign[op.id]
@@ -70,14 +89,14 @@ def loads(plan: Plan) -> dict[str, float]:
 
 
 def peak_by_stage(plan: Plan) -> dict[int, tuple[float, float]]:
-    """Return stage -> peak memory in bytes: (of training alone, including what the plan keeps)."""
+    """Return stage -> (peak memory of training without DMR, peak memory with the plan), in bytes."""
     with_plan = peaks(plan, {window.id: window for window in plan.trace.windows})
     alone = {stage: plan.trace.memory.peak(stage) for stage in plan.trace.stages}
     return {stage: (alone[stage], with_plan.get(stage, alone[stage])) for stage in plan.trace.stages}
 
 
 def reasons(plan: Plan) -> Iterator[str]:
-    """Yield the reasons why verification is not hidden, one sentence each."""
+    """Yield the reasons why some verification is not hidden or some operators are not verified, one sentence each."""
     at_once = [op for op in plan.trace.ops if plan.assign[op.id].set == NAIVE]
     forced = [op for op in at_once if op.checking.mutates or op.place.phase == OPTIMIZER]
     if forced:

@@ -1,4 +1,8 @@
-"""Format a plan as tables for people and as JSON values."""
+"""Format a DMR plan as text tables and as JSON values, for the commands ``ft dmr plan`` and ``ft dmr explain``.
+
+DMR (dual modular redundancy, SpareTrain) verifies operators by executing them a second time. The tables show which
+operators are verified in which way (sets), and how full the idle times of the stages (windows) and the memory are.
+"""
 
 from typing import Any
 
@@ -23,7 +27,8 @@ _SETS = {
 
 
 def as_text(plan: Plan) -> str:
-    """Return tables of phases, sets, windows and memory, and the reasons why the rest is not hidden."""
+    """Return tables of planning phases, sets, windows and memory, and the reasons why some verification is not in
+    windows and so lengthens the iteration."""
     parts = [_headline(plan), _phase_table(plan), _set_table(plan), _window_table(plan), _memory_table(plan)]
     parts.append("\n".join(reasons(plan)))
     return "\n\n".join(part for part in parts if part)

@@ -1,4 +1,8 @@
-"""The trace of one iteration: the executed operators with their times, the idle windows, and the memory in use.
+"""Data classes of a trace, the input of the DMR planner: the operators of one iteration, idle windows, and memory use.
+
+DMR (dual modular redundancy, SpareTrain) verifies operators by executing them a second time, if possible in a *window*,
+a time in which a pipeline stage communicates or is idle. A *unit* is the forward or backward pass of one microbatch
+through one model chunk of a stage.
 
 A trace comes from a profile of a run or from the estimator. Times are microseconds since the iteration began, sizes are
 bytes. ``ft.systems.dmr.plan.trace_file`` describes the file format.
@@ -15,21 +19,30 @@ BETWEEN = "between"
 IN_UNITS = (FORWARD, RECOMPUTE, BACKWARD)
 PHASES = (*IN_UNITS, BETWEEN, OPTIMIZER)
 INTER, INTRA = ("p2p", "dp", "bubble"), ("tp", "ep")
-"""Kinds of windows: inter-node windows, between a stage's units of work; and intra-node windows, inside a unit."""
+"""Kinds of windows. INTER: between two units of a stage (pipeline messages, data-parallel reductions, bubbles). INTRA:
+inside a unit (tensor-parallel and expert-parallel communication)."""
 
 CLOSE_US = 1e-3
-"""Tolerance for comparing instants, in microseconds: an operator that ends at most this long after a window begins has
-ended before it. Sums of times are not exact."""
+"""Tolerance for comparing times, in microseconds, because sums of times are not exact. An operator that ends at most
+this long after a window begins counts as executed before the window."""
 
 FINGERPRINT = ("model", "tp", "pp", "vpp", "dp", "ep", "micro_batch", "microbatches", "torch", "core", "device")
-"""Properties that have to be the same in the run that follows a plan. ``vpp``: model chunks per stage;
-``microbatches``: per iteration, on each rank. If any of them differs, or the number of data-parallel ranks, the windows
-are elsewhere."""
+"""Names of the properties that have to be the same in the profiled run and in the run that follows the plan, because
+otherwise its operators or windows are different. ``vpp`` is the number of model chunks per stage; ``microbatches`` is
+the number per iteration on each rank."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an operator in the iteration. ``chunk``: the model chunk (virtual stage) on its stage."""
+    """The place of an operator in the iteration.
+
+    Attributes:
+        stage: pipeline stage, from 0.
+        microbatch: number of the microbatch, from 0.
+        layer: number of the transformer layer in the model. Profiles count from 1, with 0 outside of all layers.
+        phase: one of PHASES.
+        chunk: model chunk (virtual stage) of the stage, from 0.
+    """
 
     stage: int = 0
     microbatch: int = 0
@@ -44,8 +57,9 @@ class Segment:
 
     Args:
         name: name of the segment, unique in the iteration.
-        last: the operator is the last of the segment.
-        comm_tail: the operator ends in communication, which executing it again would repeat at a cost.
+        last: True if the operator is the last of the segment.
+        comm_tail: True if the operator ends in communication, so that executing it again would repeat costly
+            communication.
     """
 
     name: str
@@ -59,13 +73,13 @@ class Checking:
 
     Args:
         compare_us: cost of comparing (or digesting) its outputs, beyond executing it again, in microseconds.
-        mutates: tensors that it changes in place. The operator is verified immediately, and before it whatever uses
-            these tensors.
-        rng: it draws random numbers; the generator state is kept for its second execution.
-        deterministic: executed twice, it gives the same bits; otherwise no comparison is meaningful.
+        mutates: ids of tensors that it changes in place. The operator is verified immediately; deferred operators that
+            use these tensors are verified before it runs.
+        rng: True if it draws random numbers; the generator state is then kept for its second execution.
+        deterministic: True if two executions give the same bits; otherwise no comparison is meaningful.
         segment: the activation-checkpointing segment that recomputes it, or None.
-        defer_us: immediate cost of deferring its verification, in microseconds; it is not deferred if verifying costs
-            no more.
+        defer_us: immediate cost of deferring its verification, in microseconds. The operator is not deferred if
+            verifying it costs no more than this.
     """
 
     compare_us: float = 0.0
@@ -78,8 +92,18 @@ class Checking:
 
 @dataclass(frozen=True)
 class Operator:
-    """One execution of an operator on its stage, from ``start_us`` to ``start_us + t_us``. ``in_ids`` and ``out_ids``
-    are ids of tensors."""
+    """One execution of an operator on its stage.
+
+    Attributes:
+        id: id of the execution, unique in the trace.
+        name: name of the operator, with overload.
+        place: its place in the iteration.
+        start_us: start, in microseconds since the iteration began.
+        t_us: duration, in microseconds.
+        in_ids: ids of the tensors that it reads.
+        out_ids: ids of the tensors that it produces.
+        checking: properties that matter for its verification.
+    """
 
     id: str
     name: str
@@ -101,13 +125,19 @@ class Operator:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Return the tensors that a deferred verification keeps: inputs and outputs."""
+        """Return the ids of the tensors that a deferred verification keeps: inputs and outputs."""
         return self.in_ids + self.out_ids
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor. ``free_us``: when training itself frees it; None if it outlives the iteration (parameters)."""
+    """One tensor.
+
+    Attributes:
+        id: id of the tensor, unique in the trace.
+        bytes: size, in bytes.
+        free_us: time at which training itself frees it; None if it outlives the iteration, as parameters do.
+    """
 
     id: str
     bytes: float
@@ -116,7 +146,16 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """Time in which a stage computes nothing. ``dynamic``: its duration differs from iteration to iteration."""
+    """A time in which a stage computes nothing, so that operators can be verified.
+
+    Attributes:
+        id: id of the window, unique in the trace.
+        stage: pipeline stage.
+        start_us: start, in microseconds since the iteration began.
+        dur_us: duration, in microseconds.
+        kind: one of INTER or INTRA.
+        dynamic: True if the duration differs from iteration to iteration.
+    """
 
     id: str
     stage: int
@@ -132,7 +171,7 @@ class Window:
 
 def rooms(windows: Iterable[Window]) -> dict[str, float]:
     """Return window id -> usable duration in microseconds. Where windows of a stage overlap, the time that they share
-    is counted only in the earliest."""
+    is counted only in the window that begins first."""
     found: dict[str, float] = {}
     until: dict[int, float] = {}
     for window in sorted(windows, key=lambda window: window.start_us):
@@ -144,7 +183,12 @@ def rooms(windows: Iterable[Window]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use: stage -> ((from when, bytes), ...) in order of time; each value holds until the next."""
+    """Memory in use without DMR.
+
+    Attributes:
+        timeline: stage -> ((time in microseconds, bytes in use from then on), ...), in order of time.
+        budget: bytes that a stage may use; None if unknown.
+    """
 
     timeline: Mapping[int, tuple[tuple[float, float], ...]]
     budget: float | None = None
@@ -159,10 +203,11 @@ class Trace:
     """One iteration of all stages that are planned together.
 
     Args:
-        fingerprint: what the trace is valid for, by the names of FINGERPRINT.
-        ops: operators in order of their start on each stage. Recomputed ones are listed too, with phase "recompute".
-        tensors: all tensors that operators name, by id. What communication delivers is a tensor that no operator
-            writes: a replay cannot regenerate it, and keeps it.
+        fingerprint: the properties of the run, by the names of FINGERPRINT.
+        ops: operators in order of their start on each stage. Activation recomputation is listed too, with phase
+            "recompute".
+        tensors: all tensors that operators name, by id. A tensor that no operator writes was received by
+            communication: executing operators again cannot regenerate it, so it has to be kept.
         windows: idle times, in order of their start on each stage.
         memory: memory in use without DMR.
         pipeline: the schedule, from which the duration of the whole iteration is simulated; None if stages do not wait
@@ -186,5 +231,5 @@ class Trace:
 
     @property
     def dynamic(self) -> bool:
-        """Return whether there are windows that only the planner at run time can use."""
+        """Return whether there are windows of varying duration, which only decisions at run time can fill."""
         return any(window.dynamic for window in self.windows)

@@ -1,4 +1,8 @@
-"""Read, check and write trace files: one JSON object with times in microseconds and sizes in bytes.
+"""Read, check and write the trace files of DMR: one JSON object with times in microseconds and sizes in bytes.
+
+DMR (dual modular redundancy, SpareTrain) verifies the operators of a training iteration by executing them a second
+time. A trace lists these operators, the idle times (windows) of each pipeline stage, and the memory in use. The fields
+of a trace file:
 
 - ``version``, and ``fingerprint`` with the properties of the run (FINGERPRINT).
 - ``ops``: each has ``id``, ``name``, ``phase``, ``t0_us`` and ``t_us``, and optionally ``stage``, ``microbatch``,
@@ -6,7 +10,8 @@
   ``ac_segment``, ``is_segment_last`` and ``comm_tail`` (``Operator``, ``Checking``, ``Segment``).
 - ``tensors``: each has ``id``, ``bytes``, and ``free_us`` unless it outlives the iteration.
 - ``windows``: each has ``id``, ``t0_us``, ``dur_us`` and ``kind``, and optionally ``stage`` and ``dynamic``.
-- ``memory``: ``budget``, and ``timeline`` with ``stage``, ``t_us`` and ``live`` for each change.
+- ``memory``: ``budget``, and ``timeline`` with ``stage``, ``t_us`` and ``live`` (bytes in use from then on) for each
+  change.
 - ``schedule``: the fields of ``Pipeline``, or null. ``early_stop``: as in ``Trace``.
 """
 
@@ -34,9 +39,9 @@ from ft.systems.dmr.plan.trace import (
 )
 
 VERSION = 2
-"""Version of the format. Since 2 the fingerprint has vpp, dp and microbatches."""
+"""Version of the file format. Files of other versions are refused."""
 MOST_UNITS = 10_000_000
-"""Number of forwards of one iteration, over all stages, above which a schedule is refused as a mistake."""
+"""Number of forward passes of one iteration, over all stages, above which a schedule is refused as a mistake."""
 
 FIX = "profile again: ft dmr profile --out FILE"
 
@@ -83,11 +88,12 @@ def from_values(found: Fields) -> Trace:
 
 
 def checked(trace: Trace, found: Fields) -> Trace:
-    """Return the trace if it is possible.
+    """Return the trace if it is consistent. ``found`` provides the position in the file for error messages.
 
     Raises:
         UserError: an id occurs twice, an operator names an unknown tensor, two operators write the same tensor,
-            operators wait for each other, or a stage is not in the schedule.
+            operators need each other's results in a cycle, or the stage, microbatch or chunk of an operator is not in
+            the schedule.
     """
     refuse_twice("operator", [op.id for op in trace.ops], found)
     refuse_twice("window", [window.id for window in trace.windows], found)

@@ -1,7 +1,8 @@
-"""The queue of deferred verifications at run time, and the decisions which of them are executed when.
+"""The queue of deferred DMR verifications at run time, and the decisions when each of them is executed.
 
-Each decision takes about logarithmic time in the length of the queue, because thousands of operators may wait on a
-stage without windows.
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time, and may defer this to a
+*window*, a time in which the rank communicates or is idle. Each decision takes about logarithmic time in the length of
+the queue, because thousands of verifications may be deferred on a stage without windows.
 """
 
 import bisect
@@ -12,7 +13,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """An operator whose verification is deferred, its duration in microseconds, and the bytes that are kept for it."""
+    """A deferred verification.
+
+    Attributes:
+        op: id of the operator.
+        check_us: duration of the verification, in microseconds.
+        bytes: memory that is kept until the verification and would be free otherwise, in bytes.
+    """
 
     op: str
     check_us: float
@@ -20,10 +27,14 @@ class Entry:
 
 
 class Waiting:
-    """Deferred entries in the order of their arrival. Every method that returns entries has removed them.
+    """The queue of deferred verifications (entries), in the order of their arrival. Every method that returns entries
+    removes them from the queue.
 
     Args:
         entries: initial entries, oldest first.
+
+    Attributes:
+        held: memory that is kept for all entries, in bytes.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()):
@@ -71,13 +82,13 @@ class Waiting:
         return entry
 
     def press(self, headroom: float, longest_us: float = math.inf) -> list[Entry]:
-        """Remove and return the entries that have to be executed immediately so that the rest fits into ``headroom``
-        bytes.
+        """Remove and return the entries that have to be executed immediately so that the rest fits into memory.
 
         Args:
             headroom: available memory, in bytes.
-            longest_us: the longest window that will come soon, in microseconds. Entries that fit no such window would
-                keep their memory for long, and go first, the longest first; then the cheapest, the shortest first.
+            longest_us: the longest window that will come soon, in microseconds. Entries that take longer would keep
+                their memory for long, and are removed first, in order of decreasing duration. Then other entries are
+                removed, in order of increasing duration.
         """
         forced = []
         while self.held > headroom and self._holding:
@@ -86,8 +97,8 @@ class Waiting:
         return forced
 
     def fill(self, dur_us: float) -> list[Entry]:
-        """Remove and return the subset that best fits a window of known length, longest first. (This greedy choice
-        fills 0.975 of the time, an exact one 0.976.)"""
+        """Remove and return a subset that fills a window of ``dur_us`` microseconds, longest entry first. (This greedy
+        choice fills 0.975 of the time, an exact choice 0.976.)"""
         chosen = []
         while place := bisect.bisect_right(self._by_time, dur_us, key=lambda each: each[0]):
             entry = self.take(self._by_time[place - 1][2].op)

@@ -1,1 +1,5 @@
-"""Profiles of a training iteration: its operators with their durations, its idle windows, and its memory use."""
+"""The DMR profiler: record the operators of a training iteration, their durations, idle times and memory use.
+
+DMR (dual modular redundancy, SpareTrain) executes operators a second time. The planner (``ft.systems.dmr.plan``) reads
+the profile and decides when.
+"""

@@ -1,9 +1,13 @@
-"""Assemble one trace from the records of all pipeline stages by simulating the schedule with the measured durations.
+"""Assemble a DMR profile: make one trace from the records of all pipeline stages by simulating the pipeline schedule.
 
-Clocks of different stages are not compared, and measured waits for other stages are not used: while the profiler
-writes, other stages wait for it. Each unit of work therefore takes as long as its stage has measured, the idle time
-between units is what the schedule leaves (``ft.systems.dmr.plan.schedule``), and messages take as long as the faster
-ones that were measured.
+DMR (dual modular redundancy, SpareTrain) executes operators a second time, if possible in *windows*, times in which a
+stage communicates or is idle. A trace lists the operators, windows and memory use of one iteration.
+
+Clocks of different stages are not compared, and measured waits for other stages are not used as idle times, because a
+stage also waits while the profiler of another stage is writing its record. In the trace, each unit (the forward or
+backward pass of one microbatch through one model chunk) takes as long as its stage has measured. The idle time between
+units is that of the simulated schedule (``ft.systems.dmr.plan.schedule``). The duration of a message is a low quantile
+of the measured waits.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,14 +38,14 @@ _FASTER = 0.25
 
 @dataclass
 class Block:
-    """Consecutive events of a stage: those before the pipeline (``unit`` None); a unit with what follows it until the
-    stage waits for another stage; or those after the pipeline (``unit`` None).
+    """Consecutive events (operators and waits) of a stage: those before its first unit, those of one unit and until the
+    next wait for another stage, or those after its last unit.
 
     Attributes:
-        unit: the unit of work.
+        unit: the unit; None for the events before the first unit and after the last unit.
         events: numbers of the events in the stage's record.
         us: duration of the events without waits for other stages, in microseconds.
-        waits: the block contains a wait for another stage.
+        waits: True if the block contains a wait for another stage.
         waited_us: total duration of these waits, in microseconds.
     """
 
@@ -64,14 +68,14 @@ def assemble(
 
     Args:
         records: the records of all stages, in order.
-        pipeline: the pipeline of the run; its ``comm_us`` is determined here.
+        pipeline: the schedule of the run; its ``comm_us`` (duration of a message) is replaced by a measured one.
         costs: costs of comparing results.
-        fingerprint: fingerprint of the run.
-        budget: memory of a device in bytes, if known.
+        fingerprint: the properties of the run that a plan depends on (``ft.systems.dmr.plan.trace.FINGERPRINT``).
+        budget: memory of a device in bytes; None if unknown.
         unstable: names of operators that are not reproducible.
 
     Raises:
-        UserError: the stages have not executed that schedule.
+        UserError: the stages have not executed the units of ``pipeline`` in its order.
     """
     cut = [blocks(record) for record in records]
     for record, found, order in zip(records, cut, orders(pipeline), strict=True):
@@ -102,9 +106,10 @@ def assemble(
 
 
 def blocks(record: StageRecord) -> list[Block]:
-    """Return the events of a stage, cut where the stage waits for other stages between units.
+    """Return the events of a stage, divided into blocks: before the first unit, of each unit, and after the last unit.
 
-    Events between two units belong to the earlier unit if such a wait follows them, else to the later unit.
+    Events between two units belong to the earlier unit if a wait for another stage follows them, else to the later
+    unit.
     """
     found = [Block(None)]
     loose: list[int] = []
@@ -141,13 +146,21 @@ def _unit(event: Event) -> Unit | None:
 
 
 def _comm_us(cut: Sequence[Sequence[Block]]) -> float:
-    """Return the usual duration of a message: a low quantile of the waits behind units, in microseconds."""
+    """Return the duration of a message for which no stage was late, in microseconds: a low quantile of the waits
+    between units."""
     waited = sorted(block.waited_us for found in cut for block in found[1:-1] if block.waits)
     return waited[int(len(waited) * _FASTER)] if waited else 0.0
 
 
 def _starts(record: StageRecord, found: Sequence[Block], timeline: Timeline, begins: float) -> list[float]:
-    """Return the start times of all events of a stage, in microseconds."""
+    """Return the start times of all events of a stage, in microseconds since the iteration began.
+
+    Args:
+        record: the record of the stage.
+        found: the blocks of the stage.
+        timeline: the simulated schedule.
+        begins: start of the schedule, in microseconds since the iteration began.
+    """
     starts = [0.0] * len(record.notes.events)
     for block in found:
         if block.unit is not None:
@@ -163,7 +176,8 @@ def _starts(record: StageRecord, found: Sequence[Block], timeline: Timeline, beg
 
 
 def _windows_between(stage: int, found: Sequence[Block], timeline: Timeline, begins: float) -> list[Window]:
-    """Return the idle times in the simulated schedule after those units where the stage waits for others."""
+    """Return the windows of a stage between units. These are the idle times in the simulated schedule; idle times after
+    a unit behind which the stage did not wait for another stage in the run are left out."""
     waits = {block.unit for block in found[1:-1] if block.waits}
     idles = [one for one in idle(timeline) if one.stage == stage and one.after in waits]
     return [
@@ -174,7 +188,14 @@ def _windows_between(stage: int, found: Sequence[Block], timeline: Timeline, beg
 
 @dataclass
 class _Stage:
-    """The part of the trace that belongs to one stage. ``starts``: start times of its events, in microseconds."""
+    """Makes the part of the trace that belongs to one stage.
+
+    Attributes:
+        record: the record of the stage.
+        starts: start times of its events, in microseconds since the iteration began.
+        costs: costs of comparing results.
+        unstable: names of operators that are not reproducible.
+    """
 
     record: StageRecord
     starts: Sequence[float]
@@ -222,7 +243,8 @@ class _Stage:
         return self.starts[event] if event < len(self.starts) else self.starts[-1]
 
     def windows(self) -> list[Window]:
-        """Return the windows that the stage has measured itself: those inside units and those after the pipeline."""
+        """Return the windows that the stage has measured: those inside units, and those after the last unit and before
+        the optimizer."""
         stage, last = self.record.stage, self._optimizer_begins()
         return [
             Window(f"s{stage}.{event.kind}.{event.number}", stage, start, time.us, event.kind, event.dynamic)

@@ -1,4 +1,8 @@
-"""``ft dmr profile``: run a training command for a few iterations and write a profile."""
+"""Implement the command ``ft dmr profile``: run a training command for a few iterations and write a profile.
+
+The profile lists the operators of an iteration, their durations, idle times and memory use. ``ft dmr plan`` reads it to
+plan DMR (dual modular redundancy, SpareTrain), which executes every operator twice.
+"""
 
 import argparse
 import subprocess
@@ -18,7 +22,7 @@ _FLAG = "--ft-dmr-profile"
 
 
 def add_parser(questions) -> None:
-    """Add the subcommand to ``questions``."""
+    """Add the subcommand ``profile`` to ``questions``, the argparse subparsers of ``ft dmr``."""
     parser = questions.add_parser(
         "profile",
         help="what a run executes, how long it takes, and where it waits",
@@ -32,10 +36,11 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
+    """Run the training command, print a summary of its profile, and return the exit code of the command.
 
     Raises:
-        UserError: no command is given, it cannot be started, or it has written no profile.
+        UserError: no command is given, the folder of the profile does not exist, or the command cannot be started or
+            has written no profile.
     """
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command:

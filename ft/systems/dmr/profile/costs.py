@@ -1,4 +1,8 @@
-"""Measure what verifying an operator costs beyond its second execution, once, on the device of the run."""
+"""Measure the cost of verifying an operator beyond its second execution, for the DMR profiler.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time, immediately or deferred,
+and comparing the results. The costs are measured once per profile, on the device of the run.
+"""
 
 import statistics
 import time
@@ -20,8 +24,13 @@ _LARGE = 1 << 22
 
 @dataclass(frozen=True)
 class ComparisonCosts:
-    """Comparing results of ``n`` bytes takes ``fixed_us + n * us_per_byte`` microseconds; recording an operator for a
-    deferred verification takes ``defer_us`` microseconds."""
+    """Costs of verifying an operator, without its second execution.
+
+    Attributes:
+        fixed_us: cost of comparing results of any size, in microseconds.
+        us_per_byte: additional cost of comparing results, in microseconds per byte.
+        defer_us: cost of recording an operator for a deferred verification, in microseconds.
+    """
 
     fixed_us: float
     us_per_byte: float
@@ -33,8 +42,8 @@ class ComparisonCosts:
 
 
 def measure(device: torch.device) -> ComparisonCosts:
-    """Measure the costs on ``device`` as medians: the bookkeeping for a small deferred operator, and for a large tensor
-    two digests (on a CPU: one comparison)."""
+    """Return the costs on ``device``, each a median of several measurements. ``fixed_us`` and ``defer_us`` are measured
+    with a small operator, ``us_per_byte`` with a large tensor, as two digests (on a CPU, one comparison)."""
     findings = Findings(device, 0)
     small, large = torch.ones(16, device=device), torch.ones(_LARGE // 4, device=device)
     func = torch.ops.aten.add.Tensor

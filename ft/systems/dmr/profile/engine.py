@@ -1,4 +1,8 @@
-"""The profiling engine: follows an iteration as DMR does, and verifies nothing."""
+"""The engine of the DMR profiler: follow a training iteration as the DMR engine does, but verify nothing.
+
+DMR (dual modular redundancy, SpareTrain) executes operators a second time, if possible in *windows*, times in which the
+rank waits for communication. The profiler records operators and windows.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +20,13 @@ EP = INTRA[1]
 
 
 class ProfilingEngine(Engine):
-    """An ``Engine`` that reports waits to a recorder and compares nothing. ``device``: that of the run."""
+    """An ``Engine`` that records operators and waits, and compares nothing.
+
+    Args:
+        course: the position of this rank in the iteration.
+        recorder: the torch dispatch mode that records operators and waits.
+        device: the device of the run.
+    """
 
     def __init__(self, course: ExecutionCursor, recorder: Recorder, device: torch.device):
         findings = Findings(device, 0)
@@ -43,7 +53,7 @@ class ProfilingEngine(Engine):
 
 
 class _NoMessages:
-    """Stand-in for ``Messages`` that computes no digests."""
+    """Replacement of ``ft.systems.dmr.runtime.messages.Messages`` that computes no digests."""
 
     def restart(self, microbatches: int) -> None: ...
 

@@ -1,4 +1,8 @@
-"""The events of one rank in one iteration, in order: executed operators, and waits for other ranks."""
+"""Data classes of the DMR profiler: the events of one rank in one iteration, and their durations.
+
+An event is an executed operator or a wait for other ranks. From the waits the profile derives the *windows*, times in
+which DMR (dual modular redundancy, SpareTrain) can execute operators a second time.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,18 +13,18 @@ P2P = INTER[0]
 
 @dataclass(slots=True)
 class Done:
-    """An operator that has been executed. Tensors are identified by the number of their storage, so that views of one
-    storage have one number.
+    """An operator that has been executed. Tensors are identified by the number of their storage, so that all views of a
+    storage have the same number.
 
     Args:
         name: name of the operator, as in ``ft.systems.dmr.runtime.operators.Nature``.
         place: stage, microbatch, layer, phase and chunk.
-        index: number of the operator in its unit.
+        index: number of the operator in its unit (phase, chunk, microbatch), from 0.
         ins: storages that it read.
-        outs: storages of its results, without those that existed before.
-        changes: storages that it wrote in place, and those that a collective writes before the next operator.
-        rng: the operator draws from a random generator.
-        segment: number of the activation-checkpointing segment that it belongs to.
+        outs: storages of its results, without storages that existed before.
+        changes: storages that it wrote in place, and storages that a collective writes before the next operator.
+        rng: True if the operator draws from a random generator.
+        segment: number of the activation-checkpointing segment that it belongs to; None if it belongs to none.
     """
 
     name: str
@@ -38,7 +42,7 @@ class Done:
 
     @property
     def key(self) -> tuple:
-        """Return what identifies the event in every iteration."""
+        """Return the key of the event, which is the same in every iteration."""
         return (*self.unit, self.index, self.name)
 
 
@@ -47,9 +51,9 @@ class Waited:
     """A wait for other ranks.
 
     Attributes:
-        kind: kind of the window.
-        number: number of the wait among those of this kind in the iteration.
-        dynamic: its duration differs in every iteration.
+        kind: kind of the window, one of ``INTER`` and ``INTRA`` in ``ft.systems.dmr.plan.trace``.
+        number: number of the wait among the waits of this kind in the iteration, from 0.
+        dynamic: True if the duration differs in every iteration.
     """
 
     kind: str
@@ -58,7 +62,7 @@ class Waited:
 
     @property
     def key(self) -> tuple:
-        """Return what identifies the event in every iteration."""
+        """Return the key of the event, which is the same in every iteration."""
         return self.kind, self.number
 
 
@@ -67,8 +71,12 @@ Event = Done | Waited
 
 @dataclass(slots=True)
 class Memory:
-    """One storage. ``bytes``: its size. ``freed``: number of the event before whose beginning it was freed; None if it
-    outlived the iteration."""
+    """One storage.
+
+    Attributes:
+        bytes: its size.
+        freed: number of the first event that began after the storage was freed; None if it outlived the iteration.
+    """
 
     bytes: int
     freed: int | None = None
@@ -76,7 +84,7 @@ class Memory:
 
 @dataclass
 class Notes:
-    """The record of a whole iteration.
+    """The full record of an iteration on one rank.
 
     Attributes:
         events: the events, in order.
@@ -91,7 +99,12 @@ class Notes:
 
 @dataclass(frozen=True)
 class Timed:
-    """The time between an event and the previous one, and the duration of the event, in microseconds."""
+    """The times of one event.
+
+    Attributes:
+        gap_us: time between the previous event and this one, in microseconds.
+        us: duration of the event, in microseconds.
+    """
 
     gap_us: float
     us: float
@@ -99,7 +112,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """The iteration of one pipeline stage. ``times``: the durations of ``notes.events``."""
+    """The record of one pipeline stage, from which the profile is assembled.
+
+    Attributes:
+        stage: number of the stage.
+        notes: the full record of an iteration.
+        times: the times of ``notes.events``, in order.
+    """
 
     stage: int
     notes: Notes

@@ -1,4 +1,8 @@
-"""The torch dispatch mode of the profiler: records every dispatched operator and every wait for other ranks."""
+"""The torch dispatch mode of the DMR profiler: record every dispatched operator and every wait for other ranks.
+
+DMR (dual modular redundancy, SpareTrain) executes operators a second time, if possible in *windows*, times in which the
+rank waits for communication.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,21 +20,23 @@ from ft.systems.dmr.runtime.redundant import written
 
 
 class Recorder(TorchDispatchMode):
-    """Times what is executed. An iteration that ``takes_notes`` is also recorded in full, which is slow.
+    """Measures the durations of operators and waits. If ``takes_notes`` is True, it also records the tensors that
+    operators use and the memory in use, which is slow.
 
-    Operators are counted as in ``ft.systems.dmr.runtime.mode.DoubleExecution``, so that their ids are the same.
+    Operators are counted as in ``ft.systems.dmr.runtime.mode.DoubleExecution``, the mode that verifies operators, so
+    that an operator has the same id in the profile and in a run that follows a plan.
 
     Args:
         course: the position of this rank in the iteration.
         stage: pipeline stage of this rank.
         watch: measures the durations.
-        storages: makes an object that watches the memory of an iteration.
+        storages: returns a new object that observes the memory of one iteration.
 
     Attributes:
-        segment: as in ``DoubleExecution``.
-        again: as in ``DoubleExecution``.
-        counts: always empty.
-        takes_notes: whether the next iteration is recorded in full.
+        segment: the activation-checkpointing segment that is being executed; None outside of all segments.
+        again: True while that segment is being recomputed.
+        counts: always empty; ``DoubleExecution`` counts verified operators here.
+        takes_notes: True if the next iteration is recorded in full.
         notes: record of the last iteration that was recorded in full.
         keys: keys of the events of the last iteration.
     """
@@ -59,7 +65,7 @@ class Recorder(TorchDispatchMode):
         self._watch.restart()
 
     def times(self) -> dict[tuple, Timed]:
-        """Return key of an event -> its times in the last iteration."""
+        """Return the times of all events of the last iteration, by the key of the event."""
         return dict(zip(self.keys, self._watch.times(), strict=True))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -80,7 +86,12 @@ class Recorder(TorchDispatchMode):
         return out
 
     def waits(self, kind: str, *, dynamic: bool = False) -> None:
-        """Record that the rank begins to wait for other ranks. A nested wait counts as part of the outer one."""
+        """Record that the rank begins to wait for other ranks. A wait within another wait is not recorded.
+
+        Args:
+            kind: kind of the window, one of ``INTER`` and ``INTRA`` in ``ft.systems.dmr.plan.trace``.
+            dynamic: True if the duration differs in every iteration.
+        """
         if self._waiting is not None:
             return
         self._watch.pause()
@@ -137,7 +148,8 @@ class Recorder(TorchDispatchMode):
         self._last = done
 
     def _overwrites(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a collective writes to ``tensors``, as a change by the last operator before the collective."""
+        """Record that a collective writes to ``tensors``. A profile does not list collectives, so the change is
+        attributed to the last operator before the collective."""
         known = [tensor for tensor in tensors if self._storages.is_known(tensor)]
         if self._last is not None:
             self._last.changes += [n for n in self._numbers(known) if n in self._used and n not in self._last.changes]

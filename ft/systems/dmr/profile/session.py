@@ -1,4 +1,8 @@
-"""A profiling run: warm-up, one iteration that is recorded in full, timed iterations, and writing the profile."""
+"""Run the DMR profiler: warm-up iterations, one iteration that is recorded in full, timed iterations, and the profile.
+
+The profile lists the operators of an iteration, their durations, idle times and memory use. The planner of DMR (dual
+modular redundancy, SpareTrain) reads it to decide when each operator is executed a second time.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +24,7 @@ from ft.systems.dmr.profile.recorder import Recorder
 Result = TypeVar("Result")
 WARM_UP, TIMED = 2, 5
 ITERATIONS = WARM_UP + 1 + TIMED
-"""Number of steps that a profile takes."""
+"""Number of training steps after which the profile is complete and the run ends."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,11 @@ class Target:
     """Where a profile is written and what it contains besides the measurements.
 
     Args:
-        path: path of the file.
-        fingerprint: fingerprint of the run.
+        path: path of the profile.
+        fingerprint: the properties of the run that a plan depends on (``ft.systems.dmr.plan.trace.FINGERPRINT``).
         pipeline: schedule of the run.
-        budget: memory of a device in bytes, if known.
-        writes: this rank contributes the record of its stage.
+        budget: memory of a device in bytes; None if unknown.
+        writes: True if this rank contributes the record of its pipeline stage.
         unstable: names of operators that are not reproducible (``ft.systems.dmr.runtime.unstable``).
     """
 
@@ -45,14 +49,14 @@ class Target:
 
 
 class Profiling:
-    """Takes the place of ``ft.systems.dmr.runtime.protection.Protection`` in a profiling run.
+    """Replaces ``ft.systems.dmr.runtime.protection.Protection`` in a profiling run: runs and records the iterations.
 
     Args:
         engine: follows the iteration.
-        recorder: records it.
+        recorder: records operators, waits and memory of the iteration.
         stage: pipeline stage of this rank.
         target: where the profile is written.
-        end: ends the run after the current step, with a reason; called on all ranks alike.
+        end: called with a reason, ends the run after the current step. All ranks call it in the same step.
     """
 
     def __init__(
@@ -63,12 +67,18 @@ class Profiling:
         self._timed: list[dict[tuple, Timed]] = []
 
     def before_update(self) -> None:
-        """Notify the engine that the optimizer is about to step."""
+        """Notify the engine that the optimizer step is about to begin."""
         if self._engine.is_active:
             self._engine.before_update()
 
     def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
-        """Run ``work``, a whole iteration, and record it. The last iteration collects the profile, which is collective.
+        """Run ``work``, a whole iteration, record it, and return its result. Collective in the last iteration, in which
+        rank 0 collects and writes the profile.
+
+        Args:
+            step: number of the iteration.
+            microbatches: number of microbatches of the iteration.
+            work: runs the iteration.
 
         Raises:
             UserError: on rank 0: the file cannot be written, or the run cannot be planned.
@@ -100,9 +110,11 @@ class Profiling:
         write_trace(target.path, assemble(records, target.pipeline, costs, *rest))
 
     def _medians(self) -> tuple[Timed, ...]:
-        """Return the median times of each event of the fully recorded iteration. The times of events that no timed
-        iteration had are taken from the recorded iteration alone, because experts get different numbers of tokens in
-        each iteration."""
+        """Return the times of each event of the fully recorded iteration: the medians over the timed iterations.
+
+        Experts get different numbers of tokens in each iteration, so that an event may occur in no timed iteration; its
+        times are then those of the recorded iteration.
+        """
         noted, *timed = self._timed
         return tuple(
             _median([known[key] for known in timed if key in known] or [noted[key]])

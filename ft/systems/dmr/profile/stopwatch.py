@@ -1,4 +1,4 @@
-"""Stopwatches that can be paused while the profiler records what it observes."""
+"""Measure the durations of operators and waits for the DMR profiler, without the time of the profiler itself."""
 
 import time
 from typing import Protocol
@@ -9,27 +9,28 @@ from ft.systems.dmr.profile.events import Timed
 
 
 class Stopwatch(Protocol):
-    """Times the events of one iteration. Time between ``pause`` and ``go`` does not count."""
+    """Measures the durations of the events (operators and waits) of one iteration. Time between ``pause`` and ``go``
+    does not count."""
 
     def restart(self) -> None:
-        """Begin an iteration and run."""
+        """Begin an iteration: forget all events, and start counting time."""
 
     def pause(self) -> None: ...
 
     def go(self) -> None: ...
 
     def begin(self) -> None:
-        """Begin an event and run."""
+        """Begin an event, and start counting time."""
 
     def end(self) -> None:
-        """End the event and pause."""
+        """End the event, and stop counting time."""
 
     def times(self) -> list[Timed]:
         """Return the times of all events, in order."""
 
 
 class HostStopwatch:
-    """Host clock, for operators that have been computed when their call returns."""
+    """Stopwatch by the host's clock, for CPUs, on which an operator has been computed when its call returns."""
 
     def restart(self) -> None:
         self._counted, self._events, self._last = 0.0, [], 0.0
@@ -55,8 +56,8 @@ class HostStopwatch:
 
 
 class DeviceStopwatch:
-    """Device clock that records CUDA events on the stream. The time between operators counts as zero: it is spent by
-    the host, which runs ahead of a busy device."""
+    """Stopwatch by CUDA events on the current stream. The time between two operators counts as zero, because it is time
+    of the host, which runs ahead of a busy device."""
 
     def restart(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

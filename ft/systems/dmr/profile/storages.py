@@ -1,4 +1,8 @@
-"""Number the storages that tensors lie in, and observe when training frees them."""
+"""Number the storages of tensors and observe when training frees them, for the DMR profiler.
+
+The planner of DMR (dual modular redundancy, SpareTrain) needs these times, because a verification that is executed
+later keeps the tensors of an operator in memory until then.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -13,7 +17,10 @@ class Storages:
 
     Args:
         state: tensors that exist before the iteration and outlive it.
-        in_use: returns the bytes in use on the device; None to sum up the storages that were seen.
+        in_use: returns the bytes in use on the device; None to add up the storages that were numbered.
+
+    Attributes:
+        memory: size of each storage and when it was freed, by number.
     """
 
     def __init__(self, state: Iterable[torch.Tensor], in_use: Callable[[], int] | None = None):
@@ -38,18 +45,18 @@ class Storages:
         if key in self._state:
             self._lasting[key] = number
         else:
-            # The weak reference prevents the allocator from reusing the address.
+            # The weak reference prevents the address, which is the key, from being reused for another storage.
             self._live[key] = StorageWeakRef(storage), number
             self._bytes += storage.nbytes()
         return number
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Return whether the storage of ``tensor`` has been seen before."""
+        """Return whether the storage of ``tensor`` already has a number."""
         storage = _storage(tensor)
         return storage is not None and (storage._cdata in self._live or storage._cdata in self._lasting)
 
     def sweep(self, event: int) -> None:
-        """Record that the storages which are gone were freed before event number ``event``, which begins now."""
+        """Record which storages have been freed since the last call. ``event``: number of the event that begins now."""
         gone = [key for key, (reference, _) in self._live.items() if reference.expired()]
         for key in gone:
             _, number = self._live.pop(key)

@@ -1,1 +1,2 @@
-"""DMR at run time: execute each operator of an iteration a second time, as the strategy decides, and compare."""
+"""DMR at run time (dual modular redundancy, SpareTrain): execute each operator of a training iteration a second time,
+immediately or later as the strategy decides, compare the results, and repeat the iteration if they differ."""

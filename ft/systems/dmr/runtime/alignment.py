@@ -1,13 +1,17 @@
-"""Align executed operators with planned ones, in units that do not always execute the same operators: experts without
-tokens are left out, and a mask that was made before is not made again."""
+"""Align executed operators with those of a DMR plan.
+
+DMR (dual modular redundancy, SpareTrain) looks up in the plan how an executed operator is to be verified. The operators
+of a *unit* (one phase of one microbatch on one model chunk) may differ from the profiled ones: experts without tokens
+are left out, and a mask that already exists is not created again.
+"""
 
 from collections.abc import Sequence
 
 _SURE = 3
-"""Number of consecutive operators whose names must match the plan before they are taken for the planned ones."""
+"""After a deviation: number of consecutive operators whose names must match the plan until the position is known."""
 
 _REACH = 256
-"""Number of operators by which an execution may be behind the plan or ahead of it."""
+"""After a deviation: maximum distance from the expected position in the plan at which a match is looked for."""
 
 
 class Abreast:
@@ -23,12 +27,12 @@ class Abreast:
         self._strange: list[str] = []
 
     def find(self, index: int, operator: str) -> int | None:
-        """Return the position in the plan of the operator that is executed as number ``index`` of the unit. Call it for
-        each operator, in order.
+        """Return the position in the plan of the operator that is executed as number ``index`` of the unit. Has to be
+        called for each operator, in order.
 
         Returns:
-            The position; None if the plan does not contain the operator, or if it is not yet known where the plan
-                continues after an operator that was out of place.
+            The position; None if the plan does not contain the operator, or if after a deviation it is not known yet
+                where in the plan the execution continues.
         """
         if index == 0:
             self._ahead, self._strange = 0, []
@@ -44,8 +48,8 @@ class Abreast:
         return place
 
     def _nearest(self, expected: int) -> int | None:
-        """Return the position in the plan of the last operators, as near as possible to ``expected``; None if they are
-        not found."""
+        """Return the position in the plan of the last _SURE executed operators, as near as possible to ``expected``;
+        None if they are not found."""
         for far in range(_REACH):
             for place in (expected + far, expected - far):
                 first = place - _SURE + 1

@@ -1,15 +1,27 @@
-"""The execution position of a rank in an iteration: unit of work, layer, and number of the operator in the unit."""
+"""Follow a rank's execution position in an iteration: phase, microbatch, model chunk, layer and number of the operator.
+
+DMR (dual modular redundancy, SpareTrain), which executes every operator twice, identifies an operator in profiles,
+plans and mismatches by this position.
+"""
 
 from dataclasses import dataclass
 
 from ft.systems.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
 
 NO_LAYER = 0
+"""Layer number of operators outside of all transformer layers."""
 
 
 @dataclass(slots=True)
 class Unit:
-    """The operators of one phase of one microbatch on one model chunk. ``index``: number of the next operator."""
+    """The operators of one phase of one microbatch on one model chunk of this rank.
+
+    Attributes:
+        phase: one of ``ft.systems.dmr.plan.trace.PHASES``.
+        chunk: number of the model chunk.
+        microbatch: number of the microbatch.
+        index: number of the next operator in the unit, from 0.
+    """
 
     phase: str
     chunk: int = 0
@@ -19,7 +31,16 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """One execution of an operator. ``layer``: 1 is the first layer of the model, 0 is outside of all layers."""
+    """Identity of one execution of an operator.
+
+    Attributes:
+        operator: name of the operator.
+        phase: one of ``ft.systems.dmr.plan.trace.PHASES``.
+        chunk: number of the model chunk.
+        microbatch: number of the microbatch.
+        layer: number of the transformer layer, from 1; 0 outside of all layers.
+        index: number of the operator in its unit (phase, chunk, microbatch), from 0.
+    """
 
     operator: str
     phase: str
@@ -35,12 +56,14 @@ def operator_id(stage: int, phase: str, chunk: int, microbatch: int, index: int)
 
 
 class ExecutionCursor:
-    """Follows a rank through its units. Operators outside of all forward and backward units belong to the unit between
-    them, or to that of the optimizer.
+    """Follows a rank through the units of an iteration. The DMR engine calls it where units begin and end.
+
+    Operators outside of all forward and backward passes belong to one unit with phase BETWEEN, or to one with phase
+    OPTIMIZER from the optimizer step on.
 
     Attributes:
         unit: the current unit.
-        layer: the current transformer layer.
+        layer: number of the current transformer layer, or NO_LAYER.
         executed: number of operators of this iteration so far.
     """
 
@@ -100,7 +123,7 @@ class ExecutionCursor:
         self.unit = unit
 
     def at(self, operator: str, index: int) -> At:
-        """Return the execution of operator number ``index`` at the current position."""
+        """Return the identity of operator number ``index`` of the current unit. ``operator``: its name."""
         unit = self.unit
         return At(operator, unit.phase, unit.chunk, unit.microbatch, self.layer, index)
 

@@ -1,8 +1,9 @@
 """D-DMR: verifications of single operators that are deferred to a window (SpareTrain, Methods 2 and 3).
 
-Inputs and results are kept where they are in memory, by tensor objects of their own: a trainer that replaces the
-``data`` of a tensor (``deallocate_pipeline_outputs``) does not affect them. Before any of that memory is changed in
-place, the operators that wait for it are verified.
+DMR (dual modular redundancy) verifies an operator by executing it a second time. D-DMR defers that to a *window*, a
+time in which the rank communicates or is idle. Inputs and results are kept without copying, by separate tensor objects
+on the same storages: a trainer that replaces the ``data`` of a tensor (``deallocate_pipeline_outputs``) does not affect
+them. Before any of these storages is changed in place, the operators that use it are verified.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -22,8 +23,12 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of a verification: its duration in microseconds, and the memory that is kept until then and would be free
-    otherwise, in bytes."""
+    """Cost of a deferred verification.
+
+    Attributes:
+        us: duration, in microseconds.
+        bytes: memory that is kept until the verification and would be free otherwise, in bytes.
+    """
 
     us: float = 0.0
     bytes: float = 0.0
@@ -34,16 +39,17 @@ class Entry:
     """One operator whose verification is deferred.
 
     Args:
-        at: the operator.
+        at: identity of the execution: operator and place in the iteration.
         kind: properties of the operator.
-        func: the operator overload.
+        func: the operator overload, which is called again.
         args: its positional arguments.
         kwargs: its keyword arguments.
         outs: its results.
-        versions: version counters of its tensors, as of its execution.
-        storages: address -> size in bytes of the storages that its tensors lie in.
-        state: state of the random generator before its execution; None if it draws nothing.
-        due: number of executed planned operators from which on its window has begun; negative for a dynamic window.
+        versions: version counters of its tensors at the time of its execution.
+        storages: address -> size in bytes of the storages of its tensors.
+        state: state of the random generator before its execution; None if it draws no random numbers.
+        due: number of planned operators that precede its window; negative for a dynamic window, one whose duration
+            differs in every iteration.
         cost: expected cost of verifying and keeping it.
     """
 
@@ -69,7 +75,17 @@ def entry(
     due: int,
     cost: Cost = Cost(),
 ) -> Entry:
-    """Return the entry of an operator that has just been executed. The operator must write nothing in place."""
+    """Return the entry of an operator that has just been executed. The operator must not write in place.
+
+    Args:
+        at: identity of the execution.
+        kind: properties of the operator.
+        call: function, positional arguments and keyword arguments.
+        out: the result.
+        state: state of the random generator before the execution; None if it draws no random numbers.
+        due: see ``Entry``.
+        cost: see ``Entry``.
+    """
     func, args, kwargs = call
     kept_args, kept_kwargs = _handles(args), _handles(kwargs)
     outs = [tensor.detach() for tensor in tensors_in(out)]
@@ -93,11 +109,11 @@ class Waiting:
     """The deferred entries, in order of execution.
 
     Args:
-        verify: executes an entry again and compares.
+        verify: executes the operator of an entry again and compares the results.
         lasting: addresses of storages that are never freed (parameters).
 
     Attributes:
-        nbytes: memory that is kept now, in bytes.
+        nbytes: memory that the entries keep now, in bytes.
     """
 
     def __init__(self, verify: Callable[[Entry], None], lasting: Collection[int] = ()):
@@ -121,11 +137,11 @@ class Waiting:
             self.nbytes += 0 if users or storage in self._lasting else size
 
     def take(self, wanted: Callable[[Entry], bool]) -> int:
-        """Verify the entries for which ``wanted`` returns True, in order; return their number."""
+        """Verify and remove the entries for which ``wanted`` returns True, in order; return their number."""
         return self.take_these([number for number, one in self._entries.items() if wanted(one)])
 
     def take_these(self, numbers: Sequence[int]) -> int:
-        """Verify the entries whose ``id()`` is in ``numbers``; return their number."""
+        """Verify and remove the entries whose ``id()`` is in ``numbers``; return their number."""
         for number in numbers:
             one = self._entries.pop(number)
             self._verify(one)
@@ -140,7 +156,7 @@ class Waiting:
                 self.nbytes -= 0 if storage in self._lasting else size
 
     def take_due(self, executed: int) -> int:
-        """Verify the entries that are due after ``executed`` planned operators; return their number."""
+        """Verify and remove the entries that are due after ``executed`` planned operators; return their number."""
         if executed < self._next_due:
             return 0
         done = self.take(lambda one: 0 <= one.due <= executed)
@@ -148,8 +164,8 @@ class Waiting:
         return done
 
     def before_change(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Verify the entries that read or hold the memory of ``tensors``, which is about to be written in place; return
-        their number."""
+        """Verify and remove the entries that use the memory of ``tensors``, which is about to be written in place;
+        return their number."""
         hit = {storage for tensor in tensors if (storage := tensor.untyped_storage()._cdata) in self._users}
         return self.take(lambda one: not hit.isdisjoint(one.storages)) if hit else 0
 
@@ -163,7 +179,8 @@ Disturb = Callable[[At, Sequence[torch.Tensor]], None]
 
 
 def verify(one: Entry, findings: Findings, disturb: Disturb | None = None) -> None:
-    """Execute the operator of an entry again and compare."""
+    """Execute the operator of ``one`` again and compare the results. If its tensors have been changed in the meantime,
+    note a mismatch instead."""
     versions = [tensor._version for tensor in tensors_in((one.args, one.kwargs, one.outs))]
     if versions != one.versions:
         findings.note(Mismatch(one.at, WINDOW, note="its tensors were changed behind the dispatcher while it waited"))

@@ -1,4 +1,9 @@
-"""The DMR engine of one rank: follow megatron-core through an iteration and have every operator verified."""
+"""The DMR engine of one rank: follow megatron-core through a training iteration and have every operator verified.
+
+DMR (dual modular redundancy, SpareTrain) executes every operator twice and compares the results: immediately, with the
+recomputation of activation checkpointing, or later in a *window*, a time in which the rank waits for communication.
+Transfers between pipeline stages and all-reduces are verified by digests of what was sent and received.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +23,8 @@ from ft.systems.dmr.runtime.segments import Scripts, Segment
 
 
 class Engine:
-    """The listener of ``megatron.patches.double_execution``: receives its notifications and passes them to the parts of
-    DMR.
+    """The DMR engine of one rank. The hooks in megatron-core call it (it is the ``Listener`` of
+    ``megatron.patches.double_execution``), and it calls the other parts of DMR.
 
     Args:
         course: the position of this rank in the iteration.
@@ -27,7 +32,7 @@ class Engine:
         queue: the deferred verifications.
         mode: the torch dispatch mode that executes operators and has them verified.
         messages: digests of the activations and gradients that cross pipeline stages.
-        wire: corrupts received payloads in fault-injection experiments; None otherwise.
+        wire: corrupts received tensors in fault-injection experiments; None otherwise.
 
     Attributes:
         is_active: True while an iteration is being protected.
@@ -50,7 +55,8 @@ class Engine:
 
     @contextlib.contextmanager
     def iteration(self, microbatches: int) -> Iterator[None]:
-        """Return a context in which the operators of one iteration are executed redundantly."""
+        """Return a context in which the operators of one iteration are verified. ``microbatches``: number of
+        microbatches of the iteration."""
         self.course.restart()
         self.findings.restart()
         self.queue.restart()
@@ -65,7 +71,8 @@ class Engine:
             self.is_active = False
 
     def before_update(self) -> None:
-        """Verify everything that is deferred, because the optimizer will change the memory that it reads."""
+        """Execute all deferred verifications, because the optimizer is about to change the parameters that they
+        read."""
         with self._unwatched():
             self.queue.drain()
             self._reductions.finish()
@@ -76,22 +83,23 @@ class Engine:
 
         Deferred operators are counted as "in windows", "early" (verified before their window, because their memory was
         about to be changed or is scarce) or "late" (no window was left). "unverified" operators were compared with
-        nothing. "not in the plan" counts operators, of whatever set, that the followed plan does not contain at that
-        place.
+        nothing. "not in the plan" counts operators that the plan of this run does not contain at that place, however
+        they were verified.
         """
         queue = {"in windows": self.queue.in_windows, "early": self.queue.early, "late": self.queue.late}
         misfits = {"not in the plan": self.mode.misfits} if self.mode.misfits else {}
         return {**self.mode.counts, **queue, "unverified": self.findings.unverified, **misfits}
 
     def flag(self) -> torch.Tensor:
-        """Return whether this rank has found any mismatch, in all-reduces and messages too: int32 [1]. Collective."""
+        """Return 1 if this rank has found any mismatch (in operators, all-reduces or messages between stages), else 0,
+        as int32 [1]. Collective."""
         self.queue.drain()
         self._messages.compare()
         self._reductions.compare()
         return self.findings.flag()
 
     def settle(self) -> list[Mismatch]:
-        """Return the mismatches of this rank. Collective: called on all ranks after any of them set the flag."""
+        """Return the mismatches of this rank. Collective: all ranks call it if ``flag`` is 1 on any rank."""
         self._reductions.settle()
         return self.findings.settle()
 
@@ -169,24 +177,26 @@ class Engine:
             if not self.is_active:
                 return function(*args)
             if calls == 1:
-                if self.mode.segment is not None:  # its recomputation is part of that of the enclosing segment
+                # A segment within another segment is recomputed, and so compared, as part of the enclosing segment.
+                if self.mode.segment is not None:
                     return function(*args)
                 segment = Segment(self.findings, self._scripts)
                 return self._primary(segment, function, args)
-            # A second recomputation, of a graph that was kept, has no partner to be compared with: its operators are
-            # all verified immediately.
+            # A second recomputation (of a retained autograd graph) has no other execution to be compared with: all its
+            # operators are verified immediately.
             return self._again(segment if calls == 2 else None, function, args)
 
         return watched
 
     def window(self, kind: str) -> None:
-        """Verify what is due: communication is in flight, and this rank is about to wait for it."""
+        """Execute the verifications that are due in this window: communication is in flight, and this rank is about to
+        wait for it. ``kind``: kind of the window, see ``ft.systems.dmr.plan.trace``."""
         if self.is_active and self.queue:
             with self._unwatched():
                 self.queue.window(self.mode.position)
 
     def waited(self) -> None:
-        """Do nothing at the end of a window."""
+        """Do nothing at the end of a window. (The profiling engine overrides this method.)"""
 
     def reduced(self, group: dist.ProcessGroup, tensor: torch.Tensor, *, is_over: bool) -> None:
         """Record an all-reduce so that its result is compared within the group.
@@ -203,8 +213,8 @@ class Engine:
             (self._reductions.done if is_over else self._reductions.begun)(group, tensor, at)
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Verify deferred operators until ``is_over`` returns True: communication whose duration differs in every
-        iteration is in flight."""
+        """Execute deferred verifications until ``is_over`` returns True. Called while communication is in flight whose
+        duration differs in every iteration (a dynamic window)."""
         if self.is_active:
             with self._unwatched():
                 self.queue.window(self.mode.position)

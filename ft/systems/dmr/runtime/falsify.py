@@ -1,4 +1,8 @@
-"""Inject planned bit flips into what this rank computes or receives. ``ft.faults.flip`` describes the flips."""
+"""Inject planned bit flips into results of operators and received tensors of this rank, to test DMR.
+
+DMR (dual modular redundancy, SpareTrain) executes every operator twice and compares the results. ``ft.faults.flip``
+describes which flips can be planned: once, repeatedly, or a bit that is stuck at one value.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -24,11 +28,11 @@ class Hit:
         chunk: number of the model chunk.
         microbatch: number of the microbatch.
         layer: number of the layer; 0 outside of all layers.
-        execution: "primary" or "checker"; None in a received payload.
+        execution: "primary" (first execution) or "checker" (second execution); None in a received tensor.
         tensor: number of the tensor among the results of the operator.
         element: number of the element in the tensor.
         of: number of elements of the tensor.
-        bit: number of the bit, from the lowest.
+        bit: number of the bit, from 0 for the lowest.
         dtype: data type of the tensor.
     """
 
@@ -58,7 +62,16 @@ class Hit:
 
 @dataclass
 class _Armed:
-    """An active fault. ``stuck``: (relative position in the tensor, bit, value) once these have been drawn."""
+    """An active fault.
+
+    Attributes:
+        number: number of the planned fault.
+        flip: description of the fault.
+        draw: random generator of the fault.
+        seen: number of results so far that the fault may hit.
+        stuck: (relative position in the tensor, number of the bit, value) of a stuck bit; None until they are drawn.
+        pair: (number of the last operator seen, whether its first execution was hit), for a stuck bit.
+    """
 
     number: int
     flip: Flip
@@ -69,10 +82,10 @@ class _Armed:
 
 
 class Falsifier:
-    """The simulated faulty device of one rank (``mode.Disturbance``).
+    """The simulated faulty device of one rank (a ``mode.Disturbance``).
 
-    A fault that was armed stays with this process: a repeated iteration is not hit again by a flip that happens once,
-    and a worker that replaces this rank has another device.
+    An active fault belongs to this process, because it belongs to the device: a fault that flips one bit once does not
+    hit a repeated iteration again, and a worker that takes over this rank does not have the fault.
 
     Args:
         tell: called after each flip.
@@ -83,13 +96,13 @@ class Falsifier:
         self._armed: list[_Armed] = []
 
     def arm(self, number: int, flip: Flip) -> None:
-        """Activate a fault, so that results are hit from now on. ``number``: number of the fault."""
+        """Activate a fault, so that it may hit results from now on. ``number``: number of the planned fault."""
         self._armed = [*self._armed, _Armed(number, flip, random.Random(f"{flip.seed}/{number}"))]
 
     def falsify(
         self, execution: str | None, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Corrupt results, see ``mode.Disturbance``."""
+        """Corrupt results of an operator before they are compared, see ``mode.Disturbance.falsify``."""
         for one in self._armed:
             if one.flip.fits(operator, course.unit.phase, execution):
                 self._consider(one, execution, course.at(operator, 0), tensors, course.executed)
@@ -99,8 +112,8 @@ class Falsifier:
         self.falsify(None, kind, course, tensors)
 
     def deferred(self, at: At, tensors: Sequence[torch.Tensor]) -> None:
-        """Corrupt the results of an operator's second execution in a window. Stuck bits are not applied here, because
-        which of the two executions they hit was drawn at the first."""
+        """Corrupt the results of a deferred second execution. Stuck bits are not applied here: for them, ``falsify``
+        draws at the first execution whether it is hit, and assumes that the second execution follows at once."""
         for one in self._armed:
             if one.flip.mode != STUCK and one.flip.fits(at.operator, at.phase, CHECKER):
                 self._consider(one, CHECKER, at, tensors)
@@ -150,12 +163,13 @@ def bits_of(dtype: torch.dtype) -> int:
 
 
 def word_at(tensor: torch.Tensor, element: int) -> torch.Tensor:
-    """Return the memory of one element as an integer [1]. ``element`` counts in the order of indices."""
+    """Return a view of the memory of one element as an integer tensor [1]. ``element`` is the number of the element in
+    row-major order."""
     offset = tensor.storage_offset()
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         element, index = divmod(element, size)
         offset += index * stride
-    # ``data`` has a version counter of its own, so that autograd does not notice the change, as with a real fault.
+    # ``data`` has a separate version counter: as with a real fault, autograd does not notice the change.
     return tensor.data.as_strided((1,), (1,), offset).view(_INTEGER[tensor.dtype.itemsize])
 
 
@@ -196,8 +210,8 @@ def _flip(one: _Armed, targets: list[tuple[int, torch.Tensor]]) -> tuple[int, to
 def _force(
     one: _Armed, execution: str | None, executed: int, targets: list[tuple[int, torch.Tensor]]
 ) -> tuple[int, torch.Tensor, int, int] | None:
-    """Apply a stuck bit. Return None if nothing changed: the other execution uses the broken unit, or the bit already
-    has the value."""
+    """Apply a stuck bit and return (number of the tensor, tensor, element, bit). Return None if nothing changed: the
+    other execution of the operator is the one that the fault hits, or the bit already has the value."""
     number, tensor = targets[0]
     if one.stuck is None:
         bit = one.draw.randrange(bits_of(tensor.dtype)) if one.flip.bit is None else one.flip.bit

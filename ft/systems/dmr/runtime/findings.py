@@ -1,5 +1,9 @@
-"""The results of comparisons on one rank. On a CPU a mismatch is known immediately; on an accelerator the results stay
-on the device until one synchronisation at the end of the iteration."""
+"""Collect the mismatches that DMR finds on one rank in one iteration.
+
+DMR (dual modular redundancy, SpareTrain) executes every operator twice and compares the results, on accelerators by
+*digests*, 128-bit hashes of a tensor's bits. On a CPU a mismatch is known immediately; on an accelerator the results of
+comparisons stay on the device until one synchronisation at the end of the iteration.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +16,9 @@ from ft.systems.dmr.runtime.cursor import At
 
 AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE, REDUCTION = "at once", "recomputation", "window", "message", "all-reduce"
 DISPUTED = "all-reduce, no majority"
+"""Kinds of comparisons: with an immediate second execution; with the activation recomputation; with a second execution
+that was deferred to a window; of a message between pipeline stages with what was sent; of the result of an all-reduce
+with the result of the majority of the group; the same where no majority of the group has equal results."""
 _ROWS = 128
 
 
@@ -20,10 +27,10 @@ class Mismatch:
     """Two executions of one operator that differ, or a tensor that arrived differently from how it was sent.
 
     Args:
-        at: the operator.
-        how: what it was compared with: one of the constants above.
+        at: identity of the execution: operator and place in the iteration.
+        how: kind of the comparison: one of the constants above.
         elements: number of differing elements; None where only digests were compared.
-        of: number of elements of the tensor.
+        of: number of elements of the tensor; None where only digests were compared.
         note: further explanation.
     """
 
@@ -46,7 +53,15 @@ class Mismatch:
 
 
 class Rows:
-    """Digests on a device, int64 [2] each, in the order in which they were requested."""
+    """A growing table of digests on a device, one row of int64 [2] for each tensor that was added.
+
+    Args:
+        device: the device of the table.
+        seed: seed of the digests.
+
+    Attributes:
+        count: number of rows.
+    """
 
     def __init__(self, device: torch.device, seed: int):
         self._device, self._seed = device, seed
@@ -81,7 +96,10 @@ class Findings:
 
     Args:
         device: the device of the tensors that are compared.
-        seed: seed of the digests of the run.
+        seed: seed of the digests, the same on all ranks of the run.
+
+    Attributes:
+        unverified: number of operators that were compared with nothing.
     """
 
     def __init__(self, device: torch.device, seed: int):
@@ -106,7 +124,14 @@ class Findings:
         self._known.append(mismatch)
 
     def pair(self, at: At, how: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-        """Compare the results of two executions: bit by bit on a CPU, by digests on an accelerator."""
+        """Compare the results of two executions: bit by bit on a CPU, by digests on an accelerator.
+
+        Args:
+            at: identity of the execution.
+            how: kind of the comparison.
+            ours: results of the first execution.
+            theirs: results of the second execution.
+        """
         for a, b in zip(ours, theirs, strict=True):
             if a.device.type == "cpu":
                 if not same(a, b):
@@ -124,7 +149,7 @@ class Findings:
         self._pending.append((places, expected, found))
 
     def hint(self, expected: torch.Tensor, found: torch.Tensor) -> None:
-        """Compare two tables for the flag only. The caller notes the mismatches themselves after the flag was set."""
+        """Compare two tables of digests for ``flag`` only. If they differ, the caller has to note the mismatches."""
         self._hints.append((expected, found))
 
     @property
@@ -133,7 +158,7 @@ class Findings:
         return bool(self._known)
 
     def flag(self) -> torch.Tensor:
-        """Return whether anything differed, as int32 [1] on the device, without synchronising."""
+        """Return 1 if anything differed, else 0, as int32 [1] on the device, without synchronising."""
         self._gather_pairs()
         tables = [(a, b) for _, a, b in self._pending] + self._hints
         if self._known or not tables:

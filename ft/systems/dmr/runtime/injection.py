@@ -1,4 +1,8 @@
-"""Planned bit flips on the rank that they hit, requested by ``ft run --inject`` or by a flag of the trainer."""
+"""Inject planned bit flips on the rank that they are planned for, to test DMR.
+
+DMR (dual modular redundancy, SpareTrain) finds such errors by executing every operator twice. Flips are planned by ``ft
+run --inject`` or by the trainer's flag ``--ft-dmr-inject``.
+"""
 
 import os
 import sys
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
     from ft.worker.session import Session
 
 _MOST_TOLD = 20
-"""Number of flips of one fault that are reported; a stuck bit may occur thousands of times."""
+"""Maximum number of flips of one fault that are reported; a stuck bit may corrupt thousands of results."""
 
 
 def make_falsifier(
@@ -29,14 +33,14 @@ def make_falsifier(
     session: "Session | None" = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Falsifier | None:
-    """Return the object that corrupts results on this rank, or None if no flips are planned, in which case results are
-    not inspected.
+    """Return the object that corrupts results on this rank; None if no flips are planned on any rank.
 
     Args:
         texts: the fault specifications of the trainer's flag.
-        seed: seed for what the specifications leave open.
+        seed: seed for random choices that the specifications leave open.
         step: returns the current step, from 1.
-        session: the session of ``ft run``; its faults are armed by the worker's injector.
+        session: the worker's session with ``ft run``, which activates the faults of ``ft run``; None without ``ft
+            run``.
         environment: environment variables, from which the faults planned by ``ft run`` are read.
 
     Raises:
@@ -54,7 +58,12 @@ def make_falsifier(
 
 
 def planned_flips(texts: Sequence[str], world_size: int, seed: int) -> list[Fault]:
-    """Return the faults that the trainer's flag requests.
+    """Return the faults of all ranks that the trainer's flag requests.
+
+    Args:
+        texts: the fault specifications.
+        world_size: number of ranks.
+        seed: seed for random choices that the specifications leave open.
 
     Raises:
         UserError: a specification is not a bit flip, has no step, or names a node or a replica.
@@ -72,7 +81,7 @@ def planned_flips(texts: Sequence[str], world_size: int, seed: int) -> list[Faul
 
 
 class AtSteps(Falsifier):
-    """A ``Falsifier`` that arms each fault when its step begins."""
+    """A ``Falsifier`` that activates each of ``faults`` at the first operator of the fault's step."""
 
     def __init__(self, tell: Callable[[Hit], None], faults: Sequence[Fault], step: Callable[[], int]):
         super().__init__(tell)

@@ -1,8 +1,10 @@
-"""Verify activations and gradients between pipeline stages: compare what arrived with what was sent.
+"""Verify the activations and gradients that pipeline stages exchange: compare what arrived with what was sent.
 
-Digests are taken where the work of a stage begins and ends, and are exchanged once per iteration, all together: an
-additional message for each of them would cost more than the digest. Global stage v is chunk ``v // P`` of stage ``v %
-P``, with P stages.
+DMR (dual modular redundancy, SpareTrain) finds computation errors by executing operators twice; this module finds
+transfer errors by *digests*, 128-bit hashes of a tensor's bits. A stage computes the digest of what it receives and of
+what it sends. All digests of an iteration are exchanged together at its end, because an additional message for each
+digest would cost more than computing it. With P stages, model chunk c of stage s is number c * P + s in the order in
+which a microbatch passes through the chunks (its global stage).
 """
 
 from collections.abc import Sequence
@@ -25,6 +27,9 @@ class Messages:
         findings: receives the mismatches.
         group: process group of the pipeline.
         chunks: number of model chunks of a rank.
+
+    Attributes:
+        stage: pipeline stage of this rank.
     """
 
     def __init__(self, findings: Findings, group: dist.ProcessGroup, chunks: int):
@@ -55,7 +60,7 @@ class Messages:
         self._put(_SENT_BACK, chunk, microbatch, tensors)
 
     def compare(self) -> None:
-        """Compare what arrived here with what its senders sent. Collective in the pipeline group."""
+        """Compare the messages that arrived here with what their senders sent. Collective in the pipeline group."""
         if self._stages == 1:
             return
         tables = [torch.empty_like(self._table) for _ in range(self._stages)]

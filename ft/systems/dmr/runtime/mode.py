@@ -1,4 +1,9 @@
-"""The torch dispatch mode that sees every operator of a protected iteration and executes it redundantly."""
+"""The torch dispatch mode of DMR, which intercepts every operator of a protected iteration and has it verified.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time and comparing the results.
+A strategy assigns each operator to a *set*, a way of verification: naive (immediately), P (with the recomputation of
+activation checkpointing), D_inter or D_intra (deferred), or unchecked.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -24,16 +29,17 @@ from ft.systems.dmr.runtime.segments import Segment
 from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
 
 PRIMARY, CHECKER = "primary", "checker"
+"""The first execution of an operator, whose results training uses, and the second execution, which verifies it."""
 
 
 class Disturbance(Protocol):
-    """Corrupts the results of operators, in fault-injection experiments."""
+    """An object that corrupts the results of operators, in fault-injection experiments."""
 
     def falsify(self, execution: str, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]) -> None:
         """Corrupt results before they are compared.
 
         Args:
-            execution: PRIMARY or CHECKER (the second execution).
+            execution: PRIMARY or CHECKER.
             operator: name of the operator.
             course: the position of this rank in the iteration.
             tensors: the results of this execution.
@@ -41,7 +47,7 @@ class Disturbance(Protocol):
 
 
 class DoubleExecution(TorchDispatchMode):
-    """Executes operators, has each of them verified as the strategy decides, and counts how.
+    """Executes operators, has each of them verified as the strategy decides, and counts the operators by set.
 
     Args:
         course: the position of this rank in the iteration.
@@ -52,11 +58,12 @@ class DoubleExecution(TorchDispatchMode):
         disturbance: corrupts results in fault-injection experiments; None otherwise.
 
     Attributes:
-        segment: the activation-checkpointing segment that is being executed.
+        segment: the activation-checkpointing segment that is being executed; None outside of all segments.
         again: True while that segment is being recomputed.
         counts: number of verified operators, by set.
-        position: ordinal of the last operator found in the plan. Windows are placed by it, so that a few operators more
-            or less than planned do not shift them.
+        position: ordinal of the last executed operator that was found in the plan. It determines which deferred
+            verifications are due in a window. Operators that are not in the plan do not count, so that they do not
+            shift the windows.
     """
 
     def __init__(
@@ -123,7 +130,7 @@ class DoubleExecution(TorchDispatchMode):
 
     @property
     def misfits(self) -> int:
-        """Return the number of operators of this iteration that the followed plan does not contain at their place."""
+        """Return the number of operators of this iteration that the plan does not contain at their place."""
         return sum(self._strategy.misfits.values()) - self._misfits_before
 
     def _is_recomputed(self) -> bool:

@@ -1,4 +1,7 @@
-"""Refuse layers and optimizers whose kernels bypass torch's dispatcher, because DMR cannot see their operators."""
+"""Refuse layers and optimizers whose kernels bypass torch's dispatcher, because DMR cannot intercept their operators.
+
+DMR (dual modular redundancy, SpareTrain) executes every operator twice, by a mode of torch's dispatcher.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,10 +19,10 @@ def refuse_opaque(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
 
     Args:
         chunks: model chunks of this rank.
-        optimizer: optimizer of megatron-core, around one inner optimizer or a chain of them.
+        optimizer: optimizer of megatron-core, which wraps one torch optimizer or a chain of optimizers.
 
     Raises:
-        UserError: there is such a layer or such an optimizer.
+        UserError: the model has such a layer or the optimizer is of such a kind.
     """
     layers = {type(module) for chunk in chunks for module in chunk.modules()}
     opaque = sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in (*layers, *_inner(optimizer)) if _is(kind)})

@@ -1,4 +1,7 @@
-"""Properties of an operator that redundant execution needs: does it compute, what does it write, is it random."""
+"""Determine the properties of a torch operator that DMR needs: does it compute, what does it write, is it random.
+
+DMR (dual modular redundancy, SpareTrain) verifies operators by executing them a second time.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -35,14 +38,14 @@ class Nature:
 
     Args:
         name: name with overload, without the namespace of torch's own operators: "mm", "add_.Tensor".
-        executes: the operator computes something and can be executed again. False for views, because the memory that
-            they show was verified before.
-        communicates: the operator communicates with other ranks and is not repeated here.
-        written: arguments that it changes in place, as (position, or None for a keyword-only argument; name).
-        random: the operator draws from a random generator.
-        functional: the same operator with a result of its own instead of writing to its first argument, if there is
-            one.
-        copies: the operator may copy from one device to another; such a copy is not repeated.
+        executes: True if the operator computes something and can be executed again. False for views, because the
+            memory that they refer to has been verified already.
+        communicates: True if the operator communicates with other ranks. Such an operator is not executed again.
+        written: arguments that it changes in place, as (position, name); the position of a keyword-only argument is
+            None.
+        random: True if the operator draws from a random generator.
+        functional: for an in-place operator, the variant that returns a new tensor instead; None if there is none.
+        copies: True if the operator may copy from one device to another; such a copy is not executed again.
     """
 
     name: str
@@ -75,13 +78,19 @@ def nature(func: OpOverload) -> Nature:
 
 
 def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:
-    """Return the arguments that a collective writes to, which its schema does not say: the first argument, unless the
-    operator only sends."""
+    """Return the arguments that a collective writes to, as in ``Nature.written``. The schema of a collective does not
+    mark them: it is the first argument of operators whose name ends in "_", and none of other operators."""
     return ((0, schema.arguments[0].name),) if schema.name.endswith("_") else ()
 
 
 def is_counted(kind: Nature, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether plans and profiles contain the operator: it computes, and can be repeated on this rank."""
+    """Return whether plans and profiles contain the operator: it computes, and can be executed again on this rank.
+
+    Args:
+        kind: properties of the operator.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
     return kind.executes and not (kind.copies and _changes_device(args, kwargs))
 
 

@@ -1,4 +1,4 @@
-"""DMR (dual modular redundancy, SpareTrain) around a training iteration: verify it, and repeat it if it was wrong.
+"""DMR (dual modular redundancy, SpareTrain) around a training iteration: verify the iteration, and repeat it if wrong.
 
 Every operator is executed twice and the results are compared. If they differ on any rank, all ranks restore the state
 before the iteration and repeat it.
@@ -20,12 +20,12 @@ Result = TypeVar("Result")
 
 
 class CorruptionError(FtError):
-    """An iteration was wrong repeatedly, and no rank can be blamed or no standby can replace the rank at fault."""
+    """An iteration was wrong repeatedly, and either the rank at fault is unknown or no standby can replace it."""
 
 
 class UnstableError(CorruptionError, UserError):
-    """A ``CorruptionError`` that is blamed on an operator, because its two executions differed on several ranks. The
-    user can exclude the operator by flags; replacing a device does not help."""
+    """A ``CorruptionError`` whose cause is taken to be a non-reproducible operator, because its two executions differed
+    on several ranks. The user can exclude the operator by flags; replacing a device does not help."""
 
 
 class SuspectError(ReplaceNodeError):
@@ -33,7 +33,7 @@ class SuspectError(ReplaceNodeError):
 
 
 class InterruptedStepError(RecoverableError):
-    """An iteration ended with an exception that corrupted values may have caused."""
+    """An iteration ended with an exception that corrupted values may have caused. The step can be repeated."""
 
 
 _OF_WRONG_NUMBERS = (IndexError, ValueError)
@@ -43,21 +43,22 @@ class Witness(Protocol):
     """Receives the findings of a :class:`Protection` and reports them, for example in the event log."""
 
     can_evict: bool
-    """Whether a standby may replace a suspect rank."""
+    """Whether a standby (a warm worker that holds no rank) may replace a rank at fault."""
 
     def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
-        """Report that an attempt at a step went wrong on the ranks of ``reports``. Called on all ranks."""
+        """Report that an attempt at a step went wrong on the ranks of ``reports``, and what was decided (``outcome``).
+        Called on all ranks."""
 
     def clean(self, step: int, attempt: int) -> None:
-        """Report that an attempt went right after earlier attempts had gone wrong."""
+        """Report that an attempt at a step was correct after earlier attempts had gone wrong."""
 
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
-        """Report how the operators of this rank's first iteration were verified.
+        """Report how the operators of the first iteration that this process finishes were verified.
 
         Args:
             step: the iteration.
             strategy: name of the strategy.
-            counts: number of operators by way of verification.
+            counts: way of verification -> number of operators.
         """
 
 
@@ -78,7 +79,7 @@ class Protection:
         self._memory = suspects.Memory(limits.memory)
 
     def before_update(self) -> None:
-        """Finish the deferred verifications and the copy of the state before the optimizer steps."""
+        """Finish the deferred verifications and the copy of the state. Called before the optimizer step."""
         if self.engine.is_active:
             self.engine.before_update()
             self._undo.wait()
@@ -86,12 +87,20 @@ class Protection:
     def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
         """Run ``work``, a whole iteration, until it has been computed correctly on all ranks. Collective.
 
+        Args:
+            step: number of the iteration.
+            microbatches: number of microbatches of the iteration.
+            work: runs the iteration once.
+
+        Returns:
+            The result of the correct attempt.
+
         Raises:
             SuspectError: on a rank that is at fault, if a standby can replace it.
             CorruptionError: on all ranks, if no standby can replace the rank at fault, or if no rank is known to be at
                 fault (UnstableError if an operator is more likely at fault).
-            InterruptedStepError: ``work`` raised an exception that wrong numbers may have caused, and a standby is
-                available.
+            InterruptedStepError: ``work`` raised an exception that corrupted values may have caused, and a standby can
+                replace ranks.
         """
         attempts: list[Reports] = []
         while True:

@@ -1,9 +1,9 @@
 """Queue of deferred verifications on one rank (D-DMR; SpareTrain, Methods 2 to 4).
 
-DMR verifies an operator by executing it a second time. D-DMR defers that to a *window*, in which the rank communicates
-or is idle. The end of a *dynamic window* is not known when it opens; it verifies whatever has waited longest. An *AGC
-segment* (activation-gradient checkpointing) is a sequence of operators that is replayed as a whole from the tensors at
-its boundary. A DMR plan assigns operators and segments to windows.
+DMR (dual modular redundancy) verifies an operator by executing it a second time. D-DMR defers that to a *window*, in
+which the rank communicates or is idle. The end of a *dynamic window* is not known when it opens; in such a window the
+oldest verifications are executed. An *AGC segment* (activation-gradient checkpointing) is a sequence of operators that
+is replayed as a whole from the tensors at its boundary. A DMR plan assigns operators and segments to windows.
 """
 
 import math
@@ -42,7 +42,7 @@ class Queue:
         in_windows: number of operators of the iteration that were verified in windows.
         early: number of operators that were verified before their window, because their memory was about to be
             changed, or because memory was scarce.
-        late: number of operators that were verified before the optimizer step, because no window was left.
+        late: number of operators that were verified just before the optimizer step, because no window was left.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Queue:
         self.in_windows = self.early = self.late = 0
 
     def restart(self) -> None:
-        """Begin an iteration. Verifications that an interrupted iteration has left in the queue are dropped."""
+        """Begin an iteration. Drop the verifications that an interrupted iteration has left in the queue."""
         self._waiting.drop()
         self._dynamic = online.Waiting()
         self._replays, self._over, self._replay_bytes, self._opened = {}, set(), 0, 0
@@ -103,7 +103,16 @@ class Queue:
         return True
 
     def help(self, identity: str, at, kind, call: Call, out: Any, state: torch.Tensor | None) -> None:
-        """Record an operator for the AGC segments whose replay needs its outputs. It is verified by other means."""
+        """Record an operator, which is verified by other means, for the AGC segments whose replay needs its outputs.
+
+        Args:
+            identity: id of the operator in the plan.
+            at: identity of the operator in the iteration.
+            kind: properties of the operator.
+            call: function, positional arguments and keyword arguments.
+            out: the result.
+            state: state of the random generator before the execution; None if the operator draws no random numbers.
+        """
         for name in self.helpers.get(identity, ()):
             self._record(name, at, kind, call, out, state, compares=False)
 

@@ -1,4 +1,8 @@
-"""Verify all-reduces: all members of a process group must have received the same result."""
+"""Verify all-reduces for DMR: all members of a process group must have received the same result.
+
+DMR (dual modular redundancy, SpareTrain) finds computation errors by executing operators twice; this module finds
+errors in all-reduces by comparing *digests* (128-bit hashes) of their results among the members of the group.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,18 +43,19 @@ class Reductions:
         places.append(at)
 
     def begun(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: At) -> None:
-        """Record an all-reduce whose end is not signalled; it is taken to be complete at the next ``finish``."""
+        """Record an all-reduce that has been started and whose end is not reported. It is taken to be complete at the
+        next call of ``finish``."""
         self._unfinished.append((group, tensor, at))
 
     def finish(self) -> None:
-        """Record the results of all all-reduces that were begun; they are now complete."""
+        """Record the results of all all-reduces that were recorded by ``begun``. They must be complete now."""
         for group, tensor, at in self._unfinished:
             self.done(group, tensor, at)
         self._unfinished = []
 
     def compare(self) -> None:
-        """Compare the results. Collective in every group that has results; sorting the groups by name gives all ranks
-        the same order."""
+        """Compare the results within each group, for the flag of ``Findings``. Collective in every group that has
+        results; the groups are sorted by name so that all ranks have the same order."""
         self.finish()
         for name in sorted(self._rows):
             group, rows, places = self._rows[name]
@@ -62,9 +67,9 @@ class Reductions:
             self._compared.append((group, places, found, (smallest != largest).any(dim=1)))
 
     def settle(self) -> None:
-        """Note the mismatches: a member whose result differs from that of the majority notes its own result, and
-        without a majority all members note a disputed result. Collective in every group whose members have different
-        results. Synchronises with the device."""
+        """Note the mismatches that ``compare`` has found. A member whose result differs from that of the majority notes
+        a REDUCTION mismatch; if there is no majority, all members note a DISPUTED mismatch. Collective in every group
+        whose members have different results. Synchronises with the device."""
         for group, places, found, differs in self._compared:
             rows = differs.nonzero().flatten()
             if not len(rows):
@@ -80,12 +85,12 @@ class Reductions:
 
 
 def verdicts(member: int, results: Sequence[Sequence[Sequence[int]]]) -> list[str | None]:
-    """Return the verdict of ``member`` on its own part in each result: REDUCTION if its result differs from that of the
-    majority, DISPUTED if there is no majority, None if its result is right.
+    """Return, for each all-reduce, whether the result of ``member`` is right: None if the majority of the group has the
+    same result, REDUCTION if the majority has another result, DISPUTED if there is no majority.
 
     Args:
         member: rank of the member in the group.
-        results: digests by member, then by result.
+        results: ``results[m][i]`` is the digest of the result of all-reduce i on member m.
     """
     found: list[str | None] = []
     for digests in zip(*results, strict=True):

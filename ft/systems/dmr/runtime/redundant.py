@@ -1,4 +1,6 @@
-"""Execute an operator twice immediately (naive DMR), and execute a deferred operator again.
+"""Execute an operator a second time for DMR, immediately (naive DMR) or when its deferred verification is due.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it twice and comparing the results.
 
 An operator that writes in place is verified before it writes: the second execution works on a copy of the written
 arguments, or uses the functional variant of the operator. Each execution therefore reads inputs that the other has not
@@ -16,7 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def results(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[torch.Tensor]:
-    """Return the results of an execution: what it returned, or what it wrote to."""
+    """Return the results of an execution: the tensors that it returned; if there are none, those that it wrote to."""
     return tensors_in(out) or [tensor for value in written(kind, args, kwargs) for tensor in tensors_in(value)]
 
 
@@ -32,7 +34,8 @@ def written(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
 
 
 def execute_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], state: torch.Tensor | None) -> Any:
-    """Execute the operator again with the random generator in ``state``, and restore the generator afterwards."""
+    """Execute the operator again and return its result. If ``state`` is given, set the random generator to it before,
+    and restore the generator afterwards."""
     if state is None:
         return func(*args, **kwargs)
     generator = generator_of(args, kwargs)
@@ -48,9 +51,9 @@ _COPY, _ZERO = "copy_", "zero_"
 
 
 def checked_by_looking(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether the result of the operator is known beforehand (``copy_``, ``zero_``), so that inspecting it is as
-    good as a second execution at half the cost. Not so for a tensor that is copied onto itself, as by ``values[i] +=
-    1``: it would be compared with itself."""
+    """Return whether the result of the operator is known beforehand (``copy_``, ``zero_``), so that it can be verified
+    by inspection, at half the cost of a second execution. A tensor that is copied onto itself, as by ``values[i] +=
+    1``, is excepted, because it would be compared with itself."""
     if kind.name != _COPY:
         return kind.name == _ZERO
     source = args[1] if len(args) > 1 else kwargs["src"]
@@ -58,7 +61,8 @@ def checked_by_looking(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def expected(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (contents after a ``copy_`` or ``zero_``, contents that are required), to be compared bit by bit."""
+    """Return (contents that a ``copy_`` or ``zero_`` has written, contents that it should have written), to be compared
+    bit by bit. For ``zero_``, each is one bool: whether any bit is set."""
     target = args[0]
     if kind.name == _COPY:
         source = args[1] if len(args) > 1 else kwargs["src"]
@@ -71,8 +75,8 @@ def expected(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
 
 
 def check_in_place(kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return what the operator is about to write, computed in separate memory. Nothing is written, and the random
-    generator is left as it was."""
+    """Return the tensors that an in-place operator is about to write, computed in separate memory. Its arguments and
+    the random generator stay unchanged."""
     target = args[0] if args else None
     if kind.functional is not None and _fits(target):
         again = tensors_in(kind.functional(*args, **kwargs))
@@ -96,8 +100,8 @@ def _given(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
 
 
 def _fits(target: Any) -> bool:
-    """Return whether the target is contiguous. A functional result is then computed with the same instructions, because
-    it has the same memory layout as the target."""
+    """Return whether the target is contiguous. The result of the functional variant then has the same memory layout as
+    the target, so that both are computed with the same instructions and give the same bits."""
     return all(tensor.is_contiguous() for tensor in tensors_in(target))
 
 

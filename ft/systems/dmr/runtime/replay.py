@@ -1,8 +1,10 @@
-"""AGC (activation-gradient checkpointing): replay neighbouring operators as one segment from the tensors at its
-boundary (SpareTrain, Method 2).
+"""AGC (activation-gradient checkpointing) in DMR: execute a sequence of operators again as a whole (SpareTrain, Method
+2).
 
-Only digests are kept of the tensors that are produced inside the segment. The replay produces these tensors again, and
-the results of each operator are compared.
+DMR (dual modular redundancy) verifies operators by executing them a second time. An AGC segment is a sequence of
+neighbouring operators that is executed again (replayed) in a *window*, a time in which the rank communicates or is
+idle. Until then only the tensors at the boundary of the segment are kept, and digests of the tensors that are produced
+inside it. The replay produces these tensors again, and the results of each operator are compared by their digests.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +23,15 @@ from ft.systems.dmr.runtime.redundant import execute_again, results
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A reference to a tensor that the replay produces: a view of result ``out`` of step ``step``."""
+    """A reference to a tensor that the replay produces: a view of a result of an earlier step.
+
+    Attributes:
+        step: number of the step.
+        out: number of the result among the results of the step.
+        size: shape of the view.
+        stride: strides of the view, in elements.
+        offset: storage offset of the view, in elements.
+    """
 
     step: int
     out: int
@@ -32,6 +42,9 @@ class _Made:
 
 @dataclass(slots=True)
 class _Step:
+    """One recorded operator. ``args`` and ``kwargs`` contain ``_Made`` in place of tensors that the replay produces.
+    ``compares`` is True if the replay compares its results."""
+
     at: At
     kind: Nature
     func: Any
@@ -42,13 +55,13 @@ class _Step:
 
 
 class Replay:
-    """One AGC segment in one iteration.
+    """One AGC segment in one iteration: records its operators, and replays them later.
 
     Args:
         findings: receives the mismatches.
         size: number of operators in the segment.
         due: number of planned operators that precede its window.
-        lasting: addresses of storages that are never freed.
+        lasting: addresses of storages that are never freed (parameters), which do not count in ``nbytes``.
 
     Attributes:
         nbytes: memory that the boundary tensors keep, in bytes.
@@ -79,8 +92,16 @@ class Replay:
         *,
         compares: bool = True,
     ) -> None:
-        """Record an operator of the segment that has just been executed. With ``compares`` False, the operator is
-        verified by other means and is replayed only to produce its outputs."""
+        """Record an operator that has just been executed.
+
+        Args:
+            at: identity of the execution.
+            kind: properties of the operator.
+            call: function, positional arguments and keyword arguments.
+            out: the result.
+            state: state of the random generator before the execution; None if it draws no random numbers.
+            compares: False if the operator is verified by other means and replayed only to produce its outputs.
+        """
         func, args, kwargs = call
         self._steps.append(_Step(at, kind, func, self._refer(args), self._refer(kwargs), state, compares))
         for number, tensor in enumerate(tensors_in(out)):
@@ -92,15 +113,19 @@ class Replay:
                 self._places.append((at, WINDOW))
 
     def changes(self, storages: Collection[int]) -> bool:
-        """Return whether the replay reads any of ``storages``, which are about to be written in place; it then has to
-        be verified before the write. Also stops referring to results of the segment in these storages, because later
-        operators read the changed contents there."""
+        """Return whether the replay reads any of ``storages``, which are about to be written in place. The caller then
+        has to call ``verify`` before the write.
+
+        Later operators of the segment read the changed contents of these storages. The method therefore forgets that
+        the segment produced them, so that such contents will be kept and not taken from the replay.
+        """
         for storage in storages:
             self._makers.pop(storage, None)
         return any(tensor.untyped_storage()._cdata in storages for tensor, _ in self._kept.values())
 
     def verify(self, disturb: Disturb | None = None) -> int:
-        """Replay and compare; return the number of operators that were compared."""
+        """Execute the operators again and compare the results; return the number of compared operators. If a kept
+        tensor was changed, compare nothing, count the operators as unverified and return 0."""
         compared = sum(step.compares for step in self._steps)
         if any(tensor._version != version for tensor, version in self._kept.values()):
             self._findings.unverified += compared
@@ -124,7 +149,7 @@ class Replay:
         return compared
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """Return step -> the steps whose results are not needed after it."""
+        """Return number of a step -> numbers of the steps whose results are used by this step and by no later step."""
         last = {number: number for number in range(len(self._steps))}
         for number, step in enumerate(self._steps):
             for reference in _references((step.args, step.kwargs)):

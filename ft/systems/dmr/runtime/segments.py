@@ -1,14 +1,18 @@
 """P-DMR: compare the forward pass of an activation-checkpointing segment with its recomputation (SpareTrain, Method 1).
 
+DMR (dual modular redundancy) verifies an operator by executing it twice and comparing the results. For operators of an
+activation-checkpointing segment, the recomputation is the second execution.
+
 A digest of the results of every forward operator is kept and compared with the digest in the recomputation. Comparing
-only the output of the segment is not complete: tensors that the backward pass reads besides, such as the statistics of
+only the output of the segment would miss errors: other tensors that the backward pass reads, such as the statistics of
 a layer norm, may be wrong without an effect on that output.
 
 A recomputation may contain operators that its forward pass did not, because core executes them only where gradients are
-recorded, such as the auxiliary loss of a router. These extra operators have no partner and are verified immediately.
-Which operators are extra is learnt: where a recomputation executes another operator than was expected, this operator
-and all later ones are verified immediately, and at the end the operators of the forward pass are looked for among those
-of the recomputation, in order, by name and digest. Each of them has to be found.
+recorded, such as the auxiliary loss of a router. These extra operators have no counterpart and are verified
+immediately. Which operators are extra is learnt from earlier recomputations. Where a recomputation executes another
+operator than was expected, this operator and all later operators are verified immediately. At the end the operators of
+the forward pass are looked for among those of the recomputation, in order, by name and digest. A mismatch is noted for
+each operator that is not found.
 """
 
 from collections.abc import Sequence
@@ -27,7 +31,12 @@ _MOST_SCRIPTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operator of a recomputation. ``is_extra``: the forward pass has no corresponding operator."""
+    """One operator of a recomputation.
+
+    Attributes:
+        name: name of the operator.
+        is_extra: True if the forward pass has no corresponding operator.
+    """
 
     name: str
     is_extra: bool
@@ -75,8 +84,8 @@ class Segment:
     def settle(self, decision: Decision, name: str, *, again: bool) -> Decision:
         """Return the decision for the next operator, changed so that forward pass and recomputation agree.
 
-        An operator is compared with its recomputation on both sides or on neither: where a run deviates from its plan,
-        the plan may say different things about the two executions.
+        Either both executions of an operator are recorded for the comparison or neither is. Where a run deviates from
+        its plan, the plan may contain contradicting decisions about the two executions.
 
         Args:
             decision: the decision of the strategy.
@@ -87,7 +96,7 @@ class Segment:
             self._forward.append((name, decision.set == PIGGYBACK))
             return decision
         if self._position == len(self._forward) or self._forward[self._position][0] != name:
-            return decision  # not the forward's next operator: ``is_extra`` decides about it
+            return decision  # not the next operator of the forward pass: ``is_extra`` decides about it
         is_compared = self._forward[self._position][1]
         self._position += 1
         if is_compared:
@@ -118,7 +127,8 @@ class Segment:
         self.is_comparable = False
 
     def is_extra(self, name: str) -> bool:
-        """Return whether the recomputation's next operator, which is about to run, has to be verified by itself."""
+        """Return whether the recomputation's next operator, which is about to run, has to be verified immediately,
+        because it is extra or because the recomputation has deviated from the expected steps."""
         at = len(self._steps)
         if self._lost_at is None and (at >= len(self._script) or self._script[at].name != name):
             self._lost_at = at
@@ -133,8 +143,8 @@ class Segment:
             self._found.add(tensor)
 
     def end_again(self) -> None:
-        """End the recomputation and compare it with the forward pass. Operators that were left out by early stopping
-        count as unverified."""
+        """End the recomputation and compare it with the forward pass. Operators that the recomputation left out because
+        it stopped early count as unverified."""
         if self._lost_at is not None:
             self._look_for_all()
             return

@@ -1,4 +1,8 @@
-"""The settings of DMR in a training run."""
+"""The settings of DMR in a training run, and the strategy that follows from them.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time: immediately (naive), with
+the recomputation of activation checkpointing (piggyback), or when a plan says so.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,15 +21,16 @@ NAIVE, PIGGYBACK = "naive", "piggyback"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run requests of DMR.
+    """The settings of DMR that the flags of a training run request.
 
     Args:
-        way: NAIVE or PIGGYBACK; None to verify as ``plan`` says.
+        way: NAIVE (all operators immediately) or PIGGYBACK (recomputed operators with their recomputation, the others
+            immediately); None to verify as ``plan`` says.
         plan: path of a plan file.
-        unstable: path of a file of operators that are left unverified.
+        unstable: path of a file of non-reproducible operators, which are left unverified.
         retries: number of times that an iteration is repeated before a rank is blamed.
         inject: specifications of bit flips to inject (``ft.faults.spec``).
-        inject_seed: seed for what the specifications leave open.
+        inject_seed: seed for random choices that the specifications leave open.
     """
 
     way: str | None = None
@@ -54,5 +59,5 @@ class Settings:
 
 
 def run_seed(text: str) -> int:
-    """Return the seed for all digests of a run, the same on all ranks."""
+    """Return the seed for all digests of a run, a 128-bit hash of ``text``. All ranks have to pass the same text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")

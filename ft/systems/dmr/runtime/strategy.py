@@ -1,4 +1,10 @@
-"""Strategies that decide how each operator is verified: all in the same way, or as a DMR plan says."""
+"""Strategies of DMR, which decide how each operator is verified: all in the same way, or as a DMR plan says.
+
+DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time: immediately (naive DMR),
+with the recomputation of activation checkpointing (P-DMR), or later in a *window*, a time in which the rank
+communicates or is idle (D-DMR). An *AGC segment* is a sequence of operators that is executed again (replayed) as a
+whole. A window is *dynamic* if its duration differs in every iteration.
+"""
 
 import bisect
 from collections import Counter
@@ -20,9 +26,10 @@ class Decision:
 
     Args:
         set: one of ``ft.systems.dmr.plan.assign.SETS``.
-        due: (D sets) number of planned operators that precede its window; None if it is deferred to whichever dynamic
-            window comes.
-        replay: (D sets) id of the AGC segment that it is replayed with.
+        due: for the deferred sets D_inter and D_intra: number of planned operators that precede its window; None if it
+            is verified in any dynamic window.
+        replay: for the deferred sets: id of the AGC segment with which it is replayed; None if it is executed again by
+            itself.
         check_us: expected duration of verifying it, in microseconds.
         bytes: memory that is kept until it is verified and would be free otherwise, in bytes.
         ordinal: its position among the planned operators, counted from 1; 0 if no plan contains it.
@@ -47,7 +54,8 @@ class Strategy(Protocol):
     """Decides for each operator how it is verified.
 
     Attributes:
-        misfits: number of operators that the followed plan does not contain at their place, by (phase, name).
+        name: name of the strategy, for reports.
+        misfits: (phase, name of operator) -> number of operators that the plan does not contain at their place.
     """
 
     name: str
@@ -57,10 +65,11 @@ class Strategy(Protocol):
         """Return how the next operator is verified.
 
         Args:
-            unit: the phase, model chunk and microbatch that is being executed.
+            unit: phase, model chunk and microbatch that are being executed.
             index: number of the operator in ``unit``, from 0.
             operator: name of the operator.
-            in_segment: the operator belongs to an activation-checkpointing segment that is, or will be, recomputed.
+            in_segment: True if the operator belongs to an activation-checkpointing segment that is, or will be,
+                recomputed.
         """
 
 
@@ -74,7 +83,8 @@ class Naive:
 
 
 class Piggyback:
-    """Strategy P-DMR: verify what is recomputed anyway by its recomputation, and everything else immediately."""
+    """Strategy P-DMR: compare operators with their activation recomputation where there is one, and verify all other
+    operators immediately."""
 
     name, misfits = "piggyback", NO_MISFITS
 
@@ -84,7 +94,12 @@ class Piggyback:
 
 @dataclass(frozen=True)
 class Segment:
-    """An AGC segment: the number of replayed operators, and of planned operators that precede its window."""
+    """An AGC segment of a plan.
+
+    Attributes:
+        size: number of operators that are replayed.
+        due: number of planned operators that precede its window.
+    """
 
     size: int
     due: int
@@ -93,13 +108,14 @@ class Segment:
 class Planned:
     """Strategy that follows a DMR plan on one stage.
 
-    Operators that the plan does not contain at their place (it was profiled with other data, or experts got no tokens)
-    are verified as by ``Piggyback``, and counted.
+    Executed operators may differ from the plan, because the profile was taken with other data or because experts got no
+    tokens. Operators that the plan does not contain at their place are verified as by ``Piggyback``, and counted.
 
     Args:
         plan: the plan to follow.
         stage: pipeline stage of this rank.
-        unstable: names of operators that are neither verified (``ft.systems.dmr.runtime.unstable``) nor replayed.
+        unstable: names of non-reproducible operators, which are neither replayed nor verified
+            (``ft.systems.dmr.runtime.unstable``).
 
     Attributes:
         replays: AGC segments of the stage, by id.
@@ -138,8 +154,8 @@ class Planned:
             kept = (plan.trace.tensors[tensor] for tensor in dict.fromkeys(op.tensors))
             size = sum(tensor.bytes for tensor in kept if tensor.free_us is not None)
             unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us, size, ordinal)))
-        # Units in which every operator is verified immediately need no alignment. This matters for the optimizer's
-        # operators: tensor-parallel ranks do not all have the same parameters to update.
+        # Units in which every operator is verified immediately need no alignment with the plan. This matters for the
+        # optimizer's operators: tensor-parallel ranks do not all have the same parameters to update.
         self._abreast = {unit: Abreast([name for name, _ in found]) for unit, found in self._decisions.items()}
         self._all_at_once = {
             unit for unit, found in self._decisions.items() if all(one.set == NAIVE for _, one in found)

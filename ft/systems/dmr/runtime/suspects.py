@@ -1,5 +1,9 @@
-"""Decide which rank is at fault when an iteration repeatedly turns out wrong: a pure function with the same result on
-every rank."""
+"""Decide which rank is at fault when DMR finds an iteration wrong repeatedly.
+
+DMR (dual modular redundancy, SpareTrain) executes every operator twice and compares the results. An attempt at an
+iteration is wrong if results differed (a *mismatch*) on any rank; the iteration is then repeated. The decision is a
+pure function of what all ranks found, so that every rank comes to the same decision.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +15,7 @@ Reports = Mapping[int, Sequence[Mismatch]]
 """Logical rank -> its mismatches in one attempt at an iteration."""
 
 Wrong = tuple[frozenset[str], ...]
-"""The wrong attempts of one rank: for each, the operators whose two executions differed."""
+"""The wrong attempts of one rank: for each attempt, the names of the operators whose two executions differed."""
 
 RETRY, EVICT, GIVE_UP = "retry", "evict", "give up"
 _MOST_NAMED, _MOST_RANKS = 3, 8
@@ -23,13 +27,13 @@ _FIX = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits from which on a fault counts as permanent.
+    """Numbers of wrong attempts from which on a fault counts as permanent.
 
     Args:
         retries: number of times that one iteration is repeated.
-        repeats: number of wrong attempts of one rank within ``memory`` iterations that makes the rank suspect although
-            every iteration was repaired. Until the retries of an iteration are used up, the iteration counts as one
-            wrong attempt.
+        repeats: number of wrong attempts of one rank within ``memory`` iterations from which on the rank is taken to be
+            at fault although a repetition of each iteration succeeded. Until the retries of an iteration are used up,
+            the iteration counts as one wrong attempt.
         memory: number of iterations over which wrong attempts are remembered.
     """
 
@@ -40,10 +44,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What follows from the attempts at an iteration.
+    """The decision after the attempts at an iteration.
 
     Attributes:
-        action: RETRY, EVICT or GIVE_UP.
+        action: RETRY (repeat the iteration), EVICT (replace the ranks at fault) or GIVE_UP (end the run).
         ranks: (EVICT) the ranks at fault.
         reason: explanation in words.
         fix: (GIVE_UP) what the user can do, if an operator is taken to be at fault.
@@ -56,21 +60,21 @@ class Outcome:
 
 
 def own_mismatches(found: Sequence[Mismatch]) -> list[Mismatch]:
-    """Return the mismatches that only the rank itself can have caused: both executions ran on its own device."""
+    """Return the mismatches that only the reporting rank can have caused, because both executions ran on its device."""
     return [one for one in found if one.how not in (MESSAGE, REDUCTION, DISPUTED)]
 
 
 def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: Limits) -> Outcome:
     """Decide what to do after the last of ``attempts`` at one iteration went wrong.
 
-    A rank whose own executions differed in every attempt is at fault, unless the operator is: an operator that differs
-    on several ranks is taken to be non-reproducible, because devices fail one by one. Where only messages or reductions
-    differed, the ranks that received wrongly in every attempt are at fault, unless all ranks did.
+    A rank whose own executions differed in every attempt is at fault. The exception: an operator that differs on
+    several ranks is taken to be non-reproducible, because devices fail one by one. Where only messages or reductions
+    differed, the ranks that received wrong data in every attempt are at fault, unless all ranks did.
 
     Args:
         attempts: the reports of each attempt.
-        earlier: wrong attempts in the remembered iterations, for all ranks.
-        limits: when a fault counts as permanent.
+        earlier: logical rank -> its wrong attempts in the remembered iterations, for all ranks.
+        limits: numbers of wrong attempts from which on a fault counts as permanent.
     """
     wrong = {rank: [_operators(reports.get(rank, ())) for reports in attempts] for rank in earlier}
     now = {rank: tuple(filter(None, each)) for rank, each in wrong.items()}
@@ -96,7 +100,8 @@ def _operators(found: Sequence[Mismatch]) -> frozenset[str]:
 
 
 def _of_nobody_else(rank: int, wrong: Mapping[int, Wrong]) -> list[bool]:
-    """Return, for each wrong attempt of ``rank``, whether none of its operators has also differed on another rank."""
+    """Return, for each wrong attempt of ``rank``, whether the operators that differed in it differed on no other rank
+    in any attempt."""
     others = frozenset().union(*(each for other, found in wrong.items() if other != rank for each in found))
     return [not others & operators for operators in wrong[rank]]
 
@@ -104,9 +109,18 @@ def _of_nobody_else(rank: int, wrong: Mapping[int, Wrong]) -> list[bool]:
 def _too_often(
     now: Mapping[int, Wrong], earlier: Mapping[int, Wrong], limits: Limits, *, at_most: int
 ) -> Outcome | None:
-    """Return the eviction of the rank that computed wrongly too often and again in this iteration, by operators that
-    differed on no other rank; None if there is no such rank. At most ``at_most`` attempts of this iteration are
-    counted."""
+    """Return the outcome that evicts the rank with the most wrong attempts; None if there are fewer than
+    ``limits.repeats``.
+
+    A rank is only considered if it was also wrong in this iteration. A wrong attempt is only counted if its operators
+    differed on no other rank.
+
+    Args:
+        now: logical rank -> its wrong attempts in this iteration.
+        earlier: logical rank -> its wrong attempts in the remembered iterations.
+        limits: numbers of wrong attempts from which on a fault counts as permanent.
+        at_most: maximum number of attempts of this iteration that are counted.
+    """
     together = {rank: (*before, *now[rank]) for rank, before in earlier.items()}
     counts: dict[int, int] = {}
     for rank in sorted(rank for rank in earlier if now[rank]):
@@ -121,7 +135,8 @@ def _too_often(
 
 
 def _operator_ranks(attempts: Sequence[Reports]) -> dict[str, set[int]]:
-    """Return operator -> ranks on which its two executions differed, in the order in which that was found."""
+    """Return operator -> ranks on which its two executions differed. The operators are in the order in which their
+    mismatches were found."""
     found: dict[str, set[int]] = {}
     for reports in attempts:
         for rank in sorted(reports):
@@ -131,8 +146,9 @@ def _operator_ranks(attempts: Sequence[Reports]) -> dict[str, set[int]]:
 
 
 def _of_operators(attempts: Sequence[Reports]) -> Outcome:
-    """Return the outcome that blames operators and no rank, because several ranks computed them wrongly. Names the
-    operators that differed on the most ranks, the earliest first, because their error propagates to later operators."""
+    """Return the outcome that blames operators and no rank, because several ranks computed them wrongly. The reason
+    names the operators that differed on the most ranks, in the order in which they were found, because an error
+    propagates to later operators."""
     found = _operator_ranks(attempts)
     most = max(map(len, found.values()))
     names = [name for name, ranks in found.items() if len(ranks) == most][:_MOST_NAMED]
@@ -146,8 +162,8 @@ def _of_operators(attempts: Sequence[Reports]) -> Outcome:
 
 
 def _received(attempts: Sequence[Reports], world: int) -> Outcome:
-    """Return the outcome when no rank computed wrongly in every attempt: blame the ranks that received wrongly in every
-    attempt, if other ranks did not."""
+    """Return the outcome for attempts in which no rank computed wrongly every time. Evict the ranks that received wrong
+    data in every attempt; give up if there are none, or if all ranks did."""
     sure = Counter(
         rank for reports in attempts for rank, found in reports.items() if any(one.how != DISPUTED for one in found)
     )
@@ -159,15 +175,21 @@ def _received(attempts: Sequence[Reports], world: int) -> Outcome:
 
 
 class Memory:
-    """The wrong attempts of this rank in the last iterations. Each rank keeps only its own, because a worker that
-    replaces it runs on another device, which does not have its predecessor's faults."""
+    """The wrong attempts of this rank in the last iterations.
+
+    Each worker remembers only its own wrong attempts. A worker that takes over the rank begins with none, because it
+    runs on another device, which does not have the fault.
+
+    Args:
+        iterations: number of iterations over which wrong attempts are remembered.
+    """
 
     def __init__(self, iterations: int):
         self._iterations = iterations
         self._wrong: list[tuple[int, frozenset[str]]] = []
 
     def note(self, step: int, attempts: Sequence[Sequence[Mismatch]]) -> None:
-        """Record what this rank found in the attempts at ``step`` that went wrong on any rank."""
+        """Record the mismatches of this rank in the attempts at ``step`` that went wrong on any rank."""
         self._wrong += [(step, operators) for operators in map(_operators, attempts) if operators]
 
     def before(self, step: int) -> Wrong:

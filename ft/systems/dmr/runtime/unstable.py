@@ -1,4 +1,8 @@
-"""A strategy that leaves non-reproducible operators unverified."""
+"""A DMR strategy that leaves non-reproducible operators unverified.
+
+DMR (dual modular redundancy, SpareTrain) executes every operator twice and compares the results; a strategy decides how
+each operator is verified. Operators that compute a different result each time cannot be compared.
+"""
 
 from collections.abc import Collection, Mapping
 

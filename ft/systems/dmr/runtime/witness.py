@@ -1,4 +1,8 @@
-"""Report what DMR finds: to people by lines on the terminal, and to the event file of the run if there is one."""
+"""Report what DMR finds: as lines on the terminal, and as events in the event file of the run if there is one.
+
+DMR (dual modular redundancy, SpareTrain) executes every operator of an iteration twice and repeats the iteration if
+results differ.
+"""
 
 import socket
 import sys
@@ -34,8 +38,12 @@ class Origin:
 
 
 class Teller:
-    """Reports the findings of one rank (``protection.Witness``). ``session``: the session of ``ft run`` with hot-swap,
-    or None."""
+    """Reports the findings of one rank (a ``protection.Witness``).
+
+    Args:
+        session: the worker's session with ``ft run``, by which events are recorded and standbys can replace ranks; None
+            without hot-swap.
+    """
 
     def __init__(self, session: "Session | None" = None):
         self._session = session
@@ -43,7 +51,8 @@ class Teller:
         self.can_evict = session is not None
 
     def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
-        """Report a wrong attempt, see ``protection.Witness``: each rank its own mismatches, rank 0 the decision."""
+        """Report a wrong attempt, see ``protection.Witness``. Each rank reports its own mismatches, rank 0 also the
+        decision."""
         rank = dist.get_rank()
         own = reports.get(rank, ())
         where = f"rank {rank} on {self._origin.host}, {self._origin.device}"
@@ -61,7 +70,7 @@ class Teller:
             self._observe(events.DMR_VERDICT, step=step, attempt=attempt, **verdict)
 
     def clean(self, step: int, attempt: int) -> None:
-        """Report that a repeated step came out right, see ``protection.Witness``. Only rank 0 reports."""
+        """Report that a repeated step was correct, see ``protection.Witness``. Only rank 0 reports."""
         if dist.get_rank() == 0:
             _say(f"DMR: step {step} came out clean at attempt {attempt}")
             self._observe(events.DMR_CLEAN, step=step, attempt=attempt)
