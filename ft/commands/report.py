@@ -1,4 +1,8 @@
-"""The subcommands ``ft status RUN`` and ``ft report RUN``, for runs with one or several replicas (FT-HSDP)."""
+"""Define the commands ``ft status RUN`` and ``ft report RUN``, which show the current state and the history of a run.
+
+Both read only the files in the run's folder. They accept ordinary runs, and FT-HSDP runs, in which several replicas
+(full copies of the model, each with its own workers) train together.
+"""
 
 import argparse
 import json
@@ -55,7 +59,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """Write both files, and print their paths and a summary.
+    """Write ``timeline.png`` and ``report.html`` into the run's folder, and print their paths and a summary.
 
     Returns:
         0, or 1 for a run of several replicas if it is not proven that each sample was trained exactly once.
@@ -98,7 +102,7 @@ def write_report(run: Run) -> str:
 
 
 def _now(folder: str) -> tuple[str, dict[str, Any], bool]:
-    """Return (text, JSON values, whether the run has ended) for this moment."""
+    """Return the current status of the run as (text, JSON values, whether the run has ended)."""
     if is_hsdp(folder):
         return hsdp.now(folder)
     run = load(folder)

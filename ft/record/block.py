@@ -1,4 +1,8 @@
-"""Format the block of text that ``ft run`` prints when a recovery is over."""
+"""Format the block of text that ``ft run`` prints when a recovery from a failure is over.
+
+The text names the worker that failed, the worker that took over its logical rank (its position in the parallel grid),
+and the seconds that each phase of the recovery took (:mod:`ft.record.recoveries` lists the phases).
+"""
 
 from collections.abc import Sequence
 
@@ -27,7 +31,10 @@ def recovery_block(history: Sequence[Event]) -> str:
 
 
 def describe(recovery: Recovery) -> str:
-    """Return one recovery as text: what failed, the verdict and its reason, who took over, and the time of each phase.
+    """Return one recovery as text.
+
+    The text says what failed, how the failure was classified and why, which worker took over, and how long each phase
+    took.
     """
     title = f"-- recovery {recovery.number}: {_headline(recovery)} "
     lines = [

@@ -1,4 +1,7 @@
-"""Implement ``ft diagnose compare``: find the first step, parameter, rank and run that differ among runs' checkpoints.
+"""Implement ``ft diagnose compare``: compare the checkpoints of several runs of the same training bit for bit.
+
+The command reports the first step, parameter and logical rank (position in the parallel grid) that differ, and which
+run deviates from the majority. It locates silent data corruption.
 """
 
 import argparse

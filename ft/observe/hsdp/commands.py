@@ -1,4 +1,7 @@
-"""Implement ``ft report`` and ``ft status`` for the folder of an FT-HSDP run."""
+"""Implement ``ft report`` and ``ft status`` for the folder of an FT-HSDP run, in which several replicas train together.
+
+A replica is a full copy of the model with its own workers. Each replica logs the steps that it commits.
+"""
 
 import time
 from pathlib import Path
@@ -12,13 +15,15 @@ from ft.observe.report.presence import gone
 from ft.show.files import replace
 
 _RECENT = 1 << 18
-"""Bytes read from the end of each file of commits for the status: some hundreds of steps."""
+"""Bytes read from the end of each replica's commit log for the status, which suffices for some hundreds of steps."""
 
 _NODES = 2
-"""Assumed number of nodes with launchers, as no file records it; with 2, another node may take the lease over."""
+"""Assumed number of nodes with launchers (the processes that ``ft run`` starts). No file records the number. With 2,
+``ft status`` allows for the time in which another node takes over the lease of the quorum server's host.
+"""
 
 NOT_CLEAN = 1
-"""Exit code of a report whose audit found duplicate or lost samples, or a record that does not disprove them."""
+"""Exit code of a report whose audit does not prove that every sample was trained exactly once."""
 
 
 def write_report(folder: str | Path) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Draw the loss over steps or tokens as inline SVG, with the faults marked."""
+"""Draw the loss over steps or tokens as inline SVG for ``report.html``, with a vertical line at each failure."""
 
 import html
 from collections.abc import Sequence
