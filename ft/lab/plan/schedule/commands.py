@@ -1,4 +1,8 @@
-"""Implement ``ft plan schedule``: plan, check, compare and draw pipeline schedules."""
+"""Implement ``ft plan schedule``: plan, check, compare and draw pipeline schedules.
+
+Besides 1F1B and interleaved 1F1B there are schedules for CheckFree+, in which some microbatches pass the first two and
+the last two stages in swapped order.
+"""
 
 import argparse
 import json
