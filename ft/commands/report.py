@@ -24,7 +24,11 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_parsers(subparsers) -> None:
-    """Add both subcommands. Each sets ``main``, a function of the parsed arguments that returns the exit code."""
+    """Add both subcommands.
+
+    Each subcommand sets the parser default ``main``, a function that takes the parsed arguments and returns the exit
+    code.
+    """
     parser = subparsers.add_parser("status", help="who is in a run, at which step and epoch")
     _run_argument(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -39,7 +43,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     """Print the state of a run.
 
     Returns:
-        0, or 1 if the run has not ended and no control plane is at work.
+        0, or 1 if the run has not ended and no control plane (the process that directs recoveries) is running.
 
     Raises:
         UserError: there is no such run.
@@ -108,7 +112,7 @@ def _now(folder: str) -> tuple[str, dict[str, Any], bool]:
     run = load(folder)
     found = status(run, time.time())
     if not found.ended and (why := gone(run.folder, found.age, found.nodes)):
-        run = load(folder)  # the run may have ended while its lease was watched
+        run = load(folder)  # read again: the run may have ended while its lease was watched for renewals
         found = status(run, time.time(), why)
     return as_text(found, str(run.folder)), as_values(found), found.ended
 

@@ -23,8 +23,9 @@ _PHASE_WORDS = {
 
 
 def recovery_block(history: Sequence[Event]) -> str:
-    """Return the last recovery in ``history`` (all events of the run so far) in 8 to 12 lines, or "" where there is
-    none.
+    """Return 8 to 12 lines of text about the last recovery in ``history``, or "" if there is none.
+
+    ``history`` contains all events of the run so far.
     """
     all_of_them = found.recoveries(history)
     return describe(all_of_them[-1]) if all_of_them else ""

@@ -199,9 +199,9 @@ def _mlp(build: _Builder, model: Model, layout: Layout, width: int, source: str,
 
 
 def _experts(build: _Builder, model: Model, layout: Layout) -> None:
-    """Add routed experts on EP ranks, each expert's width split over TP / EP ranks.
+    """Add the steps of routed experts on EP ranks; each expert's width is split over TP / EP ranks.
 
-    Tokens are spread evenly over experts (ASSUMED).
+    The tokens are assumed to be spread evenly over the experts.
     """
     experts, tokens = model.experts, model.sequence * layout.micro
     here, split = tokens / layout.tp, layout.tp // layout.ep

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         UserError: the flags are invalid, or the file cannot be written.
     """
     _refuse(arguments)
-    # Imported here because torch and megatron-core take seconds to import; mistyped flags are reported before.
+    # Import torch and megatron-core after the flags were checked, because importing them takes seconds.
     import torch
 
     from ft.lab.selftest.text import as_text, as_values

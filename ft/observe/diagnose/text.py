@@ -17,7 +17,7 @@ _GATHERED = "fully_reshardable"
 
 
 def as_text(found: Comparison, shown: int) -> str:
-    """Return the verdict, the table of ranks, the first ``shown`` subjects that differ, and notes."""
+    """Return the verdict, a table of the first ``shown`` subjects that differ, a table of ranks, and notes."""
     parts = [_headline(found)]
     if found.findings:
         made, wrote = rows(found), ranks(found)

@@ -35,7 +35,7 @@ def write_report(folder: str | Path) -> tuple[str, int]:
     Raises:
         UserError: there is no such run, or its folder cannot be written.
     """
-    # Imported here because importing matplotlib takes longer than all else that the command line does.
+    # Import these modules here: importing matplotlib takes longer than everything else in this command.
     from ft.observe.hsdp.page import page
     from ft.observe.hsdp.story import tell
     from ft.observe.hsdp.text import summary
@@ -60,6 +60,6 @@ def now(folder: str | Path) -> tuple[str, dict[str, Any], bool]:
     record = load(folder, _RECENT)
     found = status(record, time.time())
     if not found.ended and (why := gone(Path(folder) / LAUNCHERS, None, _NODES, is_steady=True)):
-        record = load(folder, _RECENT)  # the run may have ended while its lease was watched
+        record = load(folder, _RECENT)  # read again: the run may have ended while its lease was watched for renewals
         found = status(record, time.time(), why)
     return as_text(found, str(record.folder)), as_values(found), found.ended

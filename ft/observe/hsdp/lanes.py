@@ -24,7 +24,13 @@ _ENDED = (events.FINISHED, events.STOPPED)
 
 @dataclass(frozen=True)
 class Lane:
-    """A period in which a replica is in one state, from ``begin`` to ``end`` in seconds since ``origin``.
+    """A period in which a replica is in one state.
+
+    Attributes:
+        replica: number of the replica.
+        state: ONLINE, CATCHING_UP, REBUILDING or OFFLINE.
+        begin: beginning of the period, in seconds since ``origin``.
+        end: end of the period, in seconds since ``origin``.
 
     The states are:
     - ONLINE: the replica contributes gradients to steps.

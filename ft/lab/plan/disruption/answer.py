@@ -79,17 +79,16 @@ class Answer:
 
     @property
     def recovery_ratio(self) -> float | None:
-        """Return the time to regain the lost progress with hot-swap, divided by that with a restart at the given
-        interval.
+        """Return the recovery time with hot-swap divided by that with a restart at the given checkpoint interval.
 
-        None if a restart takes no time.
+        The recovery time includes the time to compute lost steps again. The result is None if a restart takes no time.
         """
         theirs = self.given.cost.recovery
         return self.hot_swap.cost.recovery / theirs if theirs else None
 
 
 def answer(plan: Plan) -> Answer:
-    """Compute the answer for a plan."""
+    """Return the compared ways and related figures for the planned run."""
     cluster, training = plan.cluster, plan.training
     best_s = young(training.checkpoint_s, cluster.mttf_s)
     best = replace(training, interval=in_steps(best_s, training.step_s))

@@ -1,4 +1,7 @@
-"""Read the times of a recorded run (step, parts of a recovery) for ``ft plan disruption --from-run``."""
+"""Read the times of a recorded run for ``ft plan disruption --from-run``: seconds of a step and of a hot-swap's parts.
+
+In a hot-swap a standby (a warm, idle worker) takes over from a failed one.
+"""
 
 import statistics
 from collections.abc import Iterable

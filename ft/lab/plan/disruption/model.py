@@ -17,7 +17,7 @@ DEADPOOL counts phi, the lost part of the interrupted step, for hot-swap only. A
 here it counts for both. With E[phi] = 1/2, the term t_step (E[R] + E[phi]) equals K/2 t_step, with which DEADPOOL
 calculates; with E[phi] = 0 it equals the formula above.
 
-Failures during a recovery are left out, as in DEADPOOL: the model holds where E[C] is well below MTTF.
+Failures during a recovery are neglected, as in DEADPOOL. The model is therefore valid if E[C] is well below MTTF.
 """
 
 import math
@@ -142,7 +142,7 @@ def mttf(gpus: int, gpus_per_node: int, mtbf_gpu_s: float | None, mtbf_node_s: f
 
 
 def of_restart(cluster: Cluster, training: Training, replay: Replay) -> Cost:
-    """Return E[C_ckpt]."""
+    """Return E[C_ckpt], the expected cost of a failure for a run that restarts from a checkpoint."""
     return Cost(
         overhead=_checkpoints(cluster, training),
         latency={"restart": training.restart_s},
@@ -151,7 +151,7 @@ def of_restart(cluster: Cluster, training: Training, replay: Replay) -> Cost:
 
 
 def of_hot_swap(cluster: Cluster, training: Training, replay: Replay, swap: HotSwap) -> Cost:
-    """Return E[C_hotswap].
+    """Return E[C_hotswap], the expected cost of a failure for a run with hot-swap.
 
     If no standby is left, the run restarts from a checkpoint. Therefore a run with hot-swap also writes the checkpoints
     of ``training``. With ``training.interval`` 0 there are none, and a standby must always be left.
@@ -184,7 +184,7 @@ def missing(standby_nodes: int, in_repair: float) -> float:
 
 
 def standbys_for(probability: float, in_repair: float) -> int:
-    """Return the least number of standby nodes with which none is left at a failure with at most ``probability``."""
+    """Return the least number of standby nodes for which ``missing`` is at most ``probability``."""
     if in_repair == 0:
         return 1
     needed, there, log = 0, 0.0, math.log(in_repair)

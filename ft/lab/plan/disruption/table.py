@@ -1,4 +1,8 @@
-"""Format the answer of ``ft plan disruption`` as text or JSON values."""
+"""Format the answer of ``ft plan disruption`` as text or JSON values.
+
+The command compares ways to continue after a failure: restarts from a checkpoint, and hot-swap, in which a standby (a
+warm, idle node) takes over.
+"""
 
 from typing import Any
 

@@ -87,7 +87,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _draw(found: Planned, path: Path) -> None:
-    # Imported here because importing matplotlib takes longer than everything else in this command.
+    # Import the picture module here: importing matplotlib takes longer than everything else in this command.
     from ft.lab.plan.schedule.picture import draw
 
     try:

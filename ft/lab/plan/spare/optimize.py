@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n\n".join(as_text(*each) for each in found))
     if arguments.plot is not None:
-        # Imported here because importing matplotlib takes longer than everything else in this command.
+        # Import the picture module here: importing matplotlib takes longer than everything else in this command.
         from ft.lab.plan.spare.picture import draw
 
         try:
