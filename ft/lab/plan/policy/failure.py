@@ -19,7 +19,8 @@ def failure(blocks: Sequence[int], lost: Collection[int], checkfree: str) -> tup
     Args:
         blocks: number of transformer blocks of each stage.
         lost: the stages of whose state no rank holds a copy.
-        checkfree: which stages CheckFree may rebuild from their neighbours; as in ``Stages``.
+        checkfree: mode of CheckFree, which rebuilds a lost stage from its neighbours: MIDDLE (middle stages only), PLUS
+            (CheckFree+, also the first and the last stage), or "" for a run without CheckFree.
     """
     stages = range(len(blocks))
     holdings = {stage: Holdings([STEP], {}) for stage in stages if stage not in lost}
