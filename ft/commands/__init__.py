@@ -1,1 +1,1 @@
-"""Subcommands of ``ft`` that combine several packages."""
+"""Subcommands of ``ft``, this project's command line, that combine several packages: run, status, report, dmr."""

@@ -1,4 +1,9 @@
-"""The flags of ``ft run``: those of torchrun, with dashes or underscores, and ours for standbys and faults."""
+"""Define the flags of ``ft run``, the launcher that replaces torchrun.
+
+The flags are those of torchrun, spelled with dashes or underscores, and additional flags for fault tolerance: standbys
+(warm workers that replace failed ones), fault injection, and FT-HSDP replicas (several copies of the model, each
+trained by its own workers, that continue when one copy fails).
+"""
 
 import argparse
 
@@ -6,7 +11,7 @@ from ft.job.replicas import flags as hsdp
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag, and the script with its arguments, to ``parser``."""
+    """Add every flag to ``parser``, and the positional arguments for the training script and its own arguments."""
     _torchrun(parser.add_argument_group("as torchrun"))
     _ours(parser.add_argument_group("fault tolerance"))
     hsdp.add_flags(_Flags(parser.add_argument_group("FT-HSDP: replicas that train on without one another")))
@@ -97,7 +102,7 @@ def _ours(group) -> None:
 
 
 class _Flags:
-    """Adds a flag in both spellings. Help shows only the spelling with dashes."""
+    """Adds flags to an argument group in both spellings. The help text shows only the spelling with dashes."""
 
     def __init__(self, group):
         self._group = group

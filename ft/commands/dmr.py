@@ -1,4 +1,8 @@
-"""The subcommand ``ft dmr``, with one subcommand for each question about double execution."""
+"""Define the command ``ft dmr`` and its subcommands, which plan, explain, estimate and test double execution.
+
+DMR (dual modular redundancy, from the SpareTrain paper) executes every operator twice and compares the results, in
+order to detect silent data corruption.
+"""
 
 import argparse
 import importlib
@@ -10,7 +14,7 @@ _SUBCOMMANDS = (
     "ft.lab.estimate.command",
     "ft.lab.selftest.command",
 )
-"""Modules with an ``add_parser`` each, in the order in which help shows them."""
+"""Modules with an ``add_parser`` function each, in the order in which the help text lists their subcommands."""
 
 _DESCRIPTION = """\
 DMR (SpareTrain): every operator is executed twice and compared, so that silent data corruption is caught. A plan says
@@ -18,7 +22,10 @@ for each operator when: with activation checkpointing's recomputation, in a wind
 
 
 def add_parser(subparsers) -> None:
-    """Add ``dmr`` with its subcommands. Each sets ``main``, as all subcommands of ``ft`` do."""
+    """Add ``dmr`` with its subcommands.
+
+    Each subcommand sets the parser default ``main``, a function that runs the subcommand with the parsed arguments.
+    """
     parser = subparsers.add_parser(
         "dmr",
         help="operators executed twice and compared: plans, and what they cost",

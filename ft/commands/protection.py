@@ -1,7 +1,10 @@
-"""Which protection a run has according to its command line, and which of its flags could have no effect.
+"""Determine from the command line of ``ft run`` how a run is protected, and find flags that can have no effect.
 
-For the fork's trainer, the trainer's flags decide. Another script joins the run by itself (``ft.attach``,
-``ft.protect``) or never does, which is detected when the script has ended (:mod:`ft.job.control.run_ends`).
+A run is protected by hot-swap (standbys, that is, warm workers, take over from failed ones with state from peers'
+memory), by replicas (FT-HSDP: several copies of the model train together), or not at all. For this project's own
+trainer, ``pretrain_gpt.py``, the trainer's flags decide. Any other script enables its protection at run time by calling
+``ft.attach`` or ``ft.protect``. If a script never calls them, this is noticed only when the run ends
+(:mod:`ft.job.control.run_ends`).
 """
 
 import importlib.util
@@ -28,13 +31,14 @@ _TRAINER = CHECKOUT / "pretrain_gpt.py"
 
 @dataclass(frozen=True)
 class Asked:
-    """The options that ``ft run`` was started with.
+    """The settings from the command line of ``ft run`` that decide about the run's protection.
 
     Attributes:
-        world_size: number of logical ranks, of one replica if there are replicas.
+        world_size: number of logical ranks (positions in the parallel grid); in a run with replicas, of one replica.
         nodes: number of nodes that train.
-        flags: given flags that need a protected run, as they were written.
-        replicas: number of replicas; 0: none.
+        flags: the given flags that have an effect only in a protected run, such as "--standby 1", as the user wrote
+            them.
+        replicas: number of FT-HSDP replicas; 0 for a run without replicas.
     """
 
     world_size: int
@@ -45,14 +49,19 @@ class Asked:
 
 @dataclass(frozen=True)
 class Protection:
-    """What protects the run. ``by``: one of the constants above. ``copies``: copies of each state beyond its own."""
+    """How a run is protected.
+
+    Attributes:
+        by: HOT_SWAP, REPLICAS, NOTHING, or UNKNOWN (the script may enable a protection when it runs).
+        copies: number of copies of each worker's state in other processes.
+    """
 
     by: str
     copies: int = 0
 
 
 def is_trainer(script: "Script") -> bool:
-    """Return whether every worker runs the fork's own ``pretrain_gpt.py``, or a copy of it."""
+    """Return whether ``script`` is this project's own ``pretrain_gpt.py`` or an identical copy of that file."""
     path = Path(script.target)
     if script.is_module:
         found = importlib.util.find_spec(script.target) if script.target == _TRAINER.stem else None
@@ -64,20 +73,19 @@ def is_trainer(script: "Script") -> bool:
 
 
 def trainers_flags() -> list[str]:
-    """Return the flags of the fork's trainer."""
+    """Return all flags of this project's trainer, ``pretrain_gpt.py``."""
     from megatron.training.arguments import all_flags
 
     return all_flags()
 
 
 def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ()) -> tuple[Protection, list[Problem]]:
-    """Return what protects the run, and the problems of the trainer's flags and of those in ``asked`` that need
-    protection.
+    """Return how the run is protected, and the problems found in the trainer's flags and in ``asked.flags``.
 
     Args:
-        script: the script that workers run.
-        asked: options of ``ft run``; None: unknown, because its flags are invalid.
-        faults: all planned faults.
+        script: the training script and its arguments.
+        asked: settings from the command line of ``ft run``; None if the flags of ``ft run`` are invalid.
+        faults: all faults that will be injected into the run.
     """
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
@@ -99,7 +107,7 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
 
 
 def announcement(protection: Protection, nodes: int) -> str:
-    """Describe what protects the run, in one or two sentences that are printed at its start."""
+    """Return the sentence that ``ft run`` prints at the start of a run on ``nodes`` nodes about its protection."""
     if protection.by == NOTHING:
         return "nothing protects this run: if a worker dies, it ends (--ft-hot-swap behind pretrain_gpt.py protects it)"
     if protection.by == UNKNOWN:
@@ -117,7 +125,7 @@ def announcement(protection: Protection, nodes: int) -> str:
 
 
 def has_joined(nodes: int) -> str:
-    """Return the message for a script of unknown protection that has joined the run."""
+    """Return the sentence that is printed once a script of unknown protection has enabled hot-swap at run time."""
     return f"the script has joined the run: protected by hot-swap from here on{_where(nodes)}"
 
 
@@ -126,7 +134,8 @@ def _where(nodes: int) -> str:
 
 
 def _belongs_before(problem: str) -> Problem | None:
-    """Return the refusal of a flag of ``ft run`` that was given to the trainer; None for any other problem."""
+    """Return the error for a flag of ``ft run`` that was given to the trainer by mistake, or None for another problem.
+    """
     flag = problem.removeprefix("unknown flag ")
     if flag == problem or flag not in launchers_flags():
         return None
@@ -142,7 +151,7 @@ def _never_act(flags: Sequence[str]) -> list[Problem]:
 
 
 def _cannot_act(fault: Fault, options: "Options") -> list[Problem]:
-    """Return the reasons why ``fault`` cannot have an effect in a protected run of the trainer."""
+    """Return the reasons why ``fault`` can have no effect in a protected run of the trainer; empty if it can."""
     row, last = row_of(fault), options.training.train_iters
     found = []
     if row.needs == DMR and options.fault_tolerance.ft_dmr is None and options.fault_tolerance.ft_dmr_plan is None:

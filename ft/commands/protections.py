@@ -1,4 +1,8 @@
-"""``ft protections``: which protections there are, in which order they wrap a step, and which do not go together."""
+"""Define the command ``ft protections``, which prints a table of this project's fault-tolerance mechanisms.
+
+For each mechanism (protection) the table shows its position in the order in which protections wrap a training step, how
+a user enables it, and which other protections it cannot be combined with.
+"""
 
 import argparse
 
@@ -6,7 +10,7 @@ from ft.protection import table
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add the subcommand."""
+    """Add the subcommand ``protections`` to the command ``ft``."""
     about = "protections of a run: their order, what asks for each, and which do not go together"
     parser = subparsers.add_parser("protections", help=about, description=f"Print the {about}.")
     parser.set_defaults(main=main)

@@ -1,4 +1,10 @@
-"""``ft run --ft-hsdp-replicas R``: from the command line to a running launcher of FT-HSDP replicas."""
+"""Implement ``ft run --ft-hsdp-replicas R``: read the command line and run the launcher of FT-HSDP replicas on a node.
+
+In FT-HSDP (fault-tolerant hybrid-shared data parallelism, a paper) a run consists of R replicas: full copies of the
+model, each with its own workers. The quorum server decides at every step which replicas take part. The launcher is
+the process that ``ft run`` starts on each node; it runs the agents, which supervise the workers, of all replicas on the
+node.
+"""
 
 import argparse
 import os
@@ -74,7 +80,9 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
 def prepare(
     given: argparse.Namespace, job: MpiJob | SlurmJob | None
 ) -> tuple[Replicas, RunOptions, list[Part], dict[int, list[inject.Fault]], Protection]:
-    """Return the replica settings, the run's options, this node's parts, each replica's faults, and the protection.
+    """Return the replica settings, the run's options, this node's parts, the faults by replica, and the protection.
+
+    A part is the share of this node in one replica: how many of the node's workers belong to that replica.
 
     Raises:
         UserError: lists every problem with the flags of ``ft run`` and, for this project's trainer, of the trainer.
@@ -127,9 +135,9 @@ def parts_here(whole: RunOptions, asked: Replicas) -> list[Part]:
 
 
 def replica_options(part: Part, whole: RunOptions) -> RunOptions:
-    """Return the options of the agent of ``part``: a run of its own, in a folder of its own."""
+    """Return the options of the agent of ``part``; each replica is a run of its own with a folder of its own."""
     host, port = _host(whole), 0
-    if part.node_rank:  # the replica's control plane is on another node, and found through the folder
+    if part.node_rank:  # the replica's control plane is on another node; its address is in the replica's folder
         host, port = whole.cluster.host, whole.cluster.port
     folder = whole.run_dir / f"replica-{part.replica}"
     return replace(
@@ -152,7 +160,7 @@ def _host(whole: RunOptions) -> str:
 
 
 def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
-    """Return (name, turn) of this launcher. ``turn`` orders the launchers as hosts of the quorum server."""
+    """Return (name, turn) of this launcher; the launcher with the lowest ``turn`` hosts the quorum server first."""
     cluster = whole.cluster
     if asked.only is None:
         return f"n{cluster.node_rank}", cluster.node_rank

@@ -1,4 +1,8 @@
-"""The subcommands ``ft status RUN`` and ``ft report RUN``, for runs with one or several replicas (FT-HSDP)."""
+"""Define the commands ``ft status RUN`` and ``ft report RUN``, which show the current state and the history of a run.
+
+Both read only the files in the run's folder. They accept ordinary runs, and FT-HSDP runs, in which several replicas
+(full copies of the model, each with its own workers) train together.
+"""
 
 import argparse
 import json
@@ -20,7 +24,11 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_parsers(subparsers) -> None:
-    """Add both subcommands. Each sets ``main``, a function of the parsed arguments that returns the exit code."""
+    """Add both subcommands.
+
+    Each subcommand sets the parser default ``main``, a function that takes the parsed arguments and returns the exit
+    code.
+    """
     parser = subparsers.add_parser("status", help="who is in a run, at which step and epoch")
     _run_argument(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -35,7 +43,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     """Print the state of a run.
 
     Returns:
-        0, or 1 if the run has not ended and no control plane is at work.
+        0, or 1 if the run has not ended and no control plane (the process that directs recoveries) is running.
 
     Raises:
         UserError: there is no such run.
@@ -55,7 +63,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """Write both files, and print their paths and a summary.
+    """Write ``timeline.png`` and ``report.html`` into the run's folder, and print their paths and a summary.
 
     Returns:
         0, or 1 for a run of several replicas if it is not proven that each sample was trained exactly once.
@@ -98,13 +106,13 @@ def write_report(run: Run) -> str:
 
 
 def _now(folder: str) -> tuple[str, dict[str, Any], bool]:
-    """Return (text, JSON values, whether the run has ended) for this moment."""
+    """Return the current status of the run as (text, JSON values, whether the run has ended)."""
     if is_hsdp(folder):
         return hsdp.now(folder)
     run = load(folder)
     found = status(run, time.time())
     if not found.ended and (why := gone(run.folder, found.age, found.nodes)):
-        run = load(folder)  # the run may have ended while its lease was watched
+        run = load(folder)  # read again: the run may have ended while its lease was watched for renewals
         found = status(run, time.time(), why)
     return as_text(found, str(run.folder)), as_values(found), found.ended
 

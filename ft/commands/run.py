@@ -1,4 +1,8 @@
-"""The subcommand ``ft run``: from the command line to a running agent."""
+"""Define the command ``ft run``: read the command line and run the agent of this node.
+
+The agent is the process that starts and supervises the node's workers. With ``--ft-hsdp-replicas``,
+:mod:`ft.commands.replicas` takes over.
+"""
 
 import argparse
 import os
@@ -86,7 +90,7 @@ def prepare(
     with problems:
         if options is not None:
             faults = plan_faults(options)
-        else:  # the run's size is unknown, so the victim of a fault cannot be checked
+        else:  # the run's size is unknown, so it cannot be checked that the victim of a fault exists
             inject.read_specs(given.inject, given.scenario, given.seed)
     if given.script is not None:
         asked = None if options is None else _asked(options)

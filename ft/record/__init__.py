@@ -1,1 +1,1 @@
-"""Read the folder of a run: its event, metric and status files, what they lack, and its recoveries."""
+"""Read the folder of a run: its events, metrics and status, gaps in these files, and its recoveries from failures."""

@@ -1,4 +1,8 @@
-"""Format the block of text that ``ft run`` prints when a recovery is over."""
+"""Format the block of text that ``ft run`` prints when a recovery from a failure is over.
+
+The text names the worker that failed, the worker that took over its logical rank (its position in the parallel grid),
+and the seconds that each phase of the recovery took (:mod:`ft.record.recoveries` lists the phases).
+"""
 
 from collections.abc import Sequence
 
@@ -19,15 +23,19 @@ _PHASE_WORDS = {
 
 
 def recovery_block(history: Sequence[Event]) -> str:
-    """Return the last recovery in ``history`` (all events of the run so far) in 8 to 12 lines, or "" where there is
-    none.
+    """Return 8 to 12 lines of text about the last recovery in ``history``, or "" if there is none.
+
+    ``history`` contains all events of the run so far.
     """
     all_of_them = found.recoveries(history)
     return describe(all_of_them[-1]) if all_of_them else ""
 
 
 def describe(recovery: Recovery) -> str:
-    """Return one recovery as text: what failed, the verdict and its reason, who took over, and the time of each phase.
+    """Return one recovery as text.
+
+    The text says what failed, how the failure was classified and why, which worker took over, and how long each phase
+    took.
     """
     title = f"-- recovery {recovery.number}: {_headline(recovery)} "
     lines = [

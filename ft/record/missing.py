@@ -1,4 +1,7 @@
-"""Find what the files of a run lack: damaged lines, and steps without a line in the metrics."""
+"""Find gaps in the files of a run: damaged lines, and committed steps that have no line in ``metrics.jsonl``.
+
+A step is committed when every rank has finished its optimizer update.
+"""
 
 from itertools import pairwise
 
@@ -9,10 +12,10 @@ from ft.record.run import METRICS, Run
 def last_step(run: Run) -> int | None:
     """Return the last committed step that any file of the run mentions, or None.
 
-    For a run that has not finished, this is the step that its control plane last wrote, where there is one: such a run
-    may have rolled back behind a step in its metrics. Otherwise it is the largest step in metrics, status and events
-    (of the events of a finished run, only that of its end counts). Metrics alone are not enough, as a full disk may cut
-    them short.
+    For a run that has not finished, this is the step that the control plane wrote last, if there is one, because the
+    run may have rolled back to a step before the newest one in the metrics. Otherwise it is the largest step in
+    metrics, status and events (of the events of a finished run, only the event of its end counts). The metrics alone do
+    not suffice, because a full disk may have truncated them.
     """
     finished, said = run.last(events.FINISHED), _whole(run.status.get("step"))
     if finished is None and said is not None:

@@ -1,10 +1,14 @@
-"""Derive a run's recoveries from its events: what failed, how it was judged, and how long each phase took.
+"""Derive a run's recoveries from its events: what failed, how the failure was classified, and how long each phase took.
 
-Phases in the order in which they follow each other (DEADPOOL, figures 10 and 11, breaks a recovery down similarly):
+A logical rank is a position in the parallel grid, held by one worker process at a time. An epoch is one version of the
+map from logical ranks to workers: a failure closes the epoch, and the recovery opens the next one, in which a standby
+(a warm worker without a rank) may hold the rank of the failed worker.
+
+The phases follow each other in this order (DEADPOOL, figures 10 and 11, breaks a recovery down similarly):
 
     detect    from the fault to its detection (known only for faults that were injected)
-    release   until the last survivor has left the closed epoch
-    assemble  until every joiner has arrived and the repair is ordered, as far as that takes longer than the release
+    release   until the last surviving worker has left the closed epoch
+    assemble  until every replacement worker has arrived and the repair is ordered (counted from the end of release)
     rebuild   until process groups are rebuilt on every worker
     restore   until state is in place on every worker
     resume    until the first new step has begun on every worker
@@ -32,7 +36,13 @@ _HARMLESS_KINDS = {kind for kind in NAMES if all(row.outcome in (HARMLESS, UNNOT
 
 @dataclass(frozen=True)
 class SeatChange:
-    """A logical rank that changed workers; ``before`` is None where its previous worker is unknown."""
+    """A logical rank that is held by another worker after a recovery than before.
+
+    Attributes:
+        rank: the logical rank.
+        before: name of the previous worker, None where it is unknown.
+        after: name of the new worker.
+    """
 
     rank: int
     before: str | None
@@ -47,12 +57,13 @@ class Recovery:
         number: number of the recovery, from 1.
         closed: the epoch that was closed, or None.
         epoch: the epoch in which training continued, or None.
-        outcome: replaced (a standby took over), in place, restart (from the checkpoint), stopped, or under way.
-        injected: the injected faults that caused it.
-        detected: the detections, in order.
+        outcome: REPLACED (a standby took over), IN_PLACE (the same workers continued), RESTART (from the checkpoint),
+            STOPPED (the run ended), or UNDER_WAY (not over yet).
+        injected: the injected faults that caused the recovery.
+        detected: the events that report a detected fault, in order of time.
         began: the first event of the recovery, from which phases are measured.
         detected_at: wall time of the first detection or, where none is on record, of the recovery's first event.
-        ended: the event that ended it, or None.
+        ended: the event that ended the recovery, or None.
         seats: the logical ranks that changed workers.
         phases: name -> seconds, for the phases that are known, in order.
         total: seconds from ``began`` to ``ended``, None while under way.
@@ -61,10 +72,10 @@ class Recovery:
         rebuilt: number of process groups that were rebuilt, None where unknown.
         kept: number of process groups that were kept, None where unknown.
         deferred: number of process groups that are rebuilt on first use, None where unknown.
-        sources: logical rank -> where its state came from.
-        attempts: number of epochs that were opened, at least 1.
+        sources: logical rank -> where its state came from, such as a peer's memory.
+        attempts: number of epochs that were opened until training continued, at least 1.
         reason: why training was interrupted, from the first event that has a reason or a message.
-        stages: the ``stage_rebuilt`` events of the last attempt.
+        stages: the ``stage_rebuilt`` events of the last attempt: pipeline stages recomputed from their neighbours.
     """
 
     number: int
@@ -99,7 +110,7 @@ class Recovery:
 
     @property
     def is_over(self) -> bool:
-        """Whether training continued."""
+        """Return whether the recovery is over and training continued."""
         return self.outcome in (REPLACED, IN_PLACE, RESTART)
 
     @property
@@ -137,7 +148,14 @@ def seats_of(event: Event) -> dict[int, str]:
 
 @dataclass
 class _Open:
-    """A recovery whose events are still being collected, with the workers' logical ranks before it."""
+    """A recovery whose events are still being collected.
+
+    Attributes:
+        seats_before: logical rank -> worker before the recovery.
+        injected: the injected faults that caused the recovery.
+        detected: the events that report a detected fault.
+        events: all events of the recovery so far.
+    """
 
     seats_before: dict[int, str]
     injected: list[Event] = field(default_factory=list)
@@ -154,7 +172,9 @@ class _Open:
 
     @property
     def restarted(self) -> Event | None:
-        """Return the last order to restart from the checkpoint; the restart of the control plane implies such an order.
+        """Return the last event that orders a restart from the checkpoint, or None.
+
+        A restart of the control plane counts as such an order.
         """
         return next((event for event in reversed(self.events) if event.name in _RESTARTS), None)
 
@@ -178,7 +198,7 @@ class _Open:
 
 
 class _Reader:
-    """Splits a history of events into recoveries."""
+    """Reads the events of a run one by one and groups them into recoveries."""
 
     def __init__(self):
         self.current: _Open | None = None
@@ -210,15 +230,16 @@ class _Reader:
         return event.name == events.EPOCH_CLOSED or event.name in _RESTARTS
 
     def _comes_after_restart(self, event: Event) -> bool:
-        """Whether ``event`` follows a restart that is complete.
+        """Return whether ``event`` follows a restart that is complete.
 
-        A restarted run may train without reporting that it has resumed, so the opening of its first epoch completes it.
+        A restarted run may train without reporting that it has resumed, so a restart counts as complete when the first
+        epoch after it opens.
         """
         begins = event.name in (events.FAULT_DETECTED, events.EPOCH_CLOSED, events.CHECKPOINT_SAVED, *_RESTARTS)
         return begins and self.current is not None and self.current.reopened is not None
 
     def end(self) -> _Open:
-        """Return the current recovery with the events collected so far, and start anew."""
+        """Return the current recovery with the events collected so far; the next event may begin another recovery."""
         done, self.current = self.current, None
         done.injected = _causes(self._injected, done)
         last = max((fault.wall for fault in done.injected), default=None)
@@ -228,7 +249,7 @@ class _Reader:
 
 
 def _concerns_training(event: Event) -> bool:
-    """Whether a detected fault interrupts training; the death of a standby does not."""
+    """Return whether a detected fault interrupts training; the death of a standby does not."""
     return event.rank is not None or event.worker is None
 
 
@@ -241,7 +262,7 @@ def _causes(injected: list[Event], read: _Open) -> list[Event]:
     nodes = {event.node for event in read.detected if event.node is not None}
     direct = [f for f in may if _victim(f) in ranks or (_victim(f) is None and f.node in nodes)]
     if direct:
-        # Only the last fault of each victim: its earlier ones (such as a short hang) ended without consequence.
+        # Keep only the last fault of each victim: earlier faults (such as a short hang) had no consequence.
         return list({(_victim(f), f.node): f for f in direct}.values())
     # A connection breaks at both ends, and the healthy end may report the failure first.
     told = [event for event in read.events if event.name == events.EPOCH_CLOSED] or read.detected
@@ -315,7 +336,7 @@ def _changes(before: dict[int, str], after: dict[int, str]) -> list[SeatChange]:
 
 
 def _phases(read: _Open, began: Event, detected: Event, ended: Event | None) -> dict[str, float]:
-    """Return the time between milestones; the time of a missing milestone is added to the next one."""
+    """Return phase -> seconds; if the event that ends a phase is missing, its time counts for the next phase."""
     marks: list[tuple[str, float]] = []
     if began is not detected:
         marks.append(("detect", elapsed(began, detected)))
@@ -331,7 +352,7 @@ def _phases(read: _Open, began: Event, detected: Event, ended: Event | None) -> 
     repaired = [elapsed(began, event) for event in (groups, state) if event is not None]
     if repaired:
         start = marks[-1][1] if marks else 0.0
-        # Both events are written when all work is done; the time of the groups is in the event's details.
+        # Both events are written when groups and state are restored; the event's details hold the groups' own seconds.
         rebuild = _of(groups, "seconds")
         if isinstance(rebuild, int | float):
             marks.append(("rebuild", min(start + rebuild, max(repaired))))
@@ -350,7 +371,7 @@ def _differences(marks: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def _redone(read: _Open, step: int | None) -> int | None:
-    """Return how many steps are computed a second time, the interrupted one included; None where unknown."""
+    """Return how many steps are computed a second time, the interrupted step included; None where unknown."""
     if step is None:
         return None
     if not read.detected and read.restarted is not None:

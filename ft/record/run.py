@@ -1,4 +1,7 @@
-"""Read the folder of a run that may still be running, or may have died in the middle of writing a line."""
+"""Read the folder of a run: events, metrics, status, and the journal in which the control plane logs its decisions.
+
+The run may still be in progress, or may have died in the middle of writing a line; incomplete lines are skipped.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -23,7 +26,7 @@ class Run:
         events: all events in order of time.
         metrics: one mapping per committed step, in order of steps.
         status: content of ``status.json``, empty where there is none.
-        decisions: number of lines in the journal.
+        decisions: number of lines in the journal of the control plane's decisions.
         damaged: file name -> number of damaged lines.
         has_metrics: whether the metrics file exists.
     """
@@ -56,7 +59,8 @@ class Run:
 def load(folder: str | Path) -> Run:
     """Read a run's folder.
 
-    Damaged lines are left out and counted. Where a step was done twice, the metrics of the last time count.
+    Damaged lines are skipped and counted. If a step was executed more than once, the metrics of its last execution are
+    kept.
 
     Raises:
         UserError: there is no such folder, it contains no run, or it cannot be read.
@@ -89,7 +93,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def number(metric: dict[str, Any], key: str) -> float | None:
-    """Return a finite figure of a step, or None."""
+    """Return the value of ``key`` in the metrics of a step if it is a finite number, else None."""
     value = metric.get(key)
     is_finite = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
     return float(value) if is_finite else None

@@ -1,4 +1,4 @@
-"""Helpers for matplotlib axes: style, legends, and a placeholder for empty panels."""
+"""Helpers for the matplotlib axes of this project's pictures: style, legends, and a placeholder for empty panels."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Writing of report files."""
+"""Write report files atomically."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""HTML fragments of a self-contained report page that needs no network."""
+"""Build the HTML fragments of ``report.html``, a page that loads nothing from the network."""
 
 import base64
 import html

@@ -1,4 +1,4 @@
-"""Colours of the pictures, distinguishable without red-green vision."""
+"""Colours of all pictures and reports, chosen to be distinguishable for readers with red-green colour blindness."""
 
 INK, QUIET, FAINT, PAPER = "#1f2933", "#66717d", "#dfe4ea", "#ffffff"
 FIRST_WORKER = "#c3d3e4"

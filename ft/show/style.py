@@ -1,4 +1,4 @@
-"""Style sheet (CSS) of ``report.html``."""
+"""Style sheet (CSS) of ``report.html``, the page that ``ft report`` writes about a run."""
 
 CSS = """\
 :root { --ink: #1f2933; --quiet: #66717d; --faint: #dfe4ea; --paper: #fff; --ground: #f5f7f9; }

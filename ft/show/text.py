@@ -1,4 +1,4 @@
-"""Formatting of figures and tables for a terminal without colour."""
+"""Format numbers and tables as plain text for a terminal."""
 
 import math
 from collections.abc import Sequence

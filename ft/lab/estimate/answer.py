@@ -1,4 +1,8 @@
-"""Compute the estimate: build an analytic profile and plan it with the planner that plans real runs."""
+"""Compute the answer of ``ft dmr estimate``: what executing each operator twice (DMR) will cost on a given cluster.
+
+The module computes a profile (a trace of one training iteration) from analytic costs. The planner that also plans real
+runs then decides when each operator is executed the second time.
+"""
 
 from dataclasses import dataclass
 
@@ -16,11 +20,11 @@ class Estimate:
     """The estimate for one batch size of a question.
 
     Attributes:
-        layout: how the model is laid out.
-        shares: naive DMR overhead and idle share of the iteration, by its schedule, without the optimizer step.
+        layout: sizes of the parallel groups and of the batch.
+        shares: overhead of naive DMR (each operator is repeated at once) and idle share of the iteration without its
+            optimizer step, computed from the schedule.
         plan: the planner's result.
-        flops_share: share of the devices' peak FLOP/s that the model's own FLOPs reach without DMR (recomputation not
-            counted).
+        flops_share: model FLOPs utilisation (MFU) without DMR, from 0 to 1; recomputation is not counted.
     """
 
     layout: Layout
@@ -37,7 +41,8 @@ class Estimate:
 def cluster_of(asked: Question) -> Cluster:
     """Return the cluster of a question, calibrated if the question asks for that.
 
-    The calibration uses the middle one of the batch sizes; its factor is used for all of them.
+    Calibration slows all transfers down by one factor, so that the estimate shows a measured idle share or overhead.
+    The factor is determined for the middle one of the batch sizes and used for all of them.
     """
     if asked.calibration is None:
         return asked.cluster
@@ -49,7 +54,7 @@ def estimate(asked: Question, layout: Layout, cluster: Cluster) -> Estimate:
     """Estimate one of the question's layouts on its (calibrated) cluster.
 
     Raises:
-        UserError: training alone does not fit the budget.
+        UserError: training without DMR does not fit the memory budget.
     """
     trace = profile(asked.model, layout, cluster, asked.budget)
     found = plan(trace, asked.budget, Options(kinds=asked.kinds))

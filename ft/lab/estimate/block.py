@@ -1,8 +1,10 @@
-"""Operators and transfers of one transformer layer on one GPU, with their FLOPs and bytes.
+"""List the operators and transfers of one transformer layer on one GPU, with their FLOPs and bytes.
 
-Tensor and sequence parallelism follow Korthikanti et al. 2022 (arXiv 2205.05198): activations between the products are
-split along the sequence, gathered before the first product and reduce-scattered after the second. The operators are
-those that a fused implementation launches; sizes are for one microbatch on one of TP ranks, in bf16.
+The list is input for the analytic cost estimate (``ft dmr estimate``). A product is a matrix multiplication; a transfer
+is a collective of tensor or expert parallelism (TP, EP). Tensor and sequence parallelism follow Korthikanti et al. 2022
+(arXiv 2205.05198): activations between the products are split along the sequence, gathered before the first product and
+reduce-scattered after the second. The operators are those that a fused implementation launches. Sizes are those of one
+microbatch on one tensor-parallel rank, in bf16.
 """
 
 from collections.abc import Sequence
@@ -21,14 +23,14 @@ class Work:
 
     Attributes:
         name: name of the operator.
-        kind: "product", "attention" or "elementwise"; it determines the rate.
+        kind: "product", "attention" or "elementwise"; it determines the achieved FLOP/s or bytes/s.
         flops: FLOPs of the operator.
-        moved: bytes that it reads and writes.
+        moved: bytes that the operator reads and writes.
         inputs: names of the input tensors, without weights.
         outputs: name of an output tensor -> bytes.
-        saved: inputs that its backward needs.
-        weight: number of parameters of a product, whose gradient the backward computes.
-        mutates: whether it changes an input, as gradient accumulation does.
+        saved: names of the inputs that its backward needs.
+        weight: number of parameters of a product's weight, whose gradient the backward computes.
+        mutates: whether the operator changes an input in place, as gradient accumulation does.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One exposed collective: nothing is computed until it ends.
+    """One collective that overlaps with no computation: the GPU computes nothing until the collective ends.
 
     Attributes:
         name: name of the collective.
@@ -53,7 +55,7 @@ class Transfer:
         source: name of the tensor before the collective.
         target: name of the tensor after the collective.
         size: bytes of ``target``.
-        back: bytes of the gradient that its counterpart in the backward produces.
+        back: bytes of the gradient that the corresponding collective in the backward produces.
     """
 
     name: str
@@ -69,7 +71,7 @@ Step = Work | Transfer
 
 
 class _Builder:
-    """Collects steps and remembers the size of each tensor in bytes."""
+    """Collects the operators and transfers of a layer, and the size of each tensor in bytes."""
 
     def __init__(self, tp: int, sizes: dict[str, int]):
         self.tp, self.sizes, self.steps = tp, dict(sizes), []
@@ -197,9 +199,9 @@ def _mlp(build: _Builder, model: Model, layout: Layout, width: int, source: str,
 
 
 def _experts(build: _Builder, model: Model, layout: Layout) -> None:
-    """Add routed experts on EP ranks, each expert's width split over TP / EP ranks.
+    """Add the steps of routed experts on EP ranks; each expert's width is split over TP / EP ranks.
 
-    Tokens are spread evenly over experts (ASSUMED).
+    The tokens are assumed to be spread evenly over the experts.
     """
     experts, tokens = model.experts, model.sequence * layout.micro
     here, split = tokens / layout.tp, layout.tp // layout.ep
@@ -219,11 +221,12 @@ def _experts(build: _Builder, model: Model, layout: Layout) -> None:
 
 
 def backward(steps: Sequence[Step]) -> list[Step]:
-    """Return the backward of a layer's forward.
+    """Return the steps of a layer's backward, given those of its forward.
 
-    The gradient of a tensor is called "d " plus the tensor's name. A product has two gradients, and accumulates that of
-    its weight in fp32. Transfers are reversed: the gradient of a gather is reduce-scattered, and vice versa. The second
-    gather of sequence parallelism, for weight gradients, overlaps with a product and is left out.
+    The gradient of a tensor is called "d " plus the tensor's name. The backward of a product computes the gradients of
+    its input and of its weight, and accumulates the latter in fp32. Transfers are reversed: the backward of an
+    all-gather is a reduce-scatter, and vice versa. The second all-gather of sequence parallelism, for the weight
+    gradients, overlaps with a product and is left out.
     """
     sizes = _sizes(steps)
     same = {"d " + one: "d " + add for add in ("x1", "y") for one in _added(steps, add)}
@@ -240,12 +243,12 @@ def backward(steps: Sequence[Step]) -> list[Step]:
 
 
 def _added(steps: Sequence[Step], output: str) -> tuple[str, ...]:
-    """Return the tensors that are added to the residual for ``output``; their gradient equals that of the sum."""
+    """Return the tensors that are added to the residual stream to give ``output``; their gradient equals the sum's."""
     return next((one.inputs[1:] for one in steps if isinstance(one, Work) and output in one.outputs), ())
 
 
 def _sizes(steps: Sequence[Step]) -> dict[str, int]:
-    """Return the bytes of every tensor by name; the input of a norm is as large as its output."""
+    """Return tensor name -> bytes for all tensors; the input of a norm is as large as its output."""
     sizes: dict[str, int] = {}
     for step in steps:
         sizes |= {step.target: step.size, step.source: step.back} if isinstance(step, Transfer) else step.outputs
@@ -281,13 +284,13 @@ def _product_backward(step: Work, sizes: dict[str, int]) -> list[Step]:
 def _other_backward(step: Work, sizes: dict[str, int], same: dict[str, str]) -> Work:
     """Return the backward of an operator other than a product.
 
-    Attention executes 2.5 times the FLOPs of its forward, because it recomputes the scores (Dao 2023, arXiv
-    2307.08691). The gradient of a norm is added to that of the residual beside it.
+    The backward of attention executes 2.5 times the FLOPs of its forward, because it recomputes the scores (Dao 2023,
+    arXiv 2307.08691). The gradient of a norm's input is added to the gradient of the parallel residual connection.
     """
     gradients = tuple(same.get("d " + output, "d " + output) for output in step.outputs if output != "loss")
     around = {"norm1": ("d x1",), "norm2": ("d y",)}.get(step.name, ())
     inputs = (*step.saved, *gradients, *around)
-    # The choice of a token's experts has no gradient; the weights of their outputs have one.
+    # The choice of a token's experts has no gradient; the weights of the experts' outputs have one.
     outputs = {"d " + one: sizes[one] for one in step.inputs if (step.name, one) != ("permute", "router")}
     moved = sum(step.outputs.values()) + sum(outputs.values()) + sum(sizes[one] for one in step.saved)
     moved += sum(sizes[one.removeprefix("d ")] for one in around)
@@ -297,7 +300,7 @@ def _other_backward(step: Work, sizes: dict[str, int], same: dict[str, str]) -> 
 def saved_bytes(steps: Sequence[Step]) -> int:
     """Return the bytes that a layer keeps for its backward without recomputation.
 
-    A gathered tensor counts as the part that it was gathered from, as sequence parallelism gathers it again.
+    A gathered tensor counts only with this rank's part, because sequence parallelism gathers it again in the backward.
     """
     sizes = _sizes(steps)
     part = {step.target: step.source for step in steps if isinstance(step, Transfer) and step.kind == "tp"}

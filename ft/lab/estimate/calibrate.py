@@ -1,9 +1,11 @@
-"""Calibrate a cluster: slow transfers down until the model shows a measured idle share or DMR overhead.
+"""Calibrate a cluster's cost model: slow all transfers down until it shows a measured idle share or DMR overhead.
 
-By rates alone, the model lets tensor parallelism on NVSwitch and pipeline bubbles leave a GPU idle for a third of the
-time; SpareTrain measured 68 % and 77 % on such machines and does not give the reasons. One factor on every transfer
-stands for all of them. It is the same within and between nodes, so that the division of the idle time into kinds of
-windows remains that of the rates.
+DMR executes each operator twice; naive DMR repeats each operator at once, and SpareTrain's DMR repeats operators in
+windows, that is, times in which the GPU is idle. With documented and assumed rates only, the cost model predicts that a
+GPU is idle for a third of the time, because of tensor parallelism on NVSwitch and pipeline bubbles. SpareTrain measured
+68 % and 77 % on such machines and does not give the reasons. One factor on the time of every transfer stands for all
+these reasons. The factor is the same within and between nodes, so the shares of the different kinds of windows in the
+idle time remain as the rates imply.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ class Shares:
     """Shares of one iteration without its optimizer step.
 
     Attributes:
-        naive_overhead: time that naive DMR adds, as a share of the time without DMR.
+        naive_overhead: time that naive DMR adds, as a share of the iteration's time without DMR.
         idle: share of the time in which a stage computes nothing (mean over stages).
     """
 
@@ -35,12 +37,12 @@ class Shares:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Times of one part in one direction (forward or backward), in microseconds.
+    """Times of one model part (a stage, or one of its chunks) for one microbatch in one direction, in microseconds.
 
     Attributes:
         computed: time of the operators.
         sent: time of the transfers.
-        checked: time to verify all operators.
+        checked: time to execute all operators again and compare their results.
     """
 
     computed: float
@@ -49,22 +51,22 @@ class _Unit:
 
 
 def shares(model: Model, layout: Layout, cluster: Cluster) -> Shares:
-    """Return the shares that a cluster shows according to its schedule."""
+    """Return the idle share and the naive overhead that the cost model predicts for a cluster."""
     return _shares(_units(model, layout, cluster), pipeline_of(model, layout, cluster), 1.0)
 
 
 def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, share: float) -> Cluster:
-    """Return the cluster with the slowdown at which ``target`` equals ``share``.
+    """Return the cluster with the slowdown of transfers at which ``target`` equals ``share``.
 
     Args:
         model: the model.
-        layout: how the model is laid out.
+        layout: sizes of the parallel groups and of the batch.
         cluster: the cluster, whose own slowdown is ignored.
         target: "naive_overhead" or "idle".
         share: the measured share.
 
     Raises:
-        UserError: no slowdown achieves that.
+        UserError: no slowdown gives this share.
     """
     cluster = replace(cluster, slowdown=1.0)
     units, pipeline = _units(model, layout, cluster), pipeline_of(model, layout, cluster)
@@ -88,7 +90,7 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
 
 
 def _units(model: Model, layout: Layout, cluster: Cluster) -> list[tuple[_Unit, _Unit]]:
-    """Return the (forward, backward) times of each part."""
+    """Return the (forward, backward) times of each part of the model."""
     return [(_unit(work.forward), _unit(work.backward)) for work in part_works(model, layout, cluster)]
 
 

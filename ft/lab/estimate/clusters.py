@@ -1,4 +1,4 @@
-"""Devices and networks: documented peak rates, and the assumed achieved shares of them."""
+"""Describe the GPUs and networks of ``ft dmr estimate``: documented peak rates, and assumed achieved shares of them."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Implement ``ft dmr estimate``."""
+"""Implement ``ft dmr estimate``: predict the cost of executing each operator twice (DMR), without any hardware."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the estimate.
 
     Raises:
-        UserError: the question is inconsistent, or training alone does not fit the budget.
+        UserError: the scenario is inconsistent, or training without DMR does not fit the memory budget.
     """
     values = read_file(arguments.scenario) if arguments.scenario else {}
     given = read_flags({name: getattr(arguments, name.replace("-", "_")) for name in FIELDS})

@@ -1,6 +1,7 @@
 """Estimate the seconds of operators and transfers with a roofline model.
 
-An operator takes the longer of its arithmetic and its memory time; each rate is an assumed share of the documented one.
+An operator takes its arithmetic time or its memory time, whichever is longer. The rates (FLOP/s, bytes/s) are assumed
+shares of the documented peak rates.
 """
 
 from ft.lab.estimate.block import Transfer, Work

@@ -1,4 +1,8 @@
-"""Layout of a model on a cluster: sizes of parallel groups, microbatches, recomputation."""
+"""Describe how a model is laid out on a cluster for ``ft dmr estimate``.
+
+A layout consists of the sizes of the parallel groups, the batch and its microbatches, and the kind of activation
+recomputation.
+"""
 
 from dataclasses import dataclass
 
@@ -43,14 +47,14 @@ class Layout:
         tp: tensor-parallel size, with sequence parallelism; within a node.
         pp: number of pipeline stages.
         ep: expert-parallel size, within a node; its ranks are taken from the tensor-parallel group.
-        dp: number of data-parallel copies.
-        batch: sequences of an iteration, over all copies.
-        chunks: model chunks of each stage; more than one: the interleaved schedule.
-        micro: sequences of a microbatch.
+        dp: number of data-parallel copies of the model.
+        batch: number of sequences of an iteration, over all data-parallel copies.
+        chunks: number of model chunks of each stage; more than one selects the interleaved 1F1B schedule.
+        micro: number of sequences of a microbatch.
         recompute: "full" (every layer is an activation-checkpointing segment) or "none".
-        early_stop: whether recomputation stops before the segment's last operator whose inputs the backward needs, as
-            in torch's non-reentrant checkpoints, unlike Megatron's.
-        fused_gate: whether an MLP's gate and up matrices are one product, as in Megatron; TorchTitan has two.
+        early_stop: whether recomputation of a segment ends as soon as it has produced all tensors that the backward
+            needs, as in torch's non-reentrant checkpointing; Megatron recomputes the whole segment.
+        fused_gate: whether an MLP's gate and up projections are one matrix product, as in Megatron; TorchTitan has two.
         state: bytes of training state per parameter.
     """
 
@@ -77,16 +81,17 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Return the number of parts that the model is cut into; part ``chunk * pp + stage`` is that chunk of that
-        stage.
+        """Return the number of parts into which the model is cut; a part is one chunk of one stage.
+
+        The chunk ``chunk`` of the stage ``stage`` is the part number ``chunk * pp + stage``.
         """
         return self.pp * self.chunks
 
     def layers(self, model: Model) -> list[int]:
         """Return the number of layers of each part.
 
-        Where the layers do not divide evenly, parts other than the first and the last get one more, later parts first,
-        because fewer microbatches are in flight there.
+        If the layers cannot be divided evenly, some parts get one more layer, but not the first and the last part.
+        Later parts come first, because fewer microbatches are in flight there.
         """
         base, more = divmod(model.layers, self.parts)
         by_room = sorted(range(self.parts), key=lambda part: (part in (0, self.parts - 1), -part))
@@ -96,7 +101,7 @@ class Layout:
         """Check that the layout is possible.
 
         Raises:
-            UserError: it is not; the message names the conflicting numbers.
+            UserError: the layout is impossible; the message names the conflicting numbers.
         """
         for name in ("tp", "pp", "ep", "dp", "batch", "micro", "chunks"):
             if getattr(self, name) < 1:
@@ -134,10 +139,10 @@ class Layout:
 
 
 def fitted(model: Model, cluster: Cluster, pp: int, tp: int | None = None, ep: int | None = None, **others) -> Layout:
-    """Return a layout for a given number of stages: by default, tensor parallelism fills a node, data parallelism the
-    rest.
+    """Return a layout with ``pp`` stages.
 
-    GPUs that do not suffice for a whole copy stay unused.
+    By default, a tensor-parallel group fills a node, and data parallelism uses all nodes. GPUs that do not suffice for
+    another whole copy of the model stay unused.
 
     Raises:
         UserError: the layout is impossible.

@@ -1,4 +1,8 @@
-"""Memory of one GPU of a stage: training state of its parameters, and activations of the microbatches in flight."""
+"""Estimate the memory of one GPU of a pipeline stage: training state, and activations of the microbatches in flight.
+
+A unit is the forward or backward pass of one microbatch through one model chunk of the stage. TP and EP are the sizes
+of tensor and expert parallelism. A segment is the part of the model that activation checkpointing recomputes at once.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,11 +18,13 @@ class StageMemory:
     """Memory of one GPU in bytes.
 
     Attributes:
-        states: weights, gradients, optimizer.
-        kept: per chunk, what one microbatch holds from its forward to its backward: with full recomputation the inputs
-            of the segments (2 * s * b * h of each layer, divided by TP), else everything that the backward needs.
-        working: what one layer's forward and backward hold while they run; without recomputation, transients only.
-        ends: the output layer's logits, on the last stage while it runs.
+        states: bytes of weights, gradients and optimizer state.
+        kept: bytes for each chunk that one microbatch holds from its forward to its backward. With full recomputation
+            these are the inputs of the segments (for each layer 2 * sequence length * microbatch size * hidden size /
+            TP), otherwise all tensors that the backward needs.
+        working: bytes that one layer's forward and backward hold only while they run; with full recomputation these
+            include the layer's recomputed activations.
+        ends: bytes of the output layer's logits, which the last stage holds while the output layer runs.
     """
 
     states: float
@@ -46,7 +52,7 @@ def state_bytes(model: Model, layout: Layout, stage: int) -> float:
 
 
 def stage_memory(model: Model, layout: Layout, stage: int) -> StageMemory:
-    """Return what one GPU of a stage holds."""
+    """Return the memory of one GPU of a stage."""
     tokens = model.sequence * layout.micro
     steps = forward(model, layout)
     saved = saved_bytes(steps)
@@ -65,9 +71,9 @@ def stage_memory(model: Model, layout: Layout, stage: int) -> StageMemory:
 
 
 def over_units(memory: StageMemory, order: Iterable[Unit]) -> Iterator[tuple[Unit, float, float]]:
-    """Yield (unit, bytes while it runs, bytes after it) for a stage's units in their order.
+    """Yield (unit, bytes in use while the unit runs, bytes in use after it) for a stage's units in their order.
 
-    A unit's transient memory counts from its beginning to its end.
+    Memory that a unit holds only while it runs counts from the unit's beginning to its end.
     """
     held = memory.states
     for unit in order:

@@ -1,4 +1,4 @@
-"""Shapes of published transformers, with their numbers of parameters and FLOPs."""
+"""Shapes of published transformer models for ``ft dmr estimate``, with their numbers of parameters and FLOPs."""
 
 from dataclasses import dataclass
 
@@ -37,8 +37,9 @@ class Model:
         sequence: tokens of a training sequence.
         experts: the mixture of experts, or None.
         gated: whether the MLP has a third matrix (SwiGLU).
-        causal: whether attention computes only the lower triangle; older counts of FLOPs take all of it.
-        tied: whether the output layer is the embedding.
+        causal: whether FLOPs of attention are counted for the lower triangle of the scores only; older publications
+            count the full matrix.
+        tied: whether the output layer uses the embedding's weight.
         source: where the shape is published.
     """
 
@@ -105,8 +106,9 @@ class Model:
     def flops_per_token(self, recompute: bool = False) -> float:
         """Return the FLOPs of forward and backward per token, in matrix products and attention.
 
-        They are 6 for each parameter but the embedding (a table), and 12 * hidden * sequence for each layer's
-        attention, half of it where attention is causal: Narayanan et al. 2021 (arXiv 2104.04473), appendix.
+        The count is 6 for each parameter except those of the embedding (a table lookup), plus 12 * hidden * sequence
+        for the attention of each layer, or half of this if attention is causal: Narayanan et al. 2021 (arXiv
+        2104.04473), appendix.
 
         Args:
             recompute: whether the layers' forward is executed twice (full activation checkpointing).

@@ -1,7 +1,8 @@
-"""Estimate, from analytic costs, the trace of one training iteration that profiling a run would record.
+"""Compute from analytic costs the trace of one training iteration that profiling a run would record.
 
-The trace lists the operators of all pipeline stages and the windows, in which a stage only communicates or is idle. The
-planner of DMR (dual modular redundancy, SpareTrain) accepts it in place of a profile.
+The trace lists the operators of all pipeline stages and the windows: times in which a stage only communicates or is
+idle. The planner of DMR accepts the trace in place of a recorded profile. DMR (dual modular redundancy, from the
+SpareTrain paper) executes each operator twice, if possible in a window, and compares the results.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Read the scenario of an estimate from a file and from flags, check it, and build model, cluster and layouts.
+"""Read the scenario of ``ft dmr estimate`` from a file and flags, check it, and build model, cluster and layouts.
 
 A scenario file is TOML with the sections and keys of :data:`FIELDS`. Flags override it.
 """
@@ -46,7 +46,7 @@ class Question:
         layouts: one layout for each batch size, otherwise equal.
         budget: bytes that each GPU may use.
         calibration: ("idle" or "naive_overhead", share), or None for transfers at the assumed rates.
-        kinds: kinds of windows that the planner may use.
+        kinds: kinds of windows (idle times of the GPU) that the planner may use to execute operators again.
     """
 
     model: Model
@@ -110,7 +110,7 @@ FIELDS = {
     "naive-overhead": Field("calibration", _SHARE, None, "SHARE", "... until naive DMR costs this"),
     "bubbles": Field("plan", _flag, True, "BOOL", "pipeline bubbles are windows too (default: true)"),
 }  # fmt: skip
-"""All fields by name as in flags; in files, "-" is written "_"."""
+"""Name of the flag -> field. In files, names contain "_" instead of "-"."""
 
 
 def read_file(path: str | Path) -> dict[str, Any]:

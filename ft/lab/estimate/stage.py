@@ -1,6 +1,9 @@
-"""Work of one part of the model (a stage, or one of its chunks) for one microbatch.
+"""Compute the work of one part of the model (a pipeline stage, or one of its chunks) for one microbatch.
 
-The work is a sequence of steps with their times and the names of their tensors.
+The work is a sequence of steps (operators and transfers) with their times and the names of their tensors. It is input
+for the estimate of DMR's cost: DMR executes each operator twice and compares the results. A unit is the forward or the
+backward pass of one microbatch through the part. A segment is the part of a layer that activation checkpointing
+recomputes in the backward pass.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,15 +27,15 @@ class Placed:
 
     Attributes:
         step: the operator or transfer.
-        layer: number within the part; -1 is the embedding, the number of layers is the output layer.
+        layer: number of the layer within the part, from 0; -1 is the embedding, the number of layers the output layer.
         phase: forward, recomputation or backward.
         start_us: start in microseconds since the beginning of the unit.
         t_us: duration in microseconds.
-        inputs: names of tensors, unique within a microbatch in a part.
-        outputs: names of tensors, unique within a microbatch in a part.
-        compare_us: microseconds of the comparison, in addition to executing the step again; 0 for transfers.
-        segment: whether it belongs to the layer's activation-checkpointing segment.
-        last: whether it is the last step of the segment.
+        inputs: names of the input tensors, unique within a microbatch in a part.
+        outputs: names of the output tensors, unique within a microbatch in a part.
+        compare_us: microseconds to compare the results of two executions, without the executions; 0 for transfers.
+        segment: whether the step belongs to the layer's activation-checkpointing segment.
+        last: whether the step is the last one of the segment.
     """
 
     step: Step
@@ -100,8 +103,9 @@ def part_work(model: Model, layout: Layout, cluster: Cluster, part: int) -> Part
 
 
 def _recomputed(steps: Sequence[Step], early_stop: bool) -> list[Step]:
-    """Return the steps that recomputation executes: all, or up to the last step that creates a tensor the backward
-    needs.
+    """Return the steps that recomputation executes.
+
+    These are all steps or, with ``early_stop``, those up to the last step that creates a tensor the backward needs.
     """
     if not early_stop:
         return list(steps)
@@ -110,11 +114,11 @@ def _recomputed(steps: Sequence[Step], early_stop: bool) -> list[Step]:
 
 
 class _Lay:
-    """Places steps one after the other and names their tensors.
+    """Places the steps of a part one after the other in time and names their tensors.
 
-    A name is made unique by the layer's number and by whether the tensor is an activation of the forward ("f"), of the
-    recomputation ("r") or a gradient ("g"). Tensors passed between layers are called "x" or "d" plus the number of the
-    layer that receives them.
+    A tensor's unique name contains the layer's number and a letter: "f" for activations of the forward, "r" for
+    activations of the recomputation, "g" for gradients. Tensors that are passed between layers are called "x"
+    (activation) or "d" (gradient) plus the number of the layer that receives them.
     """
 
     def __init__(self, cluster: Cluster):
@@ -180,9 +184,9 @@ class _Lay:
     def _compare_us(self, step: Step, inputs: Sequence[str], outputs: Sequence[str], segment: bool) -> float:
         """Return the microseconds of comparing the results of two executions.
 
-        Steps that are recomputed anyway are compared by digests, and each execution reads its own outputs; for other
-        steps the outputs of both executions are read. Accumulation changes an fp32 buffer, twice as large as what it
-        adds.
+        For steps that activation checkpointing recomputes anyway, each execution computes a digest of its own outputs.
+        For other steps the outputs of both executions are read. Gradient accumulation changes an fp32 buffer that is
+        twice as large as the bf16 tensor that is added.
         """
         if isinstance(step, Transfer):
             return 0.0

@@ -1,4 +1,8 @@
-"""Format estimates as text or JSON values."""
+"""Format the result of ``ft dmr estimate`` as text or JSON values.
+
+A set is a group of operators that DMR executes the second time in the same way: as part of activation checkpointing's
+recomputation, in an idle time (window) between or inside units of work, or at once.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +27,7 @@ SAID = {
 
 
 def as_text(asked: Question, cluster: Cluster, found: Sequence[Estimate]) -> str:
-    """Return tables of the estimates, the planner's reasons, and the assumptions."""
+    """Return tables of the estimates, the planner's reasons for its choices, and the assumptions."""
     why = "\n".join([f"batch {found[-1].layout.batch}:", *(f"  {reason}" for reason in reasons(found[-1].plan))])
     return "\n\n".join([_head(asked, found[0]), _overheads(found), _sets(found), why, assumed(asked, cluster)])
 
@@ -72,7 +76,7 @@ def _sets(found: Sequence[Estimate]) -> str:
 
 
 def by_set(one: Estimate) -> dict[str, float]:
-    """Return each set's share of the total time of all operators."""
+    """Return set -> share of its operators in the total time of all operators."""
     times: Counter[str] = Counter(dict.fromkeys(SETS, 0.0))
     for op in one.plan.trace.ops:
         times[one.plan.assign[op.id].set] += op.t_us

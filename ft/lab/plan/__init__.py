@@ -1,1 +1,1 @@
-"""Planning tools (``ft plan``): predict what failures cost a run and what state it can lose, before it is started."""
+"""Planning tools (``ft plan``): predict before a run is started what failures will cost and what state may be lost."""

@@ -1,4 +1,7 @@
-"""Implement ``ft plan``, which has one subcommand for each question."""
+"""Implement ``ft plan``: planning tools for recovery, snapshots, pipeline schedules and redundancy of training data.
+
+There is one subcommand for each question.
+"""
 
 import argparse
 import importlib
@@ -16,7 +19,7 @@ _SUBCOMMANDS = (
 
 
 def add_parser(subparsers) -> None:
-    """Add ``plan`` with its subcommands; each of them sets the default ``main``, as all commands of ``ft`` do."""
+    """Add ``plan`` with its subcommands; each of them sets the parser default ``main``, a function that runs it."""
     parser = subparsers.add_parser(
         "plan", help="what failures cost a run, what its memory can hold, how stages and groups share work"
     )

@@ -1,4 +1,7 @@
-"""Training configurations that together execute the operators of a megatron-core GPT."""
+"""Training configurations for the self-test of DMR (redundant execution) that together execute all operators of a GPT.
+
+The operators are those of megatron-core's GPT model.
+"""
 
 from dataclasses import dataclass
 
@@ -31,7 +34,12 @@ _PRECISIONS = {"fp32": "", "bf16": "--bf16"}
 
 @dataclass(frozen=True)
 class Case:
-    """One model to train for a few steps; ``flags`` are the trainer's."""
+    """One model that the self-test trains for a few steps.
+
+    Attributes:
+        name: name of the case in the output.
+        flags: command-line flags for the trainer, ``pretrain_gpt.py``.
+    """
 
     name: str
     flags: str

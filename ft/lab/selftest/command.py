@@ -1,4 +1,8 @@
-"""Implement ``ft dmr selftest``, which finds the operators that are not reproducible on this machine."""
+"""Implement ``ft dmr selftest``, which finds the operators that are not reproducible bit for bit on this machine.
+
+DMR (dual modular redundancy) executes each operator twice and compares the results. It must not compare operators that
+are not reproducible, and reads their names from a file that this command can write.
+"""
 
 import argparse
 import json
@@ -43,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         UserError: the flags are invalid, or the file cannot be written.
     """
     _refuse(arguments)
-    # Imported here because torch and megatron-core take seconds to import; mistyped flags are reported before.
+    # Import torch and megatron-core after the flags were checked, because importing them takes seconds.
     import torch
 
     from ft.lab.selftest.text import as_text, as_values

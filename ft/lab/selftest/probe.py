@@ -1,8 +1,9 @@
 """Execute the operators of a real training step repeatedly on their actual inputs, and compare the results.
 
-Repetition happens at the moment of the call, when the inputs exist with their strides and aliases; nothing is recorded
-for later. Random operators draw again from the same state of the generator, and operators that write in place are
-computed on copies (``ft.systems.dmr.runtime.redundant``), as DMR does at run time.
+The self-test of DMR (dual modular redundancy: each operator is executed twice and compared) uses this to find operators
+that are not reproducible. Repetition happens at the moment of the call, when the inputs exist with their strides and
+aliases; nothing is recorded for later. Random operators draw again from the same state of the generator, and operators
+that write in place are computed on copies (``ft.systems.dmr.runtime.redundant``), as DMR does at run time.
 """
 
 import contextlib
@@ -18,8 +19,9 @@ from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors
 from ft.systems.dmr.runtime.redundant import check_in_place, execute_again, state_before, written
 
 STABLE, UNSTABLE, REFUSED, NOT_TRIED = "stable", "unstable", "refused", "not tried"
-"""Whether torch's deterministic algorithms make an unstable operator stable. REFUSED: torch has no such algorithm for
-it. NOT_TRIED: they are enabled already, or have to be enabled from the start of the process.
+"""Results of an unstable operator with torch's deterministic algorithms enabled. STABLE, UNSTABLE: whether its results
+are then reproducible. REFUSED: torch has no deterministic algorithm for the operator. NOT_TRIED: the deterministic
+algorithms are enabled already, or have to be enabled from the start of the process.
 """
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -53,8 +55,9 @@ class Finding:
         runs: number of repetitions of all calls together.
         differing: number of repetitions whose result differed from the first one.
         elements: largest number of elements that differed in one repetition.
-        of: number of elements of the output in that repetition.
-        deterministic: None while stable; else STABLE, UNSTABLE, REFUSED or NOT_TRIED.
+        of: number of elements of the output in the repetition with the largest number of differing elements.
+        deterministic: None while no repetition differed; else the result with torch's deterministic algorithms:
+            STABLE, UNSTABLE, REFUSED or NOT_TRIED.
     """
 
     kind: Kind
@@ -107,7 +110,7 @@ class Probe(TorchDispatchMode):
         return self.findings[alike]
 
     def _execute(self, finding: Finding, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Execute the call itself, and its repetitions on the side."""
+        """Execute the call and its repetitions; return the result of the call itself."""
         if not kind.written:
             state = state_before(kind, args, kwargs)
             out = func(*args, **kwargs)

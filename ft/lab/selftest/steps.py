@@ -1,4 +1,4 @@
-"""Train a model for a few steps on this rank alone, under a probe that watches every operator."""
+"""Train a model for a few steps in one process, under a probe that repeats every operator (self-test of DMR)."""
 
 import contextlib
 import io
@@ -38,8 +38,8 @@ def watch(case: Case, probe: Probe, layers: int = 0) -> None:
 
     Args:
         case: the model to train.
-        probe: watches the operators.
-        layers: largest number of layers; 0: all.
+        probe: the dispatch mode that repeats the operators and compares their results.
+        layers: largest number of layers to train; 0: all layers of the model.
 
     Raises:
         UserError: the flags do not work on one rank, or the model does not fit this device.
@@ -66,7 +66,7 @@ def watch(case: Case, probe: Probe, layers: int = 0) -> None:
 def alone(options: Options, layers: int = 0) -> Options:
     """Return options for the same model on one rank, trained on mock data and without checkpoints.
 
-    Layers that are usually split over ranks are whole, so operators of a tensor-parallel layer are larger.
+    Layers that a tensor-parallel run splits over ranks are whole here, so their operators have larger inputs.
     """
     given, training = options.parallel, options.training
     if options.model.num_layers and layers:
@@ -96,7 +96,7 @@ def alone(options: Options, layers: int = 0) -> Options:
         evaluation=EvaluationOptions(eval_iters=0),
         checkpoint=CheckpointOptions(),
         logging=LoggingOptions(log_interval=STEPS + 1),
-        fault_tolerance=FaultToleranceOptions(ft_dmr="piggyback"),  # so that the operators are those of a run with DMR
+        fault_tolerance=FaultToleranceOptions(ft_dmr="piggyback"),  # execute the same operators as a run with DMR
     )
 
 

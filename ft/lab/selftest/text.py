@@ -1,4 +1,8 @@
-"""Format the outcome of a self-test as text or JSON values."""
+"""Format the outcome of ``ft dmr selftest`` as text or JSON values.
+
+The self-test finds operators that are not reproducible bit for bit, and for which DMR (redundant execution) would raise
+false alarms.
+"""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Implement ``ft diagnose compare``: find the first step, parameter, rank and run that differ among runs' checkpoints.
+"""Implement ``ft diagnose compare``: compare the checkpoints of several runs of the same training bit for bit.
+
+The command reports the first step, parameter and logical rank (position in the parallel grid) that differ, and which
+run deviates from the majority. It locates silent data corruption.
 """
 
 import argparse
@@ -50,7 +53,7 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         UserError: a folder, a checkpoint or their combination cannot be compared.
     """
-    # Imported here because importing torch takes longer than showing the help.
+    # Import these modules here, so that showing the help does not wait for the import of torch.
     from ft.observe.diagnose.compare import compare
     from ft.observe.diagnose.runs import open_runs
     from ft.observe.diagnose.text import as_text, as_values

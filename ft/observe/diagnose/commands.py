@@ -1,4 +1,4 @@
-"""Implement ``ft diagnose``, which has one subcommand for each question."""
+"""Implement ``ft diagnose``, which locates errors in runs; its subcommand ``compare`` compares runs' checkpoints."""
 
 import argparse
 import importlib
@@ -10,7 +10,7 @@ _SUBCOMMANDS = ("ft.observe.diagnose.command",)
 
 
 def add_parser(subparsers) -> None:
-    """Add ``diagnose`` with its subcommands; each of them sets the default ``main``, as all commands of ``ft`` do."""
+    """Add ``diagnose`` with its subcommands; each of them sets the parser default ``main``, a function that runs it."""
     parser = subparsers.add_parser(
         "diagnose",
         help="where runs of the same training come apart: step, parameter, rank",

@@ -1,4 +1,8 @@
-"""Compare the checkpoints of several runs bit for bit, up to the first step that differs."""
+"""Compare the checkpoints of several runs of the same training bit for bit, up to the first step that differs.
+
+A piece is one shard of a tensor, or one object, in a checkpoint. The manifest is the checkpoint's list of its files,
+with their sizes and checksums.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +18,9 @@ Classes = tuple[tuple[int, ...], ...]
 """
 
 _DESCRIBES = ("args", "options", "content_metadata")
-"""Keys in the common part of a checkpoint that describe the run's inputs, not its results; they are not compared."""
+"""Keys in the common part of a checkpoint (the part that is not sharded) that describe the run's inputs, not its
+results. They are not compared.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Finding:
     differences: dict[int, Difference]
 
     def has_majority(self, runs: int) -> bool:
-        """Whether more than half of ``runs`` runs agree on the piece."""
+        """Return whether more than half of all runs, whose number is ``runs``, agree on the piece."""
         return 2 * len(self.classes[0]) > runs
 
 
@@ -47,8 +53,8 @@ class Comparison:
         pieces: number of shards and objects in one checkpoint.
         bytes: size of one checkpoint in bytes.
         findings: the pieces that differ at the last step.
-        stored: the checkpoints of the last step, one for each run.
-        notes: sentences that a reader of the comparison should know.
+        stored: the checkpoints of the last compared step, one for each run.
+        notes: caveats about the comparison, as sentences.
     """
 
     runs: list[Run]
@@ -106,7 +112,7 @@ def _shards(stored: Sequence[Stored], quick: bool) -> Iterator[Finding]:
             continue
         blocks = zip_longest(*(reader.of(p) for reader, p in zip(readers, mine, strict=True)))
         if not _equal(blocks):
-            # Equal values may have been pickled in different ways, so their bytes do not settle it.
+            # Equal objects may have been pickled to different bytes, so different bytes do not prove a difference.
             finding = _finding(piece, [each.whole(p) for each, p in zip(stored, mine, strict=True)])
             yield from [finding] if finding else []
     for reader in readers:
@@ -114,7 +120,7 @@ def _shards(stored: Sequence[Stored], quick: bool) -> Iterator[Finding]:
 
 
 def _equal(blocks: Iterator[tuple]) -> bool:
-    """Whether all runs have the same bytes; always reads to the end, so that checksums can be verified."""
+    """Return whether all runs have the same bytes. Always read to the end, so that the checksums can be verified."""
     equal = True
     for first, *others in blocks:
         equal = all(block == first for block in others) and equal

@@ -1,4 +1,7 @@
-"""Measure how two values differ that should have the same bits."""
+"""Measure how two values differ that should have the same bits, for ``ft diagnose compare``.
+
+ULP (unit in the last place) is the distance of two floating-point numbers, counted in representable numbers.
+"""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -24,12 +27,12 @@ class Difference:
         differing: number of elements that differ in at least one bit.
         not_finite: number of differing elements that are NaN or infinite on one side; ``ulp`` and ``absolute`` ignore
             them.
-        ulp: largest distance of floating-point elements, in representable numbers.
+        ulp: largest distance of floating-point elements in ULP; None where there are none to compare.
         absolute: largest absolute distance.
         first: flat index of the first differing element; None where elements have no order.
         last: flat index of the last differing element; None where elements have no order.
         values: the values of the reference and of this value at ``first``, where they are numbers.
-        mask: the bits that differ, in any element.
+        mask: bit mask of the bit positions that differ in any element.
     """
 
     elements: int

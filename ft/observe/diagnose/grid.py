@@ -1,4 +1,8 @@
-"""Compute a logical rank's coordinates in the parallel grid of its run, and the ranks that hold the same shards."""
+"""Compute a logical rank's coordinates in the parallel grid of its run, and the ranks that hold the same shards.
+
+The grid has the dimensions of megatron-core: tensor (tp), context (cp), data (dp) and pipeline parallelism (pp), and
+for experts expert-tensor (etp), expert (ep) and expert-data parallelism (edp).
+"""
 
 from collections.abc import Mapping
 from functools import lru_cache

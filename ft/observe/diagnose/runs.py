@@ -1,4 +1,8 @@
-"""Open the runs to compare: find their common steps, check that they are of the same training, and collect caveats."""
+"""Open the runs that ``ft diagnose compare`` compares, and check that they are runs of the same training.
+
+A run is given by its folder of checkpoints. The module also finds the steps of which all runs have a checkpoint, and
+collects caveats.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +14,9 @@ from ft.observe.diagnose.stored import Stored
 from megatron.training.checkpointing import naming, verify
 
 _BESIDE = ("checkpoint", "logging", "fault_tolerance", "evaluation")
-"""Groups of flags that do not affect the computed numbers; ``_NO_MATTER`` lists such flags of other groups."""
+"""Groups of the trainer's flags that do not affect the computed numbers. ``_NO_MATTER`` lists such flags of other
+groups.
+"""
 _NO_MATTER = {
     *("data_cache_path", "num_workers", "mmap_bin_files", "num_dataset_builder_threads", "local_rank"),
     *("exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal", "distributed_timeout_minutes"),
@@ -19,7 +25,13 @@ _NO_MATTER = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run's --save folder; ``steps`` are those of its checkpoints, ``name`` is the path as the user wrote it."""
+    """One run that is compared.
+
+    Attributes:
+        name: path of its folder as the user wrote it.
+        folder: folder that the run got as ``--save``.
+        steps: steps of which the folder contains a checkpoint, in order.
+    """
 
     name: str
     folder: Path
@@ -87,7 +99,7 @@ def check_alike(runs: Sequence[Run], stored: Sequence[Stored]) -> None:
     """Check that the checkpoints have the same model, layout, training inputs and content.
 
     Raises:
-        UserError: they do not; the message names what differs.
+        UserError: they differ in one of these; the message names the difference.
     """
     first = stored[0].manifest
     for run, each in zip(runs[1:], stored[1:], strict=True):

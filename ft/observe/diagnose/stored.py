@@ -1,4 +1,8 @@
-"""Read a checkpoint from disk: its pieces in the order of its files, one block at a time."""
+"""Read a checkpoint from disk for ``ft diagnose compare``: its pieces in the order of its files, one block at a time.
+
+A piece is one shard of a tensor, or one object. The manifest is the checkpoint's list of its files, with their sizes
+and checksums, and a description of the run that wrote them.
+"""
 
 import argparse
 import io
@@ -32,7 +36,9 @@ _RESTORE = "restore a sound copy of that checkpoint, or leave it out with --step
 
 _ALLOWED = [argparse.Namespace, numpy.ndarray, numpy.dtype, numpy.empty(0).__reduce__()[0]]
 _ALLOWED += [kind for name in dir(numpy.dtypes) if isinstance(kind := getattr(numpy.dtypes, name), type)]
-"""Types in checkpoints besides tensors and Python's own types: states of random number generators, the run's flags."""
+"""Types that checkpoints may contain besides tensors and Python's built-in types. They are needed for the states of
+random number generators and for the run's flags.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple:
-        """Return what has to be equal for two pieces with the same key to be comparable."""
+        """Return (shape, shape of the whole tensor, dtype), which must be equal for two pieces to be comparable."""
         return self.sizes, self.whole, self.dtype
 
     @property
@@ -82,8 +88,8 @@ class Stored:
 
     Attributes:
         path: folder of the checkpoint.
-        manifest: the checkpoint's description of itself.
-        pieces: key -> piece.
+        manifest: the checkpoint's list of files with checksums, and the description of its run.
+        pieces: key (see ``Piece.key``) -> piece.
     """
 
     path: Path
@@ -114,7 +120,7 @@ class Stored:
         """Check that a file is unchanged since it was written.
 
         Raises:
-            UserError: it is not.
+            UserError: the file's size or checksum differs from that in the manifest.
         """
         bad = verify.problems(self.path, self.manifest.files, [file])
         if bad:
@@ -164,7 +170,7 @@ class Blocks:
         self._stream, file = None, self._file
         record = self._stored.manifest.files[file]
         if file not in self._checked and self._crc != record.crc32:
-            self._stored.check(file)  # the file is damaged, or its pieces were not read in order
+            self._stored.check(file)  # verify again: reading the pieces out of order also changes the running checksum
         self._checked.add(file)
         self._file = None
 

@@ -1,4 +1,7 @@
-"""Format a comparison of runs as text or JSON values."""
+"""Format the result of ``ft diagnose compare``, a bitwise comparison of runs' checkpoints, as text or JSON values.
+
+A subject is a parameter or optimizer state that differs; a rank is a logical rank (position in the parallel grid).
+"""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +17,7 @@ _GATHERED = "fully_reshardable"
 
 
 def as_text(found: Comparison, shown: int) -> str:
-    """Return the verdict, the table of ranks, the first ``shown`` subjects that differ, and notes."""
+    """Return the verdict, a table of the first ``shown`` subjects that differ, a table of ranks, and notes."""
     parts = [_headline(found)]
     if found.findings:
         made, wrote = rows(found), ranks(found)
@@ -59,7 +62,7 @@ def _accused(found: Comparison, run: int) -> str:
 
 
 def _span(found: Comparison) -> str:
-    """Return what the earlier steps show about when the difference arose."""
+    """Return text that says in which step or steps the difference must have arisen, given the last equal step."""
     if len(found.steps) < 2:
         return ", the first one compared"
     last = found.steps[-2]

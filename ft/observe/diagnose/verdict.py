@@ -1,4 +1,9 @@
-"""Attribute the pieces that differ to a run, a parameter and a rank. All functions are pure."""
+"""Attribute the differences between runs' checkpoints to a run, a parameter and a logical rank.
+
+A piece is one shard of a tensor, or one object, in a checkpoint. A logical rank is a position in the parallel grid. ULP
+(unit in the last place) is the distance of two floating-point numbers counted in representable numbers. All functions
+are pure.
+"""
 
 import math
 import re
@@ -22,11 +27,12 @@ _KINDS = {"param": "master weight"}
 
 @dataclass(frozen=True)
 class Subject:
-    """The parameter or state that a piece is part of.
+    """The parameter, optimizer state or other value that a piece is part of.
 
     Attributes:
-        kind: ``weight``, ``master weight``, the optimizer's name of a state (such as ``exp_avg``), ``generators``,
-            ``extra state``, or ``value`` (in the part that is the same on all ranks).
+        kind: ``weight``, ``master weight``, the optimizer's name of a state (such as ``exp_avg``), ``generators``
+            (states of random number generators), ``extra state``, or ``value`` (in the checkpoint's part that is not
+            sharded).
         name: name of the parameter, with the number of its layer.
         stacked: whether the checkpoint's first dimension counts layers; the layer is then in ``name`` and not in
             ``Row.index``.
@@ -82,10 +88,10 @@ def subject(piece: Piece) -> Subject:
 
 
 def rows(found: Comparison) -> list[Row]:
-    """Return what differs by run and subject: values that are not finite first, then by absolute distance, largest
-    first.
+    """Return one row for each deviating run and subject, those with the largest differences first.
 
-    ULP is not used for sorting: once a fault has spread, numbers around zero have the largest distance in ULP.
+    Rows with values that are not finite come first; the others are sorted by absolute distance. Sorting does not use
+    the distance in ULP, because once a fault has spread, numbers around zero have the largest distance in ULP.
     """
     together: dict[tuple[int, Subject], list[tuple[Finding, Difference]]] = {}
     for finding in found.findings:
@@ -161,7 +167,7 @@ class RankShare:
 
 
 def ranks(found: Comparison) -> list[RankShare]:
-    """Return every rank that wrote a piece that differs, by run; the part that is the same on all ranks is left out."""
+    """Return a share for every rank that wrote a differing piece, by run, ignoring the part that is not sharded."""
     shares = []
     for run, stored in enumerate(found.stored):
         by_rank: dict[int, list[Finding]] = {}
@@ -192,12 +198,13 @@ def rank_place(manifest: Manifest, rank: int) -> dict[str, int]:
 
 
 def suspects(found: Comparison, run: int) -> tuple[int, ...]:
-    """Return the smallest set of ranks, as far as the checkpoint allows, of which at least one went wrong in ``run``.
+    """Return the smallest set of ranks, as far as the checkpoint shows, of which at least one failed in ``run``.
 
-    A piece that differs convicts the rank that wrote it if every rank stores its own state: shards of the optimizer
-    state as they are in memory, random number generators, and everything of which no other rank has a copy. Parameters
-    are computed by the data-parallel rank whose optimizer shard contains them, and written by another rank. They are
-    ignored if other pieces convict a rank; otherwise all ranks with a copy of them are suspects.
+    A piece that differs identifies the rank that wrote it if each rank stores the state that it computed itself. This
+    holds for optimizer shards stored as they are in memory, for random number generators, and for everything of which
+    no other rank has a copy. A parameter, in contrast, is computed by the data-parallel rank whose optimizer shard
+    contains it, and may be written by another rank. Parameters are therefore ignored if other pieces identify a rank;
+    otherwise all ranks with a copy of a differing parameter are suspects.
     """
     mine = _sharded(found, run)
     own = {_writer(found, run, f) for f in mine if _is_own(found, run, f)}
@@ -206,8 +213,9 @@ def suspects(found: Comparison, run: int) -> tuple[int, ...]:
 
 
 def _is_own(found: Comparison, run: int, finding: Finding) -> bool:
-    """Whether ``finding`` concerns state that the rank which wrote it computed itself, not state received from another
-    rank.
+    """Return whether the rank that wrote the piece of ``finding`` computed the piece itself.
+
+    Otherwise the rank may have received it from another rank.
     """
     stored = found.stored[run].manifest.optimizer
     in_memory = stored != "fully_reshardable" and _BUCKET.fullmatch(finding.piece.name) is not None

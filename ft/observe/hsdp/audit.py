@@ -1,9 +1,14 @@
-"""Audit that every sample was trained exactly once: compare the samples trained with those counted as consumed.
+"""Audit an FT-HSDP run: prove from its commit logs that every data sample was trained exactly once.
 
-The samples trained are those that the healthy replicas of each surviving step read: from the position at which their
-own loaders stood (``at``) or, where it is not recorded, from the position before the step. The samples consumed are
-those that the positions after the last step imply. Both are sets of samples of the run's global order, so a change of
-the number of replicas does not matter.
+A replica is a full copy of the model with its own workers. A deal is the rule by which the samples are divided among
+the replicas; each replica reads its own stream of samples, and its position is the number of samples that it has read.
+A surviving step is a committed step that is part of the current training state. A replica is healthy in a step if it
+contributed gradients.
+
+The audit compares two sets. The samples trained are those that the healthy replicas of each surviving step read: from
+the position that the replica's data loader recorded (``at``) or, without such a record, from its position after the
+previous step. The samples consumed are those that lie before the positions after the last step. Both are sets of
+indices in the run's global order of samples, so the number of replicas may change during the run.
 """
 
 from collections.abc import Mapping
@@ -26,12 +31,13 @@ class Audit:
     Attributes:
         trained: samples trained in the surviving steps on record.
         replicas: replica -> samples that it trained.
-        earlier: samples consumed before the first of these steps, before which the record has nothing.
+        earlier: samples consumed before the first step on record.
         unproven: samples consumed in steps that are missing from the record.
-        duplicates: samples trained again.
-        gaps: samples that the state counts as consumed and that were never trained (lost).
-        unaccounted: samples that were trained and that the state counts as still to come.
-        waiting: samples not consumed yet although later ones are; replicas that were away will train them, in order.
+        duplicates: repeated trainings of samples.
+        gaps: samples that the state counts as consumed, but that were never trained (lost).
+        unaccounted: samples that were trained, but that the state does not count as consumed yet.
+        waiting: samples not consumed yet although samples after them in the global order are; the replicas that were
+            absent will train them.
         problems: sentences about contradictions in the record.
         examples: sentences that name duplicates, gaps and unaccounted samples.
     """
@@ -49,12 +55,12 @@ class Audit:
 
     @property
     def is_clean(self) -> bool:
-        """Whether each sample is proven to have been trained exactly once."""
+        """Return whether each sample is proven to have been trained exactly once."""
         return not (self.duplicates or self.gaps or self.unaccounted or self.unproven or self.problems)
 
 
 def audit(found: Lineage) -> Audit:
-    """Audit the surviving steps."""
+    """Return the result of auditing the surviving steps."""
     if not found.steps:
         return Audit(0, {})
     problems, replicas = list(found.conflicts), {}
@@ -95,9 +101,11 @@ def audit(found: Lineage) -> Audit:
 
 
 def _read(step: Step, before: Mapping[int, int]) -> list[tuple[int, int, int]]:
-    """Return (replica, stream, start position) for everything that a step trained.
+    """Return (replica, stream, start position) for each section of a stream that was trained in a step.
 
-    Positions are those that the replicas recorded themselves; where a replica's line is missing, the position expected.
+    The start position is the one that the replica recorded; if its line is missing from the commit log, it is the
+    expected position in ``before``. Without SPARe each replica reads its own stream. With SPARe, in which several
+    replicas (groups) can compute the same part of the data (shard type), there is one stream for each shard type.
     """
     commit = step.commit
     if commit.stack is None:
@@ -115,7 +123,7 @@ def _read(step: Step, before: Mapping[int, int]) -> list[tuple[int, int, int]]:
 
 
 class _Reads:
-    """The sections of each stream that were read; consecutive sections are merged."""
+    """The sections of each stream of samples that replicas read; consecutive sections are merged."""
 
     def __init__(self):
         self._stretches: dict[tuple[Deal, int], list[list[int]]] = {}
@@ -137,9 +145,9 @@ class _Reads:
 
 
 def _carried(last: Commit, commit: Commit) -> dict[int, int]:
-    """Return the positions before a commit according to the commit before it.
+    """Return the positions before ``commit`` according to ``last``, the previous commit.
 
-    Where the deal has changed, the positions are converted to the deal that the earlier commit implies.
+    If the deal (the division of samples among replicas) has changed, the positions are converted to the new deal.
     """
     if commit.deal == last.deal:
         return dict(last.positions)
@@ -180,7 +188,7 @@ def _misread(step: Step, before: Mapping[int, int]) -> list[str]:
 
 
 def _compare(trained: numpy.ndarray, taken: numpy.ndarray) -> dict[str, numpy.ndarray]:
-    """Return (n, 2) ranges for each kind of error; a sample trained three times is twice among the duplicates."""
+    """Return kind of error -> (n, 2) array of sample ranges; a sample trained three times counts as two duplicates."""
     borders = numpy.unique(numpy.concatenate([trained.ravel(), taken.ravel()]))
     if not len(borders):
         return {"duplicates": _NOTHING, "gaps": _NOTHING, "unaccounted": _NOTHING}

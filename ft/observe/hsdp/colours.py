@@ -1,4 +1,8 @@
-"""Colours of replicas' states and of incidents, taken from the palette of all pictures."""
+"""Colours of replicas' states and of incidents in the pictures of FT-HSDP runs.
+
+A replica is a full copy of the model with its own workers. An incident is a failure or a rejoin of replicas, or a full
+restart of the run.
+"""
 
 from ft.observe.hsdp.lanes import CATCHING_UP, OFFLINE, ONLINE, REBUILDING
 from ft.observe.hsdp.stalls import FAILURE, REJOIN, RESTART

@@ -1,4 +1,7 @@
-"""Implement ``ft report`` and ``ft status`` for the folder of an FT-HSDP run."""
+"""Implement ``ft report`` and ``ft status`` for the folder of an FT-HSDP run, in which several replicas train together.
+
+A replica is a full copy of the model with its own workers. Each replica logs the steps that it commits.
+"""
 
 import time
 from pathlib import Path
@@ -12,13 +15,15 @@ from ft.observe.report.presence import gone
 from ft.show.files import replace
 
 _RECENT = 1 << 18
-"""Bytes read from the end of each file of commits for the status: some hundreds of steps."""
+"""Bytes read from the end of each replica's commit log for the status, which suffices for some hundreds of steps."""
 
 _NODES = 2
-"""Assumed number of nodes with launchers, as no file records it; with 2, another node may take the lease over."""
+"""Assumed number of nodes with launchers (the processes that ``ft run`` starts). No file records the number. With 2,
+``ft status`` allows for the time in which another node takes over the lease of the quorum server's host.
+"""
 
 NOT_CLEAN = 1
-"""Exit code of a report whose audit found duplicate or lost samples, or a record that does not disprove them."""
+"""Exit code of a report whose audit does not prove that every sample was trained exactly once."""
 
 
 def write_report(folder: str | Path) -> tuple[str, int]:
@@ -30,7 +35,7 @@ def write_report(folder: str | Path) -> tuple[str, int]:
     Raises:
         UserError: there is no such run, or its folder cannot be written.
     """
-    # Imported here because importing matplotlib takes longer than all else that the command line does.
+    # Import these modules here: importing matplotlib takes longer than everything else in this command.
     from ft.observe.hsdp.page import page
     from ft.observe.hsdp.story import tell
     from ft.observe.hsdp.text import summary
@@ -55,6 +60,6 @@ def now(folder: str | Path) -> tuple[str, dict[str, Any], bool]:
     record = load(folder, _RECENT)
     found = status(record, time.time())
     if not found.ended and (why := gone(Path(folder) / LAUNCHERS, None, _NODES, is_steady=True)):
-        record = load(folder, _RECENT)  # the run may have ended while its lease was watched
+        record = load(folder, _RECENT)  # read again: the run may have ended while its lease was watched for renewals
         found = status(record, time.time(), why)
     return as_text(found, str(record.folder)), as_values(found), found.ended

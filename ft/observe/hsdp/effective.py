@@ -1,8 +1,9 @@
-"""Compute effective training time: the share of the wall time that uninterrupted training at full strength would need.
+"""Compute effective training time: the share of a run's wall time that the same work would take without failures.
 
-FT-HSDP, section 6.1: with a failure every 18 minutes, a replica is away for 10 minutes of them, and all replicas stall
-for 3 of those. With 12 replicas this is (8 + 7 * 11/12) / 18 = 80 %. If all replicas wait for the repair it is (18 -
-10) / 18 = 44 %.
+The metric is defined in FT-HSDP, section 6.1. Its example: a failure happens every 18 minutes; a replica (a full copy
+of the model) is then absent for 10 minutes, and during 3 of these 10 minutes all replicas stall. With 12 replicas the
+effective training time is (8 + 7 * 11/12) / 18 = 80 %. If all replicas wait for the repair, it is (18 - 10) / 18 =
+44 %.
 """
 
 import statistics
@@ -16,7 +17,9 @@ PAPER_BETWEEN_S, PAPER_REPAIR_S, PAPER_STALL_S, PAPER_REPLICAS = 1080.0, 600.0, 
 
 
 def asynchronous(between_s: float, repair_s: float, stall_s: float, replicas: float, lost: float = 1) -> float:
-    """Return the effective training time (0 to 1) if the other replicas continue: FT-HSDP, section 6.1, generalised.
+    """Return the effective training time (0 to 1) if the other replicas continue during the repair.
+
+    This generalises the formula of FT-HSDP, section 6.1, to several lost replicas.
 
     Args:
         between_s: seconds from one failure to the next.
@@ -47,9 +50,9 @@ class Effective:
         stall_s: mean stall per failure in seconds, its rejoin included.
         repair_s: mean seconds until a lost replica contributed again.
         formula: result of the formula of FT-HSDP, section 6.1, with these figures; None without a repaired failure.
-        paper_rate: the same with a failure every 18 minutes; None without a repaired failure.
-        waiting: the formula for replicas that all wait for the repair, with a failure every 18 minutes and this
-            ``repair_s``.
+        paper_rate: ``formula`` with a failure every 18 minutes, as in the paper; None without a repaired failure.
+        waiting: effective training time if all replicas wait for each repair, with a failure every 18 minutes and this
+            run's ``repair_s``.
     """
 
     measured: float | None
@@ -64,7 +67,14 @@ class Effective:
 
 
 def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], replicas: int) -> Effective:
-    """Return the effective training time of the surviving ``steps``, whose durations ``pace`` holds."""
+    """Return the effective training time of a run.
+
+    Args:
+        steps: the surviving steps, that is, the committed steps that are part of the current training state.
+        pace: durations of these steps.
+        incidents: failures and rejoins of replicas.
+        replicas: number of replicas of the run.
+    """
     wall = sum(pace.took)
     if not steps or wall <= 0:
         return Effective(None)

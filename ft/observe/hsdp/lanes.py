@@ -1,6 +1,8 @@
 """Compute from the record of an FT-HSDP run when each replica was online, catching up, rebuilding, or offline.
 
-The sources are the event logs of the replicas and of the quorum server, and the steps that replicas committed.
+A replica is a full copy of the model with its own workers. The quorum server determines which replicas take part in
+each step. The sources are the event logs of the replicas and of the quorum server, and the replicas' commit logs, which
+list for each committed step the replicas that contributed. The result is the lanes of the run's timeline.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,13 @@ _ENDED = (events.FINISHED, events.STOPPED)
 
 @dataclass(frozen=True)
 class Lane:
-    """A period in which a replica is in one state, from ``begin`` to ``end`` in seconds since ``origin``.
+    """A period in which a replica is in one state.
+
+    Attributes:
+        replica: number of the replica.
+        state: ONLINE, CATCHING_UP, REBUILDING or OFFLINE.
+        begin: beginning of the period, in seconds since ``origin``.
+        end: end of the period, in seconds since ``origin``.
 
     The states are:
     - ONLINE: the replica contributes gradients to steps.
@@ -49,14 +57,15 @@ class _Turn:
 
 
 def origin(record: Record, steps: Sequence[Step]) -> float:
-    """Return the wall time at which the lanes start: the earlier of the first event and the start of the first step."""
+    """Return the wall time at which the lanes start: that of the first event or, if earlier, of the first step's start.
+    """
     times = [event.wall for _, event in record.history[:1]]
     times += [step.when - step.commit.step_s for step in steps[:1]]
     return min(times, default=0.0)
 
 
 def last_moment(record: Record, steps: Sequence[Step]) -> float:
-    """Return the wall time at which the lanes end: the later of the last event and the last commit."""
+    """Return the wall time at which the lanes end: that of the last event or of the last commit, whichever is later."""
     times = [event.wall for _, event in record.history[-1:]]
     return max(times + [step.when for step in steps[-1:]], default=0.0)
 
@@ -79,7 +88,7 @@ def lanes(record: Record, steps: Sequence[Step], took: Sequence[float]) -> list[
 
 
 def _told(replica: int, record: Record, steps: Sequence[Step]) -> list[_Turn]:
-    """Return the transitions of a replica that its own events and those of the quorum server report."""
+    """Return the changes of a replica's state that its own events and the quorum server's events report."""
     own = record.replicas.get(replica)
     found = [turn for event in (own.events if own else ()) if (turn := _of_own(event)) is not None]
     begun = steps[0].when if steps else float("inf")
@@ -98,7 +107,7 @@ def _of_own(event: Event) -> _Turn | None:
 def _of_server(replica: int, event: Event, begun: float) -> _Turn | None:
     """Return the transition that a quorum server's event reports for ``replica``, or None.
 
-    ``begun`` is the wall time of the first step; before it a replica has nothing to catch up with.
+    ``begun`` is the wall time of the first commit; a replica that joins before it has no training state to fetch.
     """
     if replica_of(event) != replica:
         return None
@@ -112,8 +121,8 @@ def _of_server(replica: int, event: Event, begun: float) -> _Turn | None:
 def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told: Sequence[float]) -> list[_Turn]:
     """Return the transitions of a replica that follow from its part in the committed steps.
 
-    A transition is dated to the beginning of its step, or to the end of the step if a transition that an event reports
-    (wall times ``told``) falls into the step.
+    A transition gets the time at which its step began. If an event reports a transition during the step (``told`` holds
+    the wall times of the reported transitions), it gets the time at which the step ended.
     """
     found, told, at, last = [], sorted(told), 0, _OVER
     for step, seconds in zip(steps, took, strict=True):
@@ -132,9 +141,10 @@ def _proven(state: str, last: str, is_told: bool) -> tuple[str, ...]:
     Args:
         state: state of the replica according to this commit.
         last: state of the replica according to the previous commit.
-        is_told: a transition that an event reports falls into this step.
+        is_told: whether an event reports a transition of the replica during this step.
     """
-    if state == OFFLINE:  # A replica that is rebuilding or waits to join is in no quorum either; it keeps its state.
+    # A commit without the replica does not show that it is offline: it may be rebuilding or waiting to join.
+    if state == OFFLINE:
         return (ONLINE, CATCHING_UP) if last == CATCHING_UP and not is_told else (ONLINE,)
     if not is_told:
         return ()
@@ -155,7 +165,7 @@ def _lanes(replica: int, turns: Sequence[_Turn], zero: float, end: float) -> lis
         if state == _OVER or at <= since:
             return
         begin = since
-        if found and found[-1].state == state and found[-1].end == since - zero:  # it was in no other state in between
+        if found and found[-1].state == state and found[-1].end == since - zero:  # merge with the previous lane
             begin = found.pop().begin + zero
         found.append(Lane(replica, state, begin - zero, at - zero))
 

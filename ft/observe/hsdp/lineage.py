@@ -1,9 +1,14 @@
-"""Determine which committed steps are part of the state that survived.
+"""Determine which committed steps of an FT-HSDP run are part of its current training state (the surviving steps).
 
-A step may be committed by some replicas and not by others. The others then commit it again in a later quorum, and the
-former replicas fetch that state, or were lost. The latest commit is in the surviving state, and each commit names its
-predecessor; commits outside of this chain are superseded. After a full restart, these are the steps since the
-checkpoint.
+A replica is a full copy of the model with its own workers; each replica writes one line (a commit) to its commit log
+for each step that it commits. A quorum is the set of replicas that take part in an attempt at a step; quorums are
+numbered.
+
+In a failure, some replicas may commit a step while others do not. The others then commit this step again in a later
+quorum, and the former replicas fetch the new state, or are lost. Therefore the lineage starts from the latest commit
+and follows the predecessor that each commit names. Commits outside of this chain are superseded: their results are no
+longer in any replica's state. After a restart from a checkpoint, the steps committed since that checkpoint are
+superseded.
 """
 
 import statistics
@@ -22,13 +27,17 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step; ``by`` maps each replica that committed it to its own line in the commit log."""
+    """A committed step.
+
+    Attributes:
+        by: replica -> its line about the step in its commit log, for the replicas that committed the step.
+    """
 
     by: Mapping[int, Commit]
 
     @cached_property
     def commit(self) -> Commit:
-        """Return the line of a healthy member, or of any member where no healthy one is on record."""
+        """Return the line of a replica that contributed gradients to the step, or of any replica if there is none."""
         healthy = [number for number in sorted(self.by) if number in self.by[number].healthy]
         return self.by[healthy[0] if healthy else min(self.by)]
 
@@ -57,9 +66,9 @@ class Lineage:
 
     Attributes:
         steps: the steps of the surviving state.
-        superseded: the commits that are not in it.
+        superseded: the committed steps that are not in the surviving state.
         missing: (first, last) numbers of steps that are in the state but in no replica's record.
-        conflicts: sentences about members of one quorum whose lines about a step, or whose states, differ.
+        conflicts: sentences about replicas of one quorum whose lines about a step, or whose state digests, differ.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -69,7 +78,7 @@ class Lineage:
 
 
 def lineage(commits: Mapping[int, Sequence[Commit]]) -> Lineage:
-    """Return the surviving steps among the committed ones (``commits``: replica -> its lines)."""
+    """Return the lineage of a run, given replica -> lines of its commit log."""
     by_key: dict[Key, dict[int, Commit]] = {}
     for replica, lines in sorted(commits.items()):
         for commit in lines:
@@ -82,7 +91,8 @@ def lineage(commits: Mapping[int, Sequence[Commit]]) -> Lineage:
 
 
 def _chain(steps: Mapping[Key, Step]) -> tuple[dict[Key, None], list[tuple[int, int]]]:
-    """Return the keys from the latest commit backwards, and the steps that are missing between them."""
+    """Return the keys of the chain from the latest commit backwards, and (first, last) of each range of missing steps.
+    """
     chain: dict[Key, None] = {}
     missing = []
     by_number: dict[int, list[Key]] = {}
@@ -99,11 +109,11 @@ def _chain(steps: Mapping[Key, Step]) -> tuple[dict[Key, None], list[tuple[int, 
 
 
 def _parent(steps: Mapping[Key, Step], by_number: Mapping[int, Sequence[Key]], commit: Commit) -> Key | None:
-    """Return the commit that ``commit`` followed, as far as the record shows, or None.
+    """Return the key of the commit that precedes ``commit`` in the training state, or None if the record shows none.
 
-    A state that was loaded from a persistent checkpoint does not name the quorum of its last step: its parent is the
-    latest commit whose sample positions equal those at which the run continues. Where no replica has a record of the
-    step before, the parent is the last earlier commit that can have led to this one.
+    A state that was loaded from a persistent checkpoint does not name the quorum of its last step. In that case the
+    parent is the latest commit whose sample positions equal those at which the run continues. If no replica has a
+    record of the previous step, the parent is the last earlier commit that can have led to ``commit``.
     """
     named = (commit.before, commit.step - 1)
     if commit.before and named in steps:
@@ -121,10 +131,11 @@ def _parent(steps: Mapping[Key, Step], by_number: Mapping[int, Sequence[Key]], c
 
 
 def _can_lead(earlier: Commit, later: Commit) -> bool:
-    """Whether ``earlier`` can have led to ``later`` by their samples.
+    """Return whether ``later`` can follow from ``earlier``, judged by the replicas' positions in the data.
 
-    The deals have to match. If ``later`` started from a loaded checkpoint, the positions of ``earlier`` have to equal
-    those at which ``later`` starts; else they must not exceed them.
+    Both commits must have the same deal (division of the samples among the replicas). If ``later`` started from a
+    loaded checkpoint, the positions of ``earlier`` must equal the positions at which ``later`` starts; otherwise they
+    must not exceed them.
     """
     before = before_of(later)
     deal, positions = earlier.deal.after(earlier.positions, earlier.step, later.deal.replicas, later.deal.block)
@@ -136,7 +147,8 @@ def _can_lead(earlier: Commit, later: Commit) -> bool:
 
 
 def before_of(commit: Commit) -> dict[int, int]:
-    """Return the positions before a commit, in its own deal, as its own line implies them."""
+    """Return replica -> position in the data before a commit, computed from the commit's own line and in its own deal.
+    """
     before = dict(commit.positions)
     for replica in commit.streams:
         before[replica] = max(0, before.get(replica, 0) - commit.batch)

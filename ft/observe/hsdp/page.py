@@ -1,4 +1,4 @@
-"""Build ``report.html`` of an FT-HSDP run."""
+"""Build ``report.html`` of an FT-HSDP run, in which several replicas (full copies of the model) train together."""
 
 import json
 import time
@@ -25,7 +25,7 @@ def page(story: Story, timeline: bytes) -> str:
     """Return the report as HTML text.
 
     Args:
-        story: the run's record and all that is derived from it.
+        story: the run's record and everything that is computed from it.
         timeline: the picture of ``ft.observe.hsdp.timeline`` as PNG.
     """
     name = story.record.folder.resolve().name

@@ -1,4 +1,8 @@
-"""Read the folder of an FT-HSDP run, which may lack replicas, contain torn lines, or belong to a live run."""
+"""Read the folder of an FT-HSDP run: one folder for each replica, the quorum server's events, and the data positions.
+
+A replica is a full copy of the model with its own workers. The quorum server determines which replicas take part in
+each step. The run may still be in progress: folders of replicas may be missing, and files may end in incomplete lines.
+"""
 
 import re
 from dataclasses import dataclass, field
@@ -21,7 +25,13 @@ _FIX = "give the folder that ft run got as --run-dir"
 
 @dataclass(frozen=True)
 class ReplicaRecord:
-    """The record of one replica: the steps that it committed, and its own run's events and metrics."""
+    """The record of one replica.
+
+    Attributes:
+        commits: lines of its commit log, one for each step that it committed.
+        events: events of the replica's own control plane and workers.
+        metrics: one mapping for each committed step.
+    """
 
     commits: list[Commit] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -35,14 +45,14 @@ class ReplicaRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a whole run.
+    """The record of a whole FT-HSDP run.
 
     Attributes:
         folder: folder of the run.
         replicas: number of a replica -> its record, for the replicas that have a folder.
         events: events of the quorum server, in order of time.
-        positions: content of loader_state, None where there is none.
-        problem: why loader_state could not be read, or "".
+        positions: content of the file ``loader_state`` (each replica's position in the data), None without that file.
+        problem: why ``loader_state`` could not be read, or "".
     """
 
     folder: Path
@@ -60,7 +70,7 @@ class Record:
 
     @cached_property
     def history(self) -> list[tuple[int | None, Event]]:
-        """Return all events in order of time, each with the replica that wrote it, None for the quorum server."""
+        """Return (replica, event) for all events in order of time; the replica is None for the quorum server."""
         found = [(None, event) for event in self.events]
         found += [(number, event) for number, one in self.replicas.items() for event in one.events]
         return sorted(found, key=lambda item: item[1].wall)
@@ -77,16 +87,16 @@ class Record:
 
 
 def is_hsdp(folder: str | Path) -> bool:
-    """Whether the folder belongs to a run of several replicas, not to a single one of them."""
+    """Return whether ``folder`` is that of an FT-HSDP run, and not that of a single replica or of an ordinary run."""
     return bool(_folders(Path(folder)))
 
 
 def load(folder: str | Path, most: int | None = None) -> Record:
-    """Read the run's folder, leaving out torn lines.
+    """Read the run's folder; incomplete lines are skipped.
 
     Args:
         folder: folder of the run.
-        most: number of bytes to read from the end of each file of commits; None: all.
+        most: number of bytes to read from the end of each replica's commit log; None: all.
 
     Raises:
         UserError: the folder contains no replica's folder, or cannot be read.

@@ -1,4 +1,9 @@
-"""Draw the panels of a run with stacked shard types (SPARe): stacks per step, and which group computed which type."""
+"""Draw the panels of the timeline for a run that uses SPARe: stack depth per step, and which group computed which type.
+
+In SPARe a step's data is divided into N shard types, and each group (here: an FT-HSDP replica) hosts several types, so
+that other groups can compute the types of a lost group. The stack of a step is the largest number of types that one
+group computes in it. A patch compute is the computation, in the same step, of types that were lost with a group.
+"""
 
 import numpy
 from matplotlib.colors import ListedColormap
@@ -13,7 +18,7 @@ _MOST_LABELS = 24
 
 
 def draw_depth(axes, story: Story) -> None:
-    """Draw the number of stacks of every step, and a mark on each step with patch computes."""
+    """Draw the stack depth of every step, and a mark on each step that had patch computes."""
     plain(axes, "Stacks per step, and patch computes")
     numbers = [step.number for step in story.steps]
     axes.step(
@@ -36,7 +41,7 @@ def draw_depth(axes, story: Story) -> None:
 
 
 def draw_owners(axes, story: Story) -> None:
-    """Draw the layout over time: a row for each shard type, in the colour of the group that computed it."""
+    """Draw a row for each shard type over time, in the colour of the group that computed the type in each step."""
     plain(axes, "Who computed which shard type")
     steps, types = story.steps, story.record.count
     owners = numpy.full((types, steps[-1].number - steps[0].number + 1), numpy.nan)

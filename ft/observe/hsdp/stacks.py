@@ -1,8 +1,9 @@
-"""Summarise an FT-HSDP run that uses SPARe: how many data shards groups computed per step, and how many patches.
+"""Summarise an FT-HSDP run that uses SPARe: how many data shards each group computed per step, and how many patches.
 
-In SPARe a shard type is one of the N parts of a step's data, and each group (here: replica) hosts several types. The
-stack of a step is the largest number of types that one group computes in it. A patch compute repeats the types that
-were lost with a group, on surviving groups, in the same step. ``ft.observe.hsdp.text`` prints the summary.
+In SPARe a shard type is one of the N parts of a step's data, and each group (here: an FT-HSDP replica) hosts several
+types. The stack of a step is the largest number of types that one group computes in it. When a group is lost during a
+step, surviving groups compute its missing types in the same step; this is a patch compute. ``ft.observe.hsdp.text``
+prints the summary.
 """
 
 import statistics

@@ -1,6 +1,9 @@
-"""Measure what failures and rejoins of replicas cost the other replicas.
+"""Measure how many seconds failures and rejoins of replicas cost the other replicas of an FT-HSDP run.
 
-The cost (stall) of a step is its time in excess of the median time of normal steps around it.
+A replica is a full copy of the model with its own workers. A quorum is the set of replicas that take part in an attempt
+at a step; a failure during the step makes the quorum server form another quorum, and the step is retried. A replica
+rejoins by fetching the training state from the others. The stall of a step is its duration in excess of the median
+duration of undisturbed steps around it.
 """
 
 import statistics
@@ -40,21 +43,21 @@ class Incident:
     """A failure, a rejoin of replicas, or a full restart.
 
     Attributes:
-        kind: FAILURE: replicas that contributed to the step before do not contribute, or the step was retried. REJOIN:
-            replicas fetch the state, up to the first step to which they contribute. RESTART: all replicas continued
-            from a checkpoint, and the time since that checkpoint is part of the stall.
-        replicas: the replicas concerned; none where a step was only retried, all in a RESTART.
+        kind: FAILURE: replicas that contributed to the previous step no longer contribute, or the step was retried.
+            REJOIN: replicas fetch the state, up to the first step to which they contribute. RESTART: all replicas
+            continued from a checkpoint; the time since that checkpoint is part of the stall.
+        replicas: the replicas that failed or rejoined; none where a step was only retried, all in a RESTART.
         first: number of the first step concerned.
         last: number of the last step concerned.
         begin: wall time at which the first step began.
         end: wall time at which the last step was committed.
-        stall_s: seconds of the steps in excess of their normal duration.
-        longest_s: duration of the longest of the steps in seconds.
-        normal_s: duration of normal steps around, in seconds.
-        retries: number of quorums that committed nothing.
+        stall_s: total stall of the incident's steps in seconds.
+        longest_s: duration of the longest of these steps in seconds.
+        normal_s: median duration of undisturbed steps around the incident, in seconds.
+        retries: number of quorums that committed no step.
         reason: the reason that the quorum server gives.
-        away_s: for a REJOIN, one value for each replica that was seen to leave: seconds from the last step before to
-            the beginning of its first step after.
+        away_s: for a REJOIN, the absence in seconds of each replica that contributed before: from the commit of its
+            last step before the absence to the beginning of its first step after it.
     """
 
     kind: str
@@ -73,7 +76,14 @@ class Incident:
 
 @dataclass
 class _Span:
-    """Indices of the first and the last step of an incident, the replicas concerned, and how long each was away."""
+    """The steps and replicas of an incident whose cost is not computed yet.
+
+    Attributes:
+        first: index of its first step.
+        last: index of its last step.
+        replicas: the replicas that failed or rejoined.
+        away_s: the absence of each rejoined replica in seconds.
+    """
 
     first: int
     last: int
@@ -82,10 +92,10 @@ class _Span:
 
 
 def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Incident]]:
-    """Return the pace of the surviving steps, and their incidents in order.
+    """Return the durations of the surviving steps, and the incidents in order.
 
     Args:
-        steps: the surviving steps, in order.
+        steps: the surviving steps (committed steps that are part of the current training state), in order.
         server: events of the quorum server, in order of time.
     """
     retries = _retries(steps)
@@ -111,7 +121,7 @@ def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Inc
 
 
 def _is_loaded(step: Step) -> bool:
-    """Whether the state before the step was loaded from a checkpoint, which names no quorum."""
+    """Return whether the step started from a loaded checkpoint: such a state names no quorum of the previous step."""
     return step.commit.before == 0 and step.number > 1
 
 
@@ -124,7 +134,7 @@ def _durations(steps: Sequence[Step]) -> list[float]:
     for last, step in pairwise(steps):
         own = [step.by[r].wall - last.by[r].wall for r in step.by.keys() & last.by.keys()]
         took = statistics.median(own) if own else step.when - last.when
-        # Where steps that are not on record lie between, the step's own recorded duration counts.
+        # If steps in between are missing from the record, use the duration that the step recorded itself.
         is_next = last.number == step.number - 1
         found.append(max(0.0, took if is_next else step.commit.step_s))
     return found
@@ -143,9 +153,10 @@ def _normal(took: Sequence[float], disturbed: set[int]) -> list[float]:
 
 
 def _retries(steps: Sequence[Step]) -> dict[int, int]:
-    """Return index of a step -> number of quorums for it before the one in which it was committed.
+    """Return index of a step -> number of failed quorums before the quorum that committed the step.
 
-    A quorum server numbers its quorums consecutively; the numbers of another server begin far above.
+    A quorum server numbers its quorums consecutively. A server that takes over begins with a much larger number, and
+    such a jump is not counted.
     """
     gaps = {
         index: step.commit.quorum - step.commit.before - 1 for index, step in enumerate(steps) if step.commit.before
@@ -157,7 +168,7 @@ def _failures(steps: Sequence[Step], retries: Mapping[int, int]) -> list[_Span]:
     found = []
     for index, (last, step) in enumerate(pairwise(steps), 1):
         lost = set(last.commit.healthy) - set(step.commit.healthy)
-        # A run that continues with fewer replicas has not lost any by that.
+        # If the run was continued with a smaller number of replicas, the missing replicas have not failed.
         lost &= set(range(step.commit.deal.replicas))
         if lost or index in retries:
             found.append(_Span(index, index, lost))
@@ -165,7 +176,7 @@ def _failures(steps: Sequence[Step], retries: Mapping[int, int]) -> list[_Span]:
 
 
 def _rejoins(steps: Sequence[Step], begun: set[int]) -> list[_Span]:
-    """Return the spans from the first step in which a replica fetches to the first step to which it contributes.
+    """Return the spans from the step in which a replica begins to fetch the state to the first step it contributes to.
 
     Overlapping spans are merged. ``begun`` contains the indices of steps that all replicas began together (restarts).
     """
@@ -192,7 +203,10 @@ def _rejoins(steps: Sequence[Step], begun: set[int]) -> list[_Span]:
 
 
 def _away(steps: Sequence[Step], last: int | None, index: int) -> list[float]:
-    """Return the seconds from the commit of step ``last`` to the beginning of step ``index``, both by index."""
+    """Return the absence of a replica in seconds: from the commit of step ``last`` to the beginning of step ``index``.
+
+    Both are indices into ``steps``. The list has one value, or none if the replica had contributed to no step before.
+    """
     return [] if last is None else [max(0.0, steps[index - 1].when - steps[last].when)]
 
 
@@ -211,7 +225,7 @@ def _joined(spans: Sequence[_Span]) -> list[_Span]:
 def _incident(
     kind: str, span: _Span, own: Sequence[int], steps: Sequence[Step], pace: Pace, retries: int = 0, reason: str = ""
 ) -> Incident:
-    """Build an incident; ``own`` are the indices of the steps whose stall it accounts for."""
+    """Build an incident; its stall is that of the steps with the indices ``own``."""
     return Incident(
         kind=kind,
         replicas=tuple(sorted(span.replicas)),
@@ -229,7 +243,7 @@ def _incident(
 
 
 def _reason(span: _Span, steps: Sequence[Step], server: Sequence[Event]) -> str:
-    """Return the quorum server's reasons for these replicas being offline, else its reason for the repeated quorum."""
+    """Return why the quorum server took the replicas of the span offline, or else why it formed another quorum."""
     begin = steps[span.first - 1].when if span.first else 0.0
     during = [event for event in server if begin - 1.0 <= event.wall <= steps[span.first].when]
     said = [

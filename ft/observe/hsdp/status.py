@@ -1,4 +1,8 @@
-"""Compute the current state of an FT-HSDP run."""
+"""Compute and format the current state of an FT-HSDP run for ``ft status``.
+
+A replica is a full copy of the model with its own workers. A quorum is the set of replicas that take part in an attempt
+at a step.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +17,16 @@ from ft.show.text import seconds, table
 
 @dataclass(frozen=True)
 class Member:
-    """The state of one replica; ``age`` is the seconds since it last committed a step, None before its first commit."""
+    """The state of one replica.
+
+    Attributes:
+        replica: number of the replica.
+        state: what the replica is doing, such as "online" or "catching up".
+        step: number of the last step that it committed, or None.
+        quorum: number of the quorum in which it committed that step, or None.
+        position: its position in its stream of data samples, or None.
+        age: seconds since it last committed a step, None before its first commit.
+    """
 
     replica: int
     state: str
@@ -62,7 +75,7 @@ class Status:
 
 
 def status(record: Record, now: float, gone: str = "") -> Status:
-    """Return what is known of the run at the wall time ``now`` (``gone``: see ``Status``)."""
+    """Return the status of the run at the wall time ``now``; ``gone`` as in :class:`Status`."""
     steps = lineage({number: one.commits for number, one in record.replicas.items()}).steps
     pace, _ = find(steps, record.events)
     last = steps[-1] if steps else None

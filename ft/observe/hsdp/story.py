@@ -1,4 +1,8 @@
-"""Combine everything that the reports show of an FT-HSDP run, computed once from its record."""
+"""Compute everything that the report on an FT-HSDP run shows, once, from the files of the run.
+
+In FT-HSDP several replicas (full copies of the model, each with its own workers) train together. Surviving steps are
+the committed steps that are part of the current training state.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ class Losses:
     Attributes:
         points: (amount, loss) after each step.
         over: what the amount counts: "tokens" or "samples".
-        at: step -> amount after it.
+        at: step -> amount of tokens or samples trained up to the end of that step.
     """
 
     points: list[tuple[float, float]]
@@ -30,7 +34,19 @@ class Losses:
 
 @dataclass(frozen=True)
 class Story:
-    """A run's record and all that is derived from it; ``zero`` is the wall time at which times start."""
+    """A run's record and everything that the report computes from it.
+
+    Attributes:
+        record: the run's files as read.
+        lineage: the surviving steps, and the superseded ones.
+        audit: whether every sample was trained exactly once.
+        pace: durations of the surviving steps.
+        incidents: failures and rejoins of replicas, and full restarts.
+        lanes: when each replica was in which state.
+        effective: effective training time.
+        losses: the loss after each surviving step.
+        zero: wall time at which the report's relative times start.
+    """
 
     record: Record
     lineage: Lineage
@@ -61,7 +77,7 @@ class Story:
 
 
 def tell(record: Record) -> Story:
-    """Derive the story of a run from its record."""
+    """Return the story of a run, computed from its record."""
     found = lineage({number: one.commits for number, one in record.replicas.items()})
     pace, incidents = find(found.steps, record.events)
     return Story(
@@ -78,7 +94,7 @@ def tell(record: Record) -> Story:
 
 
 def _losses(record: Record, steps: Sequence[Step]) -> Losses:
-    """Return the losses from the commits, or else from the metrics of a member.
+    """Return the losses from the commit logs or, where a commit has none, from the metrics of a replica in the step.
 
     The amount counts tokens where the tokens of all steps are known, else samples.
     """

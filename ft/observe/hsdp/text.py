@@ -1,4 +1,9 @@
-"""Build the text that ``ft report`` prints about an FT-HSDP run; the HTML page reuses parts of it."""
+"""Build the text that ``ft report`` prints about an FT-HSDP run; the HTML page reuses parts of it.
+
+Surviving steps are the committed steps that are part of the current training state; superseded steps were committed by
+some replicas only, or were rolled back. The audit checks that every sample was trained exactly once. A stall is the
+time that a failure or rejoin of a replica costs the other replicas.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -78,7 +83,7 @@ def audit_told(story: Story) -> str:
 
 
 def problems(story: Story) -> list[str]:
-    """Return sentences about what is wrong with samples and record, none where all is well."""
+    """Return sentences about samples that were lost or trained twice, and about contradictions in the record."""
     found = [*story.audit.examples, *story.audit.problems]
     more = [f"and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
     unread = [f"loader_state: {story.record.problem}"] if story.record.problem else []

@@ -1,4 +1,8 @@
-"""Draw the picture of an FT-HSDP run: replicas over time, time of steps with incidents, and the loss."""
+"""Draw ``timeline.png`` of an FT-HSDP run: states of the replicas, duration of each step with incidents, and the loss.
+
+A replica is a full copy of the model with its own workers. An incident is a failure or a rejoin of replicas, or a full
+restart.
+"""
 
 from pathlib import Path
 
@@ -62,7 +66,7 @@ def _draw_lanes(axes, story: Story) -> None:
 
 
 def _draw_steps(axes, story: Story) -> None:
-    """Draw the time of every step, with the steps of incidents in colour."""
+    """Draw the duration of every step, with the steps of incidents in colour."""
     plain(axes, "Time of steps")
     if not story.steps:
         empty(axes, "no step is on record")

@@ -1,1 +1,1 @@
-"""Reports on the folder of one run: its recoveries, goodput, timeline and current status."""
+"""Reports on the folder of one run (``ft report``, ``ft status``): recoveries, goodput, timeline and current status."""

@@ -1,4 +1,8 @@
-"""What protections of users' own did in a run, from its events."""
+"""List the actions that user-defined protections took during a run, from the run's events.
+
+A protection is a component that wraps each training step in order to detect or repair failures; users can register
+their own, which report their actions as events.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +15,13 @@ HEAD = ("step", "protection", "what it did")
 
 @dataclass(frozen=True)
 class Action:
-    """One action, on all ranks alike. ``step``: the step it concerns. ``what``: a sentence without a subject."""
+    """One action of a protection, which all ranks took together.
+
+    Attributes:
+        step: the step that the action concerns.
+        protection: name of the protection.
+        what: what the protection did, as text that begins with a verb.
+    """
 
     step: int
     protection: str
@@ -19,7 +29,7 @@ class Action:
 
 
 def actions(run: Run) -> list[Action]:
-    """Return the actions of a run in the order of steps, each once however many ranks report it."""
+    """Return the actions of a run in the order of steps; an action that several ranks report is listed once."""
     found = (
         Action(event.step, str(event.detail["protection"]), str(event.detail["what"]))
         for event in run.events
@@ -34,5 +44,5 @@ def rows(found: list[Action]) -> list[tuple[str, ...]]:
 
 
 def text_table(found: list[Action]) -> str:
-    """Return a table for the terminal; "" where there is nothing to tell."""
+    """Return a table of actions for the terminal; "" if there are none."""
     return table(HEAD, rows(found), right=(0,)) if found else ""

@@ -1,7 +1,10 @@
 """Summarise what redundant execution (DMR) recorded in a run's events about silent data corruption.
 
-The result says how operators were verified, which of them mismatched, and what was done about it. The events are
-written by ``ft.systems.dmr.runtime.witness``. Malformed values in their details are tolerated.
+DMR (dual modular redundancy, from the SpareTrain paper) executes each operator twice and compares the results. The
+second execution happens at once, or as part of activation checkpointing's recomputation, or in a window, that is, a
+time in which the GPU would otherwise be idle. The summary says how many operators were verified in which way, which
+operators mismatched, and what followed (retry of the step, eviction of a node, end of the run). The events are written
+by ``ft.systems.dmr.runtime.witness``. Malformed values in their details are tolerated.
 """
 
 from collections import Counter
@@ -19,7 +22,11 @@ WORDS = {
     "D_intra": "in windows inside units",
     "unchecked": "unchecked (not reproducible)",
 }
-"""Display names of the sets of a verification plan (``ft.systems.dmr.plan.assign.SETS``)."""
+"""Display names of the sets of operators in a verification plan (``ft.systems.dmr.plan.assign.SETS``).
+
+A plan puts every operator into the set that says when the operator is executed a second time. A unit is the forward or
+backward pass of one microbatch on one pipeline stage.
+"""
 
 BESIDE = {
     "in windows": "verified in their window",
@@ -28,7 +35,11 @@ BESIDE = {
     "unverified": "held against nothing",
     "not in the plan": "not found in the plan",
 }
-"""Display names of the counts that overlap with the sets (``ft.systems.dmr.runtime.engine.Engine.coverage``)."""
+"""Display names of further counts (``ft.systems.dmr.runtime.engine.Engine.coverage``).
+
+Operators in these counts are also counted in one of the sets. The counts say when a planned second execution really
+happened.
+"""
 
 _RETRY, _EVICT, _GIVE_UP = "retry", "evict", "give up"
 
@@ -41,7 +52,7 @@ class Mismatch:
 
     Attributes:
         event: the mismatch event.
-        follows: the action that was taken on that attempt at the step, as text.
+        follows: the action that DMR took after that attempt at the step, as text, such as "step redone".
     """
 
     event: Event
@@ -49,7 +60,7 @@ class Mismatch:
 
     @property
     def where(self) -> str:
-        """Return rank ("-" if unknown), with host and device where known: "rank 3, node07, cuda:1"."""
+        """Return the rank ("-" if unknown), with host and device where known: "rank 3, node07, cuda:1"."""
         rank = "-" if self.event.rank is None else f"rank {self.event.rank}"
         return ", ".join((rank, *(str(d) for name in ("host", "device") if (d := self.event.detail.get(name)))))
 
@@ -82,7 +93,8 @@ class Corruption:
 
     Attributes:
         strategy: how operators were verified; None where no event names it.
-        covered: set -> number of operators in the first iteration, summed over ranks, the largest set first.
+        covered: set of the verification plan -> number of operators in it in the first iteration, summed over ranks,
+            the largest set first.
         ranks: number of ranks that reported their coverage.
         mismatches: all mismatches in order of time.
         redone: number of attempts at steps that were repeated.
@@ -111,7 +123,7 @@ def corruption(history: Sequence[Event]) -> Corruption | None:
     told = {name: [event for event in history if event.name == name] for name in _NAMES}
     if not any(told.values()):
         return None
-    # A worker that takes a rank over reports its coverage again
+    # A worker that takes over a rank reports the rank's coverage again; the last report counts.
     covered = {event.rank: event for event in told[events.DMR_COVERED]}
     verdicts = told[events.DMR_VERDICT]
     actions = Counter(str(event.detail.get("action")) for event in verdicts)

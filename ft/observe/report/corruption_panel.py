@@ -1,4 +1,7 @@
-"""Show what DMR did in a run, on the terminal and in ``report.html``."""
+"""Format what DMR found in a run as text for the terminal and as HTML for ``report.html``.
+
+DMR (dual modular redundancy, from the SpareTrain paper) executes each operator twice and compares the results.
+"""
 
 from collections.abc import Sequence
 
@@ -24,13 +27,16 @@ def summary_of(found: Corruption) -> str:
 
 
 def coverage(found: Corruption) -> str:
-    """Return text such as "120 at once, 80 with the recomputation"; unknown sets keep their own names."""
+    """Return how many operators were verified when: "120 at once, 80 with the recomputation".
+
+    A set of the verification plan without a display name is shown by its own name.
+    """
     words = {**WORDS, **BESIDE}
     return ", ".join(f"{number} {words.get(name, name)}" for name, number in found.covered.items())
 
 
 def text_table(found: Corruption) -> str:
-    """Return a table of the first mismatches, or "" where there is none."""
+    """Return a table of the first mismatches, or "" where there are none."""
     if not found.mismatches:
         return ""
     shown = found.mismatches[:_MOST_LINES]
@@ -54,7 +60,7 @@ def panel(found: Corruption) -> str:
 
 
 def card(found: Corruption) -> tuple[str, str, str]:
-    """Return the headline figure as (name, value, note)."""
+    """Return the number of mismatches for the head of the report, as (name, value, note)."""
     steps = count(len(found.steps), "step")
     note = f"in {steps}, {found.clean} of them clean in the end" if found.mismatches else str(found.strategy or "")
     return "mismatches (DMR)", str(len(found.mismatches)), note

@@ -1,4 +1,9 @@
-"""Compute goodput: the share of a run's wall time that was spent on steps that counted."""
+"""Compute goodput: the share of a run's wall time that was spent on committed steps.
+
+A step is committed when every rank has finished its optimizer update. Steps that are rolled back and computed again
+count only once. An epoch is a version of the map from logical ranks to workers; training begins when the first epoch
+opens.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -16,11 +21,12 @@ class Goodput:
     """Where the time of a run went, in seconds.
 
     Attributes:
-        wall: from the opening of the first epoch to the end of the run, or to the last thing known of it.
+        wall: from the opening of the first epoch to the end of the run, or to its last event or step if it has not
+            ended.
         startup: from the start of the run to the opening of the first epoch.
         productive: total time of the steps that were committed and not rolled back.
-        recovering: total of ``lost``.
-        other: the rest of ``wall``: repeated work, evaluations, saves, waiting.
+        recovering: total of ``lost``, the time spent on recoveries.
+        other: the rest of ``wall``: repeated steps, evaluations, checkpoint saves, waiting.
         step: median time of a step, None before there is a step.
         steps: number of committed steps.
         lost: number of a recovery -> seconds from its fault to the next step.

@@ -1,4 +1,8 @@
-"""Compute which worker held which logical rank during which interval."""
+"""Compute which worker held which logical rank during which interval, for the timeline of a run's report.
+
+A logical rank is a position in the parallel grid. An epoch is a version of the map from logical ranks to workers; a new
+epoch opens after every recovery.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +39,7 @@ def origin(history: Sequence[Event]) -> float:
 
 
 def tenures(history: Sequence[Event], found: Sequence[Recovery]) -> list[Tenure]:
-    """Return the tenures: those that ended early in the order of their ends, then the current ones by rank.
+    """Return all tenures: those that ended during the run, in the order of their ends, then the last one of each rank.
 
     A tenure that was ended by a fault ends at the time of the fault, not at the opening of the next epoch.
     """

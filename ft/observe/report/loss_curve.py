@@ -1,4 +1,4 @@
-"""Draw the loss over steps or tokens as inline SVG, with the faults marked."""
+"""Draw the loss over steps or tokens as inline SVG for ``report.html``, with a vertical line at each failure."""
 
 import html
 from collections.abc import Sequence
@@ -19,7 +19,13 @@ _MOST_POINTS = 2000
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line across the curve at the amount ``at``, with the tooltip ``title``."""
+    """A vertical line across the loss curve.
+
+    Attributes:
+        at: position of the line on the horizontal axis, in steps or tokens.
+        colour: colour of the line.
+        title: text of the tooltip.
+    """
 
     at: float
     colour: str

@@ -1,4 +1,4 @@
-"""Build ``report.html``, a self-contained page about one run that needs no network."""
+"""Build ``report.html``, a self-contained page about one run: recoveries, goodput, loss, timeline, and all events."""
 
 import json
 import shlex

@@ -1,6 +1,8 @@
 """Decide whether a run that has not ended still has a live control plane.
 
-The files of a run alone do not show this: they look the same after a SIGKILL.
+The control plane is the process that directs recoveries. It holds a lease, a file in the run's folder that it renews
+periodically; another node takes the lease over if the holder dies. A run's other files do not show whether the control
+plane is alive, because they look the same after a SIGKILL.
 """
 
 from pathlib import Path
@@ -9,13 +11,13 @@ from ft.platform import election as election
 from ft.platform import processes
 
 GONE_S = 60.0
-"""Seconds without any write after which a control plane on another host counts as lost. A successor may spend up to
-half of that time on imports.
+"""Seconds without any write after which a control plane on another host counts as lost. A successor on another node may
+need up to half of that time to import its modules.
 """
 
 _SUCCESSION_S, _RENEWAL_S = 5.0, 0.5
-"""Seconds to watch the lease for a renewal: long enough for another node to take the lease over, and long enough for
-one renewal on a single node, where no other node can.
+"""Seconds to watch the lease for a renewal. The first value suffices for another node to take the lease over. The
+second suffices for one renewal, and is used in runs of a single node, where no other node can take the lease over.
 """
 
 

@@ -1,4 +1,8 @@
-"""List the pipeline stages that were rebuilt from their neighbours (CheckFree), and the effect on the loss."""
+"""List the pipeline stages that were rebuilt from their neighbours, and the effect on the loss.
+
+CheckFree replaces the lost parameters of a pipeline stage by a weighted average of the neighbouring stages' parameters,
+so that training continues without a checkpoint.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +27,12 @@ class Rebuild:
     Attributes:
         step: the committed step at which the stage was rebuilt.
         stage: number of the stage, from the event; -1 where the event lacks it.
-        strategy: how the stage was rebuilt, from the event.
-        weights: shares of the neighbours in the new stage, from the event.
+        strategy: name of CheckFree's method with which the stage was rebuilt, from the event.
+        weights: weights of the neighbouring stages in the average, from the event.
         seconds: duration of the rebuild, from the event.
         before: mean loss of the last steps up to ``step``; None where unknown.
         after: loss of the step that followed; None where unknown.
-        good_after: number of steps until the loss was back at ``before``; None while it is not.
+        good_after: number of steps until the loss was at or below ``before`` again; None while it is not.
     """
 
     step: int
@@ -47,7 +51,7 @@ class Rebuild:
 
 
 def rebuilds(run: Run) -> list[Rebuild]:
-    """Return the rebuilds in order; where one was repeated at the same step, only the last repetition."""
+    """Return the rebuilds in order; of several rebuilds of a stage at the same step, only the last one."""
     losses = {m["step"]: loss for m in run.metrics if (loss := number(m, "loss")) is not None}
     found: dict[tuple[int, int], Rebuild] = {}
     for event in run.events:

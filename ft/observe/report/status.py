@@ -1,4 +1,9 @@
-"""Compute the current state of a run from what its control plane last wrote."""
+"""Compute and format the current state of a run for ``ft status``, from what its control plane wrote last.
+
+The control plane is the process that directs recoveries. Each worker holds a logical rank (a position in the parallel
+grid) or is a standby (a warm worker without a rank). An epoch is a version of the map from logical ranks to workers. A
+snapshot is a copy of a rank's state in host memory; peers hold copies of it.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +23,16 @@ heartbeat of an agent is a change.
 
 @dataclass(frozen=True)
 class Member:
-    """One worker: its logical rank (None for a standby), name, node, activity, step, and snapshot lag in steps."""
+    """The state of one worker.
+
+    Attributes:
+        rank: its logical rank, None for a standby.
+        worker: its name.
+        node: name of its node.
+        state: what the worker is doing, as text.
+        step: the last step that it reported, None where unknown.
+        lag: steps between the committed step and its newest snapshot, None where unknown.
+    """
 
     rank: int | None
     worker: str
@@ -44,7 +58,7 @@ class Status:
         last: the most recent recovery, or None.
         recovered: number of recoveries that are over.
         protected: whether a worker has ever joined the run under protection; None where no file says so.
-        hot_swap: whether peers hold snapshots.
+        hot_swap: whether the run uses hot-swap: peers hold copies of the snapshots, and standbys take over.
         gone: why the run has no live control plane any more, "" while it has, or may have, one.
         nodes: number of nodes of the run.
         lacking: sentences about what is missing from the run's files.
@@ -72,7 +86,7 @@ class Status:
 
 
 def status(run: Run, now: float, gone: str = "") -> Status:
-    """Return what is known of ``run`` at the wall time ``now``; without status.json it is derived from the events.
+    """Return the status of ``run`` at the wall time ``now``; without status.json it is derived from the events.
 
     Args:
         run: the run's folder as read.
@@ -209,7 +223,8 @@ def _rank(member: Member) -> str:
 def _at_the_end(members: list[Member], state: str, step: int | None) -> list[Member]:
     """Return the members as they were at the end of the run.
 
-    The last heartbeats are older than the end. After a run that has finished, every rank has committed the last step.
+    The last heartbeats were sent before the end, so their steps may be too small. In a run that has finished, every
+    rank has committed the last step.
     """
     if state == FINISHED:
         return [replace(m, state="finished", step=None if m.rank is None else step, lag=None) for m in members]

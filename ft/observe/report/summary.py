@@ -1,4 +1,4 @@
-"""Build the text that ``ft report`` prints on the terminal."""
+"""Build the summary of a run that ``ft report`` prints on the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,16 @@ from ft.show.text import percent, seconds, shortened, table
 
 
 def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence[Path]) -> str:
-    """Return key figures, tables of recoveries, DMR mismatches and rebuilt stages, and the paths of the files written.
+    """Return the summary as text.
+
+    The summary has key figures, tables of recoveries, of DMR mismatches (operators whose two executions differed), of
+    actions of user-defined protections and of pipeline stages rebuilt by CheckFree, and the paths of written files.
+
+    Args:
+        run: the run's folder as read.
+        found: the recoveries of the run.
+        times: where the run's time went.
+        files: paths of the files that the report has written.
     """
     facts = [
         ("run", f"{run.folder} ({run.state})"),

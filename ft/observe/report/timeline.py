@@ -1,4 +1,8 @@
-"""Draw the picture of a run: which worker held which logical rank when, the phases of recoveries, and the loss."""
+"""Draw ``timeline.png`` of a run: which worker held which logical rank when, the phases of recoveries, and the loss.
+
+A logical rank is a position in the parallel grid. DMR (dual modular redundancy) executes operators twice; a mismatch
+between the two results is marked by a diamond.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,7 +107,7 @@ def _draw_lanes(axes, scene: _Scene) -> None:
 
 
 def _wrong(scene: _Scene) -> list[Event]:
-    """Return the mismatches that have a lane to be drawn on, the first one of each rank and attempt at a step."""
+    """Return the DMR mismatches to draw: the first one of each rank and attempt at a step, for ranks in the picture."""
     found = [one.event for one in scene.checked.mismatches] if scene.checked is not None else []
     shown = {
         (event.rank, event.step, event.epoch, str(event.detail.get("attempt"))): event for event in reversed(found)
@@ -131,7 +135,7 @@ def _draw_bars(axes, scene: _Scene) -> None:
 
 
 def _free_from(at: float, scene: _Scene) -> float:
-    """Return ``at``, or the end of the recovery that contains it, so that labels stay clear of the pale parts."""
+    """Return the time ``at`` or, within a recovery, the recovery's end, as labels on pale bars are hard to read."""
     for recovery in scene.found:
         begin = recovery.began.wall - scene.zero
         if recovery.total is not None and begin <= at < begin + recovery.total:
@@ -144,7 +148,7 @@ def _is_last(lane: Tenure, scene: _Scene) -> bool:
 
 
 def _number_recoveries(axes, scene: _Scene) -> None:
-    """Write the recoveries' numbers above the lanes, skipping those that would overlap."""
+    """Write the numbers of the recoveries above the lanes, and skip a number that would overlap the previous one."""
     last = float("-inf")
     for recovery in scene.found:
         at = recovery.began.wall - scene.zero

@@ -1,4 +1,8 @@
-"""Compare three ways to continue after a failure: restart, restart with Young's checkpoint interval, and hot-swap."""
+"""Compare three ways to continue after a failure: restart, restart with Young's checkpoint interval, and hot-swap.
+
+A restart continues from the last checkpoint, at the given interval or at the interval that is optimal by Young's
+formula. In a hot-swap a standby (a warm, idle node) takes over, with state from peers' memory.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +11,7 @@ from ft.lab.plan.disruption.flags import Plan
 from ft.lab.plan.disruption.model import DAY_S, Cost, of_hot_swap, of_restart, standbys_for
 
 RARE = 1e-3
-"""Largest acceptable probability that a failure finds no standby, for the recommended number of standbys."""
+"""Largest acceptable probability that no standby is available at a failure, for the recommended number of standbys."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +21,9 @@ class Way:
     Attributes:
         name: name in tables.
         key: name in JSON.
-        interval: steps between its checkpoints, 0 for none.
+        interval: number of steps between checkpoints, 0 for none.
         cost: expected cost per failure.
-        mttf_s: seconds of progress between two failures, as in the plan.
+        mttf_s: mean seconds of training progress between two failures.
         gpus: number of GPUs that train.
         standby_gpus: number of GPUs that are paid for as standbys.
     """
@@ -38,25 +42,25 @@ class Way:
 
     @property
     def useful(self) -> float:
-        """Return the share of all GPU hours paid for, standbys included, that gets the run on."""
+        """Return the share of all GPU hours paid for, standbys included, that advances the training."""
         return self.efficiency * self.gpus / (self.gpus + self.standby_gpus)
 
     @property
     def lost_gpu_hours(self) -> float:
-        """Return the GPU hours per day of wall time that are paid for and do not get the run on."""
+        """Return the GPU hours per day of wall time that are paid for and do not advance the training."""
         return (1 - self.useful) * (self.gpus + self.standby_gpus) * DAY_S / 3600
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The ways in the order of the table, with related figures.
+    """The compared ways to continue, with related figures.
 
     Attributes:
-        ways: the ways.
-        young_s: optimal seconds between checkpoints by Young.
-        daly_s: optimal seconds between checkpoints by Daly.
-        no_standby: probability that a failure finds no standby.
-        standbys: number of standbys with which at most a share ``RARE`` of all failures finds none.
+        ways: the ways in the order of the table: first the restart at the given interval, last the hot-swap.
+        young_s: optimal seconds between checkpoints by Young's formula.
+        daly_s: optimal seconds between checkpoints by Daly's formula.
+        no_standby: probability that no standby is available when a failure strikes.
+        standbys: number of standby nodes with which this probability is at most ``RARE``.
     """
 
     ways: list[Way]
@@ -75,17 +79,16 @@ class Answer:
 
     @property
     def recovery_ratio(self) -> float | None:
-        """Return the time to regain the lost progress with hot-swap, divided by that with a restart at the given
-        interval.
+        """Return the recovery time with hot-swap divided by that with a restart at the given checkpoint interval.
 
-        None if a restart takes no time.
+        The recovery time includes the time to compute lost steps again. The result is None if a restart takes no time.
         """
         theirs = self.given.cost.recovery
         return self.hot_swap.cost.recovery / theirs if theirs else None
 
 
 def answer(plan: Plan) -> Answer:
-    """Compute the answer for a plan."""
+    """Return the compared ways and related figures for the planned run."""
     cluster, training = plan.cluster, plan.training
     best_s = young(training.checkpoint_s, cluster.mttf_s)
     best = replace(training, interval=in_steps(best_s, training.step_s))

@@ -1,4 +1,7 @@
-"""Implement ``ft plan disruption``: compare the cost of failures with hot-swap and with restarts."""
+"""Implement ``ft plan disruption``: compare the cost of failures with hot-swap and with restarts from a checkpoint.
+
+In a hot-swap a standby (a warm, idle node) takes over from a failed node, with state from peers' memory.
+"""
 
 import argparse
 import json
@@ -28,7 +31,7 @@ def add_parser(subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison, and draw it if that is asked for.
+    """Print the comparison, and draw a picture of it if the flags ask for one.
 
     Raises:
         UserError: the flags are inconsistent, or the picture cannot be written.
@@ -37,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = answer(plan)
     print(json.dumps(as_values(plan, found)) if arguments.json else as_text(plan, found))
     if arguments.plot is not None:
-        # Imported here because importing matplotlib takes longer than everything else in this command.
+        # Import the picture module here: importing matplotlib takes longer than everything else in this command.
         from ft.lab.plan.disruption.picture import draw
 
         try:

@@ -1,4 +1,7 @@
-"""Define the flags of ``ft plan disruption``, and build the question from them."""
+"""Define the flags of ``ft plan disruption``, and build from them the run whose cost of failures is computed.
+
+The command compares restarts from a checkpoint with hot-swap, in which a standby (a warm, idle node) takes over.
+"""
 
 import argparse
 import statistics
@@ -17,7 +20,18 @@ _PARTS = ("detect", "rebuild", "restore")
 
 @dataclass(frozen=True)
 class Plan:
-    """The question; ``fallback`` is the number of steps between the checkpoints of a hot-swapping run, 0 for none."""
+    """The planned run.
+
+    Attributes:
+        cluster: the cluster, and how often it fails.
+        training: times of steps, checkpoints and restarts.
+        fallback: number of steps between checkpoints in a run with hot-swap, 0 for none.
+        replay: model of the number of steps that a failure discards.
+        swap: durations of a hot-swap.
+        price: price of a GPU hour, or None.
+        steps: number of steps of the whole run, or None.
+        measured: times from a recorded run, or None.
+    """
 
     cluster: Cluster
     training: Training
@@ -30,7 +44,7 @@ class Plan:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag."""
+    """Add every flag to ``parser``."""
     group = parser.add_argument_group("cluster")
     group.add_argument("--gpus", type=count(), required=True, metavar="N", help="that train, standbys not counted")
     group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")

@@ -1,4 +1,7 @@
-"""Read the times of a recorded run (step, parts of a recovery) for ``ft plan disruption --from-run``."""
+"""Read the times of a recorded run for ``ft plan disruption --from-run``: seconds of a step and of a hot-swap's parts.
+
+In a hot-swap a standby (a warm, idle worker) takes over from a failed one.
+"""
 
 import statistics
 from collections.abc import Iterable
@@ -17,7 +20,7 @@ _PART_OF = {
     "restore": "restore",
     "resume": "restore",
 }
-"""Phase of a recovery -> part of the cost model."""
+"""Phase of a recovery (:mod:`ft.record.recoveries`) -> part of a hot-swap in the cost model."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Measured:
 
     Attributes:
         step_s: median seconds of a step, None without metrics.
-        parts: mean seconds of each part of a hot-swap.
-        hot_swaps: number of hot-swaps.
+        parts: name of a part of a hot-swap -> mean seconds.
+        hot_swaps: number of hot-swaps (recoveries in which a standby took over) in the run.
         restart_s: mean seconds of a warm restart from the checkpoint, None without one.
     """
 

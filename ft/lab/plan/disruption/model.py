@@ -1,18 +1,23 @@
-"""Expected cost of a failure and effective training time: the formulas of DEADPOOL, section IV.
+"""Compute the expected cost of a failure and the effective training time by the formulas of DEADPOOL, section IV.
+
+Protection is either a checkpoint every K steps, followed by a restart after a failure, or hot-swap: each step is
+protected by snapshots in peers' memory, and a standby (a warm, idle node) takes over from a failed node. C is a cost in
+seconds; R is the number of steps completed since the last checkpoint; phi is the share of the interrupted step that was
+already computed; t_step is the time of a step; MTTF is the mean time to failure; eta is the effective training time.
 
     E[C_ckpt]    = C_overhead + E[T_restart] + t_step E[R]
     E[C_hotswap] = C_overhead + E[T_hotswap] + t_step E[phi]
     E[C_rate]    = lambda E[C],  lambda = 1 / MTTF
     eta          = MTTF / (MTTF + E[C])
 
-C_overhead is the cost of protection between two failures. MTTF seconds of progress lie between them, and therefore MTTF
-/ (K t_step) checkpoints, or MTTF / t_step protected steps.
+C_overhead is the cost of protection between two failures. MTTF seconds of progress lie between two failures, and
+therefore MTTF / (K t_step) checkpoints, or MTTF / t_step protected steps.
 
-DEADPOOL counts the lost part phi of the interrupted step for hot-swap only. A restart loses it as well, so here it
-counts for both. With E[phi] = 1/2, t_step (E[R] + E[phi]) is the K/2 t_step that DEADPOOL calculates with; with E[phi]
-= 0 it is the formula above.
+DEADPOOL counts phi, the lost part of the interrupted step, for hot-swap only. A restart loses this part as well, so
+here it counts for both. With E[phi] = 1/2, the term t_step (E[R] + E[phi]) equals K/2 t_step, with which DEADPOOL
+calculates; with E[phi] = 0 it equals the formula above.
 
-Failures during a recovery are left out, as in DEADPOOL: the model holds where E[C] is well below MTTF.
+Failures during a recovery are neglected, as in DEADPOOL. The model is therefore valid if E[C] is well below MTTF.
 """
 
 import math
@@ -33,7 +38,7 @@ class Cluster:
         gpus_per_node: number of GPUs of one node.
         mttf_s: seconds of progress between two failures of the run.
         standby_nodes: number of standby nodes.
-        repair_s: seconds until a failed node is back as a standby.
+        repair_s: seconds until a failed node is available again as a standby.
     """
 
     gpus: int
@@ -53,20 +58,20 @@ class Cluster:
 
     @property
     def no_standby(self) -> float:
-        """Return the probability that a failure finds no standby."""
+        """Return the probability that no standby is available when a failure strikes."""
         return missing(self.standby_nodes, self.in_repair)
 
 
 @dataclass(frozen=True)
 class Training:
-    """Parameters shared by all ways to continue.
+    """Parameters of the training run that apply to restarts and to hot-swap.
 
     Attributes:
         step_s: seconds of a step.
         interval: steps between two checkpoints.
         checkpoint_s: seconds for which one checkpoint stops training.
         restart_s: seconds from a failure to the first step after a restart, without replay.
-        interrupted: E[phi], the part of the interrupted step that was done.
+        interrupted: E[phi], the expected share of the interrupted step that was already computed (0 to 1).
     """
 
     step_s: float
@@ -81,7 +86,8 @@ class HotSwap:
     """Durations of a hot-swap.
 
     Attributes:
-        parts: name -> seconds, in order; "detect" precedes the knowledge whether there is a standby.
+        parts: name of a part of the recovery -> seconds, in order. The part "detect" is also spent if it turns out that
+            no standby is available.
         protect_s: seconds by which snapshots prolong each step.
     """
 
@@ -94,9 +100,9 @@ class Cost:
     """Expected seconds per failure.
 
     Attributes:
-        overhead: cost of protection before the failure.
-        latency: part -> seconds during which nothing is computed.
-        replay: seconds of steps that are computed again.
+        overhead: seconds of protection (checkpoints or snapshots) between two failures.
+        latency: name of a part of the recovery -> its seconds, during which nothing is computed.
+        replay: seconds of the steps that are computed again.
     """
 
     overhead: float
@@ -118,19 +124,25 @@ class Cost:
         return self.total * DAY_S / mttf_s
 
     def efficiency(self, mttf_s: float) -> float:
-        """Return eta: the share of the time that gets the run on."""
+        """Return eta: the share of the time (0 to 1) that advances the training."""
         return mttf_s / (mttf_s + self.total)
 
 
 def mttf(gpus: int, gpus_per_node: int, mtbf_gpu_s: float | None, mtbf_node_s: float | None) -> float:
-    """Return the seconds between two failures of a run; the rates of independent parts add up. ``None``: never fails.
+    """Return the mean seconds between two failures of a run. The failure rates of GPUs and nodes add up.
+
+    Args:
+        gpus: number of GPUs.
+        gpus_per_node: number of GPUs of one node.
+        mtbf_gpu_s: mean seconds between two failures of one GPU; None: GPUs do not fail.
+        mtbf_node_s: mean seconds between two failures of one node; None: nodes do not fail.
     """
     rate = (gpus / mtbf_gpu_s if mtbf_gpu_s else 0.0) + (gpus / gpus_per_node / mtbf_node_s if mtbf_node_s else 0.0)
     return 1.0 / rate
 
 
 def of_restart(cluster: Cluster, training: Training, replay: Replay) -> Cost:
-    """Return E[C_ckpt]."""
+    """Return E[C_ckpt], the expected cost of a failure for a run that restarts from a checkpoint."""
     return Cost(
         overhead=_checkpoints(cluster, training),
         latency={"restart": training.restart_s},
@@ -139,10 +151,10 @@ def of_restart(cluster: Cluster, training: Training, replay: Replay) -> Cost:
 
 
 def of_hot_swap(cluster: Cluster, training: Training, replay: Replay, swap: HotSwap) -> Cost:
-    """Return E[C_hotswap].
+    """Return E[C_hotswap], the expected cost of a failure for a run with hot-swap.
 
-    If no standby is left the run restarts, so the checkpoints of ``training`` are written here too. With
-    ``training.interval`` 0 there are none, and a standby must always be left.
+    If no standby is left, the run restarts from a checkpoint. Therefore a run with hot-swap also writes the checkpoints
+    of ``training``. With ``training.interval`` 0 there are none, and a standby must always be left.
     """
     alone = cluster.no_standby
     overhead = swap.protect_s * cluster.mttf_s / training.step_s
@@ -159,8 +171,8 @@ def of_hot_swap(cluster: Cluster, training: Training, replay: Replay, swap: HotS
 def missing(standby_nodes: int, in_repair: float) -> float:
     """Return the probability that no standby is left when a failure strikes.
 
-    The number of nodes in repair is Poisson distributed around its mean, because failures are memoryless and repairs
-    are independent (an M/G/infinity queue), and a failure sees that distribution.
+    The number of nodes in repair has a Poisson distribution with mean ``in_repair``, because failures are memoryless
+    and repairs are independent (an M/G/infinity queue). Failures as Poisson arrivals see this same distribution.
     """
     if standby_nodes == 0:
         return 1.0
@@ -172,7 +184,7 @@ def missing(standby_nodes: int, in_repair: float) -> float:
 
 
 def standbys_for(probability: float, in_repair: float) -> int:
-    """Return the least number of standby nodes with which a failure finds none with at most ``probability``."""
+    """Return the least number of standby nodes for which ``missing`` is at most ``probability``."""
     if in_repair == 0:
         return 1
     needed, there, log = 0, 0.0, math.log(in_repair)

@@ -1,4 +1,4 @@
-"""Draw the picture of ``ft plan disruption``: cost of a failure, and effective training time against cluster size."""
+"""Draw the picture of ``ft plan disruption``: cost of a failure, and effective training time over cluster size."""
 
 import math
 from dataclasses import replace
@@ -100,9 +100,9 @@ def _draw_curves(axes, plan: Plan, found: Answer) -> None:
 
 
 def _scaled(plan: Plan, gpus: float):
-    """Return the cluster at another size; with more parts, the time between two failures shrinks."""
+    """Return the plan's cluster scaled to ``gpus`` GPUs; the time between two failures shrinks as the cluster grows."""
     cluster = plan.cluster
-    # The checkpoint interval stays as given; standbys grow with the cluster, as they would run out otherwise.
+    # The checkpoint interval is not scaled. The number of standbys grows with the cluster, so that they do not run out.
     standbys = round(cluster.standby_nodes * max(1.0, gpus / cluster.gpus))
     return replace(cluster, mttf_s=cluster.mttf_s * cluster.gpus / gpus, standby_nodes=standbys)
 

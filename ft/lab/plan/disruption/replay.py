@@ -1,4 +1,8 @@
-"""Models of how many completed steps a failure throws away (DEADPOOL, section IV): uniform and empirical."""
+"""Models of how many completed steps a failure discards, for ``ft plan disruption``: uniform and empirical.
+
+After a failure, a run restarts from its last checkpoint, of which there is one every K steps, and computes R steps
+again. The notation is that of DEADPOOL, section IV.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ class Replay(Protocol):
 
 @dataclass(frozen=True)
 class Uniform:
-    """Failures strike uniformly in time: R is uniform on 0 .. K-1, and E[R] = (K - 1) / 2."""
+    """Model of failures that strike uniformly in time: R is uniform on 0 .. K-1, and E[R] = (K - 1) / 2."""
 
     def expected(self, interval: int) -> float:
         return (interval - 1) / 2
@@ -28,11 +32,11 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Empirical:
-    """Failures as recorded: E[R] = sum over r of r Pr(R = r).
+    """Model from recorded failures: E[R] = sum over r of r Pr(R = r).
 
     Attributes:
         steps: number of completed steps at which each failure struck, counted from any checkpoint. With a checkpoint
-            every K steps, a failure at step s throws away s mod K steps.
+            every K steps, a failure at step s discards s mod K steps.
     """
 
     steps: Sequence[int]

@@ -1,4 +1,8 @@
-"""Format the answer of ``ft plan disruption`` as text or JSON values."""
+"""Format the answer of ``ft plan disruption`` as text or JSON values.
+
+The command compares ways to continue after a failure: restarts from a checkpoint, and hot-swap, in which a standby (a
+warm, idle node) takes over.
+"""
 
 from typing import Any
 
@@ -9,7 +13,7 @@ from ft.show.text import count, percent, seconds, table
 
 
 def as_text(plan: Plan, found: Answer) -> str:
-    """Return the question, a table of the ways to continue, and conclusions."""
+    """Return the planned run, a table of the ways to continue after a failure, and conclusions."""
     head = ["", *(way.name for way in found.ways)]
     rows = [[f"checkpoint every ({_unit(plan)})", *(_interval(way, plan) for way in found.ways)]]
     rows += [["per failure:"] + [""] * len(found.ways)]
@@ -32,7 +36,7 @@ def as_text(plan: Plan, found: Answer) -> str:
 
 
 def as_values(plan: Plan, found: Answer) -> dict[str, Any]:
-    """Return the same as JSON values, with times in seconds."""
+    """Return the answer as JSON values, with times in seconds."""
     mttf = plan.cluster.mttf_s
     return {
         "mttf_s": mttf,

@@ -1,1 +1,1 @@
-"""Implementation of ``ft plan policy``: which kind of recovery is used after which failure."""
+"""Implementation of ``ft plan policy``: show which kind of recovery the control plane uses after which failure."""

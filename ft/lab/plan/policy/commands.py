@@ -1,4 +1,9 @@
-"""Implement ``ft plan policy``: show the kinds of recovery in order of preference, and which one follows a failure."""
+"""Implement ``ft plan policy``: show the kinds of recovery in order of preference, and which one follows a failure.
+
+A rung is one kind of recovery: from copies of the lost state in peers' memory; by CheckFree, which rebuilds a lost
+pipeline stage from its neighbours' parameters; or by a restart from a checkpoint. The decisions shown are computed by
+the control plane's own code.
+"""
 
 import argparse
 import json
@@ -85,7 +90,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[str, str, Rung]]:
-    """Return (failure, CheckFree mode, decision) for the typical failures."""
+    """Return (description of the failure, CheckFree mode, decision) for typical failures."""
     last, middle = len(blocks) - 1, len(blocks) // 2
     losses = {"ranks die, peer copies exist": frozenset()}
     losses |= {f"stage {stage} lost everywhere": frozenset({stage}) for stage in (middle, 0, last)}
@@ -109,7 +114,7 @@ def _all_text(failures: list[tuple[str, str, Rung]]) -> str:
 
 
 def _why(rung: Rung) -> str:
-    """Return the reason; for a restart, why the kind of recovery before it cannot be used."""
+    """Return the reason of a decision; for a restart, why the preferred kinds of recovery cannot be used."""
     _, found, against = rung.reason.partition(f"{AGAINST}: ")
     return against.split(";")[0] if found else rung.reason
 

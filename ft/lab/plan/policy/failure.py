@@ -1,4 +1,8 @@
-"""Build a failure as the control plane sees it: one rank on each stage, with peer copies in a ring."""
+"""Build the input of the control plane's recovery decision for a hypothetical failure, for ``ft plan policy``.
+
+The hypothetical run has one rank on each pipeline stage. Each rank holds a snapshot (a copy in host memory) of its own
+stage's state, except for the stages whose state is lost.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -10,13 +14,13 @@ STEP = 0
 
 
 def failure(blocks: Sequence[int], lost: Collection[int], checkfree: str) -> tuple[Memory, Stages]:
-    """Return the arguments of ``ft.job.control.recovery_plan.decide`` if no rank holds the state of the ``lost``
-    stages.
+    """Return the arguments of ``ft.job.control.recovery_plan.decide`` for a failure after which some states are lost.
 
     Args:
         blocks: number of transformer blocks of each stage.
-        lost: the stages without any copy of their state.
-        checkfree: as in ``Stages``.
+        lost: the stages of whose state no rank holds a copy.
+        checkfree: mode of CheckFree, which rebuilds a lost stage from its neighbours: MIDDLE (middle stages only), PLUS
+            (CheckFree+, also the first and the last stage), or "" for a run without CheckFree.
     """
     stages = range(len(blocks))
     holdings = {stage: Holdings([STEP], {}) for stage in stages if stage not in lost}

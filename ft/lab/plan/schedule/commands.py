@@ -1,4 +1,8 @@
-"""Implement ``ft plan schedule``: plan, check, compare and draw pipeline schedules."""
+"""Implement ``ft plan schedule``: plan, check, compare and draw pipeline schedules.
+
+Besides 1F1B and interleaved 1F1B there are schedules for CheckFree+, in which some microbatches pass the first two and
+the last two stages in swapped order.
+"""
 
 import argparse
 import json
@@ -83,7 +87,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _draw(found: Planned, path: Path) -> None:
-    # Imported here because importing matplotlib takes longer than everything else in this command.
+    # Import the picture module here: importing matplotlib takes longer than everything else in this command.
     from ft.lab.plan.schedule.picture import draw
 
     try:

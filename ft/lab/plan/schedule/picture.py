@@ -1,4 +1,8 @@
-"""Draw a pipeline schedule: the units that each stage runs over time."""
+"""Draw a pipeline schedule: the units that each stage runs over time.
+
+A unit is the forward or backward pass of one microbatch on one stage. Swapped units belong to microbatches that pass
+the first two and the last two stages in swapped order (CheckFree+, section 4.3 of the CheckFree paper).
+"""
 
 from pathlib import Path
 

@@ -71,7 +71,7 @@ def _compared(found: Planned, planned: Sequence[Planned]) -> str:
 
 
 def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
-    """Return the same as JSON values; times are in the unit in which they were given."""
+    """Return the schedule's cost and check as JSON values; times are in the unit in which they were given."""
     program = found.program
     return {
         **_summary(found),
@@ -84,7 +84,7 @@ def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
 
 
 def predicted(found: Planned) -> dict[str, Any]:
-    """Return the part of the schedule file that describes it: the given times, and the results for them."""
+    """Return the description for the schedule file: the given times, and the cost predicted for them."""
     given = {"forward": found.shape.f, "backward": found.shape.b, "comm": found.shape.comm}
     return given | {name: value for name, value in _summary(found).items() if name not in ("kind", "valid")}
 

@@ -1,4 +1,8 @@
-"""Compute what k peer copies of each snapshot cost and what risk they leave, for one cluster and one model."""
+"""Compute what k peer copies of each snapshot cost and what risk they leave, for one cluster and one model.
+
+A snapshot is a copy of one rank's training state in host memory; other ranks (holders) keep k peer copies of it
+(DEADPOOL). A failure domain is a set of nodes that fail together, such as a rack.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +21,15 @@ class Question:
     """The planned run.
 
     Attributes:
-        where: logical rank -> kind -> name of its failure domains.
-        groups: the data-parallel groups.
+        where: logical rank -> kind of failure domain ("node", "rack", ...) -> name of the rank's domain of that kind.
+        groups: the data-parallel groups, as lists of logical ranks.
         shards: logical rank -> bytes of its snapshot.
-        copies_complete: whether a peer copy contains all of a rank's state.
+        copies_complete: whether a peer copy contains a rank's whole state, and not only the part that its
+            data-parallel peers lack.
         pcie: bytes per second between one GPU and its host.
         network: bytes per second of one node, in each direction.
         step_s: seconds of a step, None where unknown.
-        optimizer_s: seconds of the step during which tensors change.
+        optimizer_s: seconds of the optimizer step, during which the training state changes.
         failures: how often each kind of component fails.
     """
 
@@ -40,36 +45,38 @@ class Question:
 
     @property
     def copies_carry(self) -> bool:
-        """Whether peer copies contain any state that data-parallel peers do not hold anyway."""
+        """Return whether peer copies contain any state that data-parallel peers do not hold anyway."""
         return any(shard.owned > 0 for shard in self.shards.values())
 
     @property
     def window_s(self) -> float | None:
-        """Return the seconds from the start of a snapshot to the next optimizer step; the copies have to be complete
-        within them.
+        """Return the seconds from the start of a snapshot to the next optimizer step, None where unknown.
+
+        The copies must be complete within this time.
         """
         return None if self.step_s is None else self.step_s - self.optimizer_s
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result for ``k`` copies. Bytes are those of the node with the most, or those of one step.
+    """The result for ``k`` copies. Figures of a node are those of the node with the largest value.
 
     Attributes:
-        k: number of peer copies.
-        own: host memory for a node's own snapshots (two buffers each), in bytes.
-        copies: host memory for the copies that the node holds for others (two buffers each), in bytes.
-        d2h: bytes copied to the host by one GPU.
-        sent: bytes sent by one node.
-        received: bytes received by one node.
+        k: number of peer copies of each snapshot.
+        own: host memory of a node for the snapshots of its own ranks (two buffers each), in bytes.
+        copies: host memory of a node for peer copies of other nodes' snapshots (two buffers each), in bytes.
+        d2h: bytes that one GPU copies to the host in each step.
+        sent: bytes that one node sends in each step.
+        received: bytes that one node receives in each step.
         d2h_s: seconds of the copy to the host.
         network_s: seconds of the transfer over the network.
         transfer_s: seconds of both, overlapped chunk by chunk.
-        fits: whether ``transfer_s`` fits into the window; None where the window is unknown.
-        formula: DEADPOOL, formula (1), per step; per window of exposure where the step time is unknown.
-        correlated: its correlated form for the kind of failure domain that fails most often; None without failure
-            domains.
-        risk: risk of this placement.
+        fits: whether ``transfer_s`` is at most ``Question.window_s``; None where that is unknown.
+        formula: probability of losing a state by DEADPOOL, formula (1), per step; where the step time is unknown, per
+            ``Failures.window``.
+        correlated: the same by DEADPOOL's formula for correlated failures, for the kind of failure domain that fails
+            most often; None without failure domains.
+        risk: risk computed for the actual placement of the copies.
         problems: sentences about the placement's problems.
     """
 

@@ -1,4 +1,8 @@
-"""Map logical ranks to nodes and racks, to pipeline stages and to data-parallel groups."""
+"""Map logical ranks to nodes and racks, to pipeline stages and to data-parallel groups, for ``ft plan snapshot``.
+
+A logical rank is a position in the parallel grid. A failure domain is a node or a set of nodes that fail together, such
+as a rack.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +14,7 @@ from megatron.training.arguments.layout import Layout
 
 
 def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_rack: int | None) -> list[dict[str, str]]:
-    """Return kind -> name of failure domain for each node, in order.
+    """Return for each node, in order, kind of failure domain -> name of the domain that contains the node.
 
     Args:
         count: number of nodes.
@@ -33,7 +37,7 @@ def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_ra
 
 
 def seats(nodes: Sequence[Mapping[str, str]], per_node: int) -> dict[int, Mapping[str, str]]:
-    """Return logical rank -> kind -> name of failure domain; ranks fill the nodes in order, as with torchrun."""
+    """Return logical rank -> kind -> name of the failure domain; ranks fill the nodes in order, as with torchrun."""
     return {rank: nodes[rank // per_node] for rank in range(len(nodes) * per_node)}
 
 

@@ -1,4 +1,4 @@
-"""Implement ``ft plan snapshot``."""
+"""Implement ``ft plan snapshot``: compare cost and risk of keeping k copies of each rank's training state on peers."""
 
 import argparse
 import json

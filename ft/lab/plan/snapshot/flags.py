@@ -1,4 +1,7 @@
-"""Define the flags of ``ft plan snapshot``, and build the question from them."""
+"""Define the flags of ``ft plan snapshot``, and build from them the run for which the command plans peer copies.
+
+A snapshot is a copy of one rank's training state in host memory, of which other ranks hold peer copies.
+"""
 
 import argparse
 from dataclasses import dataclass
@@ -21,10 +24,10 @@ _RECOVERY = "30s"  # DEADPOOL, figure 11: 17.1 to 29.8 s
 
 @dataclass(frozen=True)
 class Plan:
-    """The question, with what the output says about it.
+    """The planned run, with further figures that the output shows.
 
     Attributes:
-        question: the question.
+        question: cluster, snapshots and failure rates.
         grid: sizes of the parallel groups.
         nodes: number of nodes.
         parameters: number of parameters of the whole model.
@@ -45,7 +48,7 @@ class Plan:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag; the trainer's own flags follow the name of its script, as with ``ft run``."""
+    """Add every flag to ``parser``; the trainer's own flags follow the name of its script, as with ``ft run``."""
     group = parser.add_argument_group("cluster")
     group.add_argument("--nodes", type=count(), required=True, metavar="N", help="that train, standbys not counted")
     group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")

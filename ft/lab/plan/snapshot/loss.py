@@ -1,22 +1,27 @@
-"""Probability that a state is lost with all its copies: DEADPOOL's formula (1), and a model with correlated failures.
+"""Compute the probability that a training state is lost with all its copies, for ``ft plan snapshot``.
+
+The module has two models: DEADPOOL's formula (1), and a model with correlated failures of nodes and racks. The owner of
+a state is the rank that computes it; its k holders are the ranks that keep a copy of it in host memory. A failure
+domain is a set of nodes that fail together, such as a rack. A component is a node or a failure domain.
 
 Formula (1) (DEADPOOL, section V-C): nodes fail independently, each within a step with probability p. A shard is lost
 when its owner and its k holders fail within the same step; the union bound over D shards is ``D p^(k+1)``. DEADPOOL's
 correlated form replaces p by q, the probability that a failure domain fails within a step.
 
-Both assume that owner and holders share no failure domain. The model here uses the actual placement. Nodes fail with
-rate ``1 / mtbf``, and so do failure domains, which take down all their nodes; all failures are independent. A failure
-opens a window: what it took is unprotected until the lost ranks have workers again and their copies are sent again.
-State is lost when all other nodes that hold it, the owner's and the holders', go down within that window. For a failure
-of ``c``, let ``M_c`` be the minimal sets of further components whose failures cause this for some owner (a domain that
-takes down several nodes counts once, and so does a set by which several owners lose their state). Then
+Both assume that owner and holders share no failure domain. The model here uses the actual placement. Each component
+fails with rate ``1 / mtbf``; a failure domain takes down all its nodes; all failures are independent. A failure opens a
+window: the states whose copies it destroyed are less protected until the lost ranks have workers again and their copies
+have been sent again. A state is lost when all other nodes that hold it, the owner's and the holders', go down within
+that window. For a failure of a component ``c``, let ``M_c`` contain the minimal sets of further components whose
+failures cause this for some owner (a domain that takes down several nodes counts once, and so does a set by which
+several owners lose their state). Then
 
     P(loss | c) <= min(1, sum over m in M_c of product over f in m of P(f fails within the window))
     P(loss | a failure) = sum over c of rate(c) / rate * P(loss | c)
 
-and over a time T, ``1 - exp(-rate T P(loss | a failure))``. If only nodes fail and the k copies are on k other nodes,
-the second line times the rate is ``(k + 1) D p^(k+1)`` per window: k + 1 times formula (1), because any of the k + 1
-nodes may be the first to fail.
+and the probability of a loss within a time T is ``1 - exp(-rate T P(loss | a failure))``. If only nodes fail and the k
+copies are on k other nodes, the second line times the rate is ``(k + 1) D p^(k+1)`` per window. This is k + 1 times
+formula (1), because any of the k + 1 nodes may be the first to fail.
 """
 
 import itertools
@@ -48,9 +53,9 @@ class Failures:
     """How often each kind of component fails.
 
     Attributes:
-        mtbf: kind of component ("node", "rack", ...) -> seconds between two failures of one component; other kinds do
-            not fail.
-        window: seconds until what a failure took is protected again.
+        mtbf: kind of component ("node", "rack", ...) -> mean seconds between two failures of one component; kinds that
+            are not listed do not fail.
+        window: seconds from a failure until all states have all their copies again.
     """
 
     mtbf: Mapping[str, float]
@@ -68,7 +73,7 @@ class Risk:
     Attributes:
         rate: failures per second of all components together.
         per_failure: probability that a failure loses state.
-        by_kind: the same for failures of each kind of component.
+        by_kind: kind of component -> probability that its failure loses state.
     """
 
     rate: float
@@ -85,7 +90,7 @@ def risk(where: Where, holders: Mapping[int, Sequence[int]], failures: Failures)
 
     Args:
         where: logical rank -> kind -> name of its failure domains.
-        holders: owner -> holders of its copies.
+        holders: owner -> ranks that hold copies of its state.
         failures: how often each kind of component fails.
     """
     nodes = {kinds[NODE]: kinds for kinds in where.values()}
@@ -119,7 +124,7 @@ def risk(where: Where, holders: Mapping[int, Sequence[int]], failures: Failures)
 def _sets_on(
     where: Where, holders: Mapping[int, Sequence[int]], node_of: Mapping[str, int]
 ) -> dict[int, set[frozenset[int]]]:
-    """Return node -> the sets of nodes, including it, that together hold all copies of some state."""
+    """Return node -> the sets of nodes, each including this node, that together hold all copies of some state."""
     seat = {rank: node_of[kinds[NODE]] for rank, kinds in where.items()}
     found: dict[int, set[frozenset[int]]] = {}
     for nodes in {frozenset([seat[owner], *[seat[rank] for rank in held]]) for owner, held in holders.items()}:
@@ -129,7 +134,7 @@ def _sets_on(
 
 
 def _components(parts: Sequence[Sequence[int]]) -> dict[int, frozenset[int]]:
-    """Return each component that can fail -> the nodes that go down with it."""
+    """Return component that can fail -> the nodes that its failure takes down."""
     members: dict[int, list[int]] = {}
     for node, of_node in enumerate(parts):
         for part in of_node:

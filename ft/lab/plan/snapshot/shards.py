@@ -1,7 +1,8 @@
 """Compute the size of one rank's snapshot for each pipeline stage, from the flags of the run.
 
-The numbers follow megatron-core's GPT (parameters of its modules, layer by layer) and :mod:`ft.state.snapshot.capture`
-(main parameters and optimizer state, which the distributed optimizer shards).
+A snapshot is a copy of one rank's training state in host memory. The numbers of parameters are those of the modules of
+megatron-core's GPT, layer by layer. A snapshot's content is that of :mod:`ft.state.snapshot.capture`: main parameters
+(the fp32 copies of the weights) and optimizer state, both sharded by the distributed optimizer.
 """
 
 from dataclasses import dataclass
@@ -14,12 +15,17 @@ if TYPE_CHECKING:
     from megatron.training.arguments import Options
 
 MAIN, MOMENTS = 4, {"adam": 8, "sgd": 4}
-"""Bytes per parameter: of the fp32 main copy, and of the optimizer's own fp32 tensors."""
+"""Bytes per parameter: MAIN for the fp32 main copy, MOMENTS for the fp32 tensors of each optimizer."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of ``dense`` and ``expert`` parameters on one rank of a stage."""
+    """Numbers of parameters on one rank of a pipeline stage.
+
+    Attributes:
+        dense: parameters outside of experts.
+        expert: parameters of experts.
+    """
 
     dense: float
     expert: float = 0.0
@@ -27,7 +33,12 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's snapshot in bytes: the part that is sent to peers too, and the part that stays on the rank."""
+    """The size of one rank's snapshot in bytes.
+
+    Attributes:
+        owned: the part that is also sent to peers, because not all data-parallel replicas hold it.
+        replicated: the part that stays on the rank, because all data-parallel replicas hold it.
+    """
 
     owned: float
     replicated: float
@@ -42,7 +53,7 @@ def shards(
         stages: parameters of one rank of each stage.
         options: the trainer's options.
         grid: sizes of the parallel groups.
-        per_parameter: bytes of main copy and optimizer state for a parameter; default: those of fp32.
+        per_parameter: bytes of main copy and optimizer state for each parameter; default: those with all in fp32.
     """
     optimizer = options.optimizer
     momentum = optimizer.optimizer == "adam" or optimizer.sgd_momentum != 0
@@ -64,7 +75,13 @@ def shards(
 
 
 def even(total: float, expert: float, grid: Layout) -> list[Parameters]:
-    """Spread ``total`` parameters, of which ``expert`` belong to experts, evenly over the ranks."""
+    """Return the parameters of one rank of each stage if all parameters are spread evenly over the ranks.
+
+    Args:
+        total: number of parameters of the model.
+        expert: number of these that belong to experts.
+        grid: sizes of the parallel groups.
+    """
     dense = (total - expert) / (grid.tp * grid.pp)
     return [Parameters(dense, expert / (grid.etp * grid.ep * grid.pp))] * grid.pp
 
@@ -173,7 +190,7 @@ def _layer(options: "Options", grid: Layout, is_moe: bool) -> Parameters:
         dense += _mlp(options, moe.moe_shared_expert_intermediate_size, tp)
     one = _mlp(options, moe.moe_ffn_hidden_size or model.ffn_hidden_size, grid.etp)
     if grid.ep == 1:
-        return Parameters(dense + moe.num_experts * one)  # these experts are sharded like all other parameters
+        return Parameters(dense + moe.num_experts * one)  # here experts are sharded like all other parameters
     return Parameters(dense, moe.num_experts / grid.ep * one)
 
 

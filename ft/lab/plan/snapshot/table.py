@@ -1,4 +1,7 @@
-"""Format the answers of ``ft plan snapshot`` as text or JSON values."""
+"""Format the answers of ``ft plan snapshot`` as text or JSON values.
+
+A snapshot is a copy of one rank's training state in host memory; other ranks hold k peer copies of it.
+"""
 
 from dataclasses import asdict, replace
 from typing import Any

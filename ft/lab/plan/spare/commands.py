@@ -1,4 +1,8 @@
-"""Implement ``ft plan spare``, which has one subcommand for each question about SPARe."""
+"""Implement ``ft plan spare``, which has one subcommand for each question about SPARe.
+
+SPARe protects data-parallel training: each part (shard type) of a step's data is hosted by several groups of ranks, and
+the survivors of a failure compute the parts of the lost groups.
+"""
 
 import argparse
 import importlib
@@ -23,7 +27,7 @@ Numbers of groups and redundancies may be ranges (2..12) and lists (200,600): th
 
 
 def add_parser(subparsers) -> None:
-    """Add ``spare`` with its subcommands; each of them sets the default ``main``, as all commands of ``ft`` do."""
+    """Add ``spare`` with its subcommands; each of them sets the parser default ``main``, a function that runs it."""
     parser = subparsers.add_parser(
         "spare",
         help="redundancy for SPARe: failures endured, stacks computed, placement, reordering",

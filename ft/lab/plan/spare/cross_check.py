@@ -1,4 +1,7 @@
 """Implement ``ft plan spare cross-check``: compare the step-level simulation with a SimGrid model of the same scenario.
+
+Both simulate training under failures with SPARe (survivors compute the data shards of lost groups), with replication,
+or with checkpoints alone.
 """
 
 import argparse

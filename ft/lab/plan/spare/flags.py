@@ -1,4 +1,8 @@
-"""Flags and JSON output shared by the subcommands of ``ft plan spare``."""
+"""Flags and JSON output that the subcommands of ``ft plan spare`` share.
+
+In SPARe each part (shard type) of a step's data is hosted by several of N groups of ranks; the redundancy is the number
+of hosts of each type.
+"""
 
 import argparse
 import json
@@ -17,11 +21,11 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def sizes(given: argparse.Namespace) -> list[tuple[int, int]]:
-    """Return (groups, redundancy) of every answer that is asked for."""
+    """Return (number of groups, redundancy) for every pair of values that the flags ask for."""
     return list(product(given.groups, given.redundancy))
 
 
 def as_json(given: argparse.Namespace, answers: Sequence[dict[str, Any]]) -> str:
-    """Return a JSON object if one size was asked for, else a list with an object for each; redundancy varies fastest.
+    """Return the answers as JSON text: an object for a single pair of sizes, else a list in the order of ``sizes``.
     """
     return json.dumps(answers[0] if len(sizes(given)) == 1 else list(answers))

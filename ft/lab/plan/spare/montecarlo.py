@@ -1,4 +1,9 @@
-"""Implement ``ft plan spare montecarlo``: run random failures up to the wipe-out (SPARe, appendix C)."""
+"""Implement ``ft plan spare montecarlo``: simulate random failures up to the wipe-out (SPARe, appendix C).
+
+In SPARe each part (shard type) of a step's data is hosted by several groups of ranks. A wipe-out is the loss of all
+hosts of a type. After each failure the controller computes the stack depth S, the number of types that each group has
+to compute in a step; a patch compute is the additional computation of missing types in the interrupted step.
+"""
 
 import argparse
 from typing import Any

@@ -1,4 +1,7 @@
-"""Implement ``ft plan spare optimize``: recommend the redundancy that trains fastest."""
+"""Implement ``ft plan spare optimize``: recommend the redundancy with which SPARe trains fastest.
+
+In SPARe each part (shard type) of a step's data is hosted by several groups of ranks; the redundancy is their number.
+"""
 
 import argparse
 import json
@@ -41,7 +44,7 @@ def add_parser(questions) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison and the recommendation, and draw them if that is asked for.
+    """Print the comparison and the recommendation, and draw a picture if the flags ask for one.
 
     Raises:
         UserError: the flags are inconsistent, a redundancy cannot be placed, or the picture cannot be written.
@@ -59,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n\n".join(as_text(*each) for each in found))
     if arguments.plot is not None:
-        # Imported here because importing matplotlib takes longer than everything else in this command.
+        # Import the picture module here: importing matplotlib takes longer than everything else in this command.
         from ft.lab.plan.spare.picture import draw
 
         try:

@@ -1,6 +1,7 @@
-"""Find the SPARe redundancy that trains fastest: by the rule of thumb (8), by formula (7), and simulated.
+"""Find the redundancy with which SPARe trains fastest: by the rule of thumb (8), by formula (7), and by simulation.
 
-The formulas are those of the SPARe paper. The recommendation may be no redundancy at all (checkpoints alone).
+In SPARe each part (shard type) of a step's data is hosted by r groups of ranks; r is the redundancy. The formulas are
+those of the SPARe paper. The recommendation may be no redundancy at all (checkpoints alone).
 """
 
 import math
@@ -12,7 +13,7 @@ from ft.lab.simulate.spare.study import Row, checkpoint_period, endurance
 from ft.systems.spare import theory
 
 _ALIKE = 0.01
-"""Relative difference up to which times to train count as equal."""
+"""Largest relative difference at which two times to train count as equal."""
 WITHOUT = 1
 """Redundancy that stands for checkpoints alone: one host for each type, and every failure ends in a global restart."""
 
@@ -22,9 +23,9 @@ class Choice:
     """One redundancy and what it costs.
 
     Attributes:
-        redundancy: hosts of each type, or :data:`WITHOUT`.
+        redundancy: number of hosts of each shard type, or :data:`WITHOUT`.
         ttt_norm: time to train relative to a run without failures, by SPARe, formula (7).
-        availability: share of the time that gets the run on, by SPARe, formula (2).
+        availability: share of the time (0 to 1) that advances the training, by SPARe, formula (2).
         period_s: seconds between checkpoints, by SPARe, formula (1).
         simulated: result of the simulation; None where nothing was simulated.
     """
@@ -42,13 +43,13 @@ class Optimum:
 
     Attributes:
         choices: the redundancies that were compared.
-        without: checkpoints alone.
+        without: the choice without redundancy (checkpoints alone).
         r_star: redundancy by the rule of thumb, SPARe, formula (8).
         argmin_theory: redundancy among ``choices`` with the least time by the formulas.
         argmin_simulated: redundancy among ``choices`` with the least simulated time; None where nothing was simulated,
-            or no simulated run keeps a step.
-        recommended: a redundancy, or :data:`WITHOUT`.
-        reason: why it is recommended.
+            or where no simulated run makes progress.
+        recommended: the recommended redundancy, or :data:`WITHOUT`.
+        reason: why this redundancy is recommended.
     """
 
     choices: tuple[Choice, ...]
@@ -124,7 +125,7 @@ def _simulated(one: Choice) -> float:
 def _recommended(choices: Sequence[Choice], best: Choice, star: int, by_theory: int) -> tuple[int, str]:
     """Return the smallest redundancy that is as good as the best one, and the reason.
 
-    A smaller redundancy holds less data on each group and loses fewer stacks.
+    With a smaller redundancy each group hosts fewer shard types, and computes fewer of them in a step.
     """
     alike = [one for one in choices if _simulated(one) <= _simulated(best) * (1 + _ALIKE)]
     found = min(alike, key=lambda one: one.redundancy)

@@ -1,4 +1,8 @@
-"""Draw the picture of ``ft plan spare optimize``: time to train and availability against redundancy."""
+"""Draw the picture of ``ft plan spare optimize``: time to train and availability over the redundancy of SPARe.
+
+The redundancy is the number of groups of ranks that host each part of a step's data. Availability is the share of the
+time that advances the training.
+"""
 
 import math
 from pathlib import Path

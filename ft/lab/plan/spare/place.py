@@ -1,4 +1,7 @@
-"""Implement ``ft plan spare place``: compute which group hosts which shard types."""
+"""Implement ``ft plan spare place``: compute which group of ranks hosts which parts (shard types) of a step's data.
+
+SPARe places N shard types on N groups by a ruler, a list of r marks: group w hosts type (w + mark) mod N for each mark.
+"""
 
 import argparse
 import json
@@ -31,7 +34,7 @@ def add_parser(questions) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the rulers, and write the layout if that is asked for.
+    """Print the rulers and, with ``--out``, write the layout (the types of every group in their initial order).
 
     Raises:
         UserError: a size cannot be placed, the given ruler is invalid, or the file cannot be written.

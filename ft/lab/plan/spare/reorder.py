@@ -1,4 +1,10 @@
-"""Implement ``ft plan spare reorder``: show what the SPARe controller decides when groups are lost at once."""
+"""Implement ``ft plan spare reorder``: show what the SPARe controller decides when several groups are lost at once.
+
+In SPARe each part (shard type) of a step's data is hosted by several groups of ranks, and each group computes the first
+S types of its stack, an ordered list of the types that it hosts. After a loss of groups the controller increases S or
+reorders stacks, so that the survivors still compute every type. Types that are missing in the interrupted step are
+computed additionally in this step (patch compute). If all hosts of a type are lost, this is a wipe-out.
+"""
 
 import argparse
 import sys
@@ -80,10 +86,10 @@ def as_values(done: Reordering, time_ms: float) -> dict[str, Any]:
 
 
 def difference(placement: Placement, failed: list[int], done: Reordering) -> str | None:
-    """Compare a decision with the maximum flow and minimum-cost flow that SciPy finds from the initial layout.
+    """Compare the controller's decision with an independent solution by SciPy's maximum and minimum-cost flow.
 
     Returns:
-        What differs, or None if nothing does.
+        A sentence that says what differs, or None if nothing differs.
     """
     from ft.systems.spare.controller.flow import min_cost, smallest_stack
 

@@ -1,6 +1,7 @@
-"""The command ``ft plan spare simulate``: simulate a training job under failures, step by step.
+"""Implement ``ft plan spare simulate``: simulate a training job under failures, step by step.
 
-It compares SPARe (each group of ranks can compute the data shards of lost groups), replication, and checkpoints alone.
+The simulation compares SPARe (each group of ranks can compute the data shards of lost groups), replication, and
+checkpoints alone.
 """
 
 import argparse

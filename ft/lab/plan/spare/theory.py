@@ -1,4 +1,9 @@
-"""Implement ``ft plan spare theory``: evaluate the closed forms of the SPARe paper."""
+"""Implement ``ft plan spare theory``: evaluate the closed-form results of the SPARe paper for given sizes.
+
+In SPARe each part (shard type) of a step's data is hosted by r of N groups of ranks (r is the redundancy). A wipe-out
+is the loss of all hosts of a type. The stack depth is the number of types that each group computes in a step. A patch
+compute is the additional computation of missing types in a step that a failure has interrupted.
+"""
 
 import argparse
 from typing import Any
@@ -40,7 +45,10 @@ def run(given: argparse.Namespace) -> int:
 
 
 def answer(groups: int, redundancy: int, failures: int | None = None) -> dict[str, Any]:
-    """Return the closed forms for one size; ``rho`` only if ``failures`` is given.
+    """Return name -> value of the closed forms for one pair of sizes.
+
+    The result contains ``rho``, the probability that a further failure needs a patch compute, only if ``failures``, the
+    number of earlier failures, is given.
 
     Raises:
         UserError: as in :mod:`ft.systems.spare.theory`.
