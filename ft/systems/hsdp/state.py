@@ -1,4 +1,8 @@
-"""Training state of a rank in the form in which FT-HSDP replicas transfer it: tensors by name, the rest as JSON."""
+"""Training state of a rank in the form in which a returning FT-HSDP replica fetches it from another replica.
+
+The state consists of tensors by name, and of the *envelope*: everything else (counters, scheduler, RNG states, ...) as
+JSON values.
+"""
 
 import base64
 from typing import Any
