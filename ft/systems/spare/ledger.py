@@ -47,7 +47,7 @@ class Ledger:
 
     @property
     def all_types(self) -> tuple[int, ...]:
-        """Return the shard types of earlier attempts together with those of the current attempt."""
+        """Return the shard types of earlier attempts and of the current attempt."""
         return (*self.types, *self._adding)
 
     def clear(self) -> None:
@@ -98,7 +98,7 @@ class Ledger:
             self._take(place)
 
     def settle(self) -> None:
-        """End the attempt: its shard types now count as included."""
+        """End a failed attempt: its gradients are kept, so its shard types move to ``types``."""
         self.types, self._adding = (*self.types, *self._adding), ()
 
     def _take(self, place: int) -> None:
