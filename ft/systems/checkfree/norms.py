@@ -52,8 +52,10 @@ class StageNorms:
         self._under_way.append((squares, dist.all_reduce(squares, group=group, async_op=True)))
 
     def settle(self) -> Sequence[float | None]:
-        """Return the norms of the step that was just done. If megatron-core computed no norm in it (gradient overflow),
-        return the previous norms."""
+        """Return the norms of the step that was just done.
+
+        If megatron-core computed no norm in it (gradient overflow), return the previous norms.
+        """
         if self._under_way:
             total = [0.0] * len(self.values)
             for squares, work in self._under_way:

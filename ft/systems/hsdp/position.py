@@ -68,7 +68,7 @@ class ReplicaPosition:
         return self.positions.get(self._replica, 0)
 
     def began_at(self, batch: int) -> int:
-        """Return the position in this replica's stream at which the step under way began to read its ``batch`` samples.
+        """Return the position in this replica's stream at which the present step began to read its ``batch`` samples.
 
         On a rank with loaders, the result is computed from what the loaders have really read.
         """

@@ -215,8 +215,9 @@ class Deal:
         return Deal(replicas, block, past), dict.fromkeys(range(replicas), 0)
 
     def leveled(self, positions: Mapping[int, int], step: int) -> tuple["Deal", dict[int, int]]:
-        """Return the deal and the positions with which training continues, for steps that take equally many samples
-        from every stream (SPARe): a new deal begins if the positions differ.
+        """Return a deal and positions that are equal for all replicas: a new deal begins if the positions differ.
+
+        SPARe needs this, because its steps take equally many samples from every stream.
 
         Args:
             positions: position of every replica of this deal; a replica that is missing has taken nothing.

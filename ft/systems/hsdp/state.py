@@ -32,8 +32,9 @@ class ReplicaState:
         return _named(self._subject.state(self._position.get()))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the model parameters by name, as forward passes use them. They are not part of the transferred state,
-        because they are derived from the optimizer's main parameters.
+        """Return the model parameters by name, as forward passes use them.
+
+        They are not part of the transferred state, because they are derived from the optimizer's main parameters.
         """
         chunks = enumerate(self._subject.chunks)
         return {f"chunk{at}/{name}": param.detach() for at, chunk in chunks for name, param in chunk.named_parameters()}

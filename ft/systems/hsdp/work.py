@@ -25,10 +25,11 @@ class Work(ABC):
         units: amount of work of the slowest replica in this attempt, in shards of the global batch; the duration of the
             attempt is proportional to it.
         pause_s: seconds to wait after a failed attempt before another one can succeed.
-        stack: for the record of the step, see :class:`ft.systems.hsdp.commits.Commit`.
-        owners: for the record of the step.
-        patch: for the record of the step.
-        computed: for the record of the step.
+        stack: SPARe's S, for the commit log (:class:`ft.systems.hsdp.commits.Commit`); None without SPARe.
+        owners: the replica that has computed each shard type, for the commit log; empty without SPARe.
+        patch: shard types that other replicas than planned have computed, for the commit log; empty without SPARe.
+        computed: shard type -> position of the samples that this replica has computed of it, for the commit log; None
+            without SPARe.
     """
 
     units: float = 1.0

@@ -9,9 +9,9 @@ modulo T, the four units must fill the period of every stage without overlap: th
 A *way* is the list of start times of one microbatch's units, by position on its route (position p is the p-th stage
 that the microbatch passes). Modulo T, a way occupies a set of time slots at each position. A swapped microbatch has the
 same positions, but on other stages, so every way can be used for both kinds. A tiling consists of one way for the
-normal microbatches and one way, with an offset in time, for the swapped ones, which occupies exactly the slots that the
-first one leaves free. The search enumerates all ways, and looks up for each one which ways occupy the free slots; this
-is exact and fast.
+normal microbatches and one way, with an offset in time, for the swapped ones; each of the two occupies exactly the
+slots that the other leaves free. For every way and offset, the search computes the free slots and looks up the ways
+that occupy them. This is exact and fast.
 
 Times are whole numbers. The orders of units that result can be used with any forward and backward time.
 """

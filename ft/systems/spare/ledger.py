@@ -92,8 +92,10 @@ class Ledger:
         self._tokens = tokens.clone()
 
     def take_all(self) -> None:
-        """Include all gradients that were registered but not exchanged. Must be called before megatron-core divides
-        the gradients or reduces them over model-parallel ranks."""
+        """Include all gradients that were registered but not exchanged.
+
+        Must be called before megatron-core divides the gradients or reduces them over model-parallel ranks.
+        """
         for place in list(self._open):
             self._take(place)
 

@@ -225,7 +225,7 @@ def work(
     per_token: bool,
     reseed: Callable[[int], None],
 ) -> StackedWork:
-    """Return the :class:`StackedWork` of one replica. ``place`` tells its number and the redundancy.
+    """Return the :class:`StackedWork` of the replica that ``place`` describes.
 
     Raises:
         UserError: shard types cannot be placed with that redundancy.

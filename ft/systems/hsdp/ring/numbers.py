@@ -105,7 +105,7 @@ def of(tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, buffer
 
 
 class InPlace(Numbers):
-    """fp32: sums are computed in the tensor's memory and sent from there."""
+    """fp32 tensors: sums are computed in the tensor's memory and sent from there."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         self._elements = tensor.detach().view(-1).numpy()
@@ -136,8 +136,9 @@ class InPlace(Numbers):
 
 
 class Narrow(Numbers):
-    """bf16 with sums in bf16: each addition is computed in fp32 and rounded to bf16; the last sum is scaled before it
-    is rounded. Used for two members, or without ``wide_sums``.
+    """bf16 tensors with sums in bf16, for two members or without ``RingOptions.wide_sums``.
+
+    Each addition is computed in fp32 and rounded to bf16; the last sum is scaled before it is rounded.
     """
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
@@ -171,7 +172,7 @@ class Narrow(Numbers):
 
 
 class Widened(Numbers):
-    """bf16 with more than two members: inputs and results are sent in bf16, intermediate sums in fp32."""
+    """bf16 tensors with more than two members: inputs and results are sent in bf16, intermediate sums in fp32."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         self._elements = tensor.detach().view(-1)

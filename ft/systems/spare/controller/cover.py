@@ -26,5 +26,10 @@ def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
 
 
 def wiped_out(hosts: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return the types of which no host survives, ascending. ``hosts``: int [N, r]. ``alive``: bool [N]."""
+    """Return the types of which no host survives, in ascending order.
+
+    Args:
+        hosts: the groups that host each type, int [N, r].
+        alive: which groups are alive, bool [N].
+    """
     return np.flatnonzero(~alive[hosts].any(axis=1))

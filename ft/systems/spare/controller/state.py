@@ -1,4 +1,4 @@
-"""The data of the core of SPARe's reordering controller.
+"""The data of the core of SPARe's reordering controller (SPARe, algorithm 2), which decides what each group computes.
 
 They are flat sequences of integers: lists if the core is interpreted, arrays if it is compiled by numba. In SPARe, each
 group (replica of the model) hosts r of N shard types (parts of a global batch) in an order, its stack, and computes the
@@ -32,9 +32,9 @@ class State(NamedTuple):
         orders: [N r] the type of group w at position p is at w r + p.
         owner: [N] the group that has to compute a type.
         alive: [N] 1 or 0.
-        hosts: [N r] the group that holds type t at mark j is at t r + j.
-        mark: [N] the j with g_j = d mod N, or NONE.
-        depth: [N r] the position of type t in its host at mark j is at t r + j.
+        hosts: [N r] the group that hosts type t by mark j is at t r + j.
+        mark: [N] at index d: the j with g_j = d mod N, or NONE.
+        depth: [N r] the position of type t in the stack of its host by mark j is at t r + j.
         load: [N] number of types that a group owns.
         cover: [N] number of survivors with a type in their first S positions.
         living: [N] number of surviving hosts of a type.
