@@ -1,4 +1,6 @@
-"""Read the transformer blocks of a stage from a model of megatron-core, and write them back."""
+"""Access to the transformer blocks of one pipeline stage in a model of megatron-core, from which CheckFree rebuilds
+stages.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,9 +16,9 @@ class StageBlocks:
     """The transformer blocks of one rank.
 
     Args:
-        chunks: the model chunks of the stage; there must be exactly one, because the layers of a lost stage have to be
-            those between its neighbours'.
-        whole: the stage consists of blocks only, as a stage in the middle of the pipeline does.
+        chunks: the model chunks of the stage. There must be exactly one, because CheckFree averages the layers directly
+            before and after those of the lost stage.
+        whole: whether the stage must consist of blocks only, as a stage in the middle of the pipeline does.
 
     Raises:
         UserError: there is more than one chunk, or a middle stage has parameters that belong to no block.
@@ -47,13 +49,14 @@ class StageBlocks:
         return len(self._blocks)
 
     def get(self) -> list[dict[str, torch.Tensor]]:
-        """Return the live parameters and learnt buffers (such as a router's expert bias) of each block by their names
-        within it."""
+        """Return the live parameters and learnt buffers (such as a router's expert bias) of each block.
+
+        They are keyed by their names within the block.
+        """
         return [{name: held.detach() for name, held in block.items()} for block in self._blocks]
 
     def is_sharded(self, name: str) -> bool:
-        """Return whether tensor-parallel ranks hold different parts of the parameter, which is the same in every block
-        that has it."""
+        """Return whether tensor-parallel ranks hold different parts of the parameter with this name within a block."""
         return any(getattr(block.get(name), "tensor_model_parallel", False) for block in self._blocks)
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class StageNorms:
-    """Collects the gradient norms of all stages on one rank.
+    """Collects the gradient norms of all pipeline stages on one rank.
 
     Args:
         stages: number of pipeline stages.
@@ -33,11 +33,13 @@ class StageNorms:
         self._under_way: list[tuple[torch.Tensor, dist.Work]] = []
 
     def begins(self) -> None:
-        """Begin an attempt at an optimizer step. Reductions that an aborted attempt has started are dropped."""
+        """Begin an attempt at an optimizer step, and drop the reductions that an aborted attempt has started."""
         self._under_way = []
 
     def heard(self, part: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
-        """Start the reduction of a norm that core has computed. Dense and expert gradients may have one norm each.
+        """Start the reduction of a norm that megatron-core has computed.
+
+        The method may be called several times in a step: dense and expert gradients may have one norm each.
 
         Args:
             part: norm of this rank's part of the gradients; None if this rank has no part.
@@ -50,8 +52,10 @@ class StageNorms:
         self._under_way.append((squares, dist.all_reduce(squares, group=group, async_op=True)))
 
     def settle(self) -> Sequence[float | None]:
-        """Return the norms of the step that was just done. If megatron-core computed no norm in it (gradient overflow),
-        return the previous norms."""
+        """Return the norms of the step that was just done.
+
+        If megatron-core computed no norm in it (gradient overflow), return the previous norms.
+        """
         if self._under_way:
             total = [0.0] * len(self.values)
             for squares, work in self._under_way:

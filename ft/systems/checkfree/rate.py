@@ -1,4 +1,6 @@
-"""The learning rate of a rebuilt stage, which is raised so that the stage diverges from its neighbours."""
+"""The learning rate of a pipeline stage that CheckFree has rebuilt as the mean of its neighbours (CheckFree, section
+4.2). The rate is raised, so that the stage diverges from its neighbours.
+"""
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +9,7 @@ from typing import Any
 from ft.base.errors import UserError
 
 BOOST = 1.1
-"""Factor of the learning rate (CheckFree, section 4.2); the authors' code has 1.2 for its 500M model."""
+"""Factor of the learning rate (CheckFree, section 4.2); the code of its authors has 1.2 for its 500M model."""
 
 _HIGHEST = 100.0
 _KEYS = ("max_lr", "min_lr")
@@ -19,8 +21,8 @@ class Boost:
 
     Attributes:
         factor: factor right after a rebuild.
-        decay_steps: number of steps over which the factor falls linearly to 1; 0: it stays, as in CheckFree, section
-            4.2.
+        decay_steps: number of steps over which the factor falls linearly to 1; with 0 the factor stays the same, as in
+            CheckFree, section 4.2.
 
     Raises:
         UserError: a value is out of range.
@@ -36,10 +38,13 @@ class Boost:
             raise UserError(f"a factor that decays over {self.decay_steps} steps", "give 0 (it stays) or more")
 
     def at(self, step: int, rebuilt_at: int | None) -> float:
-        """Return the factor in ``step`` of a stage that was last rebuilt before step ``rebuilt_at``; None if it never
-        was.
+        """Return the factor of a stage's learning rate in ``step``.
 
-        The factor depends on the last rebuild alone: repeated failures do not compound.
+        The factor depends on the last rebuild alone, so that the factors of repeated failures are not multiplied.
+
+        Args:
+            step: number of the step.
+            rebuilt_at: the stage was last rebuilt before this step; None if it was never rebuilt.
         """
         if rebuilt_at is None or step < rebuilt_at:
             return 1.0
@@ -50,11 +55,11 @@ class Boost:
 
 
 def base_rates(groups: Sequence[MutableMapping[str, Any]]) -> list[dict[str, float]]:
-    """Return the values from which the learning rate of each parameter group is derived. Call it once, before any
-    scaling.
+    """Return the values from which the learning rate of each parameter group is derived.
 
-    These are ``max_lr`` and ``min_lr``, which megatron-core 0.16.1's scheduler reads at every step (it does not read
-    ``lr_mult``), or ``lr`` in a group without them, for optimizers without that scheduler.
+    The function must be called once, before any scaling. The values are ``max_lr`` and ``min_lr``, which megatron-core
+    0.16.1's scheduler reads at every step (it does not read ``lr_mult``), or ``lr`` in a group without them, for
+    optimizers without that scheduler.
     """
     return [
         {key: float(group[key]) for key in (_KEYS if group.get(_KEYS[0]) is not None else ("lr",)) if key in group}

@@ -1,9 +1,10 @@
-"""Compute the parameters of a rebuilt stage, block by block, from its neighbours' parameters.
+"""Compute the parameters of a lost pipeline stage from those of its neighbours (CheckFree, section 4.2).
 
-CheckFree, section 4.2: W_s = (w_{s-1} W_{s-1} + w_{s+1} W_{s+1}) / (w_{s-1} + w_{s+1}), where each neighbour is
-weighted by its own last gradient norm: raw (before clipping), not squared. The first and the last stage have one
-neighbour only and become a copy of it, which costs little only if the two were trained in each other's place
-(CheckFree+; CheckFree, section 4.3). Embedding and head are not rebuilt here: they have replicas.
+The stage is rebuilt transformer block by transformer block: W_s = (w_{s-1} W_{s-1} + w_{s+1} W_{s+1}) / (w_{s-1} +
+w_{s+1}), where the weight w of each neighbour is its last gradient norm: raw (before clipping), not squared. The first
+and the last stage have only one neighbour and become a copy of it. This costs little only if the two stages were
+trained in each other's position (CheckFree+; CheckFree, section 4.3). Embedding and output layer are not rebuilt here:
+with CheckFree+ another stage has a replica of each.
 """
 
 import math
@@ -16,7 +17,7 @@ from ft.base.errors import FallbackError, UserError
 
 WEIGHTED, UNIFORM, COPY, RANDOM = STRATEGIES = ("weighted", "uniform", "copy", "random")
 LEAST_WEIGHT = 1e-4
-"""Added to each norm, as in the authors' code: two norms of zero give a uniform average."""
+"""Added to each norm, as in the code of CheckFree's authors, so that two norms of zero give a uniform average."""
 
 LEFT_TO_TRY = "what is left: a peer copy of the stage (--ft-hot-swap), then the last persistent checkpoint (--load)"
 
@@ -24,7 +25,7 @@ Block = Mapping[str, torch.Tensor]
 """The parameters of a transformer block by their names within the block."""
 
 Initialise = Callable[[str, torch.Tensor, torch.Generator | None], torch.Tensor]
-"""(name, parameter with the shape, dtype and device, generator) -> a fresh tensor of that kind."""
+"""(name, parameter, generator) -> a newly initialised tensor with the shape, dtype and device of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Rebuilt:
     """A rebuilt stage.
 
     Attributes:
-        blocks: parameters by name of each block, in the order of the stage; none shares memory with a neighbour's.
+        blocks: parameters by name of each block, in the order of the stage; they share no memory with the neighbours.
         strategy: one of :data:`STRATEGIES`.
-        shares: shares of the previous and of the following stage, which add up to 1; (0, 0) for random.
+        shares: shares of the previous and of the following stage in the average, which add up to 1; (0, 0) for random.
         note: a remark for the report, or "".
     """
 
@@ -59,16 +60,16 @@ def rebuild(
     Tensors that are not floating-point are taken from the previous stage.
 
     Args:
-        previous: blocks of the previous stage, as many as the lost stage had; None if the pipeline begins here or that
-            stage is lost too. With tensor parallelism, those of the same tensor-parallel rank.
-        following: blocks of the following stage, likewise.
+        previous: blocks of the previous stage, as many as the lost stage had; None if the lost stage is the first one
+            or the previous stage is lost, too. With tensor parallelism, the blocks of the same tensor-parallel rank.
+        following: blocks of the following stage, as for ``previous``; None if there is none or it is lost, too.
         weight_previous: last raw gradient norm of the previous stage; None if there was no step yet. Used by
             ``weighted`` only: if a norm is missing or not finite, the average is uniform, and ``note`` says so.
-        weight_following: last raw gradient norm of the following stage, likewise.
-        strategy: one of :data:`STRATEGIES`. ``copy`` takes the previous stage, or the following one if there is no
-            previous.
-        generator: (``random``) passed to ``initialise``.
-        initialise: (``random``) makes fresh parameters; :func:`fresh` by default.
+        weight_following: last raw gradient norm of the following stage, as for ``weight_previous``.
+        strategy: one of :data:`STRATEGIES`: ``weighted`` average by gradient norms, ``uniform`` average, ``copy`` of
+            the previous stage (or of the following one if there is no previous one), or ``random`` initialisation.
+        generator: random generator that is passed to ``initialise``; used by ``random`` only.
+        initialise: makes newly initialised parameters, :func:`fresh` by default; used by ``random`` only.
 
     Raises:
         UserError: there is no such strategy, or it cannot be applied to the available neighbours; the message names the
@@ -95,11 +96,11 @@ def rebuild(
 
 
 def weights(norm_previous: float | None, norm_following: float | None) -> tuple[tuple[float, float], str]:
-    """Return ((share of the previous stage, of the following), note): each norm + :data:`LEAST_WEIGHT`, scaled to a sum
-    of 1.
+    """Return ((share of the previous stage, share of the following stage), note).
 
-    The shares are uniform if a norm is missing or not finite: a step that overflowed does not show how far a stage has
-    converged, and an infinite weight would make a copy of the stage that overflowed.
+    The shares are the norms plus :data:`LEAST_WEIGHT`, scaled to a sum of 1. They are uniform if a norm is missing or
+    not finite: a step that overflowed does not show how far a stage has converged, and an infinite weight would make a
+    copy of the stage that overflowed.
 
     Raises:
         ValueError: a norm is negative.
@@ -122,11 +123,11 @@ def weights(norm_previous: float | None, norm_following: float | None) -> tuple[
 
 
 def fresh(name: str, like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Return a parameter as at the start of training: matrices normal with standard deviation 0.02, biases 0, norms'
-    weights 1.
+    """Return a newly initialised parameter with the shape, dtype and device of ``like``.
 
-    Megatron initialises a block's output projections with a smaller deviation, depending on its number of layers, and
-    zero-centred norms with 0: pass ``initialise`` to ``rebuild`` for these.
+    Matrices are drawn from a normal distribution with standard deviation 0.02, biases are 0, and the weights of norm
+    layers 1. Megatron initialises the output projections of a block with a smaller deviation, which depends on the
+    model's number of layers, and zero-centred norms with 0; pass ``initialise`` to ``rebuild`` for these.
     """
     if not like.is_floating_point():
         return like.detach().clone()
@@ -189,7 +190,7 @@ def _check_finite(stage: Sequence[Block], strategy: str) -> None:
 
 
 def _mean(before: torch.Tensor, after: torch.Tensor, share: float) -> torch.Tensor:
-    """Return the average with a share of ``share`` for ``after``. Uses lerp, which keeps equal values bit for bit."""
+    """Return (1 - share) x before + share x after, computed by lerp, which keeps equal values bit for bit."""
     if not before.is_floating_point():
         return before.detach().clone()
     wide = torch.promote_types(before.dtype, torch.float32)

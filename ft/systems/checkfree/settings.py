@@ -1,4 +1,4 @@
-"""The settings of CheckFree in a training run."""
+"""The settings of CheckFree, which rebuilds a lost pipeline stage from its neighbours, in a training run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,17 +18,18 @@ def _own_mapping() -> Callable[[], dict[str, int]]:
 
 @dataclass(frozen=True)
 class Settings:
-    """How lost stages are rebuilt.
+    """The settings of one rank, by which lost stages are rebuilt.
 
     Attributes:
         strategy: one of :data:`ft.systems.checkfree.rebuild.STRATEGIES`.
         boost: increase of the rebuilt stage's learning rate.
-        norm_limit: in the weights, gradient norms above it are replaced by it; None for raw norms.
-        reseed: seeds this rank's random number generators for its position in the grid and the given step.
+        norm_limit: upper bound of the gradient norms by which the neighbours are weighted; a larger norm is replaced by
+            it. None for raw norms.
+        reseed: seeds this rank's random number generators for its position in the process grid and the given step.
         seed: seed of the run, for the strategy "random".
         rebuilt_at: returns a mutable mapping from pipeline stage, as text, to the step at which it was last rebuilt.
             The trainer keeps it with its position and in checkpoints.
-        doubles: the replicas of embedding and head (CheckFree+), with which the first and the last stage can be
+        doubles: the replicas of embedding and output layer (CheckFree+), with which the first and the last stage can be
             rebuilt; None without CheckFree+.
     """
 

@@ -1,9 +1,10 @@
-"""Transfer a copy of a stage's blocks and envelope to the lost stage next to it, between ranks with equal other
-coordinates.
+"""Transfer the parameters of a pipeline stage to the lost stage next to it, from which CheckFree rebuilds that stage.
 
-There are two rounds of point-to-point messages in the pipeline's group: first the lengths of both parts, then both
-parts. The head is JSON (envelope, names, shapes and dtypes), the body is the bytes of the parameters, each aligned to
-``_ALIGN`` bytes.
+A rank sends to the rank with the same tensor- and data-parallel coordinates in the neighbour stage. It sends its
+transformer blocks and an envelope: the other values, such as schedule and position, that the lost stage takes over.
+There are two rounds of point-to-point messages in the pipeline's process group: first the lengths of head and body,
+then head and body. The head is JSON (envelope, names, shapes and dtypes). The body is the bytes of the parameters, each
+aligned to ``_ALIGN`` bytes.
 """
 
 import json
@@ -18,6 +19,7 @@ from ft.base.errors import FallbackError
 _ALIGN = 16
 
 Blocks = list[dict[str, torch.Tensor]]
+"""The parameters of each transformer block of a stage, by their names within the block."""
 
 
 def lend(to: Sequence[int], group: dist.ProcessGroup, blocks: Blocks, envelope: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""FT-HSDP: data-parallel replicas are the unit of failure; the others train on, and a returning replica catches up."""
+"""FT-HSDP: replicas (full copies of the model) fail as a unit; the others train on, and a returning one catches up."""

@@ -1,5 +1,9 @@
-"""Agreement on the quorum of each step: the leader asks for it and broadcasts it to all ranks of its replica, while
-they compute.
+"""Agreement of an FT-HSDP replica's ranks on the quorum of each step, in the background of the computation.
+
+A quorum is the set of replicas that take part in a step: healthy members contribute gradients, and members that are
+behind fetch the state. The leader (rank 0 of the replica) asks the quorum server for it and broadcasts the answer to
+all ranks of its replica. Each rank has a row of addresses, at which the same rank of other replicas can connect to its
+all-reduce ring and to its state server; the rows are broadcast together with the quorum.
 """
 
 import json
@@ -24,7 +28,7 @@ class Agreed:
 
     Attributes:
         quorum: the quorum; None if there is none, for the reason in ``problem``.
-        rows: replica -> one row per rank, {"ring": "host:port", "fetch": "host:port"}, for all members.
+        rows: replica -> one row per rank, {"ring": "host:port", "fetch": "host:port"}, for all members of the quorum.
         problem: why there is no quorum, "" if there is one.
     """
 
@@ -34,11 +38,13 @@ class Agreed:
 
 
 class Agreement:
-    """Thread that gets and broadcasts quorums beside the training thread, on a process group of its own.
+    """The agreement thread of one rank: it obtains and broadcasts quorums while the training thread computes.
+
+    The constructor is collective in ``group``.
 
     Args:
         group: gloo group of all ranks of this replica, not used for anything else.
-        row: addresses of this rank.
+        row: addresses of this rank, {"ring": "host:port", "fetch": "host:port"}.
         client: quorum client on the leader, which is rank 0 of the group; None on other ranks.
     """
 
@@ -48,7 +54,7 @@ class Agreement:
         self._told = threading.Condition()
         self._question = 0
         self._answer: Agreed | None = None  # answer to the last question
-        self._rows: dict[int, tuple[int, list[dict[str, str]]]] = {}  # replica -> (life, rows)
+        self._rows: dict[int, tuple[int, list[dict[str, str]]]] = {}  # replica -> (life number of its workers, rows)
         rows = _gather(group, row)
         if client is not None:
             client.hello(rows)
@@ -56,11 +62,11 @@ class Agreement:
         self._thread.start()
 
     def ask(self, report: Report, then: Callable[[Agreed], None]) -> None:
-        """Begin a step; to be called on all ranks alike.
+        """Begin to ask for the quorum of a step; must be called on all ranks of the replica. Return at once.
 
         Args:
-            report: report of this replica; only the leader's is sent.
-            then: called with the result in the thread, before :meth:`wait` returns.
+            report: the replica's report to the quorum server; only the leader's is sent.
+            then: called on the agreement thread with the result, before :meth:`wait` returns.
         """
         with self._told:
             self._question, self._answer = self._question + 1, None
@@ -81,7 +87,7 @@ class Agreement:
             try:
                 agreed = self._agree(report)
                 then(agreed)
-            except Exception as error:  # the replica breaks up, which its own control plane handles
+            except Exception as error:  # another rank has failed; the replica's control plane restarts the replica
                 agreed = Agreed(None, {}, f"{type(error).__name__}: {error}")
                 then(agreed)
             with self._told:
@@ -100,7 +106,10 @@ class Agreement:
         return Agreed(quorum, {replica: self._rows[replica][1] for replica in quorum.members})
 
     def _find_out(self, report: Report) -> dict[str, Any]:
-        """Ask for the quorum, on the leader; add the rows of members that are new or have begun another life."""
+        """Ask for the quorum, on the leader, and fetch the rows of members that are new or were restarted.
+
+        A restart of a replica's workers begins another life, with a new number and new addresses.
+        """
         try:
             quorum = self._client.ask(report).result()
             lives = quorum.lives
@@ -121,7 +130,7 @@ def _gather(group: dist.ProcessGroup, row: dict[str, str]) -> list[dict[str, str
 
 
 def _broadcast(group: dist.ProcessGroup, content: bytes) -> bytes:
-    """Broadcast ``content`` of the group's rank 0."""
+    """Broadcast ``content`` from the group's rank 0, and return it on every rank."""
     size = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
     dist.broadcast(size, group=group, group_src=0)
     words = torch.frombuffer(bytearray(content or bytes(size.item())), dtype=torch.uint8)

@@ -1,4 +1,7 @@
-"""Injected faults that act on a replica's worker, in addition to those that any process can inject into itself."""
+"""Fault injection into a worker of an FT-HSDP replica: faults that act on its ring, its tensors or its device.
+
+Faults that act on any process, such as a kill, are injected elsewhere (:mod:`ft.faults`).
+"""
 
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP

@@ -1,5 +1,9 @@
-"""Non-blocking catch-up: a replica that is behind fetches the state of the others while they compute (FT-HSDP, sections
-4.3 and 4.4).
+"""Non-blocking catch-up of an FT-HSDP replica: a replica that is behind fetches the training state of the healthy
+replicas while these compute their next step (FT-HSDP, sections 4.3 and 4.4).
+
+Each rank fetches from the same rank of a healthy replica (a source). The replica that is behind contributes zero
+gradients to the all-reduce of the step. It receives the result like all others, so that after the fetch and the
+optimizer update it has the same state as they have.
 """
 
 import threading
@@ -19,21 +23,22 @@ from ft.worker.session import Session
 
 _ENVELOPE_S = 10.0
 _BEGIN_S = 0.3
-"""Seconds to wait for the sources to register the fetch; less than the shortest time limit of a ring."""
+"""Seconds to wait for the sources to register the fetch; less than the shortest time limit of an all-reduce."""
 
 
 class CatchUp:
-    """Catch-up of one rank, one step at a time.
+    """Catch-up of one rank. A catch-up belongs to one step and is tried anew in the next one if it fails.
 
-    A replica that has an old state keeps it until the new one has arrived on all of its ranks; until then, fetched
-    tensors lie in host memory. For a replica without a state they are written directly to their destination.
+    A replica that has an old state keeps it until the new one has arrived on all of its ranks; until then, the fetched
+    tensors are kept in host memory. Without an old state, the tensors are fetched directly into the live ones.
 
     Args:
         session: session of the worker.
         place: the replica.
         state: state of this rank.
-        votes: process group of the replica's ranks.
-        limit_s: time limit of a fetch in seconds; the update of the other replicas may end it earlier.
+        votes: process group of the replica's ranks, in which they agree whether all have fetched their state.
+        limit_s: time limit of a fetch in seconds; the other replicas may end it earlier when they have to update their
+            state.
     """
 
     def __init__(
@@ -50,9 +55,9 @@ class CatchUp:
     def begin(self, agreed: Agreed, *, keeps_state: bool) -> None:
         """Begin to fetch the state that ``agreed`` names, in a thread.
 
-        Returns when every source has registered the fetch, or after 0.3 s. The other replicas cannot end their step
-        before this replica has contributed its zeros, and a source that has registered a fetch waits for it before it
-        changes its state.
+        Return when every source has registered the fetch, or after 0.3 s. The other replicas cannot end their step
+        before this replica has contributed its zero gradients, and a source that has registered a fetch waits for its
+        end before it changes its state.
 
         Args:
             agreed: the quorum of the step, with the addresses of its members.
@@ -70,10 +75,10 @@ class CatchUp:
         self._has_begun.wait(_BEGIN_S)
 
     def end(self) -> None:
-        """Wait for the fetch; put the state in place if all ranks of the replica have fetched theirs.
+        """Wait for the fetch, and replace the live state if all ranks of the replica have fetched theirs.
 
         Raises:
-            Retry: some rank has not; raised on all ranks alike. A state that was kept is still in place.
+            Retry: the fetch of some rank has failed; raised on all ranks. An old state that was kept is unchanged.
         """
         self._thread.join()
         if not self._have_all(self._fetched is not None):
@@ -89,8 +94,8 @@ class CatchUp:
         """After the commit of ``step``, fetch the parts of the state that a forward pass changes: RNG states and
         buffers.
 
-        The step is already committed here, so a failure takes nothing back: if not all ranks can have them, because the
-        other replicas were lost or have not committed the step, this replica's own remain in use.
+        The step is already committed, so a failure undoes nothing: if not all ranks can fetch these parts, because the
+        other replicas were lost or have not committed the step, the replica keeps its own.
         """
         sources, lineage = self._sources(agreed), agreed.quorum.number
         envelope, problem = None, "another rank of this replica could not have it"

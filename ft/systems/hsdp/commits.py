@@ -1,8 +1,9 @@
-"""Commit log of a replica, ``RUN_DIR/replica-K/commits.jsonl``: one line for every committed step, written by its
-leader.
+"""Commit log of an FT-HSDP replica: its leader (rank 0) appends one JSON line for every committed step.
 
-All members of a quorum write the same facts about the step, except for the measurements of the writer, such as ``at``:
-the position at which its loader really stood. The report's proofs about samples rest on these lines.
+The file is ``RUN_DIR/replica-K/commits.jsonl``. A step is done by a quorum, the set of replicas that take part in it:
+healthy members contribute gradients, and members that are behind fetch the state meanwhile. All members write the same
+facts about the step, except for measurements of the writer, such as ``at``: the position at which its data loader
+really was. The report of a run (``ft.observe.hsdp``) uses these lines to prove which samples were trained.
 """
 
 import json
@@ -21,7 +22,10 @@ NAME = "commits.jsonl"
 
 @dataclass(frozen=True)
 class Commit:
-    """A committed step, as one replica saw it.
+    """A committed step, as one replica (the writer) has recorded it.
+
+    With SPARe, a replica is called a group, and the samples of a step are divided into shard types, each of which
+    several groups could compute.
 
     Attributes:
         step: number of the step, from 1.
@@ -34,19 +38,20 @@ class Commit:
         positions: replica -> position in that deal after the step.
         wall: time of the commit, in seconds since 1970.
         step_s: seconds that the step took, including retries and waits.
-        wait_s: seconds of these that quorum and FTAR took in addition to the replica's own work.
+        wait_s: seconds of these spent on waiting for the quorum and for the all-reduce between replicas.
         loss: mean over the tokens of all healthy replicas, None where the leader does not know it.
         tokens: number of tokens of all healthy replicas, None where unknown.
         at: position of the writer's stream from which it read its samples, None if it read none (behind).
         digest: digest of the state of all ranks of the writer after the step, None if not wanted.
         parameters: digest of the model with which the writer computed its gradients, None if not wanted or it computed
             none.
-        stack: stack depth S of the groups in the step: they take part in the all-reduce after S types of their stacks
-            (SPARe), None without stacks. With stacks, every shard type was trained, whichever groups took part.
-        owners: the group that has computed each shard type.
-        patch: shard types computed by other groups than planned, because their groups were lost.
-        computed: shard type -> position of its stream from which it was read, for the types that the writer has
-            computed.
+        stack: SPARe's S, the number of shard types after which a group takes part in the all-reduce; None without
+            SPARe. With SPARe, every step trains every shard type, whichever groups take part.
+        owners: the group that has computed each shard type; empty without SPARe.
+        patch: shard types that other groups than planned have computed, because the planned groups were lost; empty
+            without SPARe.
+        computed: shard type -> position in the stream of that type from which the writer read its samples, for the
+            types that the writer has computed; None without SPARe.
     """
 
     step: int
@@ -72,7 +77,7 @@ class Commit:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Replicas, or shard types, whose samples were trained."""
+        """Numbers of the sample streams that were trained: the healthy replicas, or with SPARe all shard types."""
         return self.healthy if self.stack is None else tuple(range(self.deal.replicas))
 
     @property
@@ -147,7 +152,10 @@ def read(folder: Path, most: int | None = None) -> list[Commit]:
 
 
 def _parse(line: bytes, deals: dict[str, Deal]) -> Commit | None:
-    """Parse a line. ``deals``: deals met so far, so that equal deals share one object and what it has cached."""
+    """Return the commit in a line, or None if the line is not valid.
+
+    ``deals`` collects the deals of earlier lines, so that equal deals share one object and its cached properties.
+    """
     try:
         values = json.loads(line)
         shape = {"replicas": len(values["positions"]), "block": values["batch"], "past": []}

@@ -1,4 +1,4 @@
-"""Digest of the state, by which replicas can be compared bit for bit after every step."""
+"""Checksum of the training state of an FT-HSDP replica, by which replicas can be compared bit for bit after a step."""
 
 import zlib
 from collections.abc import Mapping

@@ -1,9 +1,10 @@
-"""Gradient exchange of one rank with the same rank of the other replicas, bucket group by bucket group.
+"""Gradient exchange of FT-HSDP: all-reduce of the gradients of one rank with the same rank of the other replicas.
 
-All replicas exchange the bucket groups in one order, independently of the order in which their gradients become
-complete: a replica that has just returned completes them at the end of its backward pass, the others during it. A
-failure of the exchange raises nothing here. The step goes on to the vote, which discards it on all ranks of the replica
-alike (FT-HSDP, section 4.1).
+The gradients are exchanged by bucket groups (of megatron-core's DDP). All replicas exchange them in one fixed order,
+independently of the order in which gradients become complete: a replica that has just returned completes all of them at
+the end of its backward pass, the others during it. The all-reduce is done by a ring whose connections belong to one
+quorum, the set of replicas that take part in the step. A failure of the exchange raises no exception here. Instead, the
+ranks of the replica vote after the backward pass, and the vote discards the step on all of them (FT-HSDP, section 4.1).
 """
 
 import threading
@@ -19,22 +20,24 @@ from ft.systems.hsdp.work import Work
 
 
 class Exchange:
-    """Everything that one rank exchanges in a step: its bucket groups, then the sums of :meth:`add_up`.
+    """The gradient exchange of one rank in one step: the bucket groups first, then the tensors of :meth:`add_up`.
 
     Nothing is sent until the quorum of the step is known and :meth:`open` is called.
 
     Args:
-        ring: ring with the same rank of the other replicas.
+        ring: ring that connects this rank with the same rank of the other replicas.
         groups: bucket groups, in the order common to all replicas.
-        aside: context entered while the training thread waits for other replicas, so that this is not taken for a hang.
+        aside: returns a context that is entered while the training thread waits for other replicas, so that the
+            watchdog does not take the wait for a hang.
 
     Attributes:
-        problem: why there is no exchange in this step, "" while there is one.
-        suspect: index in the ring of the member to blame, None if unknown.
-        waited_s: seconds that the training thread has waited here in this step.
-        tokens: number of tokens, summed over the replicas before core divides by it.
+        problem: why the exchange of this step has failed, "" as long as it has not.
+        suspect: index in the ring of the member that seems to be the cause, None if unknown.
+        waited_s: seconds that the training thread has waited for the exchange in this step.
+        tokens: number of tokens, summed over the replicas before megatron-core divides the gradients by it; None if
+            megatron-core does not divide by tokens.
         work: division of the step, which may add gradients kept from earlier attempts; None for a replica that
-            contributes none.
+            contributes no gradients.
     """
 
     def __init__(self, ring: Ring, groups: Sequence[Any], aside: Callable[[], AbstractContextManager]):
@@ -46,7 +49,7 @@ class Exchange:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step, or another attempt at it: clear everything of the previous one."""
+        """Begin a step, or another attempt at it: clear all state of the previous one."""
         with self._lock:
             self._ready: dict[int, tuple[list[torch.Tensor], Callable[[], None] | None]] = {}
             self._next, self._unfinished = 0, len(self._order)
@@ -58,22 +61,32 @@ class Exchange:
             self.waited_s = 0.0
 
     def open(self, scale: float) -> None:
-        """Start the exchange: the ring is that of the step's quorum. ``scale``: factor of the sums."""
+        """Start the exchange; the ring must have been reconfigured for the step's quorum before.
+
+        Args:
+            scale: factor by which the sums are multiplied.
+        """
         with self._known:
             self._scale = scale
             self._known.notify_all()
             self._go_on()
 
     def give_up(self, problem: str) -> None:
-        """End the exchange of this step; threads that wait for it go on to the vote."""
+        """End the exchange of this step because of ``problem``; threads that wait for the exchange continue."""
         with self._known:
             self.problem = self.problem or problem
             self._known.notify_all()
         self._ring.cancel(problem)
 
     def started(self, group: Any, parts: list[torch.Tensor], reduced: Callable[[], None] | None) -> None:
-        """Exchange ``parts`` (flat tensors, in place) when it is the group's turn; see
-        :class:`megatron.patches.replicas.Exchange`.
+        """Exchange the gradients of a bucket group in place, as soon as all groups before it in the order have begun.
+
+        Implements :class:`megatron.patches.replicas.Exchange`.
+
+        Args:
+            group: the bucket group.
+            parts: its gradients, flat tensors.
+            reduced: waits until ``parts`` are reduced inside this replica; None: they are reduced already.
         """
         place = self._order[id(group)]
         if self.work is not None:
@@ -83,8 +96,9 @@ class Exchange:
             self._go_on()
 
     def finished(self, group: Any) -> None:
-        """Note that core needs the gradients of ``group``. With the last group, wait until all are exchanged or the
-        step fails.
+        """Note that megatron-core needs the gradients of ``group``.
+
+        With the last group, wait until all groups are exchanged or the exchange fails.
         """
         with self._lock:
             self._unfinished -= 1
@@ -97,11 +111,10 @@ class Exchange:
             self.add_up(self.tokens)
 
     def add_up(self, tensor: torch.Tensor) -> None:
-        """Replace ``tensor`` by its sum over the contributing replicas, computed in fp32: exact for integers up to
-        2**24.
+        """Replace ``tensor`` by its sum over the contributing replicas.
 
-        To be called after the bucket groups, on all replicas alike. If the exchange fails, the tensor is left
-        unchanged.
+        The sum is computed in fp32, so it is exact for integers up to 2**24. All replicas must call this method equally
+        often, after the bucket groups. If the exchange fails, the tensor is left unchanged.
         """
         if self.problem:
             return
@@ -113,8 +126,9 @@ class Exchange:
             tensor.copy_(carried.view(tensor.shape))
 
     def take_leave(self, limit_s: float) -> None:
-        """Wait for ``limit_s`` seconds at most until the others have all gradients of the last step: this replica's
-        exit will break their ring.
+        """Wait until the other replicas have all gradients of the last step, for ``limit_s`` seconds at most.
+
+        Called before this process exits, because its exit breaks the ring of the others.
         """
         self.begin()
         self._ring.expect(limit_s)

@@ -1,8 +1,8 @@
-"""Final checkpoint of a run: one replica writes it, and no other replica leaves before it is complete.
+"""Final checkpoint of an FT-HSDP run: one replica writes it, and no other replica exits before it is complete.
 
-The replica that was to write it may die on the way, and replicas that have left by then cannot write it any more. So
-all replicas that have done the last step keep meeting in quorums until it is complete; the quorum server knows which of
-them are left.
+The replica that writes the checkpoint may die meanwhile, and replicas that have exited by then could not replace it. So
+all replicas that have done the last step keep asking the quorum server for quorums (the set of replicas that are still
+there) until the checkpoint is complete, and another one writes it if necessary.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +25,18 @@ class LastSave:
 
 
 class Turns:
-    """Whose turn it is to write, in consecutive quorums without the checkpoint."""
+    """Decides which replicas write the final checkpoint, over consecutive quorums in which it is not complete yet."""
 
     def __init__(self):
         self._healthy: tuple[int, ...] = ()
         self._asked = 0
 
     def is_mine(self, replica: int, healthy: Sequence[int]) -> bool:
-        """Return whether ``replica`` is to write: first the first healthy replica, then also the next one after each
-        quorum.
+        """Return whether ``replica`` has to write the checkpoint now.
 
-        A replica that stays in the quorums without writing has not come to its end (only some replicas have received a
-        signal), so it is the next one's turn. All replicas that have come to their end count alike.
+        In the first quorum, the first of the ``healthy`` replicas has to write. With every further quorum of the same
+        members, the next replica has to write, too: a replica that stays in the quorums without writing may not know
+        that the run ends (a signal may have reached some replicas only). All replicas count the quorums alike.
         """
         self._asked = self._asked + 1 if tuple(healthy) == self._healthy else 0
         self._healthy = tuple(healthy)
@@ -44,20 +44,20 @@ class Turns:
 
 
 def is_due(replica: int, is_there: Callable[[], bool], meet: Callable[[], Quorum | None]) -> bool:
-    """Return whether ``replica`` has to write the final checkpoint; returns when that is known.
+    """Wait until it is known whether ``replica`` has to write the final checkpoint, and return it.
 
     Args:
         replica: number of this replica.
         is_there: returns whether the checkpoint is complete.
-        meet: joins a quorum of the replicas that are left, without waiting for any that has gone; returns None if there
-            is no server any more.
+        meet: asks for a quorum of the replicas that are left, without waiting for any that has exited; returns None if
+            the quorum server is gone.
     """
     turns = Turns()
     while not is_there():
         quorum = meet()
         if quorum is None:
             return True
-        if quorum.finished or replica not in quorum.healthy:  # it was written, or the run goes on
+        if quorum.finished or replica not in quorum.healthy:  # another replica has written it, or the run goes on
             return False
         if turns.is_mine(replica, quorum.healthy):
             return True

@@ -1,7 +1,9 @@
-"""File ``RUN_DIR/loader_state``: the position of every replica in its samples, as of the last committed step.
+"""File ``RUN_DIR/loader_state`` of an FT-HSDP run: how many samples every replica has taken, as of the last committed
+step.
 
 FT-HSDP, section 4.4: the position of the data "is very small, so FT-HSDP writes the dataloader state of all GPUs into a
-single loader_state file every step". The leader of one replica writes it; an older step never replaces a newer one.
+single loader_state file every step". The leader (rank 0) of one replica writes the file. An older step never replaces a
+newer one.
 """
 
 import contextlib
@@ -31,7 +33,7 @@ class LoaderState:
     Attributes:
         step: number of the step.
         quorum: number of the quorum in which it was committed.
-        batch: samples that a replica took in it.
+        batch: samples that a replica took in the step.
         deal: which replica gets which samples.
         positions: replica -> samples taken of its stream, for every replica of the deal.
     """
@@ -71,13 +73,13 @@ def read(run_dir: Path) -> LoaderState | None:
 
 
 def write(run_dir: Path, state: LoaderState) -> str:
-    """Write ``state`` into ``run_dir`` atomically, unless a newer one is there.
+    """Write ``state`` into ``run_dir`` atomically, unless the file holds a newer state.
 
-    The function never blocks for long and never fails: training does not depend on it. A replica that is frozen while
-    it writes keeps the others from writing, but not from training, until it goes on or dies.
+    The function blocks for 50 ms at most and never fails, because training does not depend on the file. A replica whose
+    process is frozen while it writes keeps the others from writing, but not from training, until it continues or dies.
 
     Returns:
-        "" if it was written, else why it was not.
+        "" if the state was written, else the reason why not.
     """
     try:
         with _alone(run_dir / f".{NAME}.lock") as is_alone:
@@ -97,8 +99,9 @@ def write(run_dir: Path, state: LoaderState) -> str:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Take the file lock at ``path``; yield whether that succeeded in 50 ms. The death of its holder releases the
-    lock.
+    """Take the file lock at ``path``; yield whether that succeeded within 50 ms.
+
+    The operating system releases the lock if the process that holds it dies.
     """
     deadline = time.monotonic() + _LOCK_WAIT_S
     with open(path, "ab") as stream:

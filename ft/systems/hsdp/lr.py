@@ -1,4 +1,6 @@
-"""Learning-rate scaling for steps in which not all replicas took part (FT-HSDP, section 6.2)."""
+"""Learning-rate scaling of FT-HSDP for steps in which not all replicas (copies of the model) contributed gradients
+(FT-HSDP, section 6.2).
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +22,7 @@ def factor(healthy: int, total: int, mode: str = DEFAULT) -> float:
 
     Raises:
         UserError: there is no such mode.
-        ValueError: these are no numbers of replicas.
+        ValueError: ``healthy`` is not in 1..``total``.
     """
     if not 1 <= healthy <= total:
         raise ValueError(f"{healthy} healthy replicas of {total}")
@@ -35,9 +37,9 @@ def factor(healthy: int, total: int, mode: str = DEFAULT) -> float:
 
 @contextmanager
 def scaled(param_groups: Sequence[dict[str, Any]], by: float) -> Iterator[None]:
-    """Multiply every ``lr`` by ``by`` inside the context; afterwards each is the same object as before.
+    """Multiply the ``lr`` of every parameter group by ``by`` inside the context, and restore the original objects.
 
-    The scheduler, which sets or reads the rates between steps, is therefore not affected, and a factor of 1 touches
+    The scheduler, which sets or reads the rates between steps, is therefore not affected. A factor of 1 changes
     nothing. Groups without ``lr`` are left alone; a group that occurs twice is scaled once.
     """
     if by == 1.0:

@@ -1,4 +1,8 @@
-"""Identity of this process within an FT-HSDP run, read from the environment that ``ft run --ft-hsdp-replicas`` sets."""
+"""Identity of this process within an FT-HSDP run: which replica (copy of the model) it belongs to, and the run's
+options.
+
+``ft run --ft-hsdp-replicas`` passes both to its workers in environment variables.
+"""
 
 import os
 from collections.abc import Mapping
@@ -25,12 +29,12 @@ class Place:
         lr_scaling: how the learning rate is scaled by the number of healthy replicas.
         wait_s: seconds that an update waits for a replica that is fetching state, before it cuts the fetch off
             (:func:`ft.job.replicas.deadlines.fetch_wait`).
-        comes_back: the replica was there before, or joins late, so it fetches its state from the others.
-        life: number of this world of workers (incarnation) of the replica.
-        redundancy: number of shard types stacked on each replica as a group (SPARe); None: each replica trains its own
-            part.
-        streams: connections between two ranks that exchange gradients.
-        digests: a digest of the state goes into the record of every step.
+        comes_back: the replica was restarted or joins late, so it fetches its state from the others.
+        life: number of the replica's present incarnation; it grows with every restart of its workers.
+        redundancy: with SPARe, the number of parts of a global batch (shard types) that each replica can compute; None
+            without SPARe: each replica trains its own part.
+        streams: number of TCP connections that carry gradients between two ranks.
+        digests: whether a checksum of the state is recorded for every step.
     """
 
     replica: int
@@ -47,11 +51,11 @@ class Place:
 
     @property
     def token(self) -> str:
-        """Token of the whole run; the replica's own processes share another one."""
+        """Secret that authenticates processes of different replicas; the processes of one replica share another one."""
         return token.find(self.run_dir, 0.0)
 
     def announce(self) -> QuorumClient:
-        """Create the leader's quorum client. A replica that comes back is announced to the others now."""
+        """Create the leader's quorum client. If this replica comes back, announce its arrival to the other replicas."""
         client = QuorumClient(self.run_dir, self.replica, self.life, self.token)
         if self.comes_back:
             client.arriving()
@@ -59,7 +63,7 @@ class Place:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place | None":
-        """Read the place from the environment; return None if this is no replica of an FT-HSDP run.
+        """Read the place from the environment; return None if this process is not part of an FT-HSDP run.
 
         Raises:
             UserError: the variables are incomplete or contradict each other.

@@ -1,4 +1,8 @@
-"""Position of a replica: the trainer's position, and the samples that every replica has taken so far."""
+"""Training position of an FT-HSDP replica: the trainer's step counters, and how many samples every replica has taken.
+
+Each replica reads its own stream of samples; a deal assigns the samples of the run to these streams
+(:mod:`ft.systems.hsdp.samples`). The position is part of the state that replicas transfer and save.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,10 +14,10 @@ KEY = "replicas"
 
 
 class Follow(Protocol):
-    """Data loaders of this rank, which read the stream of its replica."""
+    """Interface to the data loaders of this rank, which read the stream of its replica."""
 
     def __call__(self, deal: Deal, position: int) -> None:
-        """Read that deal's stream from ``position`` on."""
+        """Make the loaders read the replica's stream of ``deal`` from ``position`` on."""
 
     @property
     def position(self) -> int | None:
@@ -21,21 +25,23 @@ class Follow(Protocol):
 
 
 class ReplicaPosition:
-    """Position that is part of the state shared by all replicas; a commit advances the positions of those that
-    contributed.
+    """The training position, equal on all replicas that have committed the same steps.
+
+    The commit of a step advances the sample positions of the replicas that contributed gradients.
 
     Args:
         trainer: the trainer's own position.
-        extra: returns the live mapping that accompanies it in snapshots and checkpoints.
+        extra: returns the mutable mapping that the trainer saves together with its position.
         replica: number of this replica.
         follow: data loaders of this rank.
         deal: which replica gets which samples.
-        positions: samples taken, by replica.
+        positions: replica -> number of samples that it has taken.
 
     Attributes:
         deal: which replica gets which samples.
-        positions: samples taken, by replica.
-        lineage: number of the quorum of the last step, 0 before the first.
+        positions: replica -> number of samples that it has taken.
+        lineage: number of the quorum (set of participating replicas) that committed the last step, 0 before the first.
+            States with equal step and lineage are equal.
     """
 
     def __init__(
@@ -62,9 +68,9 @@ class ReplicaPosition:
         return self.positions.get(self._replica, 0)
 
     def began_at(self, batch: int) -> int:
-        """Return the position in this replica's stream at which the step under way began to read its ``batch`` samples.
+        """Return the position in this replica's stream at which the present step began to read its ``batch`` samples.
 
-        Where there are loaders, the result is what they have really read, and not what they are expected to read.
+        On a rank with loaders, the result is computed from what the loaders have really read.
         """
         read_to = self._follow.position
         return self.mine if read_to is None else read_to - batch
@@ -100,6 +106,6 @@ def parse(values: dict[str, Any]) -> tuple[Deal, dict[int, int]]:
     """Return the deal and the positions that a state holds.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: the values are no deal.
     """
     return Deal.from_values(values), {int(replica): count for replica, count in values["positions"].items()}

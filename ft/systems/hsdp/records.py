@@ -1,5 +1,7 @@
-"""Records that a replica's leader writes for every committed step: commit log and ``loader_state`` (FT-HSDP, section
-4.4).
+"""Records that the leader (rank 0) of an FT-HSDP replica writes for every committed step (FT-HSDP, section 4.4).
+
+These are a line in the replica's commit log (:mod:`ft.systems.hsdp.commits`) and, on one replica, the run's
+``loader_state`` file with the sample positions of all replicas (:mod:`ft.systems.hsdp.loader_state`).
 """
 
 import threading
@@ -21,7 +23,7 @@ class Records:
         run_dir: directory of the whole run.
         folder: directory of the replica.
         replica: number of the replica.
-        batch: samples of a replica in a step.
+        batch: samples that a replica takes in a step.
     """
 
     def __init__(self, run_dir: Path, folder: Path, replica: int, batch: int):
@@ -40,20 +42,19 @@ class Records:
         digest: int | None,
         parameters: int | None = None,
     ) -> None:
-        """Record a step that was committed. The healthy replica with the smallest number writes ``loader_state`` for
-        all.
+        """Record a step that was committed. The healthy replica with the smallest number also writes ``loader_state``.
 
         Args:
-            position: position after the step.
-            quorum: quorum in which the step was committed.
-            work: what this replica has computed.
+            position: sample positions of all replicas after the step.
+            quorum: the replicas that took part in the step.
+            work: division of the step, which knows what this replica has computed.
             before: number of the quorum of the previous step.
-            at: position in this replica's stream at which its samples began, None if it took none.
+            at: position in this replica's own samples at which the samples of the step began, None if it took none.
             step_s: seconds that the step took.
             wait_s: seconds of these spent on waiting for quorum and all-reduce.
-            digest: digest of the state after the step, None if not wanted.
-            parameters: digest of the model with which gradients were computed, None if not wanted or none were
-                computed.
+            digest: checksum of the state after the step, None if not wanted.
+            parameters: checksum of the model parameters with which gradients were computed, None if not wanted or no
+                gradients were computed.
         """
         self._commits.write(
             Commit(
@@ -106,7 +107,7 @@ class _Positions:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what waits, then return."""
+        """Write the newest state if it is not written yet, and end the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()

@@ -1,5 +1,8 @@
-"""Initial deal of samples and positions, for a run that begins, resumes from a checkpoint, or has a returning
-replica.
+"""Initial assignment of samples to FT-HSDP replicas, when a replica starts.
+
+A deal says which replica gets which samples, and positions say how many each has taken
+(:mod:`ft.systems.hsdp.samples`). The replica may begin a run, resume from a checkpoint, or return to a run that goes
+on.
 """
 
 from typing import Any
@@ -19,11 +22,11 @@ def where_replicas_stood(
 
     Args:
         place: this replica.
-        extra: the trainer's extra state from the checkpoint; a checkpoint of a run without replicas has no entry for
-            them.
+        extra: the trainer's extra state from the checkpoint; it contains a deal if the checkpoint is of a run with
+            replicas.
         step: number of committed steps.
-        consumed: samples taken in these steps, by all replicas.
-        block: samples that a replica's ranks take in one microbatch.
+        consumed: samples that all replicas together have taken in these steps.
+        block: samples that all ranks of a replica together take in one microbatch.
     """
     if KEY in extra:
         deal, positions = parse(extra[KEY])

@@ -1,11 +1,11 @@
-"""Exceptions that end a step other than by its commit."""
+"""Exceptions that end a training step of an FT-HSDP replica without a commit."""
 
 from ft.base.errors import RecoverableError
 
 
 class Retry(RecoverableError):
-    """No rank of this replica has committed anything of the step, so it is done again in another quorum."""
+    """No rank of this replica has committed the step, so the replica repeats it with a new set of replicas (quorum)."""
 
 
 class RunIsOver(RecoverableError):
-    """The other replicas have done the last step of the run, so nothing is left to do here."""
+    """The other replicas have done the last step of the run, so this replica has nothing left to do."""

@@ -1,19 +1,21 @@
-"""Assignment of samples to replicas: every sample is taken exactly once, whichever replica was away and for how long.
+"""Assignment of training samples to FT-HSDP replicas: every sample is trained exactly once, although replicas (full
+copies of the model) can be absent for some steps (FT-HSDP, section 5, "Train each batch exactly once").
 
-The run's order is the sequence of samples that ordinary data parallelism reads. It is dealt in blocks to the replicas
-in turn: block k of replica r of R is block k * R + r of the order. Each replica goes through its own blocks, so its
-progress is one number, its *position* (samples of its own stream), and the positions of all replicas determine which
-samples were taken. A replica that was away continues at its own position (FT-HSDP, section 5, "Train each batch exactly
-once").
+The *order* of a run is the sequence of samples that ordinary data parallelism reads. It is cut into blocks, which are
+assigned to the replicas in turn: block k of replica r of R is block k * R + r of the order. The blocks of a replica
+form its *stream*, and the number of samples that it has taken from its stream is its *position*. Such an assignment is
+called a *deal*. The deal and the positions of all replicas determine which samples were taken. A replica that was
+absent continues at its own position.
 
-A step takes the same number of blocks from every replica. As long as no replica is away, its samples therefore form one
-contiguous global batch. With ``block`` = micro batch x data-parallel size of a replica, every rank moreover gets in
-each of its microbatches what ordinary data parallelism would give it (see ``megatron.training.data.streams``).
+A step takes the same number of blocks from every replica that takes part. As long as no replica is absent, the samples
+of a step therefore form one contiguous global batch. With ``block`` = micro batch x data-parallel size of a replica,
+every rank moreover gets in each of its microbatches the samples that ordinary data parallelism would give it (see
+``megatron.training.data.streams``).
 
-When the number of replicas or the block changes, the remaining samples are dealt anew: first, in order, those below the
-furthest sample taken (the leftovers), then everything after it.
+When the number of replicas or the block size changes, a new deal begins. Its order contains the remaining samples:
+first, in order, those below the furthest sample taken (the *leftovers*), then all samples after it.
 
-All functions are pure and vectorised: a stretch of a million steps takes a few numpy calls.
+All functions are pure and vectorised: a range of a million steps takes a few numpy calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,13 +29,14 @@ _END = numpy.iinfo(numpy.int64).max
 
 
 class Order:
-    """Samples in the order in which they are dealt: those of ``leftovers``, then all from ``begin`` on.
+    """The samples of one deal in the order in which they are assigned: the leftovers, then all from ``begin`` on.
 
-    A *place* is an index into this order. Places and samples ascend together.
+    A *place* is an index into this order. A higher place always holds a higher sample.
 
     Args:
-        leftovers: (n, 2) ranges [first, end) of samples, ascending and disjoint, all below ``begin``.
-        begin: the first sample after them.
+        leftovers: samples that an earlier deal left out, as (n, 2) ranges [first, end), ascending and disjoint, all
+            below ``begin``.
+        begin: the first sample after the leftovers.
     """
 
     def __init__(self, leftovers: numpy.ndarray | None = None, begin: int = 0):
@@ -71,7 +74,13 @@ class Order:
         return int(numpy.clip(sample - self.leftovers[:, 0], 0, self.leftovers[:, 1] - self.leftovers[:, 0]).sum())
 
     def without(self, replicas: int, block: int, positions: Sequence[int]) -> "Order":
-        """Return the order that is left when the replicas among which this one was dealt have come to ``positions``."""
+        """Return the order of the samples that are not taken yet.
+
+        Args:
+            replicas: number of replicas among which this order was divided.
+            block: samples in a block.
+            positions: number of samples that each replica has taken.
+        """
         places = [_left_places(r, replicas, block, count, max(positions)) for r, count in enumerate(positions)]
         far = max((_place(r, replicas, block, count - 1) + 1 for r, count in enumerate(positions) if count), default=0)
         left = numpy.concatenate(places)
@@ -87,7 +96,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Stream:
-    """The samples of one replica: ``replica`` of ``replicas``, in blocks of ``block`` samples from ``order``."""
+    """The samples of one replica.
+
+    Attributes:
+        replica: number of the replica.
+        replicas: number of replicas.
+        block: samples in a block.
+        order: the samples that are divided among all replicas.
+    """
 
     replica: int
     replicas: int
@@ -124,7 +140,14 @@ class Stream:
 
 @dataclass(frozen=True)
 class Past:
-    """A former deal: it was valid until ``step`` was committed, when the replicas had come to ``positions`` in it."""
+    """A former deal.
+
+    Attributes:
+        replicas: number of replicas among which the samples were divided.
+        block: samples in a block.
+        positions: number of samples that each replica had taken when the deal ended.
+        step: number of committed steps when the deal ended.
+    """
 
     replicas: int
     block: int
@@ -134,10 +157,10 @@ class Past:
 
 @dataclass(frozen=True)
 class Deal:
-    """Which replica gets which samples. The deal and the positions are part of the state that all replicas share.
+    """A deal: which replica gets which samples. Deal and positions are part of the state that all replicas share.
 
     Attributes:
-        replicas: number of replicas among which the samples are dealt.
+        replicas: number of replicas among which the samples are divided.
         block: samples in a block.
         past: the former deals, oldest first.
     """
@@ -174,8 +197,10 @@ class Deal:
     def after(
         self, positions: Mapping[int, int], step: int, replicas: int, block: int
     ) -> tuple["Deal", dict[int, int]]:
-        """Return the deal and the positions to go on with after ``step``: the present ones, unless the number of
-        replicas or the block has changed. A pure function, so members that commit the same step get the same result.
+        """Return the deal and the positions with which training continues after ``step``.
+
+        They are the present ones unless the number of replicas or the block size changes. The function is pure, so all
+        replicas that commit the same step get the same result.
 
         Args:
             positions: position of every replica of this deal; a replica that is missing has taken nothing.
@@ -190,7 +215,14 @@ class Deal:
         return Deal(replicas, block, past), dict.fromkeys(range(replicas), 0)
 
     def leveled(self, positions: Mapping[int, int], step: int) -> tuple["Deal", dict[int, int]]:
-        """Like :meth:`after`, for steps that take equally much of every stream: deal anew if the positions differ."""
+        """Return a deal and positions that are equal for all replicas: a new deal begins if the positions differ.
+
+        SPARe needs this, because its steps take equally many samples from every stream.
+
+        Args:
+            positions: position of every replica of this deal; a replica that is missing has taken nothing.
+            step: number of committed steps.
+        """
         counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
         if len(set(counts)) == 1:
             return self, dict(enumerate(counts))
@@ -198,8 +230,7 @@ class Deal:
         return Deal(self.replicas, self.block, past), dict.fromkeys(range(self.replicas), 0)
 
     def needed(self, steps: int, batch: int) -> int:
-        """Return how many samples the data must have for a run of ``steps`` steps: the furthest that any stream can
-        get.
+        """Return how many samples the dataset must have for a run of ``steps`` steps, so that no stream can exceed it.
 
         Args:
             steps: steps of the whole run.
@@ -210,8 +241,9 @@ class Deal:
         return max(stream.index(count - 1) + 1 for stream in self.streams()) if count > 0 else 0
 
     def taken(self, positions: Mapping[int, int]) -> numpy.ndarray:
-        """Return (n, 2) ranges of all samples taken so far, in this deal and the former ones; sorted, and merged where
-        they touch.
+        """Return (n, 2) ranges of all samples taken so far, in this deal and the former ones.
+
+        The ranges are sorted, and ranges that touch are merged.
         """
         now = (Past(self.replicas, self.block, tuple(positions.get(r, 0) for r in range(self.replicas)), 0),)
         ranges = [numpy.empty((0, 2), numpy.int64)]
@@ -227,7 +259,7 @@ class Deal:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Deal":
-        """Return the deal that ``as_values`` has described.
+        """Return the deal from the JSON values that ``as_values`` has returned.
 
         Raises:
             ValueError: the values describe no deal.
@@ -242,7 +274,10 @@ class Deal:
 def streams_after(
     positions: Mapping[int, int], replicas_before: int, block_before: int, replicas_now: int, block_now: int
 ) -> list[Stream]:
-    """Return the streams of a run that continues with another number of replicas: no sample is repeated or left out."""
+    """Return the streams of a run that continues with another number of replicas or another block size.
+
+    No sample is repeated or left out.
+    """
     deal, _ = Deal(replicas_before, block_before).after(positions, 0, replicas_now, block_now)
     return deal.streams()
 

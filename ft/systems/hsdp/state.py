@@ -1,4 +1,8 @@
-"""Training state of a rank in the form in which FT-HSDP replicas transfer it: tensors by name, the rest as JSON."""
+"""Training state of a rank in the form in which a returning FT-HSDP replica fetches it from another replica.
+
+The state consists of tensors by name, and of the *envelope*: everything else (counters, scheduler, RNG states, ...) as
+JSON values.
+"""
 
 import base64
 from typing import Any
@@ -28,8 +32,9 @@ class ReplicaState:
         return _named(self._subject.state(self._position.get()))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the model parameters by name, as forward passes use them. They are not part of the transferred state,
-        because they are derived from the optimizer's main parameters.
+        """Return the model parameters by name, as forward passes use them.
+
+        They are not part of the transferred state, because they are derived from the optimizer's main parameters.
         """
         chunks = enumerate(self._subject.chunks)
         return {f"chunk{at}/{name}": param.detach() for at, chunk in chunks for name, param in chunk.named_parameters()}

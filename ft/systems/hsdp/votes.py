@@ -1,4 +1,7 @@
-"""Votes of a replica's ranks about a step: all-reduces of a few bytes over a process group of their own."""
+"""Votes of the ranks of one FT-HSDP replica about a step, so that all of them commit the step or none does.
+
+A vote is an all-reduce of a few bytes over a process group that is used for nothing else.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 _MOST_MEMBERS = 1024
-"""Maximum number of members of a quorum."""
+"""Maximum number of replicas that take part in a step."""
 
 
 class Votes:
@@ -23,8 +26,11 @@ class Votes:
         return bool(self._word.item())
 
     def suspects(self, own: int | None, members: Sequence[int]) -> tuple[int, ...]:
-        """Return those of ``members`` that the ring of any rank could not reach. ``own``: index of this rank's suspect,
-        or None.
+        """Return the replicas that any rank suspects to have broken the all-reduce between the replicas.
+
+        Args:
+            own: index in ``members`` of the replica that this rank suspects, or None.
+            members: the replicas that take part in the step.
         """
         is_reached = torch.ones(_MOST_MEMBERS, dtype=torch.int32, device="cpu")
         if own is not None:

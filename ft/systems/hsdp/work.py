@@ -1,4 +1,9 @@
-"""Division of a step among the replicas: what a replica computes, and how its gradients are weighted."""
+"""Division of a step among the replicas of an FT-HSDP run: what a replica computes, and how its gradients are weighted.
+
+A step is done by a quorum, the replicas that take part in it; its healthy members contribute gradients. If the gradient
+exchange fails, the step is repeated in another quorum; each trial is an attempt. :class:`OwnStream` is the division of
+FT-HSDP; SPARe has its own (:mod:`ft.systems.spare.stacked`). "Core" is megatron-core.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +15,21 @@ from ft.systems.hsdp import lr
 from ft.systems.hsdp.place import Place
 
 Reduced = Callable[[], None] | None
+"""A function that returns when the gradients of a bucket group are ready to be exchanged; None: they are ready."""
 
 
 class Work(ABC):
     """Strategy for dividing a step among the replicas. All of its results are equal on all ranks of a replica.
 
     Attributes:
-        units: number of shards that the slowest replica computes in the attempt under way; its duration is
-            proportional.
-        pause_s: seconds to wait before another attempt can succeed.
-        stack: for the record of the step, see :class:`ft.systems.hsdp.commits.Commit`.
-        owners: for the record of the step.
-        patch: for the record of the step.
-        computed: for the record of the step.
+        units: amount of work of the slowest replica in this attempt, in shards of the global batch; the duration of the
+            attempt is proportional to it.
+        pause_s: seconds to wait after a failed attempt before another one can succeed.
+        stack: SPARe's S, for the commit log (:class:`ft.systems.hsdp.commits.Commit`); None without SPARe.
+        owners: the replica that has computed each shard type, for the commit log; empty without SPARe.
+        patch: shard types that other replicas than planned have computed, for the commit log; empty without SPARe.
+        computed: shard type -> position of the samples that this replica has computed of it, for the commit log; None
+            without SPARe.
     """
 
     units: float = 1.0
@@ -34,17 +41,22 @@ class Work(ABC):
 
     @abstractmethod
     def plan(self, quorum: Quorum | None) -> None:
-        """Begin an attempt at a step. ``quorum``: None while it is not known; it is then assumed to be like the last
-        one.
+        """Begin an attempt at a step and decide what this replica computes in it.
+
+        Args:
+            quorum: quorum of the step; None while it is not known: the healthy members are then assumed to be those of
+                the last committed step.
         """
 
     @abstractmethod
     def share(self, samples: int) -> int:
-        """Return how many samples of a global batch are computed here in this attempt."""
+        """Return how many of the ``samples`` of a global batch this replica computes in this attempt."""
 
     @abstractmethod
     def problem(self, quorum: Quorum, is_planned: bool) -> str:
-        """Return why the attempt cannot end in a commit, "" if it can; called in another thread, on all members alike.
+        """Return why the attempt cannot end in a commit, "" if it can.
+
+        Called on the thread that agrees on the quorum; the result is the same on all members.
 
         Args:
             quorum: quorum of the step.
@@ -53,64 +65,74 @@ class Work(ABC):
 
     @abstractmethod
     def scale(self, quorum: Quorum) -> float:
-        """Return the factor of the sum of the replicas' mean gradients."""
+        """Return the factor by which the sum of the replicas' gradients is multiplied."""
 
     @abstractmethod
     def lr_factor(self, quorum: Quorum) -> float:
-        """Return the factor of the learning rate."""
+        """Return the factor by which the scheduled learning rate is multiplied in this step."""
 
     @abstractmethod
     def streams(self, quorum: Quorum) -> Sequence[int]:
-        """Return the replicas (or shard types) whose samples the step takes."""
+        """Return the numbers of the sample streams that the step trains: replicas, or with SPARe shard types."""
 
     @abstractmethod
     def kept(self, place: int, parts: list[torch.Tensor], reduced: Reduced) -> Reduced:
-        """Return what is to be called before ``parts`` of bucket group ``place`` are exchanged; None: nothing.
+        """Return the function to call before the gradients of a bucket group are exchanged; None: none is needed.
+
+        The function may add gradients that were kept from earlier attempts to ``parts``.
 
         Args:
             place: index of the bucket group.
             parts: gradients of the group, flat tensors.
-            reduced: waits for their reduction inside the replica; None: they are reduced already.
+            reduced: waits until ``parts`` are reduced inside the replica; None: they are reduced already.
         """
 
     @abstractmethod
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return [loss sum, tokens] of all that this replica has computed of the step. ``sums``: those of this
-        attempt.
+        """Return [loss sum, tokens] of everything that this replica has computed in all attempts at the step.
+
+        Args:
+            sums: [loss sum, tokens] of this attempt.
         """
 
     @abstractmethod
     def reduced(self, tokens: torch.Tensor | None) -> None:
-        """All gradients of the attempt are reduced inside the replica, exchanged or not, and core is about to use them.
+        """Complete the gradients of the attempt, exchanged or not, before core uses them.
+
+        Called when all gradients are reduced inside the replica.
 
         Args:
-            tokens: number of tokens that core divides by, or None; set in place to the number in all that this replica
-                has computed of the step.
+            tokens: number of tokens by which core divides the gradients, or None if core does not. It is set in place
+                to the number of tokens that this replica has computed in all attempts at the step.
         """
 
     @abstractmethod
     def restart(self) -> None:
-        """Reset to the state of a checkpoint that was loaded, from which the run goes on."""
+        """Reset to the initial state after a checkpoint was loaded from which the run continues."""
 
     @abstractmethod
     def failed(self) -> None:
-        """Handle an attempt that is not committed; all that it has computed is still there."""
+        """Handle an attempt that is not committed; the gradients that it has computed are still in memory."""
 
     @abstractmethod
     def committed(self, quorum: Quorum) -> None:
-        """Handle the commit of the step, after the position was advanced; what this changes is part of the shared
-        state.
+        """Handle the commit of the step, after the sample positions were advanced.
+
+        The state that this method changes is part of the state that all replicas share.
         """
 
 
 class OwnStream(Work):
-    """FT-HSDP's division: each replica trains its own part; what lost replicas would have trained comes later."""
+    """FT-HSDP's division: each replica trains the samples of its own stream.
+
+    Samples of absent replicas are not trained in the step; those replicas train them after their return.
+    """
 
     def __init__(self, place: Place):
         self._place = place
 
     def plan(self, quorum: Quorum | None) -> None:
-        """Do nothing: the loaders are positioned by the state."""
+        """Do nothing: restoring the state already positions the data loaders."""
 
     def share(self, samples: int) -> int:
         return samples // self._place.replicas

@@ -1,1 +1,3 @@
-"""Pipeline schedules: orders of units, their simulation, batches of messages between stages, validity checks."""
+"""Pipeline schedules for CheckFree+: orders of forwards and backwards, their simulation, messages between the stages,
+and validity checks.
+"""

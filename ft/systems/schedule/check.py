@@ -1,4 +1,9 @@
-"""Check what has to hold before a program may run, whatever made the program."""
+"""Check whether a pipeline schedule can run: each unit once, inputs in time, equal order of messages, no deadlock,
+memory.
+
+A schedule is a :class:`Program`: for each stage, its units (the forward or backward of one microbatch) and batches of
+messages. The checks do not depend on how the program was made.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,14 +15,19 @@ from ft.systems.schedule.units import Unit
 
 
 class Finding(NamedTuple):
-    """The result of one rule. ``faults``: violations in words; empty if the rule holds."""
+    """The result of checking one rule.
+
+    Attributes:
+        rule: the rule in words.
+        faults: violations in words; empty if the rule holds.
+    """
 
     rule: str
     faults: tuple[str, ...]
 
 
 def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list[Finding]:
-    """Return the results of all rules.
+    """Check all rules and return the results.
 
     Args:
         program: the program.
@@ -34,7 +44,7 @@ def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list
 
 
 def _units(program: Program):
-    """Yield violations of: inputs are there when a unit starts, and each unit runs exactly once."""
+    """Yield violations of the rule that each unit runs exactly once, and after its input has arrived."""
     routes = program.routes
     wanted = Counter(unit for microbatch in range(len(routes.ways)) for unit in routes.units(microbatch))
     for unit in (Counter(unit for s in range(len(program.stages)) for unit in program.order(s)) - wanted).elements():
@@ -61,8 +71,10 @@ def _units(program: Program):
 
 
 def _message_order(program: Program):
-    """Yield violations of: for every ordered pair of stages, the k-th message sent is the k-th received, since NCCL has
-    no tags."""
+    """Yield violations of the rule that, between two stages, messages are received in the order in which they are sent.
+
+    The rule is needed because NCCL has no message tags.
+    """
     sent, received = posted(program)
     for pair in sorted(sent.keys() | received.keys()):
         ours, theirs = sent.get(pair, []), received.get(pair, [])
@@ -77,7 +89,7 @@ def _message_order(program: Program):
 
 
 def _deadlock(program: Program):
-    """Yield the stages that never reach their end when sends wait for their receivers."""
+    """Yield the stages that never finish if every send waits for its receiver."""
     for stage, batch in run(program, lambda unit: 1.0).stuck.items():
         yield f"stage {stage} waits for ever to {' and '.join(_doing(stage, batch))}"
 
@@ -95,12 +107,15 @@ def _memory(program: Program, most: Sequence[int]):
 
 
 def in_flight(program: Program) -> list[int]:
-    """Return for each stage the maximum number of microbatches between their forward and their backward there."""
+    """Return for each stage the maximum number of microbatches whose activations it holds at once.
+
+    A stage holds the activations of a microbatch from the forward to the backward.
+    """
     return [peak(program.order(stage)) for stage in range(len(program.stages))]
 
 
 def peak(units: Sequence[Unit]) -> int:
-    """Return the maximum number of forwards among ``units`` whose backward has not run."""
+    """Return the maximum number of forwards whose backward has not run yet, over the sequence ``units``."""
     held = most = 0
     for unit in units:
         held += -1 if unit.backward else 1
@@ -109,5 +124,5 @@ def peak(units: Sequence[Unit]) -> int:
 
 
 def named(unit: Unit) -> str:
-    """Return a short name, "F3" or "B3", with the chunk unless it is the first."""
+    """Return a short name of a unit, "F3" or "B3" for microbatch 3, with the chunk unless it is chunk 0."""
     return f"{'B' if unit.backward else 'F'}{unit.microbatch}" + (f" of chunk {unit.chunk}" if unit.chunk else "")

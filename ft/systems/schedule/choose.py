@@ -2,8 +2,9 @@
 
 CheckFree+ (CheckFree, section 4.3) sends half of the microbatches through the pipeline with the first two and the last
 two stages swapped. A schedule is a :class:`Program`: for each stage, the order of its units (the forward or backward of
-a microbatch) and of its messages. The trainer's CheckFree layer and the command ``ft plan schedule`` use this module;
-the latter also shows megatron-core's own schedules ("1f1b" and "interleaved") for comparison.
+a microbatch) and of its messages. A microbatch is in flight on a stage between its forward and its backward, while the
+stage holds its activations. The trainer's CheckFree layer and the command ``ft plan schedule`` use this module; the
+command also shows megatron-core's own schedules ("1f1b" and "interleaved") for comparison.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,20 +28,22 @@ KINDS = ("1f1b", "interleaved", *SWAPPING)
 BEST = "best"
 
 _GRIDS = ((2, 1), (1, 1), (2, 3), (1, 2), (1, 3))
-"""(forward time, backward time) in whole numbers. Messages are placed in a schedule as if units took these times, since
-stages then finish units at the same moments more often. The true times only decide between the resulting programs."""
+"""(forward time, backward time) in whole numbers. Messages are placed in a schedule as if units took these times,
+because stages then finish units at the same time more often. The true times only decide between the resulting
+programs."""
 _SMALL = ((2, 1), (1, 1), (1, 2), (1, 3))
 """The times of ``_GRIDS`` for which the search for weaves is fast. A weave (:mod:`ft.systems.schedule.weave`) is a
 periodic order of normal and swapped microbatches in which no stage is idle."""
 _MOST_TRIED = 12
-"""Maximum number of weaves tried for each pair of times: those that hold the activations of the fewest microbatches.
-These are also the shortest."""
+"""Maximum number of weaves tried for each pair of times: those with the fewest microbatches in flight, which are also
+the shortest."""
 _OFF = (0.9, 1.1)
+"""Factors by which the backward time is changed to find out how well a program does if the given times are inexact."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The requested shape of a pipeline. All times are in one arbitrary unit.
+    """The requested shape of a pipeline. All times are in the same, arbitrary unit.
 
     Args:
         stages: number of pipeline stages.
@@ -96,16 +99,20 @@ class Planned:
 
     @property
     def bubble(self) -> float | None:
-        """Return the fraction of the iteration in which a stage runs no unit; None on deadlock. It is the same on all
-        stages, because all have the same amount of work."""
+        """Return the fraction of the iteration in which a stage runs no unit; None if the program deadlocks.
+
+        The fraction is the same on all stages, because all stages have the same amount of work.
+        """
         if self.ran.stuck:
             return None
         return 1 - self.shape.microbatches * (self.shape.f + self.shape.b) / self.ran.end
 
     @property
     def in_flight(self) -> list[float]:
-        """Return for each stage the maximum number of microbatches whose activations it holds at once. With n chunks
-        per stage, the activations of one chunk count as 1/n microbatch."""
+        """Return for each stage the maximum number of microbatches whose activations it holds at once.
+
+        With n chunks per stage, the activations of one chunk count as 1/n microbatch.
+        """
         return [held / self.chunks for held in in_flight(self.program)]
 
 
@@ -113,7 +120,7 @@ def plan(kind: str, shape: Shape) -> Planned:
     """Return the cheapest schedule of a kind together with the results of its check, which it may fail.
 
     Args:
-        kind: one of KINDS, or BEST for the best of all kinds that swap.
+        kind: one of KINDS, or BEST for the best of all kinds that swap half of the microbatches.
         shape: the shape of the pipeline.
 
     Raises:
@@ -132,7 +139,11 @@ def plan(kind: str, shape: Shape) -> Planned:
 class _Weighed(NamedTuple):
     """A program, its cost and its simulation.
 
-    ``cost`` is (more in flight than allowed, deadlock, duration, most microbatches in flight); smaller is better.
+    Attributes:
+        cost: (whether more microbatches are in flight than allowed, whether the program deadlocks, duration, maximum
+            number of microbatches in flight on a stage); smaller is better.
+        program: the program.
+        ran: result of simulating the program.
     """
 
     cost: tuple
@@ -148,11 +159,11 @@ def _weigh(shape: Shape, chunks: int, program: Program) -> _Weighed:
 
 
 def _off(shape: Shape, chunks: int, weighed: _Weighed) -> tuple[float, int]:
-    """Return a secondary cost, for programs of equal cost: how well a program does if the given times are inexact.
+    """Return a secondary cost that decides between programs of equal cost; smaller is better.
 
     Returns:
-        (sum of the durations with backward passes 10 % shorter and 10 % longer than given, sum over stages of the
-        microbatches in flight).
+        (sum of the durations with backward passes 10 % shorter and 10 % longer than given, sum over the stages of the
+        maximum number of microbatches in flight).
     """
     ends = (run(weighed.program, _duration(shape.f / chunks, b * shape.b / chunks), shape.comm).end for b in _OFF)
     return round(sum(ends), 9), sum(in_flight(weighed.program))
@@ -202,8 +213,8 @@ def _programs(kind: str, shape: Shape) -> Iterator[Program]:
 def _woven(shape: Shape) -> Iterator[Program]:
     """Yield the candidate programs of kind "woven".
 
-    Weaves are searched for several pairs of whole-number times. Messages are then placed in the order of each weave
-    twice: as if units took these times, and as if they took the true times. In a weave, nearly every unit is preceded
+    Weaves are searched for several pairs of whole-number times. Messages are then placed twice in the order of each
+    weave: as if units took these times, and as if they took the true times. In a weave, nearly every unit is preceded
     by a message, so the true time of a unit includes the time of a message.
     """
     true = (shape.f + shape.comm, shape.b + shape.comm)

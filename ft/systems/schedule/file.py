@@ -31,7 +31,12 @@ _WHAT = {False: "activation", True: "gradient"}
 
 
 def as_values(program: Program, kind: str) -> dict[str, Any]:
-    """Return the program as JSON values."""
+    """Return the program as JSON values.
+
+    Args:
+        program: the schedule: for each stage its units (forward or backward of a microbatch) and messages.
+        kind: name of the kind of schedule, one of :data:`ft.systems.schedule.choose.KINDS`.
+    """
     routes = program.routes
     chunks = 1 + max(place.chunk for place in routes.ways[0])
     names = _way_names(routes, chunks)

@@ -1,4 +1,10 @@
-"""The named kinds of schedules, as programs."""
+"""Construct the pipeline schedules with a name: 1F1B, interleaved, two-pass, half-half and alternate.
+
+In the last three, half of the microbatches are swapped: they pass through the first two and the last two stages in
+swapped order, as CheckFree+ (CheckFree, section 4.3) needs; the other half is normal. A schedule is returned as a
+:class:`ft.systems.schedule.program.Program`: for each stage, its units (the forward or backward of one microbatch) and
+batches of messages.
+"""
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +17,7 @@ from ft.systems.schedule.routes import NORMAL, SWAPPED, Routes, straight, swappe
 from ft.systems.schedule.units import Unit
 
 Duration = Callable[[Unit], float]
+"""Returns the time that a unit takes."""
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Program:
@@ -20,7 +27,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Program:
 
 
 def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration) -> Program:
-    """Return megatron-core's interleaved 1F1B, with messages as soon as both stages are between units; none is swapped.
+    """Return megatron-core's interleaved 1F1B; no microbatch is swapped.
+
+    A message is exchanged as soon as sender and receiver are both between two units.
 
     Raises:
         UserError: no such schedule exists.
@@ -30,7 +39,8 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
 
 
 def two_pass(stages: int, microbatches: int) -> Program:
-    """Return 1F1B over the normal microbatches, a flush, and 1F1B over the swapped ones.
+    """Return 1F1B over the normal microbatches, a flush (all stages wait for each other), and 1F1B over the swapped
+    ones.
 
     Raises:
         UserError: too few stages or microbatches to swap.
@@ -41,10 +51,11 @@ def two_pass(stages: int, microbatches: int) -> Program:
 
 
 def half_half(stages: int, microbatches: int, duration: Duration) -> Program:
-    """Return the two passes of ``two_pass`` without a flush: a stage that has run all its normal forwards uses the time
-    in which it waits for normal backwards for units of the swapped pass.
+    """Return the two passes of ``two_pass`` without a flush in between.
 
-    No stage holds more microbatches than, in 1F1B, the stage at the earlier of its two positions.
+    A stage that has run all its normal forwards runs units of the swapped pass while it waits for normal backwards. No
+    stage holds the activations of more microbatches than 1F1B needs at the earlier of the two positions that the stage
+    has on the normal and on the swapped route.
 
     Raises:
         UserError: too few stages or microbatches to swap.
@@ -75,7 +86,7 @@ def half_swapped(stages: int, microbatches: int) -> Routes:
 
 
 def _passes(stages: int, microbatches: int) -> list[list[list[Unit]]]:
-    """Return each stage's 1F1B order, for the normal and for the swapped half."""
+    """Return for both halves of the microbatches, normal and swapped, the 1F1B order of each stage's units."""
     passes = []
     for first, way in ((0, straight(stages)), (1, swapped(stages))):
         half = range(first, microbatches, 2)
@@ -88,7 +99,10 @@ def _passes(stages: int, microbatches: int) -> list[list[list[Unit]]]:
 
 
 def _merged(routes: Routes, passes: Sequence[Sequence[Sequence[Unit]]], duration: Duration) -> list[list[Unit]]:
-    """Return both passes' units of each stage in the order in which they can run; the first pass has priority."""
+    """Return the units of both passes for each stage, in the order in which a simulation runs them.
+
+    If units of both passes can run, the first pass has priority.
+    """
     stages = [_Merging(routes, [list(reversed(one[stage])) for one in passes]) for stage in range(routes.stages)]
     ended: dict[Unit, float] = {}
     moments = [0.0]
@@ -103,7 +117,16 @@ def _merged(routes: Routes, passes: Sequence[Sequence[Sequence[Unit]]], duration
 
 
 class _Merging:
-    """One stage: the remaining units of each pass (the next unit last), the units that it ran, and when it is free."""
+    """One stage in the simulation of ``_merged``.
+
+    Args:
+        routes: the routes of the microbatches.
+        left: the remaining units of each pass in reverse order, so that the next unit is the last one.
+
+    Attributes:
+        order: the units that the stage has run.
+        free: time at which the stage has finished its last unit.
+    """
 
     def __init__(self, routes: Routes, left: list[list[Unit]]):
         self.order: list[Unit] = []
@@ -112,7 +135,10 @@ class _Merging:
         self._most = routes.stages - min(routes.position(units[0]) for units in left)
 
     def take(self, ended: Mapping[Unit, float], now: float) -> Unit | None:
-        """Return the next unit whose input is there; None if there is none now."""
+        """Remove and return the next unit that can run at time ``now``; None if no unit can.
+
+        ``ended`` maps every unit that was run to the time of its end.
+        """
         for units, may in zip(self._left, (True, self._second_may_begin()), strict=True):
             if not units or not (may or units[-1].backward):
                 continue
@@ -124,5 +150,8 @@ class _Merging:
         return None
 
     def _second_may_begin(self) -> bool:
-        """Return whether a second-pass forward may run: all first-pass forwards have, and there is memory."""
+        """Return whether a forward of the second pass may run.
+
+        It may if all forwards of the first pass have run, and the stage holds fewer microbatches than it may.
+        """
         return self._held < self._most and all(unit.backward for unit in self._left[0])

@@ -1,12 +1,14 @@
-"""Place batches of messages in any order of units: a message is exchanged as soon as both its stages are between two
-units.
+"""Insert the messages between pipeline stages into a given order of units, such that the schedule cannot deadlock.
 
-The order is simulated with messages that need both ends. At every moment at which units end, all results are exchanged
-whose sender and receiver are both between units; each stage's part of that moment is one batch. Batches are thereby
-ordered by one clock: a batch only waits for batches of the same moment, which wait for nothing later. Whatever the
-durations of the units in a real run, the program cannot deadlock, and every pair of stages sends and receives in the
-same order. A stage that needs a message stays between units until it has the message, so that every order that can be
-executed at all gets batches.
+A unit is the forward or backward of one microbatch on one stage. A message is exchanged as soon as its sender and its
+receiver are both between two units. To find out when that is, the order is simulated. At every time at which units end,
+all results whose sender and receiver are between units are exchanged, and the messages of one stage at that time are
+one batch (one ``batch_isend_irecv``).
+
+All batches are thereby ordered by the simulated clock: a batch waits only for batches of the same time. Therefore the
+program cannot deadlock, whatever the durations of the units in a real run, and every pair of stages sends and receives
+in the same order. A stage that needs a message stays between units until the message has arrived, so that batches are
+found for every order that can be executed at all.
 """
 
 import heapq
@@ -18,20 +20,20 @@ from ft.systems.schedule.routes import Routes
 from ft.systems.schedule.units import Unit
 
 _SAME = 1e-9
-"""Times closer than this, relative to the latest, are the same moment."""
+"""Times whose difference is at most this, relative to the time (at least 1), are treated as equal."""
 
 
 def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Unit], float]) -> tuple[Program, float]:
-    """Return the program, and when its last unit ends if messages take no time.
+    """Return the program, and the time at which its last unit ends if messages take no time.
 
     Args:
         routes: the routes of the microbatches.
-        order: each stage's units.
-        duration: returns a unit's time, more than 0; with whole numbers, stages are between units at the same time more
-            often.
+        order: each stage's units in the order in which it runs them.
+        duration: returns the time of a unit, more than 0. With whole numbers, stages are between units at the same time
+            more often.
 
     Raises:
-        Stuck: the orders wait for each other.
+        Stuck: the orders cannot be executed, because stages wait for each other.
     """
     hall = _Hall(routes, order, duration)
     now = 0.0
@@ -46,7 +48,16 @@ def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Un
 
 
 class _Hall:
-    """The state of the simulation: for each stage, the unit that it is running, or none."""
+    """The state of the simulation.
+
+    Attributes:
+        routes: the routes of the microbatches.
+        order: each stage's units.
+        duration: returns the time of a unit.
+        next: for each stage, the index of its next unit.
+        steps: for each stage, the units and batches so far.
+        ends: heap of (end, stage) of the running units; stage -1 stands for the start of the simulation.
+    """
 
     def __init__(self, routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Unit], float]):
         self.routes, self.order, self.duration = routes, order, duration
@@ -58,7 +69,7 @@ class _Hall:
         self._there: set[Unit] = set()
 
     def moment(self) -> float:
-        """End the units that end next, all at once; return the time."""
+        """Advance to the next time at which units end, end these units, and return the time."""
         first = self.ends[0][0]
         now = first
         while self.ends and self.ends[0][0] <= first + _SAME * max(1.0, first):
@@ -91,7 +102,7 @@ class _Hall:
             self.steps[stage].append(tuple(batch))
 
     def start_units(self, now: float) -> None:
-        """Start the next unit of each stage that runs none, if the input of the unit is there."""
+        """Start the next unit of each stage that is between units, if the input of the unit has arrived."""
         for stage, units in enumerate(self.order):
             at = self.next[stage]
             if self._running[stage] is not None or at == len(units):

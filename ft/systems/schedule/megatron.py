@@ -14,12 +14,13 @@ class Pipeline:
     """The shape of a schedule.
 
     Args:
-        stages: P.
-        microbatches: M, of one iteration.
-        chunks: model chunks per stage; more than one: interleaved.
-        comm_us: time from the end of a unit until its result is at the neighbour, in microseconds.
-        blocking: a stage waits until its own message has been sent, as megatron-core does without overlap_p2p_comm.
-        group: number of microbatches that run through a chunk before the next chunk's turn
+        stages: P, the number of pipeline stages.
+        microbatches: number of microbatches of one iteration.
+        chunks: number of model chunks per stage; with more than one, the schedule is interleaved.
+        comm_us: time from the end of a unit until its result is at the next stage, in microseconds.
+        blocking: whether a stage waits until its own message has been sent, as megatron-core does without
+            overlap_p2p_comm.
+        group: number of microbatches that run through a chunk before the next chunk has its turn
             (microbatch_group_size_per_virtual_pipeline_stage); 0 for the default, P.
 
     Raises:
@@ -47,9 +48,9 @@ class Pipeline:
 def orders(pipeline: Pipeline) -> tuple[tuple[Unit, ...], ...]:
     """Return each stage's units in the order in which it runs them.
 
-    A stage begins with as many forwards as it takes to fill the stages behind it, then runs one forward and one
-    backward in turn, then the remaining backwards (megatron-core's ``get_pp_rank_microbatches`` and
-    ``get_schedule_table``).
+    A stage begins with as many forwards as are needed to fill the stages behind it. Then it runs one forward and one
+    backward in turn, and finally the remaining backwards (as megatron-core's ``get_pp_rank_microbatches`` and
+    ``get_schedule_table`` define).
     """
     return tuple(_order(pipeline, stage) for stage in range(pipeline.stages))
 

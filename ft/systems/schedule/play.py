@@ -1,4 +1,7 @@
-"""Simulate given orders of units with buffered messages: when each unit runs if its stage waits only for its input."""
+"""Simulate a pipeline schedule with buffered messages: a stage waits only for the inputs of its units.
+
+A unit is the forward or backward of one microbatch on one stage.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -7,14 +10,23 @@ from ft.systems.schedule.units import Unit
 
 
 class Played(NamedTuple):
-    """The result. ``times``: unit -> (start, end). ``free``: unit -> when its stage could have continued after it."""
+    """The result of a simulation.
+
+    Attributes:
+        times: unit -> (start, end).
+        free: unit -> time from which on its stage can run the next unit.
+    """
 
     times: Mapping[Unit, tuple[float, float]]
     free: Mapping[Unit, float]
 
 
 class Stuck(Exception):
-    """The orders wait for each other. ``units``: the next unit of each unfinished stage."""
+    """The given orders of units cannot be executed, because stages wait for each other.
+
+    Args:
+        units: the next unit of each unfinished stage.
+    """
 
     def __init__(self, units: Sequence[Unit]):
         self.units = tuple(units)
@@ -34,8 +46,8 @@ def play(
 
     Args:
         order: each stage's units, in the order in which it runs them.
-        needs: returns the unit whose result a unit waits for; None for nothing.
-        duration: returns a unit's own time; all times have the same unit.
+        needs: returns the unit whose result a unit waits for; None if it waits for nothing.
+        duration: returns the time that a unit takes; all times have the same unit as ``comm_us``.
         comm_us: time from the end of a unit until its result is at another stage.
         waits_until_sent: returns True for units after which the stage waits ``comm_us`` before it continues; None if no
             stage ever does.

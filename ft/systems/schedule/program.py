@@ -1,8 +1,9 @@
-"""An executable schedule: each stage's units, and the batches of messages between them.
+"""An executable pipeline schedule (a program): each stage's units, and the batches of messages between them.
 
-A stage executes its steps one after the other. A batch is one ``batch_isend_irecv``, as megatron-core's
-``P2PCommunicator`` calls it: all its sends and receives are posted together, and the stage continues when all are
-complete. Messages have no tags: the k-th that one stage sends to another is the k-th that the other receives from it.
+A unit is the forward or backward of one microbatch on one stage. A stage executes its steps, units and batches, one
+after the other. A batch is one ``batch_isend_irecv``, as megatron-core's ``P2PCommunicator`` calls it: all its sends
+and receives are posted together, and the stage continues when all are complete. Messages have no tags: the k-th message
+that stage A sends to stage B is the k-th message that B receives from A.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,13 @@ from ft.systems.schedule.units import Unit
 
 
 class Message(NamedTuple):
-    """The result of ``unit`` (a forward's activation, a backward's gradient), sent to another stage."""
+    """The result of a unit (the activation of a forward, the gradient of a backward), sent to another stage.
+
+    Attributes:
+        source: the sending stage.
+        target: the receiving stage.
+        unit: the unit, which runs on ``source``.
+    """
 
     source: int
     target: int
@@ -32,22 +39,27 @@ Step = Unit | Batch
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of all stages. ``stages``: the steps of each stage. ``routes``: the routes of the microbatches."""
+    """A pipeline schedule.
+
+    Attributes:
+        routes: the route of each microbatch through the stages.
+        stages: the steps of each stage.
+    """
 
     routes: Routes
     stages: tuple[tuple[Step, ...], ...]
 
     def order(self, stage: int) -> list[Unit]:
-        """Return the stage's units without batches."""
+        """Return the units of a stage in order, without the batches."""
         return [step for step in self.stages[stage] if isinstance(step, Unit)]
 
     def batches(self, stage: int) -> Iterator[Batch]:
-        """Return the stage's batches without units."""
+        """Return the batches of a stage in order, without the units."""
         return (step for step in self.stages[stage] if not isinstance(step, Unit))
 
 
 def posted(program: Program) -> tuple[dict[tuple[int, int], list[Unit]], dict[tuple[int, int], list[Unit]]]:
-    """Return (source, target) -> units whose results are sent, in order, and the same for those received."""
+    """Return the messages that are sent and those that are received, both as (source, target) -> units in order."""
     sent: dict[tuple[int, int], list[Unit]] = {}
     received: dict[tuple[int, int], list[Unit]] = {}
     for stage in range(len(program.stages)):
@@ -58,8 +70,11 @@ def posted(program: Program) -> tuple[dict[tuple[int, int], list[Unit]], dict[tu
 
 
 def beside_units(routes: Routes, order: Sequence[Sequence[Unit]]) -> Program:
-    """Place batches where megatron-core's schedules have them: a result is sent right after its unit, an input is
-    received right before, and what falls into the same gap between two units is one batch."""
+    """Return a program for ``order`` whose batches are at the same places as in megatron-core's schedules.
+
+    A result is sent right after its unit, and an input is received right before its unit. All messages between the same
+    two units are one batch.
+    """
     return Program(routes, tuple(tuple(_beside(routes, units)) for units in order))
 
 

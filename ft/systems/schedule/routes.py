@@ -1,7 +1,8 @@
-"""The route of each microbatch through the physical stages: normal, or with the first two and the last two swapped.
+"""The route of each microbatch through the pipeline stages: normal, or with the first two and the last two swapped.
 
-CheckFree+ (CheckFree, section 4.3) sends half of the microbatches through the blocks of stages 1, 0, 2, ..., P - 3, P -
-1, P - 2, so that neighbours learn each other's work.
+CheckFree+ (CheckFree, section 4.3) sends half of the microbatches through the P stages in the order 1, 0, 2, ..., P -
+3, P - 1, P - 2, so that the two stages of a swapped pair learn to do each other's work. A unit is the forward or
+backward of one microbatch on one stage.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ LEAST_STAGES = 4
 
 
 class Place(NamedTuple):
-    """One model chunk of a stage."""
+    """One station on a route: model chunk ``chunk`` of stage ``stage``."""
 
     stage: int
     chunk: int
@@ -46,7 +47,7 @@ class Routes:
     """The forward route of each microbatch; its backward takes the same route in reverse.
 
     Args:
-        ways: for each microbatch, its places in order.
+        ways: for each microbatch, the places that it passes, in order.
     """
 
     def __init__(self, ways: Sequence[tuple[Place, ...]]):
@@ -55,7 +56,7 @@ class Routes:
 
     @classmethod
     def of(cls, stages: int, kinds: Sequence[str]) -> "Routes":
-        """Return the routes for NORMAL or SWAPPED for each microbatch."""
+        """Return the routes of microbatches whose kinds (NORMAL or SWAPPED) are given, in a pipeline without chunks."""
         ways = {kind: swapped(stages) if kind == SWAPPED else straight(stages) for kind in set(kinds)}
         return cls([ways[kind] for kind in kinds])
 

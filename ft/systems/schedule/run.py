@@ -1,4 +1,8 @@
-"""Simulate a program with unbuffered messages: both ends of a message wait until both have posted it."""
+"""Simulate a pipeline schedule with unbuffered messages, as with NCCL: a send waits for its receive, and vice versa.
+
+The schedule is a :class:`Program`: for each stage, a sequence of units (the forward or backward of one microbatch) and
+batches of messages (each batch is one ``batch_isend_irecv``).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +17,8 @@ class Ran:
 
     Args:
         times: unit -> (start, end).
-        end: when the last stage had finished, including its last message.
-        stuck: stage -> the batch at which it waits for ever; empty if all stages finished.
+        end: time at which the last stage has finished, including its last message.
+        stuck: stage -> the batch at which the stage waits for ever; empty if all stages have finished.
     """
 
     times: Mapping[Unit, tuple[float, float]]
@@ -25,10 +29,15 @@ class Ran:
 def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) -> Ran:
     """Simulate the program.
 
-    The k-th send of one stage to another pairs with the k-th receive of the other from it, whatever they were meant to
-    carry; ``ft.systems.schedule.check`` checks that. A pair takes ``comm`` from the moment when both have posted, and a
-    stage continues when all of its batch is complete. Pairs of one batch are concurrent, as in one NCCL group. At a
-    flush, an empty batch, every stage waits for all others.
+    The k-th send from stage A to stage B matches the k-th receive of B from A, even if the program means different
+    messages; ``ft.systems.schedule.check`` finds such errors. A message takes ``comm`` from the time at which both
+    stages have posted it. A stage continues when all messages of its batch are complete. The messages of a batch are
+    concurrent, as in one NCCL group. At a flush, an empty batch, every stage waits for all others.
+
+    Args:
+        program: the program.
+        duration: returns the time of a unit.
+        comm: time of a message.
     """
     machine = _Machine(program, duration, comm)
     moved = True
@@ -43,6 +52,19 @@ def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) 
 
 
 class _Machine:
+    """The state of the simulation.
+
+    Args:
+        program: the program.
+        duration: returns the time of a unit.
+        comm: time of a message.
+
+    Attributes:
+        at: for each stage, the index of its present step (unit or batch).
+        clock: for each stage, the time at which it has reached that step.
+        times: unit -> (start, end).
+    """
+
     def __init__(self, program: Program, duration: Callable[[Unit], float], comm: float):
         self._program, self._duration, self._comm = program, duration, comm
         self.at = [0] * len(program.stages)
@@ -67,7 +89,10 @@ class _Machine:
         return (self.at[stage], stage in self._open) != before
 
     def _passed(self, stage: int, batch: Batch) -> bool:
-        """Post the batch if that has not been done, and complete it if all its partners have posted."""
+        """Post the messages of a batch if that has not been done; return whether the batch is complete.
+
+        A batch is complete if the other stages have posted their ends of all its messages.
+        """
         if not batch:
             return self._flushed(stage)
         if stage not in self._open:

@@ -1,13 +1,19 @@
-"""Weave normal and swapped microbatches into periodic orders in which no stage is ever idle between two units.
+"""Search for "woven" pipeline schedules of CheckFree+: periodic orders in which no stage is idle between two units.
 
-One normal and one swapped microbatch are a pair, and every pair runs exactly one period T = 2 (f + b) after the
-previous one. In a period each stage runs one forward and one backward of either kind, which take all its time: modulo
-T, the four must tile it. A *way* is the times of one microbatch, including the delays between its units. By position,
-it occupies a set of moments modulo T. The swapped kind takes the same positions on other stages, so that every way
-serves both kinds, and a tiling is a way whose complement is, shifted, the swap of another way. Looking up complements
-makes the search exact and fast.
+CheckFree+ (CheckFree, section 4.3) sends normal microbatches through the stages in their order, and swapped ones
+through the first two and the last two stages in swapped order. A unit is the forward (duration f) or backward (duration
+b) of one microbatch on one stage. A *weave* repeats a pair of one normal and one swapped microbatch with the period T =
+2 (f + b). In a period, each stage runs one forward and one backward of both kinds, which take all of its time. So,
+modulo T, the four units must fill the period of every stage without overlap: they tile it.
 
-Times are whole numbers; the resulting orders can then be used with any forward and backward time.
+A *way* is the list of start times of one microbatch's units, by position on its route (position p is the p-th stage
+that the microbatch passes). Modulo T, a way occupies a set of time slots at each position. A swapped microbatch has the
+same positions, but on other stages, so every way can be used for both kinds. A tiling consists of one way for the
+normal microbatches and one way, with an offset in time, for the swapped ones; each of the two occupies exactly the
+slots that the other leaves free. For every way and offset, the search computes the free slots and looks up the ways
+that occupy them. This is exact and fast.
+
+Times are whole numbers. The orders of units that result can be used with any forward and backward time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +26,27 @@ from ft.systems.schedule.units import Unit
 
 
 class Way(NamedTuple):
-    """Start times of one microbatch's units, by position in its route; the first forward starts at 0."""
+    """Start times of one microbatch's units, by position on its route; the first forward starts at 0.
+
+    Attributes:
+        forwards: start of the forward at each position.
+        backwards: start of the backward at each position.
+    """
 
     forwards: tuple[int, ...]
     backwards: tuple[int, ...]
 
 
 class Weave(NamedTuple):
-    """A normal way, a swapped way that starts ``offset`` later, and the times for which they tile the period."""
+    """A periodic order of normal and swapped microbatches in which no stage is idle.
+
+    Attributes:
+        normal: start times of the normal microbatch.
+        swapped: start times of the swapped microbatch, relative to its own first forward.
+        offset: time from the first forward of the normal microbatch to that of the swapped one; may be negative.
+        f: time of a forward.
+        b: time of a backward.
+    """
 
     normal: Way
     swapped: Way
@@ -41,25 +60,31 @@ class Weave(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Return the time from each forward until its backward, summed over stages and kinds: the microbatches in
-        flight times the period."""
+        """Return the sum of the times from the start of each forward to that of its backward, over stages and kinds.
+
+        This is the number of microbatches in flight, summed over the stages, times the period.
+        """
         return sum(sum(way.backwards) - sum(way.forwards) for way in (self.normal, self.swapped))
 
 
 _SEARCHED = 8
-"""Number of stages up to which delays are searched; wider weaves grow from narrower ones by two middle stages."""
+"""Number of stages up to which weaves are searched; a weave of more stages is made by inserting two middle stages into
+one with two stages less."""
 _MOST_DELAY = 12
+"""Maximum delay of a microbatch that is searched, summed over the waits between its units."""
 
 
 @lru_cache(maxsize=64)
 def weaves(stages: int, f: int, b: int, more: int = 2) -> tuple[Weave, ...]:
-    """Return all weaves with the least delay per microbatch, or with up to ``more`` above it, by increasing ``held``.
+    """Return all weaves whose delay per microbatch is at most the least possible one plus ``more``.
+
+    The delay is the sum of the waits between the units of a microbatch. The weaves are sorted by :attr:`Weave.held`.
 
     Args:
-        stages: P >= 4.
-        f: a forward's time, a small whole number.
-        b: a backward's time, a small whole number.
-        more: delay above the least one, in the same unit.
+        stages: number of stages, at least 4.
+        f: time of a forward, a small whole number.
+        b: time of a backward, a small whole number.
+        more: delay above the least one, in the same unit of time.
     """
     if stages > _SEARCHED:
         found = [wider for weave in weaves(stages - 2, f, b, more) if (wider := _wider(weave)) is not None]
@@ -70,7 +95,7 @@ def weaves(stages: int, f: int, b: int, more: int = 2) -> tuple[Weave, ...]:
 
 
 def orders(weave: Weave, microbatches: int) -> list[list[Unit]]:
-    """Return each stage's units by time: even microbatches normal, odd ones swapped."""
+    """Return the units of each stage in the order of their start. Even microbatches are normal, odd ones swapped."""
     timed: list[list[tuple[int, Unit]]] = [[] for _ in weave.normal.forwards]
     stages = len(timed)
     routes = [list(range(stages)), [place.stage for place in swapped(stages)]]
@@ -85,7 +110,7 @@ def orders(weave: Weave, microbatches: int) -> list[list[Unit]]:
 
 
 def _tilings(stages: int, f: int, b: int, delay: int) -> Iterator[Weave]:
-    """Yield pairs of ways, with at most ``delay`` each, that fill every stage's period."""
+    """Yield the weaves in which the delay of either way is at most ``delay``."""
     period = 2 * (f + b)
     full = (1 << period) - 1
     route = [place.stage for place in swapped(stages)]
@@ -93,17 +118,20 @@ def _tilings(stages: int, f: int, b: int, delay: int) -> Iterator[Weave]:
     for way, taken in _ways(stages, f, b, delay):
         by_taken.setdefault(taken, []).append(way)
     for taken, offset in product(by_taken, range(period)):
-        # The way is used as the swapped one: on stage route[p] it occupies what it occupies at position p.
+        # The way is used for the swapped microbatches, so stage route[p] has the slots of position p.
         left = [0] * stages
         for stage, moments in zip(route, taken, strict=True):
             left[stage] = full & ~_shifted(moments, offset, period)
         for normal, other in product(by_taken.get(tuple(left), ()), by_taken[taken]):
-            # Either of the two kinds may be first; the orders differ, though the tiling is the same.
+            # Either kind may be the first one of a pair; the tiling is the same, but the orders differ.
             yield from (Weave(normal, other, shift, f, b) for shift in (offset, offset - period))
 
 
 def _ways(stages: int, f: int, b: int, delay: int) -> Iterator[tuple[Way, tuple[int, ...]]]:
-    """Yield ways with at most ``delay`` that occupy no stage twice at once, and what they occupy, by position."""
+    """Yield (way, time slots) for all ways with at most ``delay`` whose units do not overlap at any position.
+
+    The time slots are those that the way occupies at each position, modulo the period, as bits of an integer.
+    """
     period = 2 * (f + b)
     for forwards, left in _chains(stages, f, 0, delay):
         taken = [_shifted((1 << f) - 1, start, period) for start in forwards]
@@ -112,7 +140,14 @@ def _ways(stages: int, f: int, b: int, delay: int) -> Iterator[tuple[Way, tuple[
 
 
 def _chains(length: int, step: int, start: int, delay: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the starts of a chain of units, with at most ``delay`` between them in total, and the delay left."""
+    """Yield (starts of consecutive units, remaining delay).
+
+    Args:
+        length: number of units.
+        step: duration of a unit.
+        start: start of the first unit.
+        delay: maximum sum of the waits between the units.
+    """
     if length == 1:
         yield (start,), delay
         return
@@ -124,7 +159,15 @@ def _chains(length: int, step: int, start: int, delay: int) -> Iterator[tuple[tu
 def _back(
     taken: Sequence[int], earliest: int, b: int, delay: int, period: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield backwards through positions whose forwards occupy ``taken``: starts, and all occupied, by position."""
+    """Yield (starts of the backwards, occupied time slots), both by position.
+
+    Args:
+        taken: time slots that the forward occupies at each position, as bits.
+        earliest: earliest start of the backward at the last position.
+        b: duration of a backward.
+        delay: maximum sum of the waits before the backwards.
+        period: the period T.
+    """
     if not taken:
         yield (), ()
         return
@@ -136,16 +179,17 @@ def _back(
 
 
 def _shifted(moments: int, by: int, period: int) -> int:
-    """Return a set of moments, one bit each, shifted by ``by`` modulo the period."""
+    """Return a set of time slots, one bit each, shifted by ``by`` modulo the period."""
     moved = moments << by % period
     return (moved | moved >> period) & ((1 << period) - 1)
 
 
 def _wider(weave: Weave) -> Weave | None:
-    """Return the weave with two more middle stages, at which microbatches do not wait; None if they fit nowhere.
+    """Return the weave with two more middle stages, at which microbatches do not wait; None if that is impossible.
 
-    Two stages add 2 f to the forward and 2 b to the backward: the units behind them move by 2 f, the later backwards by
-    a whole period, so that the tiling of every other stage is unchanged.
+    Two stages add 2 f to the forward of a microbatch and 2 b to its backward. The units on the stages behind them start
+    2 f later, and the backwards on the stages before them one period (2 f + 2 b) later. Therefore every other stage is
+    still filled without overlap.
     """
     stages = len(weave.normal.forwards)
     for at in range(2, stages - 3 + 1):
@@ -156,7 +200,7 @@ def _wider(weave: Weave) -> Weave | None:
 
 
 def _longer(way: Way, at: int, weave: Weave) -> Way:
-    """Return ``way`` with two more positions before position ``at``."""
+    """Return ``way`` with two more positions, inserted before position ``at``."""
     f, b = weave.f, weave.b
     last, back = way.forwards[at - 1], way.backwards[at - 1] + weave.period
     forwards = (*way.forwards[:at], last + f, last + 2 * f, *(start + 2 * f for start in way.forwards[at:]))

@@ -1,4 +1,7 @@
-"""Optimal Golomb rulers, the shortest there are, for 2 to 28 marks."""
+"""Table of the optimal (shortest) Golomb rulers with 2 to 28 marks, by which SPARe places shard types on groups.
+
+A Golomb ruler is a set of integers (marks) whose pairwise differences are all distinct.
+"""
 
 OPTIMAL: dict[int, tuple[int, ...]] = {
     len(marks): marks

@@ -47,7 +47,7 @@ class Ledger:
 
     @property
     def all_types(self) -> tuple[int, ...]:
-        """Return the shard types of earlier attempts together with those of the current attempt."""
+        """Return the shard types of earlier attempts and of the current attempt."""
         return (*self.types, *self._adding)
 
     def clear(self) -> None:
@@ -92,13 +92,15 @@ class Ledger:
         self._tokens = tokens.clone()
 
     def take_all(self) -> None:
-        """Include all gradients that were registered but not exchanged. Must be called before megatron-core divides
-        the gradients or reduces them over model-parallel ranks."""
+        """Include all gradients that were registered but not exchanged.
+
+        Must be called before megatron-core divides the gradients or reduces them over model-parallel ranks.
+        """
         for place in list(self._open):
             self._take(place)
 
     def settle(self) -> None:
-        """End the attempt: its shard types now count as included."""
+        """End a failed attempt: its gradients are kept, so its shard types move to ``types``."""
         self.types, self._adding = (*self.types, *self._adding), ()
 
     def _take(self, place: int) -> None:

@@ -1,7 +1,8 @@
-"""Modular rulers, whose ordered differences are all distinct modulo a certain number: Singer's, Bose's and Ruzsa's.
+"""Constructions of modular rulers (by Singer, Bose and Ruzsa), by which SPARe places shard types on groups.
 
-They hold more marks than a Golomb ruler, whose differences have to stay distinct without wrapping round. Each is sorted
-and starts at 0. Every subset of a modular ruler is a modular ruler, too.
+A modular ruler is a set of integers (marks) whose ordered differences are all distinct modulo a certain number. For a
+number of groups equal to the modulus, it has more marks than a Golomb ruler that fits. The rulers are sorted and start
+at 0. Every subset of a modular ruler is a modular ruler, too.
 """
 
 from collections.abc import Iterator
@@ -86,7 +87,10 @@ def _powers(tail: tuple[int, ...], plus: Multiply, times: Multiply) -> Iterator[
 
 @cache
 def _field(p: int, k: int) -> tuple[Multiply, Multiply]:
-    """Return the tables of + and * in GF(p^k); an element is the number whose digits to base p are its coefficients."""
+    """Return the tables of addition and multiplication in GF(p^k).
+
+    An element of the field is represented by the number whose digits to base p are its coefficients.
+    """
     q = p**k
     digits = [tuple(number // p**i % p for i in range(k)) for number in range(q)]
     plus = [[_number([(x + y) % p for x, y in zip(a, b, strict=True)], p) for b in digits] for a in digits]

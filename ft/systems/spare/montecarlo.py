@@ -1,7 +1,8 @@
 """Monte Carlo simulation of SPARe: how many group failures a placement of shard types survives.
 
-A step's data are divided into shard types, and each group of ranks hosts several types. In each trial, groups fail one
-after the other in random order until the wipe-out, the failure after which some type has no surviving host.
+The data of a step are divided into shard types, and each group (replica of the model) hosts several types. In each
+trial, groups fail one after the other in random order until the wipe-out, the failure after which some type has no
+surviving host.
 """
 
 import math
@@ -22,8 +23,8 @@ class Outcome:
         trials: number of trials.
         failures_mean: mean number of failures per trial, including the one that causes the wipe-out.
         failures_sem: standard error of ``failures_mean``; None with one trial.
-        stack_mean: mean all-reduce stack S (the number of types that each group computes per step) before a failure,
-            averaged over the failures of a trial and then over the trials.
+        stack_mean: mean of S (the number of types that each group computes per step) before a failure, averaged over
+            the failures of a trial and then over the trials.
         patch_rate: fraction of the failures before the wipe-out that needed a patch compute, in which surviving groups
             compute types that were lost in the current step; None if there were no such failures.
     """
@@ -67,8 +68,8 @@ def run_trials(placement: Placement, trials: int, seed: int, accelerate: bool | 
 def played(placement: Placement, trials: int, seed: int, accelerate: bool | None = None) -> np.ndarray:
     """Run the trials and return the counts of each trial, as int64 [trials, 3].
 
-    The columns are the number of failures including the one that causes the wipe-out, the sum of the stacks S before
-    each failure, and the number of patch computes. The arguments are those of :func:`run_trials`.
+    The columns are the number of failures including the one that causes the wipe-out, the sum of S before each failure,
+    and the number of patch computes. The arguments are those of :func:`run_trials`.
     """
     chosen = engine(accelerate)
     made, first = state_of(placement, chosen), initial(placement, chosen)

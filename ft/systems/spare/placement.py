@@ -1,4 +1,8 @@
-"""The placement of shard types: which group hosts which types, and in which initial order (SPARe, definition B.1)."""
+"""The placement of shard types in SPARe: which group hosts which types, in which initial order (SPARe, definition B.1).
+
+A shard type is one of N parts of a global batch, a group is one of N replicas of the model, and a group's stack is the
+ordered list of the r types that it can compute (r is the redundancy).
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,12 +14,12 @@ from ft.base.errors import UserError
 
 @dataclass(frozen=True)
 class Placement:
-    """A cyclic placement: group w holds type ``(w + g_j) mod N`` at stack position j.
+    """A cyclic placement: group w hosts type ``(w + g_j) mod N`` at position j of its stack.
 
     Attributes:
-        groups: N; the number of types is the same.
-        ruler: the marks g_0 .. g_(r-1), where r is the redundancy. With any distinct marks each group holds r distinct
-            types; ``ft.systems.spare.ruler.check`` checks whether two types share at most one host.
+        groups: N, the number of groups and of types.
+        ruler: the marks g_0 .. g_(r-1). With any distinct marks, each group hosts r distinct types;
+            ``ft.systems.spare.ruler.check`` checks whether any two types have at most one host in common.
 
     Raises:
         UserError: there are fewer than 2 groups or 2 marks, or two marks are the same mod N.
@@ -46,7 +50,7 @@ class Placement:
         return tuple(int(kind) for kind in self.orders()[group])
 
     def hosts(self, kind: int) -> tuple[int, ...]:
-        """Return the groups that hold a type; the j-th has it at position j before any reordering."""
+        """Return the groups that host a type; the j-th of them has it at stack position j before any reordering."""
         return tuple(int(group) for group in self.host_table[kind])
 
     def orders(self) -> np.ndarray:
@@ -62,7 +66,7 @@ class Placement:
 
     @property
     def max_overlap(self) -> int:
-        """Return the largest number of groups that two types share."""
+        """Return the largest number of groups that host the same two types."""
         marks = np.array(self.ruler)
         differences = (marks[:, None] - marks)[~np.eye(len(marks), dtype=bool)] % self.groups
         return int(np.bincount(differences).max())

@@ -1,8 +1,10 @@
-"""Rulers: the marks that place shard types so that two of them share at most one host.
+"""Find the ruler by which SPARe places shard types on groups, so that two types have at most one group in common.
 
-A ruler does that for N groups exactly if all differences of two marks, in both directions, are distinct mod N. At least
-r (r - 1) + 1 groups are necessary; 2 L + 1 are sufficient for a Golomb ruler of length L. For numbers in between, it
-depends on the ruler.
+In SPARe, N groups (replicas of the model) compute N shard types (parts of a global batch), and each group hosts r types
+(r is the redundancy): group w hosts type (w + g) mod N for each mark g of a ruler with r marks. Two types share at most
+one group exactly if all differences of two marks, in both directions, are distinct mod N. At least r (r - 1) + 1 groups
+are necessary for this; 2 L + 1 groups are sufficient for a Golomb ruler of length L. For numbers in between, it depends
+on the ruler.
 """
 
 import math
@@ -17,17 +19,19 @@ from ft.systems.spare.modular import bose, prime_power, ruzsa, singer
 from ft.systems.spare.theory import check_size
 
 SEARCH_GROUPS = 150
-"""Number of groups up to which a ruler is searched for if neither a table nor a construction has one."""
+"""Number of groups up to which a ruler is searched for if neither a table nor a construction provides one."""
 
 BUILD_GROUPS = 20_000
-"""Number of groups up to which a ruler is constructed; beyond it, only the optimal ones of up to 28 marks are used."""
+"""Number of groups up to which rulers are constructed; beyond it, only the table of Golomb rulers is used."""
 
 SEARCH_NODES = 20_000
-"""Number of marks that one search tries, not a time limit, so that the result is the same on every machine."""
+"""Number of marks after which a search gives up. It is not a time limit, so the result is equal on every machine."""
 
 
 def ruler(groups: int, redundancy: int) -> tuple[int, ...]:
-    """Return the marks for ``groups`` groups: the shortest known ruler if it fits, else one made for that number.
+    """Return a ruler with ``redundancy`` marks for ``groups`` groups.
+
+    This is the shortest known Golomb ruler if it fits, else a ruler made for that number of groups.
 
     Raises:
         UserError: the redundancy is not in 2..groups, or no ruler is known; the message names the largest known
@@ -48,7 +52,7 @@ def ruler(groups: int, redundancy: int) -> tuple[int, ...]:
 
 
 def check(marks: Sequence[int], groups: int) -> tuple[int, ...]:
-    """Return the marks if they are a ruler for that many groups.
+    """Return the marks as integers if they are a ruler for ``groups`` groups.
 
     Raises:
         UserError: a mark is not in 0..groups - 1, the first is not 0, or two differences are the same mod ``groups``.
@@ -87,7 +91,7 @@ def is_distinct(marks: Sequence[int], groups: int) -> bool:
 
 
 def largest_redundancy(groups: int) -> int:
-    """Return the number of marks of the largest ruler known for that many groups; 1 if there is none (2 groups).
+    """Return the largest number of marks of a known ruler for ``groups`` groups; 1 if there is no ruler (2 groups).
 
     Raises:
         UserError: there are fewer than 2 groups.
@@ -97,7 +101,7 @@ def largest_redundancy(groups: int) -> int:
 
 
 def most_marks(groups: int) -> int:
-    """Return the largest r with r (r - 1) + 1 <= ``groups``: there are not enough differences for more marks."""
+    """Return the largest r with r (r - 1) + 1 <= ``groups``; the differences of more marks cannot all be distinct."""
     return (1 + math.isqrt(4 * groups - 3)) // 2
 
 
@@ -137,7 +141,7 @@ def _special(groups: int) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _cut(redundancy: int, groups: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shortest pieces of Bose's and Ruzsa's rulers, for more marks than the table has."""
+    """Yield the shortest pieces of Bose's and Ruzsa's rulers, for more marks than the table of Golomb rulers has."""
     if 3 * redundancy**2 > 2 * groups:
         return  # their length is at least 0.75 r^2; beyond half the number of groups they rarely fit
     for q in range(redundancy, redundancy + 12):
@@ -153,7 +157,7 @@ def _cut(redundancy: int, groups: int) -> Iterator[tuple[int, ...]]:
 
 @cache
 def _shortest_piece(marks: tuple[int, ...], modulus: int, size: int) -> tuple[int, ...]:
-    """Return the shortest run of ``size`` consecutive marks over all multiples of a modular ruler."""
+    """Return the shortest sequence of ``size`` consecutive marks over all multiples of a modular ruler."""
     factors = np.array([factor for factor in range(1, modulus // 2 + 1) if math.gcd(factor, modulus) == 1])
     around = np.sort(factors[:, None] * np.array(marks) % modulus, axis=1)
     around = np.concatenate([around, around + modulus], axis=1)

@@ -1,4 +1,9 @@
-"""Divide the shard types of a step among the groups, so that each type has one owner and is in the sum once (pure)."""
+"""Divide the shard types of a SPARe step among the groups, so that each type is in the sum of gradients exactly once.
+
+SPARe divides a global batch into N shard types, as many as there are groups (replicas of the model). Each group hosts
+several types, in an order that is called its stack. The functions are pure, and every group calls them with the same
+arguments.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +15,9 @@ class Shares:
 
     Attributes:
         types: group -> the shard types that it computes, in the order of its stack; groups without types are included.
-        patch: types that another group than planned computes: patch compute (SPARe, section 3).
-        lost: types that no present group hosts: wipe-out.
+        patch: types that another group than planned computes, because the planned one is lost; SPARe, section 3, calls
+            this patch compute.
+        lost: types that no present group hosts. If there are any (a wipe-out), the step cannot be done.
     """
 
     types: Mapping[int, tuple[int, ...]]
@@ -20,26 +26,27 @@ class Shares:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Return the group of each type, by type. Only valid if ``lost`` is empty."""
+        """Return the group that computes each type, indexed by type. Only valid if ``lost`` is empty."""
         by = {kind: group for group, types in self.types.items() for kind in types}
         return tuple(by[kind] for kind in sorted(by))
 
     @property
     def most(self) -> int:
-        """Return the number of types of the group that has most of them."""
+        """Return the largest number of types that one group computes."""
         return max((len(types) for types in self.types.values()), default=0)
 
 
 def divide(orders: Sequence[Sequence[int]], stack: int, planned: Collection[int], here: Collection[int]) -> Shares:
     """Divide the types of a step among the groups in ``here``.
 
-    Every type of the committed layout has one owner among the ``planned`` groups: the group that has it earliest in its
-    stack. What a lost group owned goes to the hosts that would compute it next, or else to any host, or else to a host
-    that has just come back and was not planned; all other types stay with their owners. A group that has computed its
-    own part therefore never finds one of these types assigned to another group.
+    Every type has one owner among the ``planned`` groups: the group that has it earliest in its stack. A type whose
+    owner is lost goes to another host: preferably to one that has it among its first S types, and among these to the
+    one with the fewest types. If no planned host is present, it goes to a host that has just come back. All other types
+    stay with their owners. Therefore a group that has already computed its own types never finds one of them assigned
+    to another group.
 
     Args:
-        orders: types by group and stack position, (N, r).
+        orders: orders[group][position] is the type at that position of the group's stack, (N, r).
         stack: S, the number of types after which groups take part in the all-reduce.
         planned: groups with which the step was planned.
         here: groups that are present.
@@ -64,7 +71,7 @@ def divide(orders: Sequence[Sequence[int]], stack: int, planned: Collection[int]
 
 
 def _hosts(orders: Sequence[Sequence[int]], groups: Collection[int]) -> dict[int, list[tuple[int, int]]]:
-    """Return type -> (stack position, group) of those of ``groups`` that host it."""
+    """Return type -> [(stack position, group), ...] for all hosts of the type among ``groups``."""
     found: dict[int, list[tuple[int, int]]] = {}
     for group in groups:
         for position, kind in enumerate(orders[group]):

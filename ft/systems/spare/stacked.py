@@ -1,4 +1,11 @@
-"""SPARe in the trainer: the replicas of FT-HSDP are the groups, and every step trains every shard type."""
+"""SPARe in the trainer: divides every step of an FT-HSDP run so that no data are skipped when replicas are lost.
+
+SPARe calls a replica of the model a group, and divides a global batch into as many parts (shard types) as there are
+groups. Each group hosts several types, in an order that is called its stack. The groups take part in the gradient
+all-reduce after S types of their stacks. When groups are lost, the controller (SPARe, algorithm 2) reorders the stacks
+of the survivors such that every type is still trained in every step. A wipe-out is the loss of all hosts of a type. A
+step is done by a quorum, the groups that are present; if the gradient exchange fails, another attempt repeats the step.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,11 +31,11 @@ _WIPED_OUT_S = 0.5
 
 
 class StackLoaders:
-    """Lets the data loaders of this rank read the stream of its group's stack; takes the place of FT-HSDP's follower.
+    """Positions the data loaders of this rank, so that they read the samples of the types that its group computes.
 
     Args:
-        loaders: loaders of a dataset that can ``follow`` a stream; None entries are ignored.
-        shard: number of samples of a type in a step.
+        loaders: data loaders whose datasets can ``follow`` a stream of samples; None entries are ignored.
+        shard: number of samples of one type in a step.
     """
 
     def __init__(self, loaders: Sequence[Any], shard: int):
@@ -37,7 +44,7 @@ class StackLoaders:
         self._due: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __call__(self, deal: Deal, position: int) -> None:
-        """Reset after the state has changed; the position to read from is known when the types of the next step are."""
+        """Forget the present position, because the state has changed; :meth:`read` sets the next one."""
         self.rest()
 
     def rest(self) -> None:
@@ -45,7 +52,13 @@ class StackLoaders:
         self._stream = self._due = None
 
     def read(self, deal: Deal, types: Sequence[int], starts: Sequence[int]) -> None:
-        """Read these types from these positions in the current step, and go on from there in later steps."""
+        """Make the loaders read the samples of ``types`` in the current step and the following ones.
+
+        Args:
+            deal: the assignment of samples to streams; stream i has the samples of type i.
+            types: the types that this group computes, in order.
+            starts: position in the stream of each type.
+        """
         if not self._loaders or not types or self._is_next(tuple(types), tuple(starts)):
             return
         self._stream = StackStream(deal, types, starts, self.shard)
@@ -56,7 +69,7 @@ class StackLoaders:
 
     @property
     def position(self) -> int | None:
-        """Return the position of the streams of the types that were read last; None if this rank reads nothing."""
+        """Return the position that the streams of the current types have reached; None if this rank reads nothing."""
         return None if self._stream is None else self._stream.level(self._loaders[0].consumed_samples)
 
     def _is_next(self, types: tuple[int, ...], starts: tuple[int, ...]) -> bool:
@@ -68,20 +81,21 @@ class StackLoaders:
 
 
 class StackedWork(Work):
-    """The work of one group in its committed order. All groups take the same decisions from the state that they share.
+    """Decides what one group computes in each step. All groups take the same decisions, from the state that they share.
 
-    Each type has one owner, so that slots which SPARe (section 3) computes twice are not computed at all, and after a
-    loss only the types of the lost group are: see :mod:`ft.systems.spare.shares` and :mod:`ft.systems.spare.ledger`.
+    In SPARe, section 3, several groups may compute the same type in a step. Here each type has one owner
+    (:mod:`ft.systems.spare.shares`), so no type is computed twice, and after a loss only the types of the lost group
+    are computed again (:mod:`ft.systems.spare.ledger`).
 
     Args:
         group: number of this group.
-        controller: the controller in its state at the beginning of a run.
-        position: position of the trainer.
-        extra: returns the live mapping of the trainer's extra state.
-        loaders: loaders of this rank.
-        per_token: core divides gradients by tokens, not by samples.
-        reseed: seeds the random generators for a step. Groups draw different numbers of values from them, but their
-            state after a step is part of the state that all groups share.
+        controller: the reordering controller in its state at the beginning of a run.
+        position: training position, with the number of samples that were taken of every type.
+        extra: returns the mutable mapping of the trainer's extra state, which contains the controller's state.
+        loaders: data loaders of this rank.
+        per_token: whether megatron-core divides gradients by tokens, not by samples.
+        reseed: seeds the random generators for a step. Groups compute different numbers of types and so draw different
+            numbers of random values, but the generators' state after a step must be equal on all groups.
     """
 
     def __init__(
@@ -97,7 +111,7 @@ class StackedWork(Work):
         self._group, self._controller, self._position, self._extra = group, controller, position, extra
         self._loaders, self._per_token, self._reseed = loaders, per_token, reseed
         self._ledger = Ledger()
-        self._of: tuple[int, int] | None = None  # the (step, lineage) that the ledger belongs to
+        self._of: tuple[int, int] | None = None  # the ledger's step, and the quorum of the step before
         self._todo: tuple[int, ...] = ()
         self._read_from: dict[int, int] = {}
         self._noted: dict[str, Any] | None = None
@@ -177,8 +191,10 @@ class StackedWork(Work):
         self._reseed(self._position.step + 1)
 
     def _divided(self, quorum: Quorum | None) -> Shares:
-        """Return the division for ``quorum``. It is cached, because a step needs it several times and most steps have
-        the same."""
+        """Return the division of the step among the groups of ``quorum`` (None: the planned groups).
+
+        The result is cached, because a step needs it several times, and most steps have the same division.
+        """
         self._follow_state()
         healthy = None if quorum is None else quorum.healthy
         if healthy not in self._answers:
@@ -188,7 +204,7 @@ class StackedWork(Work):
         return self._answers[healthy]
 
     def _follow_state(self) -> None:
-        """Adopt the controller's state from the extra state, which may be another replica's or a checkpoint's."""
+        """Adopt the controller's state from the extra state, which may have come from another group or a checkpoint."""
         there = self._extra().get(KEY)
         if there is not None and there != self._noted:
             self._controller, self._noted = Controller.restore(there), there
@@ -209,21 +225,25 @@ def work(
     per_token: bool,
     reseed: Callable[[int], None],
 ) -> StackedWork:
-    """Return the work of the replica at ``place`` as one of the groups.
+    """Return the :class:`StackedWork` of the replica that ``place`` describes.
 
     Raises:
-        UserError: types cannot be placed with that redundancy.
+        UserError: shard types cannot be placed with that redundancy.
     """
     placement = Placement(place.replicas, ruler(place.replicas, place.redundancy))
     return StackedWork(place.replica, Controller(placement), position, extra, loaders, per_token, reseed)
 
 
 def rearrange(controller: Controller, healthy: Sequence[int]) -> None:
-    """Update the controller by the groups that contributed gradients to the committed step. Deterministic: it depends
-    only on the controller's state and ``healthy``.
+    """Update the controller after a committed step: remove lost groups, and add groups that have returned.
 
-    A group that was behind is planned with only after it has contributed gradients. Otherwise every step during which
-    it still fetches its state would be tried twice.
+    The result depends only on the controller's state and ``healthy``, so it is equal on all groups. A group that has
+    returned is added only after it has contributed gradients. Otherwise every step during which it still fetches its
+    state would need two attempts.
+
+    Args:
+        controller: the controller, which is changed.
+        healthy: the groups that contributed gradients to the step.
 
     Raises:
         UserError: a member of ``healthy`` is not a group.

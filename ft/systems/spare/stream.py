@@ -1,4 +1,7 @@
-"""The samples of several shard types as one stream that the data loaders read."""
+"""The samples of several shard types of SPARe as one stream for the data loaders.
+
+SPARe divides a global batch into shard types, and each group (replica of the model) computes several of them.
+"""
 
 from collections.abc import Sequence
 
@@ -6,17 +9,16 @@ from ft.systems.hsdp.samples import Deal
 
 
 class StackStream:
-    """The samples that a group reads in consecutive steps with one stack: in each step the shards of its types, in
-    order.
+    """The samples that a group reads in consecutive steps in which it computes the same types.
 
-    The samples of type i in step s are those that FT-HSDP's stream i has at step s: a pure function of the run's order
-    of samples (and so of its seed), s and i, which every group can read.
+    A step consists of one shard (``shard`` samples) of each type, in the order of ``types``. The samples of type i are
+    those of stream i of ``deal``, so every group can read the samples of any type.
 
     Args:
-        deal: the distribution of samples to streams.
+        deal: the assignment of the run's samples to streams (:mod:`ft.systems.hsdp.samples`).
         types: types in the order of computation.
-        starts: position of each type's stream in the first of the steps.
-        shard: number of samples of a type in a step.
+        starts: position in the stream of each type at the first of the steps.
+        shard: number of samples of one type in a step.
     """
 
     def __init__(self, deal: Deal, types: Sequence[int], starts: Sequence[int], shard: int):
@@ -29,16 +31,16 @@ class StackStream:
         return len(self._streams) * self._shard
 
     def index(self, position: int) -> int:
-        """Return the sample of the run's order at ``position``, counted from the first step."""
+        """Return the index of the sample at ``position`` of this stream, in the run's order of samples."""
         step, rest = divmod(position, self.step_samples)
         place, offset = divmod(rest, self._shard)
         return self._streams[place].index(self._starts[place] + step * self._shard + offset)
 
     def within(self, samples: int) -> int:
-        """Return how many positions, in whole steps, need only the run's first ``samples`` samples."""
+        """Return how many positions of this stream, in whole steps, need only the run's first ``samples`` samples."""
         left = (stream.within(samples) - start for stream, start in zip(self._streams, self._starts, strict=True))
         return max(0, min(left) // self._shard) * self.step_samples
 
     def level(self, position: int) -> int:
-        """Return the position of the first type's stream when ``position`` is reached."""
+        """Return the position in the stream of the first type when this stream has reached ``position``."""
         return self._starts[0] + position // self.step_samples * self._shard

@@ -1,8 +1,11 @@
-"""The closed-form results of SPARe, sections 2.2 and 4. The number at the end of a summary is that of the formula in
-SPARe.
+"""Closed-form estimates of SPARe (SPARe, sections 2.2 and 4): availability, failures endured, work per step, time to
+train. A number in parentheses in a docstring is the number of the formula in SPARe.
 
-N groups hold N shard types, each type hosted by r groups (the redundancy); k groups have been lost so far; m is the
-mean time between two group failures of the whole system. Times are in seconds, or all in any other unit.
+N groups (replicas of the model) compute N shard types (parts of a global batch), and each type is hosted by r groups (r
+is the redundancy). A group computes S types (its stack) per step. k is the number of groups lost so far. A wipe-out is
+the loss of all hosts of a type; it requires a global restart from a checkpoint. A patch compute is the additional work
+of the survivors for types that a group has lost in the current step. m is the mean time between two group failures of
+the whole system. All times have the same unit, for example seconds.
 """
 
 import math
@@ -45,7 +48,7 @@ def best_availability(save: float, failure: float, restart: float) -> float:
 
 
 def mu(groups: int, redundancy: int) -> float:
-    """Return the mean number of group failures up to the first wipe-out (3).
+    """Return mu, the mean number of group failures up to the first wipe-out (3).
 
     Raises:
         UserError: there are fewer than 2 groups, or the redundancy is not in 2..groups.
@@ -55,8 +58,7 @@ def mu(groups: int, redundancy: int) -> float:
 
 
 def capacity(groups: int, failures: int) -> int:
-    """Return c(k) = ceil(N / (N - k)), the smallest stack with which the survivors have at least as many slots as there
-    are types.
+    """Return c(k) = ceil(N / (N - k)), the smallest S with which N - k survivors can compute N types.
 
     Raises:
         UserError: ``failures`` is not in 0..groups - 1.
@@ -69,10 +71,10 @@ def capacity(groups: int, failures: int) -> int:
 
 
 def rho(groups: int, failures: int) -> float:
-    """Return rho_k, the estimated probability that the failure after the first ``failures`` needs a patch compute (5).
+    """Return rho_k, the estimated probability that the next failure after ``failures`` needs a patch compute (5).
 
-    It is the share of slots whose type no other group computes. The estimate is lower than measured values at high
-    redundancy.
+    It is the share of stack positions whose type no other group computes. The estimate is lower than measured values at
+    high redundancy.
 
     Raises:
         UserError: as :func:`capacity`.
@@ -82,13 +84,21 @@ def rho(groups: int, failures: int) -> float:
 
 
 def stack_mean(groups: int, redundancy: int) -> float:
-    """Return the mean stacks per step up to the first wipe-out, with patch computes (5); errors as :func:`mu`."""
+    """Return the mean number of types per group and step up to the first wipe-out, with patch computes (5).
+
+    Raises:
+        UserError: as :func:`mu`.
+    """
     mean = mu(groups, redundancy)
     return sum(capacity(groups, k) + rho(groups, k) for k in range(math.floor(mean))) / mean
 
 
 def stack_lower_bound(groups: int, redundancy: int) -> float:
-    """Return the mean number of stacks per step without patch computes (6); errors as :func:`mu`."""
+    """Return the mean number of types per group and step up to the first wipe-out, without patch computes (6).
+
+    Raises:
+        UserError: as :func:`mu`.
+    """
     mean = mu(groups, redundancy)
     return sum(capacity(groups, k) for k in range(math.floor(mean))) / mean
 
@@ -97,9 +107,9 @@ def restart_interval(groups: int, redundancy: int, mtbf: float) -> float:
     """Return T_f = mu m, the mean time between two global restarts.
 
     Args:
-        groups: N.
-        redundancy: r.
-        mtbf: m.
+        groups: N, the number of groups.
+        redundancy: r, the number of hosts of a type.
+        mtbf: m, the mean time between two group failures of the whole system.
 
     Raises:
         UserError: as :func:`mu`, or the time is not positive.
@@ -109,8 +119,9 @@ def restart_interval(groups: int, redundancy: int, mtbf: float) -> float:
 
 
 def time_to_train(groups: int, redundancy: int, mtbf: float, save: float, restart: float) -> float:
-    """Return the time to train relative to that of plain data parallelism without failures (7). Checkpoints are saved
-    at the period of (1).
+    """Return the time to train relative to that of plain data parallelism without failures (7).
+
+    Checkpoints are saved at the period of (1).
 
     Raises:
         UserError: as :func:`mu` and :func:`checkpoint_period`.
@@ -120,9 +131,9 @@ def time_to_train(groups: int, redundancy: int, mtbf: float, save: float, restar
 
 
 def r_star(groups: int) -> int:
-    """Return the rule of thumb for the best redundancy, floor(log2 N + gamma / ln 2) (8).
+    """Return r*, the rule of thumb for the best redundancy, floor(log2 N + gamma / ln 2) (8).
 
-    It is the r at which mu reaches N / 2 for large r, not where (7) is minimal.
+    It is the r at which mu reaches N / 2, if r is large. It is not the r with the least time to train (7).
 
     Raises:
         UserError: there are fewer than 2 groups.

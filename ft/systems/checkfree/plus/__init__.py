@@ -1,6 +1,6 @@
-"""CheckFree+: half of the microbatches take the first two and the last two stages in the other order (CheckFree,
-section 4.3).
+"""CheckFree+: recovery of the first and the last pipeline stage without checkpoints (CheckFree, section 4.3).
 
-Neighbours thereby learn each other's work, so that an end stage can be rebuilt as a copy. Embedding and head are
-replicated.
+Half of the microbatches pass through the first two and the last two stages in swapped order. The two stages of a pair
+thereby learn to do each other's work, so that a lost one can be rebuilt as a copy of the other. Embedding and output
+layer are replicated on both stages of their pair.
 """

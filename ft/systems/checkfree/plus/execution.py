@@ -1,4 +1,9 @@
-"""Execute a ``Program`` on one stage: its units one after the other, and the batches of messages between them."""
+"""Execute a planned pipeline schedule of CheckFree+ on one stage.
+
+The schedule is a :class:`ft.systems.schedule.program.Program`: for each stage, a sequence of units (the forward or
+backward of one microbatch) and batches of point-to-point messages. The route of a microbatch is the order in which it
+passes through the stages.
+"""
 
 from typing import Any, Protocol
 
@@ -10,29 +15,37 @@ from ft.systems.schedule.units import Unit
 
 
 class Work(Protocol):
-    """What a stage does in its units."""
+    """Interface to the computation of a stage."""
 
     def forward(self, unit: Unit, given: torch.Tensor | None) -> torch.Tensor:
-        """Return a unit's output from its input; ``given`` is None if the unit begins the microbatch's route."""
+        """Run the forward of ``unit`` with the input ``given``, and return its output.
+
+        ``given`` is None if the microbatch's route begins on this stage.
+        """
 
     def backward(self, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
-        """Return the gradient of ``taken``, the input of the forward. ``gradient``: that of its output; None if the
-        route ends here."""
+        """Run the backward of a unit, and return the gradient of its input.
+
+        Args:
+            taken: input of the forward; None if the microbatch's route begins on this stage.
+            output: output of the forward.
+            gradient: gradient of ``output``; None if the microbatch's route ends on this stage.
+        """
 
     def empty(self) -> torch.Tensor:
-        """Return a tensor into which a message from another stage is received."""
+        """Return a new tensor into which a message from another stage is received."""
 
     def release(self, output: torch.Tensor) -> None:
-        """Release an output that has been sent."""
+        """Release the memory of an output that has been sent."""
 
 
 class Execution:
     """One iteration of one stage.
 
     Args:
-        program: the program of all stages.
+        program: the schedule of all stages.
         group: process group of the pipeline.
-        work: executes the units.
+        work: the computation of this stage.
     """
 
     def __init__(self, program: Program, group: dist.ProcessGroup, work: Work):

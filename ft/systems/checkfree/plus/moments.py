@@ -1,4 +1,7 @@
-"""Reset the optimizer state of single parameters of the model."""
+"""Reset the optimizer state of single parameters, as CheckFree+ needs for copies of embedding and output layer.
+
+An optimizer of megatron-core consists of parts, and keeps a main parameter (usually in fp32) for each model parameter.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,10 +14,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def refuse_common_steps(optimizer: Any) -> None:
-    """Refuse an optimizer that counts steps for all parameters together, because the count of a few could not be reset.
+    """Refuse an optimizer that counts steps for all parameters together: single parameters cannot be reset in it.
 
     Raises:
-        UserError: the optimizer is such a one.
+        UserError: the optimizer counts steps for all parameters together.
     """
     for part in optimizers.parts(optimizer):
         if not optimizers.is_torchs(part):
@@ -27,8 +30,11 @@ def refuse_common_steps(optimizer: Any) -> None:
 
 @torch.no_grad()
 def forget(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
-    """Reset this rank's part of the optimizer state of ``params`` to that before a first step from the current weights:
-    the model's weights stay, and main parameters are set to them, as on a rank that receives only the weights."""
+    """Reset this rank's part of the optimizer state of ``params``.
+
+    Afterwards, moments and step counts are 0, and the main parameters have the values of the model's weights, as on a
+    rank that has received only the weights. The model's weights are unchanged.
+    """
     params = list(params)
     for part in optimizers.parts(optimizer):
         for param in params:
@@ -42,7 +48,7 @@ def forget(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _follow(part: Any, param: torch.nn.Parameter, main: torch.nn.Parameter) -> None:
-    """Set the main parameter to the (rounded) value in the model."""
+    """Set the main parameter to the (rounded) value of the model parameter."""
     whole = param.detach().reshape(-1)
     if isinstance(part, DistributedOptimizer):
         mine = part._get_model_param_range_map(param)["param"]
@@ -51,7 +57,7 @@ def _follow(part: Any, param: torch.nn.Parameter, main: torch.nn.Parameter) -> N
 
 
 def _main(part: Any, param: torch.nn.Parameter) -> torch.nn.Parameter | None:
-    """Return the parameter that ``part`` of core's optimizer updates for ``param``; None if not on this rank."""
+    """Return the main parameter that ``part`` of the optimizer updates for ``param``; None if this rank has none."""
     if isinstance(part, DistributedOptimizer):
         if param not in part.model_param_group_index_map:
             return None

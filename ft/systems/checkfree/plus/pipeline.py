@@ -1,7 +1,10 @@
-"""Run an iteration of megatron-core's model by a ``Program``; the forward and backward of each unit are core's own.
+"""Run a training iteration of a megatron-core model by a planned pipeline schedule of CheckFree+.
 
-A stage at an end of the pipeline computes the embedding or the loss in some microbatches and not in others: its model
-is configured before each forward.
+In CheckFree+ (CheckFree, section 4.3), half of the microbatches take a route on which the first two and the last two
+stages are swapped. A schedule is a :class:`ft.systems.schedule.program.Program`: for each stage, the order of its units
+(the forward or backward of one microbatch) and messages. The forward and backward of a unit are done by megatron-core
+("core"). A stage at an end of the pipeline computes the embedding or the loss in some microbatches and not in others,
+so its model is configured before each forward.
 """
 
 import contextlib
@@ -22,7 +25,13 @@ from megatron.patches.releases import backward_step
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one iteration: number of microbatches, samples per microbatch, tokens per sample."""
+    """The sizes of one iteration.
+
+    Attributes:
+        num_microbatches: number of microbatches.
+        micro_batch_size: samples per microbatch.
+        seq_length: tokens per sample.
+    """
 
     num_microbatches: int
     micro_batch_size: int
@@ -30,19 +39,19 @@ class Sizes:
 
 
 class Iteration:
-    """The units of one iteration on one stage (``execution.Work``).
+    """One training iteration on one stage. Implements :class:`ft.systems.checkfree.plus.execution.Work`.
 
     Args:
-        program: the program of all stages.
+        program: the schedule of all stages.
         chunk: the stage's model.
-        step: the trainer's forward step, as core's schedules take it.
-        batches: the data of the microbatches by number; None where the stage reads no tokens.
+        step: the trainer's forward step function, as core's schedules take it.
+        batches: the data of the microbatches by number; each is None on a stage that reads no tokens.
         sizes: sizes of the iteration.
         groups: core's ``ProcessGroupCollection``.
 
     Attributes:
-        losses: losses of the microbatches whose route ended here.
-        tokens: number of tokens that these counted.
+        losses: losses of the microbatches whose route ends on this stage.
+        tokens: number of tokens in these microbatches, as the loss function counts them.
     """
 
     def __init__(
@@ -81,15 +90,18 @@ class Iteration:
             config.finalize_model_grads_func([self._chunk], counted, pg_collection=self._groups)
 
     def forward(self, unit: Unit, given: torch.Tensor | None) -> torch.Tensor:
-        """Run the forward of a unit, see ``Work``."""
+        """Run the forward of a unit and return its output; see ``Work.forward``."""
         routes, number = self._program.routes, unit.microbatch
         at = routes.position(unit)
         first, last = at == 0, at == len(routes.ways[number]) - 1
         self._ends.become(first=first, last=last)
 
         def in_precision(loader: Any, model: Any) -> tuple[torch.Tensor, Any]:
-            """Convert the output to the right dtype: core converts outputs to fp32 on the last stage, whichever place
-            is the microbatch's last."""
+            """Run the forward step and convert its output to the right dtype.
+
+            The conversion is needed because core converts outputs to fp32 on the last stage of the pipeline, which is
+            not the last one of every microbatch's route.
+            """
             output, loss = self._step(loader, model)
             return output.to(torch.float32 if last else self._config.pipeline_dtype), loss
 
@@ -111,24 +123,23 @@ class Iteration:
         return output
 
     def backward(self, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
-        """Run the backward of a unit, see ``Work``."""
+        """Run the backward of a unit and return the gradient of its input; see ``Work.backward``."""
         return backward_step(taken, output, gradient, self._kind, self._config)
 
     def empty(self) -> torch.Tensor:
-        """Return a tensor with the shape of an activation, see ``Work``."""
+        """Return a new tensor with the shape of an activation; see ``Work.empty``."""
         return torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=self._device, requires_grad=True)
 
     def release(self, output: torch.Tensor) -> None:
-        """Free the data of a sent output, see ``Work``."""
+        """Free the memory of an output that has been sent; see ``Work.release``."""
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
 
 def forward_backward(program: Program) -> Callable[..., list[torch.Tensor]]:
     """Return the counterpart of core's ``forward_backward_pipelining_without_interleaving`` (1F1B) for ``program``.
-    Training only.
 
-    The returned function takes core's keywords for data, model and sizes, and ``groups``; it returns the losses of
-    those microbatches whose route ended on this stage.
+    The returned function is for training only. It takes core's keywords for data, model and sizes, and ``groups``. It
+    returns the losses of those microbatches whose route ends on this stage.
     """
 
     def run(*, forward_step_func, data_iterator, model, groups, **sizes) -> list[torch.Tensor]:
@@ -143,6 +154,6 @@ def forward_backward(program: Program) -> Callable[..., list[torch.Tensor]]:
 
 
 def _read(loader: Iterator | Sequence | None, count: int) -> list[Any]:
-    """Return the microbatches of a step by number, because stages execute them in different orders."""
+    """Return all microbatches of a step in a list, because stages execute them in different orders."""
     loader = loader[0] if isinstance(loader, list) else loader
     return [None] * count if loader is None else [next(loader) for _ in range(count)]

@@ -1,8 +1,10 @@
-"""Replicate embedding and head: the replicas are equal from the start, and their gradients are summed in every step.
+"""Replication of embedding and head (final norm and output layer) for CheckFree+ (CheckFree, section 4.3).
 
-The first stage has the embedding and the second its copy; the last stage has final norm and output layer, the stage
-before it their copies. A copy is left out of gradient norms, and is saved in checkpoints as a replica of the same
-tensor.
+Half of the microbatches take a route on which the first two and the last two pipeline stages are swapped, so both
+stages of such a pair need the embedding or the head. The first and the last stage have the originals, the second and
+the last but one the copies. Original and copy are equal from the start, and their gradients are summed in every step. A
+copy is left out of gradient norms, and is saved in checkpoints as a replica of the same tensor. "Core" is
+megatron-core.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,14 +26,15 @@ _PARTS = ("embedding.", "output_layer.", "decoder.final_layernorm.")
 
 
 class ReplicatedEnds:
-    """The replicas of embedding and head on one rank. The constructor is collective: it makes process groups on all
-    ranks.
+    """The embedding and head of one rank, originals or copies.
+
+    The constructor is collective over all ranks, because it creates process groups.
 
     Attributes:
-        roles: roles of this stage.
-        group: process group of the original and the copy with this rank's tensor and data coordinates; None on the
-            stages in between.
-        twin: logical rank of the other member of ``group``; None on the stages in between.
+        roles: roles of this stage: whether it has the embedding or the head, and the original or the copy.
+        group: process group of the two ranks that have the original and the copy; both have the same tensor- and
+            data-parallel coordinates. None on stages that have neither.
+        twin: logical rank of the other member of ``group``; None on stages without a group.
     """
 
     def __init__(self):
@@ -54,11 +57,17 @@ class ReplicatedEnds:
                 yield name, param
 
     def tied(self, chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return the embedding's weight if it is also the output layer's; four stages have it then."""
+        """Return the embedding's weight in a list if it is also the weight of the output layer (tied), else [].
+
+        Four stages have a tied weight.
+        """
         return [param for _, param in self.params(chunk) if getattr(param, "shared_embedding", False)]
 
     def mark(self, chunk: torch.nn.Module) -> None:
-        """Mark the copies before the optimizer is made: not in gradient norms, and replicas in checkpoints."""
+        """Exclude the copies from gradient norms and mark them as replicas in checkpoints.
+
+        Must be called before the optimizer is created.
+        """
         if not self.roles.is_double:
             return
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -69,15 +78,17 @@ class ReplicatedEnds:
         model.sharded_state_dict = _as_copies(model.sharded_state_dict)
 
     def equalize(self, chunk: torch.nn.Module) -> None:
-        """Set the copy to the value of the original. Collective in the pair."""
+        """Set the copy to the value of the original. Collective in ``group``."""
         if self.group is None:
             return
         for _, param in self.params(chunk):
             dist.broadcast(param.data, self._original, group=self.group)
 
     def sum_gradients(self, chunk: torch.nn.Module) -> None:
-        """Sum the gradients of original and copy, so that both have that of all microbatches; core sums those of tied
-        weights. Collective in the pair."""
+        """Sum the gradients of original and copy, so that both have the gradient of all microbatches.
+
+        Core itself sums the gradients of tied weights. Collective in ``group``.
+        """
         if self.group is None:
             return
         for _, param in self.params(chunk):
@@ -85,7 +96,10 @@ class ReplicatedEnds:
                 dist.all_reduce(param.main_grad, group=self.group)
 
     def sum_losses(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return [loss sum, tokens] of all microbatches on the last stage, [] elsewhere. Collective in the pair."""
+        """Return one tensor [loss sum, tokens] for all microbatches on the last stage, [] on the others.
+
+        Collective in the ``group`` of the two stages with a head.
+        """
         if not self.roles.heads:
             return []
         device = torch.cuda.current_device()
@@ -94,17 +108,23 @@ class ReplicatedEnds:
         return [] if self.roles.is_double else [total]
 
     def sum_tokens(self, tokens: torch.Tensor | None) -> None:
-        """Set ``tokens`` to the number of tokens of all microbatches, if core asks the last stage for it. Collective in
-        the pair."""
+        """Set ``tokens`` to the number of tokens of all microbatches on stages with a head; None is left alone.
+
+        Collective in the ``group`` of the two stages with a head.
+        """
         if tokens is not None and self.roles.heads:
             dist.all_reduce(tokens, group=self.group)
 
 
 def _all_pairs(pipeline: dist.ProcessGroup, stages: tuple[int, int]) -> list[list[int]]:
-    """Return (original, copy) in every pipeline of the run, in an order that is the same on all ranks.
+    """Return the ranks [original, copy] of every pipeline of the run, in an order that is the same on all ranks.
+
+    Args:
+        pipeline: the pipeline-parallel process group of this rank.
+        stages: the stages of original and copy.
 
     Raises:
-        UserError: core has assigned the ranks to the grid in an unknown order.
+        UserError: core has assigned the ranks to the process grid in an unknown order.
     """
     lines = groups_like(dist.get_process_group_ranks(pipeline), "pp")
     if any(len(line) != dist.get_world_size(pipeline) for line in lines):
@@ -126,5 +146,5 @@ def _as_copies(state_dict: Callable[..., dict]) -> Callable[..., dict]:
 
 
 def _copied(replica: Any) -> Any:
-    """Return the replica id of a copy; core counts replicas over pipeline stages in the first number."""
+    """Return the replica id of a copy; its first number counts the replicas on different pipeline stages."""
     return (1, *replica[1:]) if isinstance(replica, tuple) else 1

@@ -1,4 +1,8 @@
-"""The roles of stages at the ends of the pipeline: which stages have the embedding, the head, or a copy of one."""
+"""The roles of pipeline stages in CheckFree+: which stages have the embedding, the head, or a copy of one of them.
+
+The head is final norm and output layer. In CheckFree+ (CheckFree, section 4.3), the second stage has a copy of the
+embedding and the last but one a copy of the head.
+"""
 
 from dataclasses import dataclass
 
@@ -7,14 +11,14 @@ from ft.systems.schedule.routes import LEAST_STAGES
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of one stage in a pipeline of ``stages`` stages, at least ``LEAST_STAGES``.
+    """The roles of one stage.
 
     Attributes:
-        stage: the stage.
-        stages: number of stages.
-        embeds: the stage has the embedding.
-        heads: the stage has final norm and output layer.
-        is_double: what the stage has is the copy; the first and the last stage have the originals.
+        stage: number of the stage.
+        stages: number of stages of the pipeline, at least ``LEAST_STAGES``.
+        embeds: whether the stage has the embedding or its copy.
+        heads: whether the stage has the head or its copy.
+        is_double: whether the stage has a copy; the first and the last stage have the originals.
     """
 
     stage: int
@@ -34,7 +38,7 @@ class Roles:
 
 
 def pairs(stages: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (original, copy) of the embedding and of the head, by stage.
+    """Return the stages (original, copy) of the embedding, and those of the head.
 
     Raises:
         ValueError: there are too few stages.

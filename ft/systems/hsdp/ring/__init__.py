@@ -1,5 +1,6 @@
-"""Fault-tolerant all-reduce across replicas (FTAR; FT-HSDP, section 4.2): see
-:class:`ft.systems.hsdp.ring.ring.Ring`.
+"""Fault-tolerant all-reduce (FTAR) of gradients between FT-HSDP replicas (FT-HSDP, section 4.2).
+
+The public class is :class:`ft.systems.hsdp.ring.ring.Ring`.
 """
 
 from ft.systems.hsdp.ring.options import RingOptions

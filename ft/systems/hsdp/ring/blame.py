@@ -1,4 +1,8 @@
-"""Stall diagnosis of a ring, as pure functions: when to ping or give up, and which neighbour the answers point to."""
+"""Diagnosis of a stall in FT-HSDP's all-reduce ring, as pure functions.
+
+A member that sees no progress pings its two neighbours, and later gives up. From the answers it finds out which
+neighbour seems to be the cause. An operation is one all-reduce; operations are counted since the ring was connected.
+"""
 
 from ft.systems.hsdp.ring.control import Message
 
@@ -7,19 +11,21 @@ WAIT, ASK, GIVE_UP = "wait", "ask", "give up"
 
 
 _HEARSAY_S = 1.0
+"""Maximum number of seconds that a member without a suspect waits longer for the report of another member."""
 
 
 def patience(now: float, last: float, asked: float | None, knows: bool, limit_s: float) -> tuple[str, float]:
-    """Return what a member does that sees no progress, and until when it waits at most after that.
+    """Return what a member that sees no progress has to do, and the time until which it then waits at most.
 
-    The neighbours are pinged at half of the limit and have the other half to answer, also when this process itself was
-    paused past the limit. A member that has nobody to blame waits up to 1 s longer, because others may know the cause.
+    The first result is WAIT, ASK (ping the neighbours) or GIVE_UP. The neighbours are pinged at half of the limit and
+    have the other half to answer, also if this process itself was paused past the limit. A member that suspects no
+    neighbour waits up to 1 s longer, because another member may know the cause.
 
     Args:
         now: present time, in seconds.
         last: time of the last progress, in seconds of the same clock.
-        asked: time at which the neighbours were pinged since then, None if they were not.
-        knows: whether this member has a neighbour to blame.
+        asked: time at which the neighbours were pinged since the last progress, None if they were not.
+        knows: whether this member suspects a neighbour.
         limit_s: time limit without progress, in seconds.
     """
     half = limit_s / 2
@@ -32,17 +38,20 @@ def patience(now: float, last: float, asked: float | None, knows: bool, limit_s:
 def blame(operation: int, left: Message | None, right: Message | None) -> tuple[str | None, str]:
     """Return which neighbour is the cause of a stall (LEFT, RIGHT or None) and the reason in words.
 
-    A neighbour that does not answer has died with its host, is stopped, or cannot be reached. A neighbour that answers,
-    is in no operation and has not come to this one keeps the others waiting. Two neighbours that wait as this member
-    does blame a third; so do neighbours that are one operation behind, since a member that has received its last data
-    goes on while others still wait for theirs. A left neighbour that has ended this operation has sent data that does
-    not arrive. A right neighbour that has ended it is no cause: it has all that it needs from this member, which
-    receives nothing from it.
+    The rules, in this order:
+
+    - A neighbour that does not answer is the cause: its host has died, it is stopped, or it cannot be reached.
+    - A neighbour that answers, has not begun this operation and is in no earlier one is the cause: it keeps the others
+      waiting.
+    - A left neighbour that has ended this operation is the cause: it has sent data that do not arrive. A right
+      neighbour that has ended the operation is not: it has received everything from this member, and sends it nothing.
+    - Otherwise another member is the cause, and both neighbours wait for it as this member does. They may be one
+      operation behind, because a member that has received its last data goes on while others still wait for theirs.
 
     Args:
-        operation: count of this member, as in :class:`ft.systems.hsdp.ring.control.Message`.
+        operation: number of operations that this member has begun.
         left: last answer of the left neighbour since the stall began, None if there is none.
-        right: the same for the right neighbour.
+        right: last answer of the right neighbour since the stall began, None if there is none.
     """
     if left is None or right is None:
         return LEFT if left is None else RIGHT, "does not answer"

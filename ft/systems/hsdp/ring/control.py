@@ -1,4 +1,7 @@
-"""Control messages between ring neighbours: pings, progress in operations, and the end of a ring."""
+"""Control messages between neighbours in FT-HSDP's all-reduce ring: pings, and notifications that a ring has ended.
+
+They are sent over a connection of their own beside the data connections. An operation is one all-reduce.
+"""
 
 import contextlib
 import socket
@@ -15,12 +18,12 @@ class Message:
     """One control message.
 
     Attributes:
-        kind: PING, PONG, BREAK (the ring is not usable any more) or LEAVE (all operations that the sender had begun are
-            done).
-        operation: number of operations that the sender has begun since the ring was made.
-        busy: the sender is in the last of them.
-        suspect: in a BREAK or LEAVE, as in :class:`ft.systems.hsdp.ring.outcome.Outcome`.
-        reason: in a BREAK or LEAVE, as in :class:`ft.systems.hsdp.ring.outcome.Outcome`.
+        kind: PING, PONG (answer to a PING), BREAK (the ring is not usable any more) or LEAVE (the sender leaves the
+            ring, and has completed all operations that it has begun).
+        operation: number of operations that the sender has begun since the ring was connected.
+        busy: whether the last of these operations is still under way at the sender.
+        suspect: in a BREAK or LEAVE, index of the member that seems to be the cause; None if unknown.
+        reason: in a BREAK or LEAVE, the cause in words.
     """
 
     kind: bytes
@@ -65,7 +68,7 @@ class Control:
         return self._connection.fileno()
 
     def say(self, message: Message) -> None:
-        """Send a message as far as possible without blocking; the rest is lost if the peer does not read."""
+        """Send a message without blocking; bytes that the socket does not take are lost."""
         with contextlib.suppress(OSError):
             self._connection.send(pack(message))
 

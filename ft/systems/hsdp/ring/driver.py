@@ -1,5 +1,8 @@
-"""Thread that drives a ring: connects it for a quorum and does its operations in order, with a time limit on every
-wait.
+"""Background thread of FT-HSDP's all-reduce ring: connects the ring and does its all-reduces (operations) in order.
+
+The members of a ring are the ranks with the same number in all replicas of a quorum (the replicas that take part in a
+training step). Each member receives from its left neighbour and sends to its right neighbour. Every wait has a time
+limit, so that an operation always ends, with a result or with a reason and the member that seems to be the cause.
 """
 
 import socket
@@ -32,7 +35,13 @@ _NOBODY = "no quorum yet"
 
 @dataclass
 class Members:
-    """Members to connect to: see :meth:`ft.systems.hsdp.ring.ring.Ring.reconfigure`."""
+    """A job: connect the members of a quorum. See :meth:`ft.systems.hsdp.ring.ring.Ring.reconfigure`.
+
+    Attributes:
+        number: number of the quorum; -1 before the first one.
+        addresses: addresses of the members, in the order of the ring.
+        me: index of this member.
+    """
 
     number: int
     addresses: list[str]
@@ -41,7 +50,14 @@ class Members:
 
 @dataclass
 class Operation:
-    """One all-reduce: see :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`."""
+    """A job: one all-reduce. See :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`.
+
+    Attributes:
+        tensor: the tensor, which is replaced by the result.
+        scale: factor by which the sum is multiplied.
+        after: called before the tensor is read; None: the tensor is ready.
+        pending: handle that receives the outcome.
+    """
 
     tensor: torch.Tensor
     scale: float
@@ -59,7 +75,13 @@ class _Job:
 class Driver:
     """The thread of a :class:`ft.systems.hsdp.ring.ring.Ring`, its queue of jobs and its connections.
 
-    Methods without an underscore are for other threads.
+    Other threads may call the methods without an underscore.
+
+    Args:
+        network: network that carries the connections.
+        listener: listening socket at which the left neighbour connects.
+        token: secret shared by the processes of the run.
+        options: options of the ring.
     """
 
     def __init__(self, network: Network, listener: socket.socket, token: str, options: RingOptions):
@@ -129,7 +151,7 @@ class Driver:
             self._poller.wait(_TEND_S)
 
     def _watch_over(self) -> None:
-        """Between operations, drop a ring that has broken or was cancelled."""
+        """Between operations, drop connections that are broken or were cancelled."""
         self._door.tend()
         if self._broken is not None:
             return
@@ -150,7 +172,7 @@ class Driver:
         self._poller.close()
 
     def _break(self, why: Broken | BaseException) -> None:
-        """Mark the ring of this quorum as broken, and tell the neighbours at once."""
+        """Mark the ring of this quorum as broken, notify the neighbours, and drop the connections."""
         self._broken = why
         told = why if isinstance(why, Broken) else Broken(f"member {self._members.me} failed", self._members.me)
         if self._links is not None:
@@ -174,7 +196,13 @@ class Driver:
             raise self._cancellation()
 
     def _pause(self) -> None:
-        """Wait for any event. Ping the neighbours half-way to the time limit, and give up at the limit."""
+        """Wait for an event of the poller, for 1 s at most.
+
+        Ping the neighbours at half of the time limit without progress, and give up at the limit.
+
+        Raises:
+            Broken: the time limit has passed, or the operation was cancelled.
+        """
         now, links = time.monotonic(), self._links
         knows = links.asked is not None and links.blame()[0] is not None
         what, until = patience(now, self._last, links.asked, knows, self._limit)

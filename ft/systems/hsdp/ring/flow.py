@@ -1,5 +1,8 @@
-"""Data transfer of one all-reduce over a ring's connections: a single-threaded loop that sends and receives without
-blocking.
+"""Data transfer of one all-reduce in FT-HSDP's ring: a single-threaded loop over non-blocking sockets.
+
+Each member of the ring receives from its left neighbour and sends to its right neighbour. The tensor is transferred in
+items: one item is one chunk to send and one chunk to receive (:mod:`ft.systems.hsdp.ring.schedule`). An item can be
+sent only after the item that it depends on has been received and added.
 """
 
 import socket
@@ -17,13 +20,31 @@ _MAGIC = b"ftar-op1"
 
 
 def head(operation: int, elements: int, kind: int, scale: float) -> bytes:
-    """Encode the header that precedes the data, by which neighbours check that they are in the same operation."""
+    """Return the encoded header that precedes the data, by which neighbours check that they do the same all-reduce.
+
+    Args:
+        operation: number of the all-reduce since the ring was connected.
+        elements: number of elements of the tensor.
+        kind: code of its type, a value of :data:`ft.systems.hsdp.ring.numbers.TYPES`.
+        scale: factor by which the sum is multiplied.
+    """
     return _HEAD.pack(_MAGIC, operation, elements, kind, scale)
 
 
 class Lane:
-    """A connection from the left neighbour, the matching one to the right neighbour, and the transfers under way on
-    both.
+    """A connection from the left neighbour, the matching one to the right neighbour, and the transfers on both.
+
+    Attributes:
+        left: connection from which data are received.
+        right: connection on which data are sent.
+        next_in: index of the next item to receive.
+        next_out: index of the next item to send.
+        coming: index of the item that is being received, -1 for the header.
+        going: index of the item that is being sent, -1 for the header.
+        into: rest of the buffer into which an item is being received; None between items.
+        out: rest of the bytes of the item that is being sent; None between items.
+        full: whether the connection takes no more bytes at present.
+        least: number of bytes from which on the socket reports that it is readable; 0: not set.
     """
 
     __slots__ = ("coming", "full", "going", "into", "least", "left", "next_in", "next_out", "out", "right")
@@ -38,8 +59,9 @@ class Lane:
         self.least = 0
 
     def wake_when_whole(self) -> None:
-        """Wake from poll only when the rest of an item has arrived, which saves iterations of the loop and system
-        calls.
+        """Let poll report the left connection only when the rest of the item has arrived.
+
+        This saves iterations of the loop and system calls.
         """
         if len(self.into) != self.least:
             self.least = len(self.into)
@@ -47,13 +69,15 @@ class Lane:
 
 
 class Flow:
-    """The loop of one all-reduce. With K lanes, lane k carries items k, k + K, ...; lane 0 carries the header before
-    them.
+    """The transfer loop of one all-reduce.
+
+    With K data connections to each neighbour there are K lanes; lane k carries items k, k + K, ..., and lane 0 carries
+    the header before its items.
 
     Args:
         links: connections to both neighbours.
         poller: poller of the ring's thread.
-        pause: waits until a transfer may be possible, or raises Broken; called only when none is.
+        pause: waits until a transfer may be possible, or raises Broken; called only when no transfer is possible.
         moved: called after every iteration that has made progress.
     """
 
@@ -66,11 +90,11 @@ class Flow:
         Args:
             head: header of this operation.
             items: the chunks to send and receive, in order.
-            numbers: the tensor and its arithmetic.
+            numbers: the tensor, with the buffers and the addition for its chunks.
 
         Raises:
             Broken: the ring is not usable any more.
-            UserError: the left neighbour is in another operation.
+            UserError: the left neighbour does another all-reduce: the headers differ.
         """
         self._items, self._numbers, self._total = items, numbers, len(items)
         self._have, self._gone = bytearray(self._total), bytearray(self._total + 1)
@@ -104,7 +128,7 @@ class Flow:
                 self._await()
 
     def _send(self, lane: Lane) -> bool:
-        """Send what is ready as far as the connection takes it; return whether any bytes were sent."""
+        """Send items that are ready until the connection takes no more; return whether any bytes were sent."""
         moved, lane.full = False, False
         while True:
             if lane.out is None and not self._next_out(lane):
@@ -142,7 +166,7 @@ class Flow:
             self._sent_in_order += 1
 
     def _receive(self, lane: Lane) -> bool:
-        """Receive what has arrived of one item; return whether there was progress."""
+        """Receive the bytes of one item that have arrived; return whether there was progress."""
         if lane.into is None and not self._next_in(lane):
             return False
         if lane.into:
@@ -198,8 +222,10 @@ class Flow:
         self._pause()
 
     def _want(self, wanted: dict[int, int], descriptor: int, events: int) -> None:
-        """Poll a descriptor for ``events``. One without events is not polled at all: poll would keep reporting a
-        hang-up.
+        """Poll a descriptor for ``events`` from now on.
+
+        If ``events`` is 0, the descriptor is removed from the poller, because poll would report a hang-up again and
+        again.
         """
         if wanted[descriptor] == events:
             return

@@ -1,4 +1,4 @@
-"""Triton kernel that adds a received chunk to a member's own values and stores the sum, in one pass over memory.
+"""Triton kernel of FT-HSDP's ring all-reduce: add a received chunk to a member's own values in one pass over memory.
 
 Received and outgoing chunks lie in pinned host memory, which the kernel accesses over the bus. The last step of
 reduce-scatter stores its result from registers both into the tensor and into the send buffer (FT-HSDP, section 4.2).
@@ -34,7 +34,7 @@ def add(received: torch.Tensor, own: torch.Tensor, scale: float, into: torch.Ten
     Args:
         received: pinned host or device memory.
         own: device memory.
-        scale: factor of the sum.
+        scale: factor by which the sum is multiplied.
         into: pinned host or device memory.
         also: pinned host or device memory, or None.
     """

@@ -1,5 +1,8 @@
-"""Connections of one member in one quorum: to the left neighbour, which sends data, and to the right one, which
-receives it.
+"""Connections of one member of FT-HSDP's all-reduce ring to its two neighbours, for one quorum.
+
+A quorum is the set of replicas that take part in a training step; each of them has one member in the ring. The left
+neighbour sends data to this member, and the right neighbour receives data from it. Each neighbour has one connection
+for control messages (pings, failures) and one or more for data. An operation is one all-reduce.
 """
 
 import contextlib
@@ -14,7 +17,7 @@ from ft.systems.hsdp.ring.outcome import Broken
 from ft.systems.hsdp.ring.poller import READ, Poller
 
 _GRACE_S = 0.05
-"""Seconds to wait for the last message of a broken neighbour, which arrives over another connection than the data."""
+"""Seconds to wait for the last control message of a neighbour whose data connection has broken."""
 
 
 @dataclass
@@ -26,8 +29,9 @@ class Link:
         index: index of the neighbour among the members.
         control: connection for control messages.
         data: connections that carry data.
-        answer: its answer to the last ping.
-        gone: why it will send nothing new; data that it has sent before may still arrive.
+        answer: answer of the neighbour to the last ping; None if it has not answered.
+        gone: why the neighbour will send nothing new, None as long as it may; data that were sent before may still
+            arrive.
     """
 
     side: str
@@ -47,10 +51,10 @@ class Links:
     Attributes:
         left: link to the left neighbour, None until it is connected.
         right: link to the right neighbour, None until it is connected.
-        broken: why the ring is unusable even for the operation under way; None while it is usable, never reset.
-        operation: number of operations begun, as in :class:`ft.systems.hsdp.ring.control.Message`.
-        busy: whether the last of them is under way.
-        asked: time at which the neighbours were last pinged, None if they were not since the last progress.
+        broken: why the ring is unusable even for the operation under way; None while it is usable. Never reset.
+        operation: number of operations begun since the ring was connected.
+        busy: whether the last of these operations is under way.
+        asked: time at which the neighbours were pinged, None if they were not pinged since the last progress.
     """
 
     def __init__(self, poller: Poller):
@@ -63,7 +67,7 @@ class Links:
         self._closed = False
 
     def join(self, side: str, index: int, connections: list[socket.socket]) -> None:
-        """Take over the connections to one neighbour; the first one is for control messages."""
+        """Take over the connections to one neighbour; the first connection is for control messages."""
         link = Link(side, index, Control(connections[0]), connections[1:])
         setattr(self, side, link)
         self._poller.watch(link.control.fileno(), READ, lambda: self._hear(link))
@@ -76,7 +80,10 @@ class Links:
             link.control.say(Message(PING))
 
     def blame(self) -> tuple[int | None, str]:
-        """Return the index of the member that causes a stall, and the reason; None if both neighbours wait too."""
+        """Return the index of the neighbour (or of the member that it blames) that causes a stall, and the reason.
+
+        The index is None if both neighbours wait, too.
+        """
         if gone := next((link.gone for link in self._joined() if link.gone), None):
             return gone.suspect, gone.reason
         side, why = blame(self.operation, self.left.answer, self.right.answer)
@@ -89,8 +96,10 @@ class Links:
         return Broken(f"nothing has moved for {limit_s:g} s: {why}", suspect)
 
     def lost(self, link: Link, how: str) -> Broken:
-        """Return why the data of ``link`` ended: the reason that the neighbour has sent, else the neighbour itself is
-        the cause.
+        """Return why the data connection of ``link`` has ended.
+
+        This is the reason that a neighbour has sent in a control message. Without such a message, the neighbour itself
+        is the cause.
         """
         deadline = time.monotonic() + _GRACE_S
         words = select.poll()
@@ -101,15 +110,15 @@ class Links:
         return self.broken or link.gone or Broken(f"{link.name()} is lost: {how}", link.index)
 
     def useless(self) -> Broken | None:
-        """Return why no new operation can be done with these connections; None if it can."""
+        """Return why no new operation can be done with these connections; None if one can."""
         return self.broken or next((link.gone for link in self._joined() if link.gone), None)
 
     def close(self, why: Broken) -> None:
         """Send ``why`` to the neighbours, then drop all connections.
 
-        In the middle of an operation the message is BREAK, which travels around the ring and ends the operation
-        everywhere. Otherwise it is LEAVE: the neighbours finish what they can with the data sent, because this member
-        counts the operation as done, and so should they.
+        In the middle of an operation the message is BREAK: every member passes it on, and the operation ends on all of
+        them. Otherwise the message is LEAVE: this member has completed its last operation, so the neighbours complete
+        that operation as well, with the data that this member has sent.
         """
         if self._closed:
             return
@@ -141,13 +150,14 @@ class Links:
         elif message.kind == LEAVE:
             link.gone = Broken(message.reason, message.suspect)
             if self.busy and message.operation < self.operation and self.broken is None:
-                self.broken = link.gone  # it will never reach the operation under way
+                self.broken = link.gone  # the neighbour will never begin the operation under way
         elif self.broken is None:
             self.broken = self._learn(message)
 
     def _learn(self, message: Message) -> Broken:
-        """Complete the reason of a BREAK: a neighbour that only waited too knows no cause, but this member may know
-        one.
+        """Return the cause of a BREAK message.
+
+        If the neighbour knows no cause, because it was only waiting, use the cause that this member can find.
         """
         if message.suspect is None and self.asked is not None and time.monotonic() - self.asked > _GRACE_S:
             suspect, why = self.blame()

@@ -1,7 +1,10 @@
-"""Listener of a ring member: accepts the connections of the left neighbour, and refuses all others.
+"""Listening side of FT-HSDP's all-reduce ring: accepts the connections of the left neighbour, and refuses all others.
 
-The driver's poll loop serves each new connection a few bytes at a time, so that an unauthenticated or silent peer
-blocks nobody. A neighbour that is at a later quorum than this member waits until this member gets there.
+A ring is connected anew for every quorum, the set of replicas that take part in a training step; quorums are numbered.
+A peer that connects first sends a hello message with the quorum that it has joined (:mod:`ft.systems.hsdp.ring.hello`).
+A neighbour that has joined a later quorum than this member waits for its answer until this member joins that quorum,
+too. The poll loop of the ring's thread handles each new connection a few bytes at a time, so that an unauthenticated or
+silent peer blocks nothing.
 """
 
 import contextlib
@@ -32,6 +35,17 @@ _DEAF_S = 0.2
 
 @dataclass
 class _Newcomer:
+    """A connection that was accepted by the operating system but not by this member yet.
+
+    Attributes:
+        connection: the connection.
+        party: this side of the handshake.
+        since: time of the connection, in seconds of the monotonic clock.
+        said: bytes received so far.
+        hello: the hello message of the peer; None until it is complete and authenticated.
+        theirs: challenge of the peer, which the answer has to prove.
+    """
+
     connection: socket.socket
     party: Party
     since: float
@@ -42,7 +56,14 @@ class _Newcomer:
 
 @dataclass(frozen=True)
 class Expected:
-    """Connections that are expected: ``streams`` of them, for quorum ``number``, from member ``sender``."""
+    """The connections that are expected from the left neighbour.
+
+    Attributes:
+        number: number of the quorum.
+        agreement: digest of the addresses and options that all members must have in common.
+        sender: index of the left neighbour among the members.
+        streams: number of connections, including the one for control messages.
+    """
 
     number: int
     agreement: bytes
@@ -56,10 +77,10 @@ class Listener:
     Args:
         poller: poller of the ring's thread.
         listener: listening socket.
-        token: token of the run.
+        token: secret shared by the processes of the run.
 
     Attributes:
-        taken: accepted connections of the left neighbour, by stream; whoever removes them has to close them.
+        taken: accepted connections of the left neighbour, by their number; code that removes one has to close it.
     """
 
     def __init__(self, poller: Poller, listener: socket.socket, token: str):
@@ -73,14 +94,15 @@ class Listener:
         poller.watch(listener.fileno(), READ, self._accept)
 
     def expect(self, expected: Expected) -> None:
-        """Expect the connections of a quorum from now on, and judge those that wait already."""
+        """Expect the connections of a quorum from now on, and answer peers that wait already."""
         self._drop_taken()
         self._expected, self._given_up = expected, None
         self._judge_all()
 
     def give_up(self, number: int, why: Broken) -> None:
-        """Tell peers that have come or will come for quorum ``number`` that it was given up, and which member is to
-        blame.
+        """Answer peers that connect or have connected for quorum ``number`` that this member has given it up.
+
+        The answer names the member that seems to be the cause.
         """
         if 0 in self.taken:
             Control(self.taken[0]).say(Message(BREAK, suspect=why.suspect, reason=why.reason))
@@ -89,7 +111,7 @@ class Listener:
         self._judge_all()
 
     def tend(self) -> None:
-        """Drop peers whose handshake takes too long, and resume accepting after a pause. To be called regularly."""
+        """Drop peers whose handshake takes too long, and resume accepting after a pause. Must be called regularly."""
         now = time.monotonic()
         for each in [each for each in self._newcomers if each.hello is None and now - each.since > _HELLO_S]:
             self._drop(each)
@@ -148,7 +170,7 @@ class Listener:
         elif given_up and hello.number <= given_up.number:
             self._refuse(newcomer, given_up)
         elif expected is None or hello.number > expected.number:
-            return  # it waits until this member joins that quorum
+            return  # the peer waits until this member joins that quorum
         elif hello.number < expected.number:
             self._refuse(newcomer, Answer(STALE, expected.number))
         elif (hello.agreement, hello.sender) != (expected.agreement, expected.sender):

@@ -1,7 +1,9 @@
-"""Arithmetic of the ring all-reduce: the format of a chunk on the wire, and what is done with a received chunk.
+"""Arithmetic of FT-HSDP's ring all-reduce: the format of a chunk on the wire, and the addition of received chunks.
 
-All members get equal bits. Each element is summed along the ring, beginning with the member whose index is that of the
-element's part. The owner of the part adds last, scales and rounds once, and the other members copy its result.
+The tensor is divided into parts, one for each of the N members, and every part into chunks. Steps 0 to N - 2
+(reduce-scatter) pass partial sums to the right, and steps N - 1 to 2N - 3 (all-gather) pass the results. All members
+get equal bits: the sum of a part begins at the member whose index is that of the part and goes around the ring. The
+last member adds its values, scales and rounds once, and the other members copy its result.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +15,7 @@ from ft.base.errors import UserError
 from ft.systems.hsdp.ring.schedule import Item
 
 _WIDE = 4
-"""Bytes of an fp32 element, the type in which sums are kept."""
+"""Bytes of an fp32 element; fp32 is the type in which sums are kept."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Types that can be reduced, with their codes on the wire."""
@@ -36,9 +38,13 @@ class Buffers:
     """Buffers of a ring, allocated once: one received chunk for each stream, and the sums that wait to be sent.
 
     Args:
-        chunk: chunk size S, in fp32 elements.
-        chunks: chunks C per member and partition.
-        streams: data connections to a neighbour.
+        chunk: size of a chunk, in fp32 elements.
+        chunks: number of chunks of a part.
+        streams: number of data connections to a neighbour.
+
+    Attributes:
+        slots: number of sums that can wait to be sent.
+        received: buffer for received chunks, fp32 of shape (streams, chunk).
     """
 
     def __init__(self, chunk: int, chunks: int, streams: int):
@@ -49,8 +55,9 @@ class Buffers:
         self._scratch: torch.Tensor | None = None
 
     def waiting(self) -> torch.Tensor:
-        """Return the slots for sums, of shape (slots, S). Only needed if sums are kept in another type than the
-        tensor's.
+        """Return the buffer for sums that wait to be sent, fp32 of shape (slots, chunk).
+
+        It is only needed if sums are kept in another type than that of the tensor.
         """
         if self._waiting is None:
             self._waiting = torch.zeros(self.slots, self._chunk)
@@ -64,20 +71,25 @@ class Buffers:
 
 
 class Numbers(ABC):
-    """One tensor during its all-reduce."""
+    """One tensor during its all-reduce, with the buffers and the addition for its chunks.
+
+    An item is one chunk to send and one chunk to receive (:class:`ft.systems.hsdp.ring.schedule.Item`). ``index`` is
+    the number of an item in the order of the all-reduce, and ``stream`` the number of the data connection.
+    """
 
     @abstractmethod
     def outgoing(self, index: int, item: Item) -> memoryview:
-        """Return the bytes of item ``index`` that are sent to the right."""
+        """Return the bytes of item ``index`` to send to the right neighbour."""
 
     @abstractmethod
     def incoming(self, item: Item, stream: int) -> memoryview:
-        """Return the buffer for the bytes of ``item`` from the left."""
+        """Return the buffer into which the chunk of ``item`` is received from the left neighbour."""
 
     @abstractmethod
     def take(self, index: int, item: Item, stream: int) -> None:
-        """Process item ``index``, which was received completely: add it, or do nothing if it is a final result in its
-        place.
+        """Process the received chunk of item ``index``: add it to this member's values.
+
+        A final result (all-gather) is only stored in the tensor, unless it was received there.
         """
 
     def has_room(self, index: int, item: Item, sent: int) -> bool:
@@ -93,7 +105,7 @@ def of(tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, buffer
 
 
 class InPlace(Numbers):
-    """fp32: sums are computed in the tensor's memory and sent from there."""
+    """fp32 tensors: sums are computed in the tensor's memory and sent from there."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         self._elements = tensor.detach().view(-1).numpy()
@@ -124,8 +136,9 @@ class InPlace(Numbers):
 
 
 class Narrow(Numbers):
-    """bf16 like fp32: each sum of two is computed in fp32 and rounded to bf16; the last one is scaled before it is
-    rounded.
+    """bf16 tensors with sums in bf16, for two members or without ``RingOptions.wide_sums``.
+
+    Each addition is computed in fp32 and rounded to bf16; the last sum is scaled before it is rounded.
     """
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
@@ -159,7 +172,7 @@ class Narrow(Numbers):
 
 
 class Widened(Numbers):
-    """bf16 with more than two members: inputs and results travel in bf16, intermediate sums in fp32."""
+    """bf16 tensors with more than two members: inputs and results are sent in bf16, intermediate sums in fp32."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         self._elements = tensor.detach().view(-1)

@@ -1,4 +1,4 @@
-"""Options of a ring."""
+"""Options of FT-HSDP's all-reduce ring between replicas (FT-HSDP, section 4.2)."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,17 @@ _LARGEST_CHUNK = 1 << 30
 
 @dataclass(frozen=True)
 class RingOptions:
-    """Options of a ring, equal on all members; members compare them when they connect.
+    """Options of a ring. All but ``limit_s`` must be equal on all members, which compare them when they connect.
 
     Attributes:
-        chunk_bytes: chunk size S: bytes, in the type that sums are kept in, that are sent, received and added at once.
-        chunks: C, chunks per member and partition; at most S x C bytes are in flight to a neighbour.
-        wide_sums: sums of bf16 travel in fp32 and are rounded once, which takes (3N-4)/(2N-2) times the bytes for N
-            members; otherwise they travel in bf16 and every member that adds rounds, as in gloo and NCCL.
+        chunk_bytes: chunk size S, the bytes that are sent, received and added at once, counted in fp32.
+        chunks: C, the number of chunks per member in a partition (the part of a tensor that is reduced at once); at
+            most S x C bytes are in flight to a neighbour.
+        wide_sums: whether sums of bf16 tensors are sent in fp32 and rounded once, which takes (3N-4)/(2N-2) times the
+            bytes for N members; otherwise they are sent in bf16, and every member that adds rounds, as in gloo and
+            NCCL.
         streams: number of connections that carry data to a neighbour.
-        limit_s: time limit without progress in seconds, until :meth:`Ring.expect` sets another one.
+        limit_s: time limit without progress, in seconds, until ``Ring.expect`` sets another one.
     """
 
     chunk_bytes: int = 1 << 20

@@ -1,4 +1,4 @@
-"""Result of an all-reduce, and the handle (future) of one that is not over yet."""
+"""Result of an all-reduce in FT-HSDP's ring, and the handle (future) of an all-reduce that is not over yet."""
 
 import threading
 from dataclasses import dataclass
@@ -8,13 +8,14 @@ from ft.base.errors import RecoverableError
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an operation.
+    """Result of an all-reduce.
 
     Attributes:
-        ok: the tensor holds the result. If False, its content is undefined, and the step is to be tried again.
-        reason: why it failed, in words.
-        suspect: index of the member that seems to be the cause, None if unknown.
-        skipped: the operation was never begun.
+        ok: whether the tensor holds the result. If False, its content is undefined, and the training step has to be
+            repeated.
+        reason: why the all-reduce failed, in words; "" if it succeeded.
+        suspect: index of the ring member that seems to be the cause, None if unknown.
+        skipped: whether the all-reduce was never begun.
     """
 
     ok: bool
@@ -24,11 +25,11 @@ class Outcome:
 
 
 class Broken(RecoverableError):
-    """The ring of this quorum is not usable any more; another quorum is needed.
+    """The connections of the ring are not usable any more; it has to be reconfigured for the next quorum of replicas.
 
     Args:
         reason: why, in words.
-        suspect: index of the member that seems to be the cause, None if unknown.
+        suspect: index of the ring member that seems to be the cause, None if unknown.
     """
 
     def __init__(self, reason: str, suspect: int | None = None):
@@ -37,19 +38,21 @@ class Broken(RecoverableError):
 
 
 class Pending:
-    """Handle of an operation that was submitted."""
+    """Handle of an all-reduce that was submitted to the ring's thread."""
 
     def __init__(self):
         self._over = threading.Event()
         self._outcome: Outcome | BaseException | None = None
 
     def wait(self) -> Outcome:
-        """Wait until the operation is over, which its time limit (:meth:`Ring.expect`) ensures.
+        """Wait until the all-reduce is over, and return its result.
+
+        The time limit of the ring (``Ring.expect``) ensures that it ends.
 
         Raises:
-            UserError: the arguments are not valid.
-            BaseException: any other exception means that this process is at fault and a retry is useless; exceptions of
-                the caller's own ``after`` are passed on.
+            UserError: the members do not reduce the same tensors in the same order.
+            BaseException: this process is at fault and a retry is useless; exceptions of the ``after`` function that
+                was given to ``Ring.all_reduce`` are passed on.
         """
         self._over.wait()
         if isinstance(self._outcome, BaseException):
@@ -60,7 +63,7 @@ class Pending:
         return self._over.is_set()
 
     def end(self, outcome: Outcome | BaseException) -> None:
-        """Set the result; used by the driver. Only the first call has an effect."""
+        """Set the result; called on the ring's thread. Only the first call has an effect."""
         if not self._over.is_set():
             self._outcome = outcome
             self._over.set()

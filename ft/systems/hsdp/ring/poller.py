@@ -1,4 +1,4 @@
-"""poll(2) with callbacks: one thread waits, and any other thread can wake it."""
+"""Event loop of FT-HSDP's all-reduce ring: poll(2) with callbacks. One thread waits; any other thread can wake it."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ READ, WRITE = select.POLLIN, select.POLLOUT
 
 
 class Poller:
-    """File descriptors with callbacks that the ring's thread waits for."""
+    """The file descriptors for whose events the ring's thread waits, each with a callback."""
 
     def __init__(self):
         self._poll = select.poll()
@@ -30,7 +30,7 @@ class Poller:
             self._poll.unregister(descriptor)
 
     def wait(self, limit_s: float | None) -> None:
-        """Wait for events, for ``limit_s`` seconds at most (None: without a limit), and make the calls for them."""
+        """Wait for events, for ``limit_s`` seconds at most (None: no limit), and call their callbacks."""
         for descriptor, _ in self._poll.poll(None if limit_s is None else max(0.0, limit_s * 1e3)):
             if descriptor == self._waker:
                 os.read(self._waker, 4096)

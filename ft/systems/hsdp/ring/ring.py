@@ -1,5 +1,8 @@
-"""Public interface of the fault-tolerant all-reduce (FTAR) between the same ranks of all replicas (FT-HSDP, section
-4.2).
+"""Public interface of FT-HSDP's fault-tolerant all-reduce (FTAR) between replicas (FT-HSDP, section 4.2).
+
+A ring connects the ranks with the same number in all replicas that take part in a training step; these replicas are the
+quorum of the step, and each such rank is a member of the ring. When a replica fails or returns, the next step has
+another quorum, and the ring is reconfigured without a restart of the processes.
 """
 
 import math
@@ -18,15 +21,15 @@ from ft.systems.hsdp.ring.outcome import Pending
 class Ring:
     """One member of a ring all-reduce whose membership can change between operations.
 
-    A thread of its own does everything that can take time, in the order of the calls. :meth:`reconfigure` makes the
-    connections of a quorum, which are usable until the first failure. A member that notices a failure tells its
-    neighbours and drops its connections, so all members know within milliseconds. Every operation up to the next
-    :meth:`reconfigure` then ends at once with the reason.
+    A background thread does everything that can take time, in the order of the calls. :meth:`reconfigure` makes the
+    connections of a quorum, which are usable until the first failure. A member that notices a failure notifies its
+    neighbours and drops its connections, so that all members know of it within milliseconds. Every all-reduce up to the
+    next :meth:`reconfigure` then ends at once with the reason.
 
     Args:
-        network: network that carries the connections; a string means TCP and is the host at which others reach this
-            node.
-        token: secret shared by the processes of a run; peers that cannot prove to know it are refused.
+        network: network that carries the connections; a string means TCP and is the host name or address at which other
+            nodes reach this node.
+        token: secret shared by the processes of a run; peers that cannot prove that they know it are refused.
         options: options of the ring; the defaults if None.
 
     Attributes:
@@ -45,17 +48,18 @@ class Ring:
         self._driver = Driver(network, listener, token, options)
 
     def reconfigure(self, number: int, members: list[str], me: int) -> None:
-        """Drop the present connections and make those of quorum ``number``; return at once.
+        """Drop the present connections and begin to make those of quorum ``number``; return at once.
 
-        Failures to connect show in the operations that follow. A ring with one member only scales.
+        A failure to connect is reported by the all-reduces that follow. In a ring with one member, an all-reduce only
+        multiplies the tensor by its scale.
 
         Args:
-            number: number of the quorum, above that of every earlier call.
+            number: number of the quorum, greater than that of every earlier call.
             members: addresses of the members, in the order of the ring.
-            me: index of this member.
+            me: index of this member in ``members``.
 
         Raises:
-            UserError: the arguments are no quorum that this member is in.
+            UserError: the number is not greater, an address occurs twice, or ``members[me]`` is not this member.
         """
         if number <= self._number:
             raise UserError(f"quorum {number} after quorum {self._number}", "numbers of quorums only grow")
@@ -69,17 +73,18 @@ class Ring:
         self._driver.submit(Members(number, list(members), me), self._limit)
 
     def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0, after: Callable[[], None] | None = None) -> Pending:
-        """Start to replace ``tensor`` by the sum over all members times ``scale``; the result has equal bits on all
-        members.
+        """Start to replace ``tensor`` by the sum over all members times ``scale``; return a handle at once.
+
+        The result has equal bits on all members. All members must pass the same number of elements, type and scale, in
+        the same order of calls.
 
         Args:
-            tensor: fp32 or bf16 (with default options summed in fp32 and rounded once), contiguous; must not be touched
-                until the operation is over. All members pass the same number of elements, type and scale, in the same
-                order of calls.
-            scale: factor of the sum.
-            after: called before the tensor is read, in the ring's thread; blocks until the tensor may be read. It must
-                return by itself. If it raises, the operation has failed for all members; here it fails with that
-                exception, unless that is a RecoverableError.
+            tensor: contiguous tensor of type fp32 or bf16 (with default options, bf16 is summed in fp32 and rounded
+                once). The caller must not use it until the all-reduce is over.
+            scale: factor by which the sum is multiplied.
+            after: called on the ring's thread before the tensor is read; it blocks until the tensor may be read, and
+                must return by itself. If it raises, the all-reduce fails on all members. On this member,
+                ``Pending.wait`` then raises the same exception, or returns a failed outcome for a RecoverableError.
 
         Raises:
             UserError: the ring cannot reduce this tensor.
@@ -92,7 +97,9 @@ class Ring:
         return pending
 
     def expect(self, limit_s: float) -> None:
-        """Set the time limit without progress, in seconds, for all later calls; waiting for other members counts.
+        """Set the time limit without progress, in seconds, for all later calls.
+
+        Time spent on waiting for other members counts as time without progress.
 
         Raises:
             UserError: the limit is not positive.
@@ -102,12 +109,12 @@ class Ring:
         self._limit = limit_s
 
     def cancel(self, reason: str) -> None:
-        """End all operations submitted so far, running or not, and the present quorum. Thread-safe; returns at once.
+        """End all operations submitted so far, running or not, and drop the connections. Thread-safe; returns at once.
 
-        An ``after`` that blocks is still waited for.
+        If the ``after`` function of an all-reduce is running, the ring's thread still waits for it to return.
         """
         self._driver.cancel(reason)
 
     def close(self) -> None:
-        """Drop everything, and wait for the thread to end."""
+        """End all operations, close all connections and the listening socket, and wait for the thread to end."""
         self._driver.close()

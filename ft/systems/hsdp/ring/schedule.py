@@ -1,10 +1,10 @@
-"""Schedule of the ring all-reduce: which elements each member sends to its right neighbour, in which order.
+"""Schedule of FT-HSDP's ring all-reduce: which elements each member sends to its right neighbour, in which order.
 
-Follows FT-HSDP, section 4.2, with N members, chunks of S elements and C chunks per member: the tensor is cut into
-partitions of at most S x C x N elements. A partition takes 2N-2 steps. In the first N-1 (reduce-scatter), each member
-sends the part to which it has just added its own values, beginning with the part of its own index. In the others
-(all-gather), the finished parts are passed around. A part is sent in C chunks, so that one chunk is forwarded while the
-next one is received.
+Follows FT-HSDP, section 4.2. With N members, chunks of S elements and C chunks per member, the tensor is cut into
+partitions of at most S x C x N elements, and each partition into N parts. A partition takes 2N-2 steps. In the first
+N-1 steps (reduce-scatter), each member sends the part to which it has just added its own values, beginning with the
+part of its own index. In the other steps (all-gather), the finished parts are passed around the ring. A part is sent in
+C chunks, so that one chunk is forwarded while the next one is received.
 """
 
 from dataclasses import dataclass
@@ -30,17 +30,16 @@ class Item:
 
 @lru_cache(maxsize=256)
 def items(elements: int, members: int, me: int, chunk: int, chunks: int) -> tuple[Item, ...]:
-    """Return all items of one all-reduce, in the order in which they are sent, which is also that in which they are
-    received.
+    """Return all items of one all-reduce, in the order in which their chunks are sent and received.
 
     Item i of a member is received as item i of its right neighbour, with the same number of elements.
 
     Args:
         elements: number of elements of the tensor.
-        members: N, at least 2.
+        members: N, the number of members, at least 2.
         me: index of this member in the ring.
-        chunk: S, in elements.
-        chunks: C.
+        chunk: S, the size of a chunk in elements.
+        chunks: C, the number of chunks of a part.
     """
     found: list[Item] = []
     for first in range(0, elements, chunk * chunks * members):

@@ -1,8 +1,9 @@
-"""All-reduce of tensors on a device: chunks pass through pinned host memory, copied and added on a separate stream.
+"""FT-HSDP's ring all-reduce of tensors on a GPU: chunks are staged in pinned host memory, because the ring's sockets
+read and write host memory only.
 
-A network that could read device memory directly would not need this; here the sockets read and write host memory. A
-received chunk lies in a staging buffer until the device has added its own values, and a sum lies in a slot until it is
-sent. The tensor itself is read once and written once per chunk.
+Copies and additions are queued on a separate CUDA stream. A received chunk stays in a staging buffer until the device
+has added this member's values, and a sum stays in a slot of another buffer until it is sent. The tensor itself is read
+once and written once per chunk.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from ft.systems.hsdp.ring.numbers import Buffers, Numbers
 from ft.systems.hsdp.ring.schedule import Item
 
 Add = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | None], None]
+"""(received, own, scale, into, also) -> None: set ``into``, and ``also`` if given, to (received + own) x scale."""
 
 
 def add_in_passes(
@@ -39,12 +41,21 @@ def best_add(device: torch.device) -> Add:
 
 
 class Staging:
-    """Stream and pinned buffers of a ring for the tensors on ``device``; created with the first such tensor.
+    """CUDA stream and pinned buffers of a ring for the tensors on one device.
 
     Args:
-        device: the device.
-        buffers: buffers of the ring, whose sizes are used.
-        streams: data connections to a neighbour.
+        device: the device; on a CPU (in tests), there is no stream and no pinned memory.
+        buffers: host buffers of the ring, whose sizes are used.
+        streams: number of data connections to a neighbour.
+
+    Attributes:
+        is_cuda: whether the device is a CUDA device.
+        stream: the CUDA stream, None on other devices.
+        slots: number of sums that can wait to be sent.
+        add: function that adds a received chunk.
+        first: buffer for chunks of the tensor that are sent unchanged, fp32 of shape (streams, chunk).
+        received: buffer for received chunks, fp32 of shape (streams, chunk).
+        waiting: buffer for sums that wait to be sent, fp32 of shape (slots, chunk).
     """
 
     def __init__(self, device: torch.device, buffers: Buffers, streams: int):
@@ -76,10 +87,10 @@ class Staged(Numbers):
 
     Args:
         tensor: the tensor.
-        scale: factor of the sum.
-        members: number of members.
-        wide_sums: as in :class:`ft.systems.hsdp.ring.options.RingOptions`.
-        staging: stream and buffers of its device.
+        scale: factor by which the sum is multiplied.
+        members: number of members of the ring.
+        wide_sums: whether sums of bf16 are sent in fp32 (:class:`ft.systems.hsdp.ring.options.RingOptions`).
+        staging: stream and buffers of the tensor's device.
     """
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, staging: Staging):

@@ -1,4 +1,4 @@
-"""Socket options of a ring's connections: no delay, and a bound on the bytes in flight."""
+"""Socket options of the connections of FT-HSDP's all-reduce ring: no delay, and a bound on the bytes in flight."""
 
 import contextlib
 import socket
@@ -10,9 +10,10 @@ _SETTINGS = Path("/proc/sys/net")
 
 
 def tuned(connections: list[socket.socket], options: RingOptions) -> list[socket.socket]:
-    """Set the options of the connections (the first one is for control) and return them.
+    """Set the socket options of the connections to one neighbour, and return the connections.
 
-    Only TCP is tuned; other transports bound the bytes in flight themselves.
+    The first connection, for control messages, gets no bound. Only TCP connections are tuned; other transports bound
+    the bytes in flight themselves.
     """
     bound = send_buffer(options.chunk_bytes * options.chunks // options.streams, *_limits())
     for place, connection in enumerate(connections):
@@ -27,12 +28,13 @@ def tuned(connections: list[socket.socket], options: RingOptions) -> list[socket
 def send_buffer(in_flight: int, asked_at_most: int, grown_at_most: int) -> int | None:
     """Return the send buffer to request so that at most ``in_flight`` bytes are unacknowledged; None: request none.
 
-    A requested buffer does not grow any more. A buffer that is smaller than the bound, for lack of permission, would
-    cost bandwidth over long distances. So no buffer is requested where automatic growth cannot exceed the bound anyway.
+    A buffer of requested size does not grow any more. If the process may not request as much as the bound allows, the
+    smaller buffer would cost bandwidth over long distances. So no buffer is requested if the process may not, and
+    automatic growth cannot exceed the bound anyway.
 
     Args:
         in_flight: bound on the unacknowledged bytes.
-        asked_at_most: bytes that a process may request (Linux reserves the double, for its own needs).
+        asked_at_most: bytes that a process may request (Linux reserves twice as much, for its own needs).
         grown_at_most: bytes up to which Linux lets a buffer grow that was not requested.
     """
     if in_flight // 2 > asked_at_most and grown_at_most <= in_flight:

@@ -1,4 +1,7 @@
-"""ReCtlr, the reordering controller (SPARe, algorithm 2), which planner, Monte Carlo, simulation and trainer share."""
+"""ReCtlr, the reordering controller of SPARe (SPARe, algorithm 2): decides what each group computes after a failure.
+
+The trainer, the planner, the Monte Carlo simulation and the simulator use the same controller.
+"""
 
 from ft.systems.spare.controller.controller import Controller, Reordering
 

@@ -1,4 +1,10 @@
-"""The reordering controller: its state, and how losses and returns of groups change it."""
+"""The reordering controller of SPARe (SPARe, algorithm 2): its state, and its reaction to lost and returning groups.
+
+A global batch is divided into N shard types, and each of N groups (replicas of the model) hosts r types, in an order
+that is called its stack. Per step, the groups compute the first S types of their stacks. When groups are lost, the
+controller reorders the stacks of the survivors, and increases S if it must, such that the survivors still compute every
+type. If a type has no surviving host (a wipe-out), the run has to restart from a checkpoint.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +20,12 @@ from ft.systems.spare.placement import Placement
 
 
 class Move(NamedTuple):
-    """A type that moves into the first S positions of a group, in exchange with the type at its new position.
+    """A type that moves into the first S positions of a group's stack, in exchange with the type at its new position.
 
     Attributes:
         group: group whose stack changes.
         kind: the type.
-        from_position: previous position; None in a group that returns, which had no order to keep.
+        from_position: previous position; None in a group that returns, because its order begins anew.
         to_position: new position, less than S.
     """
 
@@ -31,17 +37,18 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reordering:
-    """The decision of the controller.
+    """The decision of the controller after a loss or a return.
 
     Attributes:
         stack: S from now on.
         moves: moves in ascending order of their types.
-        wipe_out: types that no group holds any more. If there are any, nothing was changed, and the caller restarts
-            from a checkpoint and calls ``reset``.
-        phase: phase in which the answer was found: 0, the committed orders remain valid; 1, S changed and no type had
-            to move (or a wipe-out was found); 2, types were moved.
-        patch_types: types that are not in the survivors' previous first S positions, ascending: the interrupted step
-            needs one more stack for them. Empty for a return.
+        wipe_out: types that no surviving group hosts. If there are any, the controller has changed nothing, and the
+            caller has to restart from a checkpoint and call ``reset``.
+        phase: phase of SPARe, algorithm 2, in which the decision was found: 0, the orders remain valid; 1, S changed
+            and no type had to move (or a wipe-out was found); 2, types were moved.
+        patch_types: types that were not in the first S positions of any survivor before the loss, ascending: the
+            survivors have to compute them in addition to complete the interrupted step (patch compute). Empty for a
+            return.
     """
 
     stack: int
@@ -52,10 +59,10 @@ class Reordering:
 
 
 class Controller:
-    """Maintains S and every group's order such that the survivors collect all types in their first S positions.
+    """Maintains S and the stack of every group, so that the survivors have all types in their first S positions.
 
     S is always the least possible, and as few types as possible move. The same losses and returns in the same order
-    give the same orders on every machine, compiled or not.
+    give the same stacks on every machine, compiled or not.
 
     Args:
         placement: the initial placement, with all groups alive and S = 1.
@@ -63,8 +70,8 @@ class Controller:
             a fraction of a millisecond with 1000 groups, so that compiling pays only for thousands of calls.
 
     Attributes:
-        groups: N.
-        redundancy: r.
+        groups: N, the number of groups and of types.
+        redundancy: r, the number of types that a group hosts.
         placement: the initial placement.
     """
 
@@ -76,7 +83,7 @@ class Controller:
 
     @property
     def stack(self) -> int:
-        """Return S, the number of types of its order after which a group takes part in the all-reduce."""
+        """Return S, the number of types of its stack after which a group takes part in the all-reduce."""
         return int(self._state.size[state.STACK])
 
     @property
@@ -86,14 +93,14 @@ class Controller:
 
     @property
     def orders(self) -> np.ndarray:
-        """Return the type at each stack position as a new array, int64 [N, r]. A lost group keeps its last order."""
+        """Return the type at each stack position as a new array, int64 [N, r]. A lost group keeps its last stack."""
         return np.array(self._state.orders, dtype=np.int64).reshape(self.groups, self.redundancy)
 
     @property
     def owners(self) -> np.ndarray:
         """Return the surviving group that has to compute each type, as a new array, int64 [N].
 
-        The owner has the type in its first S positions; other groups may have it there, too.
+        The owner has the type in its first S positions; other groups may have the type there, too.
         """
         return np.array(self._state.owner, dtype=np.int64)
 
@@ -103,11 +110,11 @@ class Controller:
         return _as_tuple(self._state.orders[first : first + self.redundancy])
 
     def reset(self) -> None:
-        """Return to the initial state: every group alive, in its initial order, S = 1."""
+        """Return to the initial state: every group is alive, with its initial stack, and S is 1."""
         self._engine.start(self._state, initial(self.placement, self._engine))
 
     def lose(self, groups: Iterable[int]) -> Reordering:
-        """Remove groups that were lost at the same time.
+        """Remove groups that were lost at the same time, and return the decision.
 
         Raises:
             UserError: a group is out of range, given twice, or already lost.
@@ -122,10 +129,10 @@ class Controller:
         return Reordering(self.stack, self._moves(), (), phase, _as_tuple(missing))
 
     def bring_back(self, group: int) -> Reordering:
-        """Add a lost group again: S becomes as small as possible, and as few types as possible move in the other
-        groups.
+        """Add a lost group again, and return the decision.
 
-        The group starts from its initial order, and types that it has to compute move at no cost.
+        S becomes as small as possible, and as few types as possible move in the other groups. The stack of the group
+        starts from its initial order, and moves in it do not count.
 
         Raises:
             UserError: the group is out of range, or not lost.
@@ -148,7 +155,7 @@ class Controller:
 
     @classmethod
     def restore(cls, values: dict[str, Any], accelerate: bool | None = False) -> "Controller":
-        """Return the controller that ``state`` described.
+        """Return a controller with the state that :meth:`state` has returned.
 
         Raises:
             UserError: the values are not a valid state of a controller.

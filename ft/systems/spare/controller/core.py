@@ -1,7 +1,11 @@
-"""The core of the controller: the loss of groups, the return of a group, and a whole Monte Carlo trial.
+"""The core of SPARe's reordering controller: the loss of groups, the return of a group, and a whole Monte Carlo trial.
 
-The functions are plain Python on sequences of integers, so that numba can compile them unchanged. Compiled or not, they
-do the same in the same order, and produce the same layout.
+In SPARe, each group (replica of the model) hosts r of N shard types (parts of a global batch) in an order, its stack,
+and computes the first S of them in every step. The *layout* is S and the stacks of all groups, together with the owner
+of each type: the surviving group that has to compute it.
+
+The functions are plain Python on the flat sequences of integers of :class:`ft.systems.spare.controller.state.State`, so
+that numba can compile them unchanged. Compiled or not, they produce the same layout.
 """
 
 from ft.systems.spare.controller.search import assign, assign_all, settle
@@ -20,6 +24,7 @@ from ft.systems.spare.controller.state import (
 )
 
 HELD, DEEPENED, MOVED, WIPED_OUT = 0, 1, 2, 3
+"""Results: the layout remains valid; S changed and no type had to move; types were moved; a type has no host left."""
 
 
 def start(s: State, orders: Numbers) -> None:
@@ -41,11 +46,13 @@ def start(s: State, orders: Numbers) -> None:
 
 
 def lose(s: State, lost: Numbers) -> int:
-    """Remove groups. Afterwards ``seekers`` are the types that no survivor has computed, ascending, and ``moves`` the
-    moves.
+    """Remove lost groups and find a new layout.
+
+    Afterwards, ``s.seekers`` are the types that no survivor had in its first S positions, ascending, and ``s.moves``
+    the types that have moved in a stack.
 
     Returns:
-        HELD, DEEPENED or MOVED; or WIPED_OUT if nothing was changed.
+        HELD, DEEPENED or MOVED; or WIPED_OUT, and then nothing was changed.
     """
     s.size[MOVES] = 0
     s.size[SEEKERS] = 0
@@ -65,7 +72,7 @@ def lose(s: State, lost: Numbers) -> int:
 
 
 def bring_back(s: State, group: int, order: Numbers) -> int:
-    """Add a group with its initial order [r], and make S as small as possible.
+    """Add a group with its initial stack ``order`` [r], and make S as small as possible.
 
     Returns:
         HELD, DEEPENED (S became smaller, and nothing moved) or MOVED.
@@ -102,11 +109,11 @@ def trial(s: State, orders: Numbers, losses: Numbers, one: Numbers, found: Numbe
 
     Args:
         s: the state, which is overwritten.
-        orders: as in ``start``.
+        orders: the initial stacks of all groups, [N r].
         losses: all groups in the order in which they fail.
         one: scratch space for one number.
         found: receives the number of losses including the fatal one, the sum of S before each loss, and the number of
-            losses before the fatal one that needed a patch compute.
+            losses before the fatal one after which survivors had to compute lost types in addition (patch compute).
     """
     start(s, orders)
     found[0], found[1], found[2] = 0, 0, 0
@@ -121,7 +128,7 @@ def trial(s: State, orders: Numbers, losses: Numbers, one: Numbers, found: Numbe
 
 
 def wipes_out(s: State, lost: Numbers) -> bool:
-    """Subtract the groups from ``living``; if that leaves a type without a host, undo it and return True."""
+    """Subtract the lost groups from ``s.living``; if a type then has no host left, undo this and return True."""
     r = s.size[REDUNDANCY]
     wiped = False
     for w in lost:
@@ -137,7 +144,11 @@ def wipes_out(s: State, lost: Numbers) -> bool:
 
 
 def take_out(s: State, lost: Numbers) -> None:
-    """Remove the groups; types in other groups' first S positions get an owner there, the rest become seekers."""
+    """Remove the lost groups from the layout.
+
+    Each of their types gets a survivor as owner that has it in its first S positions. Types without such a survivor
+    become seekers.
+    """
     r, stack = s.size[REDUNDANCY], s.size[STACK]
     for w in lost:
         s.alive[w] = 0
@@ -170,7 +181,7 @@ def add_seeker(s: State, t: int) -> None:
 
 
 def cover(s: State, first: int, end: int) -> None:
-    """Add to ``cover`` what the survivors hold at positions ``first`` to ``end`` - 1."""
+    """Count in ``s.cover`` the types that the survivors have at stack positions ``first`` to ``end`` - 1."""
     r = s.size[REDUNDANCY]
     for w in range(s.size[GROUPS]):
         if s.alive[w]:
@@ -179,7 +190,7 @@ def cover(s: State, first: int, end: int) -> None:
 
 
 def restore_owners(s: State) -> None:
-    """Set the owners and loads back to ``former``."""
+    """Set the owners back to ``s.former``, and compute the loads from them."""
     n = s.size[GROUPS]
     for w in range(n):
         s.load[w] = 0
@@ -189,11 +200,10 @@ def restore_owners(s: State) -> None:
 
 
 def arrange(s: State, kinds: Numbers, count: int, free: int) -> None:
-    """Bring each of the first ``count`` of ``kinds`` into the first S positions of its owner, and list the moves by
-    type.
+    """Move each of the first ``count`` types in ``kinds`` into the first S positions of its owner's stack.
 
-    The type is exchanged with the deepest type in the first S positions that the group does not own. Moves in group
-    ``free`` are listed without a previous position.
+    The type is exchanged with the deepest type in the first S positions that the group does not own. The moves are
+    listed in ``s.moves`` by type; those in group ``free`` have no previous position.
     """
     n, r, stack = s.size[GROUPS], s.size[REDUNDANCY], s.size[STACK]
     sort(kinds, count)

@@ -1,12 +1,16 @@
-"""Test which types the first positions of the surviving groups' stacks hold (SPARe, algorithm 2, phase 0: HK-Fixed)."""
+"""Test which shard types the survivors compute without any reordering (SPARe, algorithm 2, phase 0: HK-Fixed).
+
+In SPARe, each group (replica of the model) hosts several shard types (parts of a global batch) in an order, its stack,
+and computes the first S of them in every step.
+"""
 
 import numpy as np
 
 
 def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
-    """Return which types the surviving groups collect in their first ``stack`` positions.
+    """Return which types are in the first ``stack`` positions of a surviving group's stack.
 
-    A committed order names one type for each slot, so that the matching of HK-Fixed is a test of coverage.
+    In a fixed order, each stack position has one type, so the matching of HK-Fixed is only a test of coverage.
 
     Args:
         orders: the type at each stack position of each group, int [N, r].
@@ -22,5 +26,10 @@ def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
 
 
 def wiped_out(hosts: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return the types of which no host survives, ascending. ``hosts``: int [N, r]. ``alive``: bool [N]."""
+    """Return the types of which no host survives, in ascending order.
+
+    Args:
+        hosts: the groups that host each type, int [N, r].
+        alive: which groups are alive, bool [N].
+    """
     return np.flatnonzero(~alive[hosts].any(axis=1))

@@ -1,4 +1,4 @@
-"""Run the controller's core compiled by numba if requested and installed, else interpreted."""
+"""Run the core of SPARe's reordering controller compiled by numba if requested and installed, else interpreted."""
 
 import hashlib
 import inspect
@@ -17,7 +17,16 @@ from ft.systems.spare.placement import Placement
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions of ``core``, compiled or not. ``numbers`` converts integers to the sequences they work on."""
+    """The functions of :mod:`ft.systems.spare.controller.core`, compiled or interpreted.
+
+    Attributes:
+        name: "numba" or "interpreted".
+        lose: ``core.lose``.
+        bring_back: ``core.bring_back``.
+        trial: ``core.trial``.
+        start: ``core.start``.
+        numbers: converts integers to the sequences that these functions take: arrays if compiled, else lists.
+    """
 
     name: str
     lose: Callable
@@ -28,11 +37,11 @@ class Engine:
 
 
 def engine(accelerate: bool | None = None) -> Engine:
-    """Return the engine to use; both give the same layouts.
+    """Return the engine to use; both engines give the same results.
 
     Args:
-        accelerate: whether to use numba; None: if it is installed. The first compilation takes seconds, loading it
-            later the larger part of a second.
+        accelerate: whether to use numba; None: if it is installed. The first compilation takes seconds; later processes
+            load the result in less than a second.
 
     Raises:
         UserError: numba is requested and cannot be imported.
@@ -48,7 +57,7 @@ def engine(accelerate: bool | None = None) -> Engine:
 
 
 def state_of(placement: Placement, chosen: Engine) -> state.State:
-    """Return an initial state."""
+    """Return a new state of the core: all groups alive, with the initial order of their types."""
     n, r = placement.groups, placement.redundancy
     mark = np.full(n, state.NONE)
     mark[np.array(placement.ruler) % n] = np.arange(r)
@@ -65,7 +74,7 @@ def state_of(placement: Placement, chosen: Engine) -> state.State:
 
 
 def initial(placement: Placement, chosen: Engine) -> Any:
-    """Return the initial orders, in the form that ``core.start`` takes."""
+    """Return the initial order of types of all groups, in the form that ``core.start`` takes."""
     return chosen.numbers(placement.orders().ravel())
 
 

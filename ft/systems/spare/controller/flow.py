@@ -1,7 +1,10 @@
-"""Phases 1 and 2 on the whole graph with SciPy: HK-Free as a maximum flow, MCMF by shortest augmenting paths.
+"""Reference solution of SPARe, algorithm 2, phases 1 and 2, on the whole graph with SciPy.
 
-Types are matched to surviving groups with capacity S; slots need no nodes of their own, because a group computes its
-first S types in any order. A type costs nothing in a group that has it in its first S positions, and 1 elsewhere.
+Phase 1 (HK-Free) is a maximum flow, phase 2 (MCMF) a minimum-cost flow by shortest augmenting paths. In SPARe, each
+group (replica of the model) hosts several shard types (parts of a global batch) in an order, its stack, and computes
+the first S of them. Types are matched to surviving groups with capacity S. A type costs 0 in a group that has it in its
+first S positions, and 1 in other hosts. Stack positions need no nodes of their own, because the order of the first S
+types does not matter.
 """
 
 from dataclasses import dataclass
@@ -14,10 +17,10 @@ UNASSIGNED = -1
 
 
 def smallest_stack(hosts: np.ndarray, alive: np.ndarray, from_stack: int) -> int | None:
-    """Return the least S >= ``from_stack`` with which the surviving groups can collect every type in arbitrary orders.
+    """Return the least S >= ``from_stack`` with which the survivors can compute every type, if stacks may be reordered.
 
     Args:
-        hosts: the groups that hold each type, int [N, r].
+        hosts: the groups that host each type, int [N, r].
         alive: which groups are alive, bool [N].
         from_stack: smallest S to consider.
 
@@ -46,18 +49,17 @@ def smallest_stack(hosts: np.ndarray, alive: np.ndarray, from_stack: int) -> int
 def min_cost(
     hosts: np.ndarray, orders: np.ndarray, alive: np.ndarray, stack: int, free: int | None = None
 ) -> tuple[np.ndarray, int] | None:
-    """Return the group that computes each type such that the fewest types are outside their group's first ``stack``
-    positions.
+    """Return the group that computes each type, such that as few types as possible have to move in a stack.
 
-    Types that are in the first positions of a surviving group are a flow without cost; augmenting it only from the
-    other types, along shortest paths, keeps its cost minimal.
+    The search starts with the types that are in the first ``stack`` positions of a surviving group, a flow without
+    cost. The other types are added one by one along shortest augmenting paths, which keeps the cost minimal.
 
     Args:
-        hosts: the groups that hold each type, int [N, r].
+        hosts: the groups that host each type, int [N, r].
         orders: the type at each stack position, int [N, r].
         alive: which groups are alive, bool [N].
-        stack: S.
-        free: a group in which no position costs anything.
+        stack: S, the number of types that a group computes.
+        free: a group in which moves cost nothing, or None.
 
     Returns:
         (the group of each type, int [N]; the number of moved types); None if ``stack`` is too small.

@@ -1,4 +1,4 @@
-"""Read the saved state of a controller."""
+"""Read the saved state of SPARe's reordering controller, for example from a checkpoint."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,15 @@ from ft.systems.spare.placement import Placement
 
 
 class Saved(NamedTuple):
-    """A saved state. ``alive``: bool [N]. ``orders``: int64 [N, r]. ``owners``: int64 [N]."""
+    """A saved state of the controller, for N groups and N shard types of which each group hosts r.
+
+    Attributes:
+        placement: the initial placement of types on groups.
+        stack: S, the number of types that each group computes.
+        alive: which groups are alive, bool [N].
+        orders: the type at each stack position of each group, int64 [N, r].
+        owners: the group that computes each type, int64 [N].
+    """
 
     placement: Placement
     stack: int
@@ -43,7 +51,7 @@ def read(values: dict[str, Any]) -> Saved:
 
 
 def fill(s: State, found: Saved) -> None:
-    """Change an initial state into the saved one."""
+    """Overwrite ``s``, an initial state of the core, with the saved state ``found``."""
     n, r = found.orders.shape
     mark = np.zeros(n, dtype=np.int64)
     mark[np.array(found.placement.ruler) % n] = np.arange(r)

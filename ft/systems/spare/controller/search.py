@@ -1,10 +1,16 @@
-"""Find an owner for every type at the least cost: phases 1 and 2 of SPARe, algorithm 2, as one incremental search.
+"""Find an owner for every shard type at the least cost: SPARe, algorithm 2, phases 1 and 2, as one incremental search.
 
-Every type has an owner: the surviving group that has to compute it, with the type in its first S positions. That is a
-flow without cost. A loss leaves a few types without an owner; each gets one along a shortest path of types that change
-their owner. A type costs 1 in a group that does not have it in its first S positions, else nothing. Successive shortest
-paths, with lengths corrected by potentials, keep the total cost minimal. If there is no path, S is too small: what was
-matched so far stays matchable, so that no other choice would have left a path.
+In SPARe, each group (replica of the model) hosts several shard types (parts of a global batch) in an order, its stack,
+and computes the first S of them in every step. The owner of a type is the surviving group that has to compute it; a
+group owns at most S types. This is a matching of types to groups, that is, a minimum-cost flow: a type costs 1 in a
+group that does not have it in its first S positions (there it has to move), else 0.
+
+After a loss, a few types (the seekers) have no owner. Each of them gets one along a shortest augmenting path, on which
+other types change their owner. Successive shortest paths, with lengths corrected by node potentials, keep the total
+cost minimal. If there is no augmenting path, no complete matching exists, so S is too small.
+
+``h`` and ``t`` are the numbers of a group (host) and of a type. The functions work in place on the flat sequences of
+:class:`ft.systems.spare.controller.state.State`, so that numba can compile them.
 """
 
 from ft.systems.spare.controller.state import (
@@ -25,17 +31,17 @@ from ft.systems.spare.controller.state import (
 
 
 def assign(s: State, stack: int, free: int) -> bool:
-    """Find an owner for each of ``seekers`` with S = ``stack``; return False, with nothing changed, if that is
-    impossible.
+    """Find an owner for each of the seekers with S = ``stack``; return whether that is possible.
 
-    ``changed`` are then the types whose owner may have changed. No position in group ``free`` costs anything.
+    If it is impossible, no owner is changed. ``s.changed`` lists the types whose owner may have changed. Group ``free``
+    (or NONE) may take types at any position without cost.
     """
     s.size[CHANGED] = 0
     count = s.size[SEEKERS]
     possible = True
     for i in range(count):
         note(s, s.seekers[i])
-        if stack > s.size[STACK]:  # else no survivor has it
+        if stack > s.size[STACK]:  # else no survivor has it in its first positions
             settle(s, s.seekers[i], stack)
     for i in range(count):
         if possible and s.owner[s.seekers[i]] == NONE:
@@ -50,8 +56,10 @@ def assign(s: State, stack: int, free: int) -> bool:
 
 
 def assign_all(s: State, stack: int, free: int) -> bool:
-    """Find an owner for all types anew, as ``assign`` does. On failure ``owner`` and ``load`` are invalid; ``former``
-    is kept."""
+    """Find owners for all types from the beginning; return whether that is possible.
+
+    The arguments are those of ``assign``. On failure, ``s.owner`` and ``s.load`` are invalid; ``s.former`` is kept.
+    """
     n = s.size[GROUPS]
     for i in range(n):
         s.load[i] = 0
@@ -71,7 +79,7 @@ def assign_all(s: State, stack: int, free: int) -> bool:
 
 
 def settle(s: State, t: int, stack: int) -> bool:
-    """Assign type t to its first surviving host with it in its first ``stack`` positions; False if none has it."""
+    """Assign type t to the first surviving host that has it in its first ``stack`` positions; False if none has it."""
     r = s.size[REDUNDANCY]
     for j in range(r):
         h = s.hosts[t * r + j]
@@ -135,10 +143,10 @@ def augment(s: State, root: int, stack: int, free: int) -> bool:
 
 
 def next_door(s: State, root: int, stack: int) -> int:
-    """Return the first host of a type without an owner that has room for it, or NONE.
+    """Return the first host of type ``root`` (which has no owner) that owns fewer than ``stack`` types, or NONE.
 
-    No path is shorter, because no host has the type in its first ``stack`` positions, and no potential is above 0. This
-    is the most frequent case.
+    No path can be shorter than this one, because no host has the type in its first ``stack`` positions, and no
+    potential is above 0. This is the most frequent case.
     """
     r = s.size[REDUNDANCY]
     for j in range(r):
@@ -151,7 +159,7 @@ def next_door(s: State, root: int, stack: int) -> int:
 
 
 def look_from(s: State, t: int, stack: int, free: int) -> int:
-    """Examine the hosts of type t; return one with room for a type that is at the same distance as t, or NONE."""
+    """Compute the distances of the hosts of type t; return a host with room at the same distance as t, or NONE."""
     r, level, search = s.size[REDUNDANCY], s.size[LEVEL], s.size[SEARCH]
     for j in range(r):
         h = s.hosts[t * r + j]
@@ -175,7 +183,7 @@ def look_from(s: State, t: int, stack: int, free: int) -> int:
 
 
 def next_level(s: State) -> bool:
-    """Advance to the least distance in ``later``; return False if all groups in it are reached."""
+    """Set the current distance to the least one of the groups in ``s.later``; return False if all are reached."""
     least = NONE
     for i in range(s.size[LATER]):
         h = s.later[i]
@@ -186,7 +194,7 @@ def next_level(s: State) -> bool:
 
 
 def go_further(s: State, stack: int) -> int:
-    """Mark the groups in ``later`` that are at the current distance as reached; return one with room, or NONE."""
+    """Mark the groups in ``s.later`` that are at the current distance as reached; return one with room, or NONE."""
     kept = 0
     for i in range(s.size[LATER]):
         h = s.later[i]
@@ -222,9 +230,10 @@ def reach(s: State, h: int, stack: int) -> bool:
 
 
 def shift_potentials(s: State) -> None:
-    """Update the potentials for the next search, by distance - distance of the end, for all nodes nearer than the end.
+    """Update the node potentials for the next search.
 
-    ``queue`` and ``seen`` are in the order of their distance.
+    The potential of every node nearer than the end of the path grows by its distance minus the distance of the end.
+    ``s.queue`` and ``s.seen`` are in ascending order of distance.
     """
     n, level = s.size[GROUPS], s.size[LEVEL]
     for i in range(s.size[TAIL]):
