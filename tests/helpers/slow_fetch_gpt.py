@@ -23,15 +23,15 @@ def run(options) -> int:
     from megatron import patches
 
     patches.apply()
-    from megatron.training import pretrain
+    from megatron.training import trainer
 
-    rehearse = pretrain.rehearse
+    rehearse = trainer.rehearse
 
     def said(job, samples: int) -> None:
         rehearse(job, samples)
         print(f"{REHEARSED}{time.time()}", flush=True)
 
-    pretrain.rehearse = said
+    trainer.rehearse = said
     return _run(options)
 
 
