@@ -151,7 +151,7 @@ class Life:
             each.do(self.world.rng.uniform(*_SPREAD_S), each.decided, quorum, *outcome)
 
     def is_ready(self, rank: "Rank") -> None:
-        """Note that a rank has ended the step, successfully or not. When all ranks have, save or begin the next step."""
+        """Note that a rank has ended the step, successfully or not. When all have, save or begin the next step."""
         self._ready.add(rank.index)
         if len(self._ready) == len(self.ranks):
             self._votes.clear()
