@@ -49,7 +49,7 @@ class Link:
             self._send(self._number, report)
 
     def taken(self, number: int) -> None:
-        """Handle an acknowledgement, which may be lost: the control plane's journal has every report up to ``number``."""
+        """Handle an acknowledgement, which may be lost: the journal has every report up to ``number``."""
         if self._cluster.rng.random() < _LOST_ANSWERS:
             return
         while self._kept and self._kept[0][0] <= number:

@@ -50,7 +50,7 @@ class Ring:
             self.world.time.after(self.world.rng.uniform(*_LATENCY_S), self._turn)
 
     def member_gone(self, replica: int) -> None:
-        """End the ring because a member has closed its connections: the member has died, or its deadline has expired."""
+        """End the ring because a member has closed its connections, by its death or after its deadline."""
         if self._is_failed or len(self._through) == len(self.quorum.members):
             return
         self._is_failed, self._first_gone = True, replica
